@@ -1,0 +1,40 @@
+# make setup | demo | test | lint | lock.  Everything is installed below this folder: .uv and .venv.
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+UV := .uv/bin/uv
+DEMO_SEED ?= 1
+
+.PHONY: setup demo test lint lock clean
+
+setup: $(STAMP)
+
+$(UV):
+	"$$(scripts/find_python.sh)" -m venv .uv
+	.uv/bin/python -m pip install --quiet --disable-pip-version-check "uv==0.13.8"
+
+$(STAMP): locks/dev.txt pyproject.toml scripts/find_python.sh | $(UV)
+	@python="$$(scripts/find_python.sh)" && echo "setting up $(VENV) with $$python" && \
+	$(UV) venv --quiet --clear --python "$$python" $(VENV)
+	$(UV) pip install --quiet --python $(BIN)/python --require-hashes -r locks/dev.txt
+	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
+	@touch $(STAMP)
+
+demo: $(STAMP)
+	@$(BIN)/python scripts/demo.py --seed $(DEMO_SEED)
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+lock: $(UV)
+	$(UV) pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet -o locks/dev.txt
+	$(UV) pip compile pyproject.toml --extra dev --extra vllm --universal --python-version 3.11 --generate-hashes \
+	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet -o locks/vllm.txt
+
+clean:
+	rm -rf $(VENV) .uv runs

@@ -1,0 +1,196 @@
+"""Metrics as monoids: adding the parts gives the metric of the whole, however it was split."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import tree
+from .node import Node, node, static
+
+Number: TypeAlias = "float | Tensor"
+
+
+@node
+class Weighted(Node):
+    """A mean in two parts, ``(sum, weight)``; the division happens once, at the end.
+
+    >>> (Weighted(3.0, 1.0) + Weighted(1.0, 3.0)).value
+    1.0
+    """
+
+    sum: Number
+    weight: Number
+
+    @classmethod
+    def of(cls, values: Tensor, weights: Tensor) -> Weighted:
+        """The weighted mean of ``values``; entries of weight zero don't count, even when not finite."""
+        w = weights.double()
+        return cls(torch.where(w != 0, values.detach().double() * w, 0.0).sum(), w.sum())
+
+    def __add__(self, other: Weighted) -> Weighted:
+        return Weighted(self.sum + other.sum, self.weight + other.weight)
+
+    @property
+    def value(self) -> float:
+        """The mean; nan where nothing was weighed."""
+        weight = float(self.weight)
+        return float(self.sum) / weight if weight else math.nan
+
+
+@node
+class Sum(Node):
+    """A total.
+
+    >>> (Sum(2) + Sum(3)).value
+    5.0
+    """
+
+    total: Number
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total)
+
+    @property
+    def value(self) -> float:
+        return float(self.total)
+
+
+@node
+class Max(Node):
+    """The largest value seen.
+
+    >>> (Max(2.0) + Max(3.0)).value
+    3.0
+    """
+
+    top: Number
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> Max:
+        return cls(
+            torch.where(mask.bool(), values.detach().double(), -math.inf).amax() if len(values) else -math.inf
+        )
+
+    def __add__(self, other: Max) -> Max:
+        return Max(_pick(torch.maximum, max, self.top, other.top))
+
+    @property
+    def value(self) -> float:
+        return float(self.top)
+
+
+@node
+class Min(Node):
+    """The smallest value seen.
+
+    >>> (Min(2.0) + Min(3.0)).value
+    2.0
+    """
+
+    low: Number
+
+    @classmethod
+    def of(cls, values: Tensor, mask: Tensor) -> Min:
+        return cls(
+            torch.where(mask.bool(), values.detach().double(), math.inf).amin() if len(values) else math.inf
+        )
+
+    def __add__(self, other: Min) -> Min:
+        return Min(_pick(torch.minimum, min, self.low, other.low))
+
+    @property
+    def value(self) -> float:
+        return float(self.low)
+
+
+@node
+class Moments(Node):
+    """Sums up to second order of one or two variables: ``std``, ``correlation``, effective sample size (``ess``).
+
+    >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    >>> whole = Moments.of(x, torch.ones(4), stat="std")
+    >>> parts = Moments.of(x[:1], torch.ones(1), stat="std") + Moments.of(x[1:], torch.ones(3), stat="std")
+    >>> round(whole.value, 6) == round(parts.value, 6) == round(float(x.std(correction=0)), 6)
+    True
+    """
+
+    n: Number
+    x: Number
+    xx: Number
+    y: Number
+    yy: Number
+    xy: Number
+    stat: str = static()
+
+    @classmethod
+    def of(cls, x: Tensor, mask: Tensor, y: Tensor | None = None, *, stat: str) -> Moments:
+        """Moments of ``x`` (and ``y``) where ``mask`` is set. ``stat`` is std, correlation or ess."""
+        if stat not in ("std", "correlation", "ess"):
+            raise ValueError(f"Moments.stat is {stat!r}; it must be std, correlation or ess")
+        w = mask.double()
+        a = torch.where(w != 0, x.detach().double(), 0.0)
+        b = torch.where(w != 0, y.detach().double(), 0.0) if y is not None else torch.zeros_like(a)
+        return cls(
+            w.sum(),
+            (w * a).sum(),
+            (w * a * a).sum(),
+            (w * b).sum(),
+            (w * b * b).sum(),
+            (w * a * b).sum(),
+            stat,
+        )
+
+    def __add__(self, other: Moments) -> Moments:
+        mine, theirs = tree.leaves(self), tree.leaves(other)
+        return Moments(*(a + b for a, b in zip(mine, theirs, strict=True)), self.stat)
+
+    @property
+    def value(self) -> float:
+        n, x, xx, y, yy, xy = (float(v) for v in tree.leaves(self))
+        if n == 0:
+            return math.nan
+        if self.stat == "ess":
+            return x * x / (n * xx) if xx else math.nan
+        var_x, var_y = max(xx / n - (x / n) ** 2, 0.0), max(yy / n - (y / n) ** 2, 0.0)
+        if self.stat == "std":
+            return math.sqrt(var_x)
+        scale = math.sqrt(var_x * var_y)
+        return (xy / n - x * y / n**2) / scale if scale else math.nan
+
+
+Metric: TypeAlias = Weighted | Sum | Max | Min | Moments
+Metrics: TypeAlias = "dict[str, Metric]"
+
+
+def merge(*parts: Mapping[str, Metric]) -> Metrics:
+    """Add metrics by name.
+
+    >>> merge({"a": Sum(1)}, {"a": Sum(2), "b": Max(1)})["a"].value
+    3.0
+    """
+    total: dict[str, Any] = {}
+    for part in parts:
+        for name, metric in part.items():
+            total[name] = total[name] + metric if name in total else metric
+    return total
+
+
+def to_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The values by name.
+
+    >>> to_floats({"loss": Weighted(2.0, 4.0)})
+    {'loss': 0.5}
+    """
+    return {name: metric.value for name, metric in metrics.items()}
+
+
+def _pick(of_tensors: Any, of_floats: Any, a: Number, b: Number) -> Number:
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        like = a if isinstance(a, Tensor) else b
+        return of_tensors(torch.as_tensor(a).to(like), torch.as_tensor(b).to(like))
+    return of_floats(a, b)

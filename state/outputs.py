@@ -1,0 +1,37 @@
+"""What a model says about each token of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .node import Node, node
+
+
+@node
+class TokenOutputs(Node):
+    """Per-token outputs ``[T]``, only those that were asked for; zero where ``response_mask`` is zero.
+
+    ``logprobs[t]`` is the log-probability of token t at the row's sampling temperature, ``entropy[t]`` the
+    entropy of the distribution it was drawn from (both in nats), ``values[t]`` the value of the state before it.
+
+    >>> import torch
+    >>> outputs = TokenOutputs({"logprobs": torch.zeros(3)})
+    >>> outputs.logprobs.shape
+    torch.Size([3])
+    >>> outputs.entropy
+    Traceback (most recent call last):
+    AttributeError: these outputs have no 'entropy', only ['logprobs']; a loss names what it reads in its needs
+    """
+
+    by_name: dict[str, Tensor]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "by_name":
+            return super().__getattr__(name)
+        if name in self.by_name:
+            return self.by_name[name]
+        raise AttributeError(
+            f"these outputs have no {name!r}, only {sorted(self.by_name)}; a loss names what it reads in its needs"
+        )

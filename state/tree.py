@@ -1,0 +1,96 @@
+"""Functions over whole values: ``map``, ``leaves``, ``paths``, ``equal``, ``digest``, ``snapshot``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+
+
+def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
+    """Apply ``fn`` to every leaf of trees of one structure.
+
+    >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
+    {'x': 3}
+    """
+    return pytree.tree_map(fn, tree, *rest)
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: T) -> T:
+    """Apply ``fn`` to every tensor; other leaves (counts, keys) stay as they are."""
+    return pytree.tree_map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def leaves(tree: Any) -> list[Any]:
+    """All leaves in structure order.
+
+    >>> leaves({"a": (1, 2), "b": 3})
+    [1, 2, 3]
+    """
+    return pytree.tree_leaves(tree)
+
+
+def paths(tree: Any) -> dict[str, Any]:
+    """Every leaf under its path, as a person would write it.
+
+    >>> paths({"a": (1, 2)})
+    {"['a'][0]": 1, "['a'][1]": 2}
+    """
+    found, _ = pytree.tree_flatten_with_path(tree)
+    return {pytree.keystr(path): leaf for path, leaf in found}
+
+
+def first_difference(a: Any, b: Any) -> str | None:
+    """The path of the first leaf that is not bitwise the same, or None. NaN equals the same NaN."""
+    left, right = paths(a), paths(b)
+    if list(left) != list(right):
+        only = [p for p in (*left, *right) if (p in left) != (p in right)]
+        return only[0] if only else "structure"
+    return next((path for path in left if not _same(left[path], right[path])), None)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values have one structure and bitwise equal leaves.
+
+    >>> equal({"w": torch.zeros(2)}, {"w": torch.zeros(2)}), equal({"w": 1}, {"v": 1})
+    (True, False)
+    """
+    return first_difference(a, b) is None
+
+
+def digest(tree: Any) -> str:
+    """A hash of paths, dtypes, shapes and bytes; the same on every machine.
+
+    >>> digest({"w": torch.zeros(2)}) == digest({"w": torch.zeros(2)}) != digest({"w": torch.zeros(3)})
+    True
+    """
+    h = hashlib.sha256()
+    for path, leaf in paths(tree).items():
+        h.update(path.encode())
+        if isinstance(leaf, torch.Tensor):
+            h.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            h.update(_bytes(leaf).numpy().data)
+        else:
+            h.update(f"{type(leaf).__name__}{leaf!r}".encode())
+    return h.hexdigest()
+
+
+def snapshot(tree: T) -> T:
+    """An independent copy: donating the original leaves it alone."""
+    return map_tensors(torch.clone, tree)
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _same(x: Any, y: Any) -> bool:
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        alike = x.dtype == y.dtype and x.shape == y.shape and x.device == y.device
+        return alike and torch.equal(_bytes(x), _bytes(y))
+    return type(x) is type(y) and (x == y or repr(x) == repr(y))

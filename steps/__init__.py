@@ -1,0 +1,38 @@
+"""Pure functions: advantages, losses, KL, aggregation, optimizers, schedules, minibatch scans."""
+
+from . import losses, schedules
+from .advantages import gae, grpo, reinforce_plus_plus, rloo, whiten_masked
+from .aggregate import aggregate
+from .kl import AdaptiveKL, FixedKL, apply_kl_in_reward, kl_penalty
+from .losses import (
+    Loss,
+    cross_entropy,
+    entropy,
+    kl_to_reference,
+    loss,
+    ppo_clip,
+    token_mean,
+    value_clip,
+    weighted_sum,
+)
+from .minibatch import mean_metrics, minibatches, scan
+from .optim import (
+    AdamState,
+    GradTransform,
+    Optimizer,
+    Update,
+    adamw,
+    apply_update,
+    chain,
+    clip_by_global_norm,
+    sgd,
+)
+from .schedules import constant, cosine, linear
+
+__all__ = [
+    "AdamState", "AdaptiveKL", "FixedKL", "GradTransform", "Loss", "Optimizer", "Update", "adamw", "aggregate",
+    "apply_kl_in_reward", "apply_update", "chain", "clip_by_global_norm", "constant", "cosine", "cross_entropy",
+    "entropy", "gae", "grpo", "kl_penalty", "kl_to_reference", "linear", "loss", "losses", "mean_metrics",
+    "minibatches", "ppo_clip", "reinforce_plus_plus", "rloo", "scan", "schedules", "sgd", "token_mean",
+    "value_clip", "weighted_sum", "whiten_masked",
+]  # fmt: skip

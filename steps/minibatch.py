@@ -1,0 +1,60 @@
+"""Scans over minibatches: several updates from one batch, as a fold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from verl_fn.state import Batch, Key, split_by_count
+
+Carry = TypeVar("Carry")
+X = TypeVar("X")
+Y = TypeVar("Y")
+
+
+def scan(step: Callable[[Carry, X], tuple[Carry, Y]], carry: Carry, xs: Iterable[X]) -> tuple[Carry, list[Y]]:
+    """Fold ``step`` over ``xs`` and keep what it emits, as ``jax.lax.scan``.
+
+    >>> scan(lambda total, x: (total + x, total), 0, [1, 2, 3])
+    (6, [0, 1, 3])
+    """
+    ys = []
+    for x in xs:
+        carry, y = step(carry, x)
+        ys.append(y)
+    return carry, ys
+
+
+def minibatches(
+    batch: Batch, rows: int, *, epochs: int = 1, shuffle: Key | None = None, together: str | None = None
+) -> list[Batch]:
+    """The update batches of ``epochs`` passes, of at most ``rows`` rows each.
+
+    Args:
+        shuffle: a key, for another order of rows in every epoch; None keeps the order.
+        together: a per-row field whose equal values stay in one minibatch (without ``shuffle`` or with it).
+
+    >>> [len(b) for b in minibatches(Batch.from_rows([[1], [2], [3]]), 2, epochs=2)]
+    [2, 1, 2, 1]
+    """
+    found: list[Batch] = []
+    for epoch in range(epochs):
+        order = torch.arange(len(batch))
+        if shuffle is not None:
+            order = torch.randperm(len(batch), generator=shuffle.fold_in(epoch).generator())
+        found.extend(split_by_count(batch.take(order), rows, together))
+    return found
+
+
+def mean_metrics(parts: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """The plain mean over updates of each metric's value, as floats; for what an update reports.
+
+    >>> from verl_fn.state import Sum
+    >>> mean_metrics([{"loss": Sum(1.0)}, {"loss": Sum(3.0)}])
+    {'loss': 2.0}
+    """
+    rows = [{name: metric.value for name, metric in part.items()} for part in parts]
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {n: sum(row[n] for row in rows if n in row) / sum(n in row for row in rows) for n in names}

@@ -1,0 +1,220 @@
+"""Optimizers in optax's shape, and the one rule for applying an update.
+
+An optimizer is ``init(params)`` and ``update(grads, opt_state, params)``. The update owns its arguments: it
+runs torch's fused kernels on their storages and returns nodes around them, which is why callers go through
+``apply_update``, where donation or a copy decides whose storages those are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+from torch import Tensor
+
+from verl_fn.state import (
+    Grads,
+    Metrics,
+    Node,
+    Params,
+    Slots,
+    Sum,
+    TrainState,
+    Weighted,
+    donate,
+    node,
+    snapshot,
+)
+from verl_fn.state.train import all_finite, sum_of_squares
+
+from .schedules import Schedule
+
+Reduce: TypeAlias = Callable[[Tensor], Tensor]
+
+
+@attrs.frozen(eq=False)
+class Update:
+    """What an update may know beyond the gradients: their global norm, and the schedule's position."""
+
+    norm: float
+    position: int
+
+
+@attrs.frozen(eq=False)
+class GradTransform:
+    """A transformation of gradients that comes before the optimizer, such as clipping."""
+
+    update: Callable[[Grads, Update], tuple[Grads, Update]]
+
+
+@attrs.frozen(eq=False)
+class Optimizer:
+    """``init(params) -> opt_state`` and ``update(grads, opt_state, params, update) -> (params, opt_state, metrics)``."""
+
+    init: Callable[[Params], Any]
+    update: Callable[[Grads, Any, Params, Update], tuple[Params, Any, Metrics]]
+
+
+def clip_by_global_norm(max_norm: float) -> GradTransform:
+    """Scale gradients down to ``max_norm`` where their global norm is larger (Pascanu et al. 2013)."""
+
+    def update(grads: Grads, info: Update) -> tuple[Grads, Update]:
+        factor = max_norm / (info.norm + 1e-6)
+        if factor >= 1.0:
+            return grads, info
+        torch._foreach_mul_(list(grads.values()), factor)
+        return grads, attrs.evolve(info, norm=info.norm * factor)
+
+    return GradTransform(update)
+
+
+def chain(*parts: GradTransform | Optimizer) -> Optimizer:
+    """Gradient transformations, then one optimizer.
+
+    >>> params = Params({"w": torch.tensor([1.0])})
+    >>> tx = chain(clip_by_global_norm(1.0), sgd(lambda count: 0.1))
+    >>> new, _, _ = tx.update(Grads({"w": torch.tensor([10.0])}), tx.init(params), params, Update(10.0, 0))
+    >>> round(new["w"].item(), 4)
+    0.9
+    """
+    *transforms, last = parts
+    if not isinstance(last, Optimizer) or not all(isinstance(t, GradTransform) for t in transforms):
+        raise TypeError("chain takes gradient transformations and, last, one optimizer")
+
+    def update(grads: Grads, opt_state: Any, params: Params, info: Update) -> tuple[Params, Any, Metrics]:
+        for transform in transforms:
+            grads, info = transform.update(grads, info)
+        return last.update(grads, opt_state, params, info)
+
+    return Optimizer(last.init, update)
+
+
+@node
+class AdamState(Node):
+    """Running averages of the gradient and of its square, and the updates that they have seen."""
+
+    count: int
+    exp_avg: Slots
+    exp_avg_sq: Slots
+
+
+def adamw(
+    schedule: Schedule,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101) through torch's fused kernel.
+
+    >>> params = Params({"w": torch.tensor([1.0])})
+    >>> tx = adamw(lambda count: 0.1, weight_decay=0.0)
+    >>> new, opt_state, _ = tx.update(Grads({"w": torch.tensor([3.0])}), tx.init(params), params, Update(3.0, 0))
+    >>> round(new["w"].item(), 4), opt_state.count
+    (0.9, 1)
+    """
+
+    def init(params: Params) -> AdamState:
+        zeros = lambda: Slots({n: torch.zeros_like(params[n]) for n in params.trained()})  # noqa: E731
+        return AdamState(0, zeros(), zeros())
+
+    def update(
+        grads: Grads, state: AdamState, params: Params, info: Update
+    ) -> tuple[Params, AdamState, Metrics]:
+        lr = schedule(info.position)
+        names = list(grads)
+        if names:
+            step = torch.tensor(float(state.count + 1), device=grads[names[0]].device)
+            torch._fused_adamw_(
+                [params[n] for n in names],
+                [grads[n] for n in names],
+                [state.exp_avg[n] for n in names],
+                [state.exp_avg_sq[n] for n in names],
+                [],
+                [step] * len(names),
+                lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
+                amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+            )  # fmt: skip
+        return params, attrs.evolve(state, count=state.count + 1), {"lr": Weighted(lr, 1.0)}
+
+    return Optimizer(init, update)
+
+
+@node
+class SGDState(Node):
+    """The momentum of each parameter; empty without momentum."""
+
+    momentum: Slots
+
+
+def sgd(schedule: Schedule, momentum: float = 0.0) -> Optimizer:
+    """Stochastic gradient descent, with heavy-ball momentum where ``momentum`` is not 0."""
+
+    def init(params: Params) -> SGDState:
+        return SGDState(Slots({n: torch.zeros_like(params[n]) for n in params.trained()} if momentum else {}))
+
+    def update(
+        grads: Grads, state: SGDState, params: Params, info: Update
+    ) -> tuple[Params, SGDState, Metrics]:
+        lr = schedule(info.position)
+        direction = list(grads.values())
+        if momentum and direction:
+            slots = [state.momentum[n] for n in grads]
+            torch._foreach_mul_(slots, momentum)
+            torch._foreach_add_(slots, direction)
+            direction = slots
+        if direction:
+            torch._foreach_add_([params[n] for n in grads], direction, alpha=-lr)
+        return params, state, {"lr": Weighted(lr, 1.0)}
+
+    return Optimizer(init, update)
+
+
+@torch.no_grad()
+def apply_update(
+    optimizer: Optimizer,
+    state: TrainState,
+    grads: Grads,
+    *,
+    donate_inputs: bool = True,
+    reduce: Reduce | None = None,
+) -> tuple[TrainState, Metrics]:
+    """The next state. State and gradients are donated unless ``donate_inputs`` is off.
+
+    Where the gradient's norm is not finite the update is skipped: ``step`` advances, while parameters, the
+    optimizer and the schedule's position stay, and the metric ``update_skipped`` is 1.
+
+    Args:
+        optimizer: made the ``optimizer`` tree of the state.
+        reduce: adds a scalar up over the processes that hold the other shards.
+
+    Returns:
+        The state, and the metrics ``grad_norm`` (before clipping), ``lr``, ``update_skipped`` and
+        ``perf/residency_copies`` (leaves copied since something else still held them).
+
+    Raises:
+        ValueError: the gradients' names are not those of the trainable parameters.
+        DonatedError: an input was donated before.
+    """
+    if list(grads) != state.params.trained():
+        odd = sorted(set(grads) ^ set(state.params.trained()))
+        raise ValueError(f"gradients and trainable parameters differ in their names or order: {odd[:5]}")
+    copies = 0
+    if donate_inputs:
+        state, state_copies = donate(state, "apply_update")
+        grads, grad_copies = donate(grads, "apply_update")
+        copies = state_copies + grad_copies
+    else:
+        state, grads = snapshot(state), snapshot(grads)
+    norm = float(sum_of_squares(grads.values(), reduce).sqrt())
+    found: Metrics = {"grad_norm": Weighted(norm, 1.0), "perf/residency_copies": Sum(copies)}
+    if not all_finite(norm):
+        return attrs.evolve(state, step=state.step + 1), found | {"update_skipped": Sum(1)}
+    params, opt_state, metrics = optimizer.update(
+        grads, state.optimizer, state.params, Update(norm, state.scheduler)
+    )
+    new = attrs.evolve(
+        state, params=params, optimizer=opt_state, scheduler=state.scheduler + 1, step=state.step + 1
+    )
+    return new, found | metrics | {"update_skipped": Sum(0)}
