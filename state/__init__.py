@@ -5,9 +5,9 @@ from .batch import Batch, concatenate
 from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, Named, Node, named, node, static
+from .outputs import TokenOutputs
 from .ownership import donate, is_donated
 from .split import Split, split_by_count, split_by_tokens
-from .outputs import TokenOutputs
 from .train import Buffers, Grads, Params, Slots, TrainState, sum_of_squares
 from .tree import snapshot
 

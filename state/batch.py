@@ -100,9 +100,7 @@ class Batch(Node):
             return self.per_row[name]
         if name in CORE:
             return getattr(self, name)
-        raise KeyError(
-            f"the batch has no field {name!r}; it has {sorted((*CORE, *self.per_token, *self.per_row))}"
-        )
+        raise KeyError(f"the batch has no field {name!r}; it has {sorted((*CORE, *self.per_token, *self.per_row))}")
 
     def with_tokens(self, **fields: Any) -> Batch:
         """This batch with per-token fields added or replaced."""
@@ -167,9 +165,7 @@ class Batch(Node):
 
     def sum_rows(self, values: Tensor) -> Tensor:
         """Add a per-token tensor up over each row, ``[T] -> [B]``."""
-        return torch.zeros(len(self), dtype=values.dtype, device=values.device).index_add(
-            0, self.row_ids, values
-        )
+        return torch.zeros(len(self), dtype=values.dtype, device=values.device).index_add(0, self.row_ids, values)
 
     def spread(self, values: Tensor) -> Tensor:
         """Give each token its row's value, ``[B] -> [T]``."""

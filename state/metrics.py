@@ -72,9 +72,7 @@ class Max(Node):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Max:
-        return cls(
-            torch.where(mask.bool(), values.detach().double(), -math.inf).amax() if len(values) else -math.inf
-        )
+        return cls(torch.where(mask.bool(), values.detach().double(), -math.inf).amax() if len(values) else -math.inf)
 
     def __add__(self, other: Max) -> Max:
         return Max(_pick(torch.maximum, max, self.top, other.top))
@@ -96,9 +94,7 @@ class Min(Node):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Min:
-        return cls(
-            torch.where(mask.bool(), values.detach().double(), math.inf).amin() if len(values) else math.inf
-        )
+        return cls(torch.where(mask.bool(), values.detach().double(), math.inf).amin() if len(values) else math.inf)
 
     def __add__(self, other: Min) -> Min:
         return Min(_pick(torch.minimum, min, self.low, other.low))

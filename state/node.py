@@ -77,9 +77,7 @@ def node(cls: C) -> C:
         return [(pytree.GetAttrKey(n), x) for n, x in zip(children, leaves, strict=True)], context
 
     def unflatten(leaves: Any, context: Any) -> Any:
-        return rebuild(
-            made, dict(zip(children, leaves, strict=True)) | dict(zip(fixed, context, strict=True))
-        )
+        return rebuild(made, dict(zip(children, leaves, strict=True)) | dict(zip(fixed, context, strict=True)))
 
     _register(made, flatten, unflatten, flatten_with_keys)
     return made  # type: ignore[return-value]

@@ -54,9 +54,7 @@ def donate(value: N, to: str) -> tuple[N, int]:
     )
     object.__setattr__(value, "_fate", fate)
     copies = [0]
-    return rebuild(cls, {name: _take(box, copies) for name, box in zip(names, fields, strict=True)}), copies[
-        0
-    ]
+    return rebuild(cls, {name: _take(box, copies) for name, box in zip(names, fields, strict=True)}), copies[0]
 
 
 def is_donated(value: Node) -> bool:

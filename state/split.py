@@ -64,11 +64,7 @@ def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None) 
     sizes = [sum(lengths[row] for row in group) for group in groups]
     longest = max(range(len(groups)), key=sizes.__getitem__)
     if sizes[longest] > max_tokens:
-        what = (
-            f"row {groups[longest][0]}"
-            if len(groups[longest]) == 1
-            else f"the group of row {groups[longest][0]}"
-        )
+        what = f"row {groups[longest][0]}" if len(groups[longest]) == 1 else f"the group of row {groups[longest][0]}"
         raise ValueError(
             f"{what} has {sizes[longest]} tokens, more than the budget of {max_tokens} a micro-batch; "
             f"raise ppo_max_token_len_per_gpu or shorten prompts and responses"
@@ -76,9 +72,7 @@ def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None) 
     parts = -(-sum(sizes) // max_tokens)
     while (bins := _balance(sizes, parts, max_tokens)) is None:
         parts += 1
-    return Split(
-        batch, tuple(torch.tensor(sorted(row for g in chosen for row in groups[g])) for chosen in bins)
-    )
+    return Split(batch, tuple(torch.tensor(sorted(row for g in chosen for row in groups[g])) for chosen in bins))
 
 
 def split_by_count(batch: Batch, max_rows: int, together: str | None = None) -> Split:
@@ -93,9 +87,7 @@ def split_by_count(batch: Batch, max_rows: int, together: str | None = None) -> 
     parts: list[list[int]] = []
     for group in _groups(batch, together):
         if len(group) > max_rows:
-            raise ValueError(
-                f"the group of row {group[0]} has {len(group)} rows, more than {max_rows} a part"
-            )
+            raise ValueError(f"the group of row {group[0]} has {len(group)} rows, more than {max_rows} a part")
         if parts and len(parts[-1]) + len(group) <= max_rows:
             parts[-1].extend(group)
         else:

@@ -136,9 +136,7 @@ def _group_scores(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _group_mean(values: Tensor, groups: Tensor, count: Tensor) -> Tensor:
-    return (
-        torch.zeros(len(count), dtype=values.dtype, device=values.device).index_add(0, groups, values) / count
-    )
+    return torch.zeros(len(count), dtype=values.dtype, device=values.device).index_add(0, groups, values) / count
 
 
 def _outcome(batch: Batch, row_advantages: Tensor) -> Batch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 

@@ -119,9 +119,7 @@ def adamw(
         zeros = lambda: Slots({n: torch.zeros_like(params[n]) for n in params.trained()})  # noqa: E731
         return AdamState(0, zeros(), zeros())
 
-    def update(
-        grads: Grads, state: AdamState, params: Params, info: Update
-    ) -> tuple[Params, AdamState, Metrics]:
+    def update(grads: Grads, state: AdamState, params: Params, info: Update) -> tuple[Params, AdamState, Metrics]:
         lr = schedule(info.position)
         names = list(grads)
         if names:
@@ -154,9 +152,7 @@ def sgd(schedule: Schedule, momentum: float = 0.0) -> Optimizer:
     def init(params: Params) -> SGDState:
         return SGDState(Slots({n: torch.zeros_like(params[n]) for n in params.trained()} if momentum else {}))
 
-    def update(
-        grads: Grads, state: SGDState, params: Params, info: Update
-    ) -> tuple[Params, SGDState, Metrics]:
+    def update(grads: Grads, state: SGDState, params: Params, info: Update) -> tuple[Params, SGDState, Metrics]:
         lr = schedule(info.position)
         direction = list(grads.values())
         if momentum and direction:
@@ -211,10 +207,6 @@ def apply_update(
     found: Metrics = {"grad_norm": Weighted(norm, 1.0), "perf/residency_copies": Sum(copies)}
     if not all_finite(norm):
         return attrs.evolve(state, step=state.step + 1), found | {"update_skipped": Sum(1)}
-    params, opt_state, metrics = optimizer.update(
-        grads, state.optimizer, state.params, Update(norm, state.scheduler)
-    )
-    new = attrs.evolve(
-        state, params=params, optimizer=opt_state, scheduler=state.scheduler + 1, step=state.step + 1
-    )
+    params, opt_state, metrics = optimizer.update(grads, state.optimizer, state.params, Update(norm, state.scheduler))
+    new = attrs.evolve(state, params=params, optimizer=opt_state, scheduler=state.scheduler + 1, step=state.step + 1)
     return new, found | metrics | {"update_skipped": Sum(0)}
