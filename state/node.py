@@ -92,6 +92,10 @@ class Named(Node, Mapping[str, torch.Tensor]):
     __slots__ = ()
     leaves: dict[str, torch.Tensor]
 
+    # Identity, not Mapping's item-wise comparison, which tensors do not support; see tree.equal.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.leaves[name]
 

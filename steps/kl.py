@@ -24,6 +24,7 @@ def kl_penalty(
 
     Source: Schulman, "Approximating KL Divergence" (2020); clamps and names as in verl.
 
+    >>> import torch
     >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "k2").tolist()
     [0.5]
     """

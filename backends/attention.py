@@ -1,0 +1,104 @@
+"""Attention over packed rows, registered with transformers as ``verl_fn_packed``.
+
+Rows lie end to end in one sequence and must not see each other. transformers' own packed calls are silently
+wrong in several combinations of mask, cache and kernel; here the layout travels as one argument, ``packing``,
+through the model's keyword arguments to this function, and no mask is made at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from verl_fn.state import Batch
+
+NAME = "verl_fn_packed"
+
+
+@attrs.frozen(eq=False)
+class Packing:
+    """Where rows lie in a packed sequence.
+
+    Attributes:
+        cu_seqlens: row starts and the end, int32, on the model's device.
+        longest: tokens of the longest row.
+        slots: each token's place in a padded ``[B * longest]`` table.
+    """
+
+    cu_seqlens: Int[Tensor, " B1"]
+    longest: int
+    slots: Int[Tensor, " T"]
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> Packing:
+        """The packing of a batch that lies on the CPU."""
+        lengths = batch.lengths
+        longest = int(lengths.max())
+        within = torch.arange(batch.num_tokens) - batch.cu_seqlens[:-1].long().repeat_interleave(lengths)
+        slots = batch.row_ids * longest + within
+        return cls(batch.cu_seqlens.to(device, non_blocking=True), longest, slots.to(device, non_blocking=True))
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Float[Tensor, "1 heads T dim"],
+    key: Float[Tensor, "1 kv_heads T dim"],
+    value: Float[Tensor, "1 kv_heads T dim"],
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 T heads dim"], None]:
+    """Causal attention within each row: FlashAttention on CUDA in half precision, SDPA elsewhere."""
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} uses soft-capped scores or attention sinks, which packed attention lacks"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return _flash(q, k, v, packing, scaling, sliding_window)[None], None
+    return _padded(q, k, v, packing, scaling, sliding_window)[None], None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu, longest = packing.cu_seqlens, packing.longest
+    size = (-1 if window is None else window - 1, 0)
+    return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=size)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
+    # Rows are padded on the right, and causality alone keeps padding from every real token.
+    rows, longest = len(packing.cu_seqlens) - 1, packing.longest
+
+    def spread(x: Tensor) -> Tensor:
+        table = x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, packing.slots, x)
+        return table.view(rows, longest, *x.shape[1:]).transpose(1, 2)
+
+    mask = None
+    if window is not None and longest > window:
+        i = torch.arange(longest, device=q.device)
+        mask = (i[:, None] >= i) & (i[:, None] - i < window)
+    gqa = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(
+        spread(q), spread(k), spread(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+    )
+    return out.transpose(1, 2).flatten(0, 1)[packing.slots]
+
+
+def register() -> None:
+    """Make the function known to transformers; it wants no mask."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

@@ -1,0 +1,221 @@
+"""The reference backend: one process, on the CPU or on one GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import attrs
+import torch
+from torch import Tensor
+
+from verl_fn.state import (
+    Batch,
+    Buffers,
+    Grads,
+    Key,
+    Metrics,
+    Params,
+    Sum,
+    TokenOutputs,
+    TrainState,
+    metrics,
+    split_by_tokens,
+    tree,
+)
+from verl_fn.steps import Loss, Optimizer, apply_update
+
+from . import checkpoint
+from .model import Skeleton, Staged, build, check_needs, token_outputs
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Local:
+    """Any Hugging Face causal language model, or a value model on its body, in this process.
+
+    Parameters go straight into a skeleton on the meta device: detached aliases of the state's tensors (or
+    bf16 copies, which are a cache and never state) are the leaves of autograd, gradients gather in them
+    over the micro-batches, and leave as a ``Grads`` value.
+
+    Args:
+        folder: a Hugging Face model folder.
+        optimizer: from ``verl_fn.steps``.
+        head: ``lm`` for a policy, ``value`` for a critic.
+        compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
+        max_tokens: strict budget of tokens a micro-batch.
+        checkpointing: recompute each layer in the backward pass.
+        device: where it computes, and where states are made.
+        deterministic: bitwise repeatable kernels on CUDA; the CPU's always are.
+
+    >>> import tempfile
+    >>> from verl_fn.steps import adamw, constant, cross_entropy, aggregate
+    >>> from verl_fn.models import new_model
+    >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
+    >>> backend = Local(folder, adamw(constant(1e-3)))
+    >>> state = backend.init(Key.from_seed(0))
+    >>> batch = aggregate(Batch.from_rows([[1, 3, 4, 2]], {"response_mask": [[0.0, 1.0, 1.0, 1.0]]}))
+    >>> grads, found = backend.forward_backward(state, batch, cross_entropy())
+    >>> state, found = backend.apply_update(state, grads)
+    >>> state.step, found["update_skipped"].value
+    (1, 0.0)
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: Optimizer,
+        *,
+        head: str = "lm",
+        compute_dtype: str = "float32",
+        max_tokens: int = 16384,
+        checkpointing: bool = False,
+        device: str | torch.device = "cpu",
+        deterministic: bool = False,
+    ) -> None:
+        if compute_dtype not in DTYPES:
+            raise ValueError(f"compute_dtype is {compute_dtype!r}; it must be one of {', '.join(DTYPES)}")
+        self.folder = Path(folder)
+        self.optimizer = optimizer
+        self.head = head
+        self.dtype = DTYPES[compute_dtype]
+        self.max_tokens = max_tokens
+        self.checkpointing = checkpointing
+        self.device = torch.device(device)
+        self.deterministic = deterministic
+        self._skeleton: Skeleton | None = None
+        self._cast_of: weakref.ref[Params] | None = None
+        self._cast: dict[str, Tensor] = {}
+
+    # Making states
+
+    def init(self, key: Key) -> TrainState:
+        """A state with random parameters drawn from ``key``."""
+        return self._new_state(self.folder, key, pretrained=False)
+
+    def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
+        """A fresh state around the weights of ``folder``, by default the backend's own."""
+        return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
+
+    def save(self, state: TrainState, folder: str | Path) -> None:
+        """Write the state into ``folder``, which is then also a Hugging Face model folder."""
+        checkpoint.save_state(state, self._built().model, folder, tokenizer_from=self.folder)
+
+    def restore(self, folder: str | Path) -> TrainState:
+        """The state that ``save`` wrote, bitwise."""
+        params, buffers = self._build(folder, Key.from_seed(0), pretrained=True)
+        like = TrainState(params, self.optimizer.init(params), 0, Key.from_seed(0), 0, buffers)
+        return checkpoint.restore_state(folder, like)
+
+    def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
+        """The same state with parameters or optimizer tree on another device."""
+        move = lambda value, to: value if to is None else tree.map_tensors(lambda t: t.to(to), value)  # noqa: E731
+        return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
+
+    def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under canonical names."""
+        yield from params.items()
+
+    # The two steps
+
+    @torch.no_grad()
+    def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
+        """What ``needs`` names for every token with ``response_mask``, on the CPU, without gradients."""
+        wanted = check_needs(self.head, needs)
+        tensors = self._compute_tensors(params)
+        split = split_by_tokens(batch, self.max_tokens)
+        found: list[TokenOutputs] = []
+        with self._repeatable():
+            for part in split:
+                staged = Staged.of(part, self.device)
+                outputs = self._built().run(tensors, lambda model, s=staged: token_outputs(model, s, wanted))
+                found.append(tree.map_tensors(lambda t: t.cpu(), outputs))
+        return TokenOutputs({name: split.join([o.by_name[name] for o in found]) for name in wanted})
+
+    def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
+        """Gradients of the loss over the whole batch, fp32, and its metrics, with the total as ``loss``.
+
+        Raises:
+            ValueError: the batch lacks ``loss_weight``, or a row is longer than the token budget.
+            DonatedError: the state was donated.
+        """
+        if "loss_weight" not in batch:
+            raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
+        wanted = check_needs(self.head, loss.needs)
+        tensors = self._compute_tensors(state.params) | dict(state.buffers)
+        leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
+        tensors |= leaves
+        found: Metrics = {}
+        with self._repeatable():
+            for part in split_by_tokens(batch, self.max_tokens):
+                staged = Staged.of(part, self.device)
+
+                def backward(model: Skeleton, staged: Staged = staged) -> Metrics:
+                    per_token, told = loss(token_outputs(model, staged, wanted), staged.batch)
+                    total = (staged.batch["loss_weight"] * per_token).sum()
+                    total.backward()
+                    return {"loss": Sum(total.detach().double()), **told}
+
+                found = metrics.merge(found, self._built().run(tensors, backward))
+        return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), found
+
+    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
+        """The next state; see ``steps.apply_update``."""
+        return apply_update(self.optimizer, state, grads, donate_inputs=donate)
+
+    # What stays inside
+
+    def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
+        params, buffers = self._build(folder, key, pretrained=pretrained)
+        return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0, buffers)
+
+    def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> tuple[Params, Buffers]:
+        self._skeleton, params, buffers = build(
+            folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing
+        )
+        self._skeleton.move_buffers(self.device)
+        on_device = lambda tensors: {name: t.to(self.device) for name, t in tensors.items()}  # noqa: E731
+        return Params(on_device(params)), Buffers(on_device(buffers))
+
+    def _built(self) -> Skeleton:
+        if self._skeleton is None:
+            self._build(self.folder, Key.from_seed(0), pretrained=False)
+        assert self._skeleton is not None
+        return self._skeleton
+
+    def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
+        """The parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
+        if self.dtype == torch.float32:
+            return {name: t.to(self.device) for name, t in params.items()}
+        if self._cast_of is None or self._cast_of() is not params:
+            self._cast_of = None
+            for name, t in params.items():
+                if name not in self._cast:
+                    self._cast[name] = torch.empty_like(t, dtype=self.dtype, device=self.device)
+            torch._foreach_copy_([self._cast[name] for name in params], list(params.values()))
+            self._cast_of = weakref.ref(params)
+        return dict(self._cast)
+
+    @contextlib.contextmanager
+    def _repeatable(self) -> Iterator[None]:
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(before or self.deterministic)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+def _leaf(t: Tensor) -> Tensor:
+    """An alias of ``t`` at which autograd gathers gradients, in fp32 whatever the dtype of ``t``."""
+    leaf = t.detach().requires_grad_()
+    if leaf.dtype != torch.float32:
+        leaf.grad_dtype = torch.float32
+    return leaf
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    """The gathered gradient; zeros where the loss does not depend on the parameter."""
+    return torch.zeros_like(leaf, dtype=torch.float32) if leaf.grad is None else leaf.grad

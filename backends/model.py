@@ -1,0 +1,267 @@
+"""Hugging Face folders as values: a skeleton that owns nothing, and its parameters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from verl_fn.state import Batch, Key, TokenOutputs
+
+from . import attention
+from .attention import Packing
+from .logprobs import logprobs_and_entropy
+
+SUPPORTED_NEEDS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
+
+
+class ModelError(ValueError):
+    """A folder that cannot be loaded or a model that cannot be run, with what to do."""
+
+
+class Skeleton(nn.Module):
+    """A model whose parameters lie on the meta device; the real ones come in with every call.
+
+    ``run`` holds the swapped parameters for as long as ``fn`` runs, so a backward pass inside ``fn``
+    recomputes checkpointed layers with the right ones.
+
+    Attributes:
+        model: the transformers model.
+        head: ``lm`` for a language model, ``value`` for a scalar a token.
+    """
+
+    def __init__(self, model: nn.Module, head: str) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+
+    def forward(self, fn: Callable[[Skeleton], Any]) -> Any:
+        return fn(self)
+
+    def run(self, tensors: dict[str, Tensor], fn: Callable[[Skeleton], Any]) -> Any:
+        """``fn(skeleton)`` with the model's parameters and buffers replaced by ``tensors``."""
+        renamed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        return torch.func.functional_call(self, renamed, (fn,), tie_weights=True)
+
+    def move_buffers(self, device: torch.device) -> None:
+        """Put the model's constants (rotary frequencies) where it computes."""
+        for module in self.modules():
+            for name, b in module._buffers.items():
+                module._buffers[name] = None if b is None else b.to(device)
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @property
+    def output_layer(self) -> nn.Linear:
+        """The language-model head or the value head."""
+        if self.head == "lm":
+            return self.model.get_output_embeddings()
+        return next(getattr(self.model, name) for name in ("score", "classifier") if hasattr(self.model, name))
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+        """The last hidden state of each packed token, ``[T, H]``."""
+        found = self.model.base_model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
+        )
+        return found.last_hidden_state[0]
+
+
+@attrs.frozen(eq=False)
+class Staged:
+    """A micro-batch on the device, with what the forward pass wants to know beforehand.
+
+    Attributes:
+        batch: the micro-batch.
+        packing: its layout.
+        targets: the tokens to speak of: those with ``response_mask``.
+        temperature: for each of them, or None where all are 1.
+    """
+
+    batch: Batch
+    packing: Packing
+    targets: Tensor
+    temperature: Tensor | None
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> Staged:
+        """Stage a batch that lies on the CPU.
+
+        Raises:
+            ValueError: ``response_mask`` is set on a row's first token, which nothing precedes.
+        """
+        targets = batch["response_mask"].nonzero()[:, 0]
+        first = batch.positions[targets] == 0
+        if bool(first.any()):
+            row = int(batch.row_ids[targets[first][0]])
+            raise ValueError(f"row {row}: response_mask is set on its first token, which has no log-probability")
+        temperature = None
+        if "temperature" in batch and bool((batch["temperature"] != 1.0).any()):
+            temperature = batch.spread(batch["temperature"].float())[targets].to(device)
+        return cls(batch.to(device), Packing.of(batch, device), targets.to(device, non_blocking=True), temperature)
+
+
+def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> TokenOutputs:
+    """Run the model over a micro-batch and say what ``needs`` asks of each target token."""
+    batch, targets = staged.batch, staged.targets
+    hidden = skeleton.hidden_states(batch.tokens, batch.positions, staged.packing)
+    # What speaks of token t is read where the model has seen the tokens before t.
+    hidden = hidden.index_select(0, targets - 1)
+    layer = skeleton.output_layer
+    spread = lambda x: x.new_zeros(batch.num_tokens).index_copy(0, targets, x)  # noqa: E731
+    if skeleton.head == "value":
+        return TokenOutputs({"values": spread(layer(hidden).float()[:, 0])})
+    logprobs, entropy = logprobs_and_entropy(
+        hidden, layer.weight, layer.bias, batch.tokens[targets], staged.temperature, entropy="entropy" in needs
+    )
+    found = {"logprobs": spread(logprobs)}
+    if entropy is not None:
+        found["entropy"] = spread(entropy)
+    return TokenOutputs(found)
+
+
+def check_needs(head: str, needs: Iterable[str]) -> frozenset[str]:
+    """The needs as a set.
+
+    Raises:
+        ValueError: the head cannot provide one of them.
+
+    >>> sorted(check_needs("lm", ["logprobs"]))
+    ['logprobs']
+    """
+    wanted = frozenset(needs)
+    if not wanted <= SUPPORTED_NEEDS[head]:
+        raise ValueError(
+            f"a {head} model gives {sorted(SUPPORTED_NEEDS[head])}, not {sorted(wanted - SUPPORTED_NEEDS[head])}"
+        )
+    return wanted
+
+
+def build(
+    folder: str | Path, head: str, *, pretrained: bool, key: Key, checkpointing: bool = False
+) -> tuple[Skeleton, dict[str, Tensor], dict[str, Tensor]]:
+    """The skeleton, parameters and persistent buffers of a Hugging Face folder, fp32, on the CPU.
+
+    Args:
+        head: ``lm``, or ``value`` for a scalar head; a folder without one gets a head of zeros.
+        pretrained: read the weights; otherwise draw them from ``key``.
+        checkpointing: recompute each layer in the backward pass.
+
+    Raises:
+        ModelError: the folder, the architecture or one of its settings cannot be used.
+    """
+    import transformers
+
+    attention.register()
+    config = _config(folder)
+    auto = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
+    options: dict[str, Any] = {"attn_implementation": attention.NAME, "dtype": torch.float32}
+    has_value_head = any("TokenClassification" in name for name in config.architectures or ())
+    if head == "value":
+        config.num_labels = 1
+    with torch.random.fork_rng(devices=[]), quiet():
+        torch.manual_seed(key.seed())
+        try:
+            if pretrained:
+                model = auto.from_pretrained(folder, config=config, **options)
+            else:
+                model = auto.from_config(config, **options)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ModelError(f"{folder}: {error}") from error
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(f"{folder}: {type(model).__name__} does not let its attention be chosen")
+    model.config.use_cache = False
+    model.train(checkpointing)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    skeleton = Skeleton(model, head)
+    if head == "value" and not has_value_head:
+        nn.init.zeros_(skeleton.output_layer.weight)
+        if skeleton.output_layer.bias is not None:
+            nn.init.zeros_(skeleton.output_layer.bias)
+    _check(skeleton, folder)
+    params = {name: p.detach() for name, p in model.named_parameters()}
+    persistent = set(model.state_dict(keep_vars=True))
+    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
+    _to_meta(model)
+    return skeleton, params, buffers
+
+
+def _config(folder: str | Path) -> Any:
+    import transformers
+
+    if not (Path(folder) / "config.json").is_file():
+        raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{folder}/config.json cannot be read: {error}") from error
+    dropout = {
+        name: rate
+        for name, rate in config.to_dict().items()
+        if isinstance(rate, (int, float)) and rate > 0 and ("dropout" in name or name.endswith("_pdrop"))
+    }
+    if dropout:
+        raise ModelError(f"{folder}/config.json sets {dropout}: a pure step has no dropout; set it to 0.0")
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if odd := kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"{folder} has layers of kind {sorted(odd)}, which would mix packed rows")
+    return config
+
+
+@torch.no_grad()
+def _check(skeleton: Skeleton, folder: str | Path) -> None:
+    """Refuse a model whose rows see each other, or which changes its logits after the head."""
+    vocab = skeleton.config.get_text_config().vocab_size
+    rows = [[1 % vocab, 2 % vocab, 3 % vocab], [5 % vocab, 4 % vocab]]
+    batch = Batch.from_rows(rows)
+
+    def hidden(batch: Batch) -> Tensor:
+        return skeleton.hidden_states(batch.tokens, batch.positions, Packing.of(batch, torch.device("cpu")))
+
+    together = hidden(batch)
+    apart = torch.cat([hidden(Batch.from_rows([row])) for row in rows])
+    scale = together.abs().max().clamp(min=1.0)
+    if (together - apart).abs().max() > 1e-3 * scale:
+        raise ModelError(f"{folder}: rows packed together see each other in {type(skeleton.model).__name__}")
+    if skeleton.head == "value":
+        return
+    logits = skeleton.model(
+        input_ids=batch.tokens[None], position_ids=batch.positions[None], use_cache=False,
+        packing=Packing.of(batch, torch.device("cpu")),
+    ).logits[0]  # fmt: skip
+    if (skeleton.output_layer(together) - logits).abs().max() > 1e-3 * logits.abs().max().clamp(min=1.0):
+        raise ModelError(f"{folder}: {type(skeleton.model).__name__} changes its logits after the output layer")
+
+
+def _to_meta(model: nn.Module) -> None:
+    """Drop the storage of all parameters; a tied weight stays one parameter."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in list(module._parameters.items()):
+            if p is not None:
+                if p not in made:
+                    made[p] = nn.Parameter(torch.empty_like(p, device="meta"))
+                module._parameters[name] = made[p]
+
+
+class quiet:
+    """Hold back transformers' progress bars and its warnings on newly made heads."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self.level = logging.get_verbosity()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *exc: object) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity(self.level)
+        logging.enable_progress_bar()
