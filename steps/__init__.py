@@ -15,7 +15,7 @@ from .losses import (
     value_clip,
     weighted_sum,
 )
-from .minibatch import mean_metrics, minibatches, scan
+from .minibatch import minibatches, scan
 from .optim import (
     AdamState,
     GradTransform,
@@ -25,6 +25,7 @@ from .optim import (
     apply_update,
     chain,
     clip_by_global_norm,
+    frozen,
     sgd,
 )
 from .schedules import constant, cosine, linear
@@ -32,7 +33,6 @@ from .schedules import constant, cosine, linear
 __all__ = [
     "AdamState", "AdaptiveKL", "FixedKL", "GradTransform", "Loss", "Optimizer", "Update", "adamw", "aggregate",
     "apply_kl_in_reward", "apply_update", "chain", "clip_by_global_norm", "constant", "cosine", "cross_entropy",
-    "entropy", "gae", "grpo", "kl_penalty", "kl_to_reference", "linear", "loss", "losses", "mean_metrics",
-    "minibatches", "ppo_clip", "reinforce_plus_plus", "rloo", "scan", "schedules", "sgd", "token_mean",
+    "entropy", "frozen", "gae", "grpo", "kl_penalty", "kl_to_reference", "linear", "loss", "losses",     "minibatches", "ppo_clip", "reinforce_plus_plus", "rloo", "scan", "schedules", "sgd", "token_mean",
     "value_clip", "weighted_sum", "whiten_masked",
 ]  # fmt: skip

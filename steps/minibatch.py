@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -47,14 +47,3 @@ def minibatches(
         found.extend(split_by_count(batch.take(order), rows, together))
     return found
 
-
-def mean_metrics(parts: Iterable[dict[str, Any]]) -> dict[str, float]:
-    """The plain mean over updates of each metric's value, as floats; for what an update reports.
-
-    >>> from verl_fn.state import Sum
-    >>> mean_metrics([{"loss": Sum(1.0)}, {"loss": Sum(3.0)}])
-    {'loss': 2.0}
-    """
-    rows = [{name: metric.value for name, metric in part.items()} for part in parts]
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {n: sum(row[n] for row in rows if n in row) / sum(n in row for row in rows) for n in names}

@@ -167,6 +167,15 @@ def sgd(schedule: Schedule, momentum: float = 0.0) -> Optimizer:
     return Optimizer(init, update)
 
 
+def frozen() -> Optimizer:
+    """No optimizer: for a model that is never updated, such as a reference policy."""
+
+    def update(grads: Grads, state: Any, params: Params, info: Update) -> tuple[Params, Any, Metrics]:
+        raise ValueError("this state was made with the optimizer frozen(); it is not to be updated")
+
+    return Optimizer(lambda params: {}, update)
+
+
 @torch.no_grad()
 def apply_update(
     optimizer: Optimizer,

@@ -1,0 +1,191 @@
+"""Donation spends a value, reuses what nobody else holds, and never changes a value under its holder."""
+
+import copy
+import pickle
+
+import attrs
+import pytest
+import torch
+from state_builders import grads, train_state
+
+from verl_fn.state import DonatedError, Grads, Params, donate, is_donated, snapshot, tree
+
+TENSORS = 5
+
+
+def overwrite(value) -> None:
+    """What a kernel does with the buffers it was given."""
+    for leaf in tree.leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            leaf.fill_(-99.0)
+
+
+def pointers(value) -> dict[str, int]:
+    return {path: leaf.data_ptr() for path, leaf in tree.paths(value).items() if isinstance(leaf, torch.Tensor)}
+
+
+def test_buffers_that_nobody_shares_are_moved():
+    state = train_state()
+    before = pointers(state)
+    new, copies = donate(state, "apply_update")
+    assert copies == 0
+    assert pointers(new) == before
+    assert tree.equal(new, train_state()) and new.params.trainable == frozenset({"head.weight"})
+
+
+def test_donation_after_donation_still_moves():
+    state, before = train_state(), None
+    for _ in range(3):
+        state, copies = donate(state, "apply_update")
+        assert copies == 0
+        assert before in (None, pointers(state))
+        before = pointers(state)
+
+
+USES = {
+    "field": lambda s: s.params,
+    "step": lambda s: s.step,
+    "evolve": lambda s: attrs.evolve(s, step=1),
+    "leaves": lambda s: tree.leaves(s),
+    "digest": lambda s: tree.digest(s),
+    "snapshot": lambda s: snapshot(s),
+    "repr": lambda s: repr(s),
+    "pickle": lambda s: pickle.dumps(s),
+    "copy": lambda s: copy.copy(s),
+    "deepcopy": lambda s: copy.deepcopy(s),
+    "donate": lambda s: donate(s, "apply_update"),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_any_later_use_says_what_happened_and_what_to_do(use):
+    state = train_state(step=12)
+    donate(state, "apply_update")
+    with pytest.raises(DonatedError) as caught:
+        USES[use](state)
+    for part in ("TrainState of step 12", "donated to apply_update", "donate=False", "snapshot(value)"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("use", [len, list, dict, repr, lambda g: g["a"], lambda g: g + g, lambda g: g.global_norm()])
+def test_a_donated_mapping_is_spent_too(use):
+    value = grads()
+    donate(value, "accumulate")
+    with pytest.raises(DonatedError, match="this Grads was donated to accumulate"):
+        use(value)
+
+
+def test_is_donated_tells_without_raising():
+    value = grads()
+    assert not is_donated(value)
+    new, _ = donate(value, "f")
+    assert is_donated(value) and not is_donated(new)
+
+
+def test_an_unknown_field_of_a_live_value_is_a_plain_attribute_error():
+    with pytest.raises(AttributeError, match="TrainState has no field 'parameters'"):
+        train_state().parameters  # noqa: B018
+
+
+HOLDERS = {
+    "tensor": lambda s: s.params["embed.weight"],
+    "view": lambda s: s.params["embed.weight"][1],
+    "transpose": lambda s: s.params["embed.weight"].t(),
+    "detached": lambda s: s.params["embed.weight"].detach(),
+    "numpy": lambda s: torch.as_tensor(s.params["embed.weight"].numpy()),
+    "params": lambda s: s.params,
+    "leaves": lambda s: s.params.leaves,
+    "lora view": lambda s: Params(s.params.leaves, frozenset()),
+    "reference": lambda s: Params(dict(s.params.leaves)),
+    "optimizer": lambda s: s.optimizer,
+    "slots": lambda s: s.optimizer["averages"][0],
+    "in a list": lambda s: s.optimizer["averages"][1],
+    "buffers": lambda s: s.buffers,
+    "evolved state": lambda s: attrs.evolve(s, step=100),
+    "mapped state": lambda s: tree.map(lambda leaf: leaf, s),
+    "shallow copy": lambda s: copy.copy(s),
+    "snapshot": lambda s: snapshot(s),
+    "two holders": lambda s: (s.params, attrs.evolve(s, step=100), s.buffers["router.bias"][:1]),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_whoever_holds_a_part_keeps_its_values(holder):
+    state = train_state()
+    held = HOLDERS[holder](state)
+    expected = tree.digest(held)
+    new, _ = donate(state, "apply_update")
+    assert tree.equal(new, train_state())
+    overwrite(new)
+    assert tree.digest(held) == expected
+
+
+@pytest.mark.parametrize(
+    ("holder", "copies"),
+    [
+        ("tensor", 1),
+        ("view", 1),
+        ("params", 2),
+        ("reference", 2),
+        ("optimizer", 2),
+        ("slots", 1),
+        ("buffers", 1),
+        ("evolved state", TENSORS),
+        ("shallow copy", TENSORS),
+        ("snapshot", 0),
+    ],
+)
+def test_every_copy_is_counted_and_no_other_is_made(holder, copies):
+    state = train_state()
+    before = pointers(state)
+    held = HOLDERS[holder](state)
+    new, counted = donate(state, "apply_update")
+    assert counted == copies
+    moved = [path for path, pointer in pointers(new).items() if pointer == before[path]]
+    assert len(moved) == TENSORS - copies
+    assert held is not None
+
+
+def test_letting_go_of_the_holder_makes_the_next_donation_free():
+    state = train_state()
+    held = attrs.evolve(state, step=100)
+    state, copies = donate(state, "f")
+    assert copies == TENSORS
+    del held
+    assert donate(state, "f")[1] == 0
+
+
+def test_of_two_states_that_share_the_last_one_moves():
+    first = train_state()
+    second = attrs.evolve(first, step=100)
+    moved, copies = donate(first, "f")
+    assert copies == TENSORS
+    before = pointers(second)
+    again, copies = donate(second, "f")
+    assert copies == 0 and pointers(again) == before
+    assert (moved.step, again.step) == (7, 100)
+
+
+def test_a_tensor_that_is_twice_in_a_value_becomes_two():
+    """Kernels write through every leaf, so leaves of one value may not alias either."""
+    value = Grads({name: w for w in [torch.ones(2)] for name in "ab"})
+    new, copies = donate(value, "f")
+    assert copies == 1
+    new["a"].fill_(5.0)
+    assert new["b"].tolist() == [1.0, 1.0]
+
+
+def test_a_pickled_value_outlives_the_donation():
+    state = train_state()
+    text = pickle.dumps(state)
+    overwrite(donate(state, "apply_update")[0])
+    assert tree.equal(pickle.loads(text), train_state())
+
+
+def test_a_graph_that_saved_a_leaf_still_gives_its_gradient():
+    value = grads()
+    x = torch.ones(2, requires_grad=True)
+    out = (x * value["a"]).sum()
+    overwrite(donate(value, "f")[0])
+    out.backward()
+    assert x.grad.tolist() == [3.0, 0.0]

@@ -1,0 +1,43 @@
+"""Supervised fine-tuning on a task's own answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl_fn.config import Config
+from verl_fn.rewards import pack_examples
+from verl_fn.state import Key, Node, node
+from verl_fn.steps import aggregate, cross_entropy
+from verl_fn.tasks import Problem
+from verl_fn.workers import Clock, Workers
+
+from .experience import timing_report, update, update_report
+
+
+@node
+class SFTState(Node):
+    """All that a fine-tuning run is."""
+
+    actor: Any
+    key: Key
+    step: int
+    cursor: int
+
+
+def init(w: Workers, cfg: Config, key: Key) -> SFTState:
+    """The state before the first step."""
+    return SFTState(w.actor.load_pretrained(cfg.model.path, key.fold_in("actor")), key, 0, 0)
+
+
+def step(
+    state: SFTState, problems: Sequence[Problem], w: Workers, cfg: Config
+) -> tuple[SFTState, dict[str, float]]:
+    """One update on the answers to ``problems``. ``state`` is spent: its actor is donated."""
+    clock = Clock(w.wait)
+    batch = aggregate(pack_examples(problems, w.tokenizer), cfg.algorithm.loss_agg_mode)
+    actor, updates = update(w.actor, state.actor, [batch], cross_entropy())
+    report = update_report("train", clock.run("update_actor", w.get, updates))
+    tokens = float(batch.num_tokens)
+    report |= {"train/global_tokens": tokens} | timing_report(clock, tokens)
+    return SFTState(actor, state.key, state.step + 1, state.cursor + len(problems)), report

@@ -1,0 +1,129 @@
+"""From a config to the parts that an algorithm runs on, in the process that will hold them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from verl_fn.config import ActorConfig, Config, OptimConfig
+
+
+def set_up_process(cfg: Config) -> None:
+    """Threads of this process, and no stray log lines of libraries."""
+    import torch
+
+    torch.set_num_threads(cfg.driver.num_threads or os.cpu_count() or 1)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if cfg.driver.deterministic:
+        # cuBLAS reads it when it is first used.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def device(cfg: Config) -> str:
+    """The device that ``driver.device`` asks for."""
+    import torch
+
+    if cfg.driver.device != "auto":
+        return cfg.driver.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def model_folder(cfg: Config) -> Path:
+    """``model.path``, or a random model for the task, made once below the run's folder."""
+    from verl_fn.models import new_model
+    from verl_fn.tasks import TASKS
+
+    if cfg.model.path:
+        return Path(cfg.model.path)
+    folder = Path(cfg.trainer.dir) / "new_model"
+    if not (folder / "config.json").exists():
+        new = cfg.model.new
+        new_model(
+            folder, chars=TASKS[cfg.data.task].alphabet, arch=new.arch, hidden_size=new.hidden_size,
+            num_hidden_layers=new.num_hidden_layers, num_attention_heads=new.num_attention_heads,
+            num_key_value_heads=new.num_key_value_heads, seed=cfg.trainer.seed,
+        )  # fmt: skip
+    return folder
+
+
+def optimizer(o: OptimConfig, total_steps: int) -> Any:
+    """Clipping and AdamW on the schedule of an ``optim`` table."""
+    from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cosine, linear
+
+    if o.lr_scheduler_type == "constant":
+        schedule = constant(o.lr, o.lr_warmup_steps)
+    else:
+        decay = {"linear": linear, "cosine": cosine}[o.lr_scheduler_type]
+        schedule = decay(o.lr, total_steps, o.lr_warmup_steps, o.min_lr_ratio)
+    return chain(clip_by_global_norm(o.clip_grad), adamw(schedule, o.betas, o.eps, o.weight_decay))
+
+
+def trainer(cfg: Config, role: str) -> Any:
+    """The training backend of ``actor``, ``critic`` or ``reference``."""
+    from verl_fn.backends.local import Local
+    from verl_fn.steps import frozen
+
+    settings: ActorConfig = cfg.critic if role == "critic" else cfg.actor
+    updates = cfg.trainer.total_training_steps * updates_a_step(cfg)
+    return Local(
+        cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path,
+        frozen() if role == "reference" else optimizer(settings.optim, updates),
+        head="value" if role == "critic" else "lm",
+        compute_dtype=settings.dtype,
+        max_tokens=settings.ppo_max_token_len_per_gpu,
+        checkpointing=settings.enable_gradient_checkpointing,
+        device=device(cfg),
+        deterministic=cfg.driver.deterministic,
+    )
+
+
+def updates_a_step(cfg: Config) -> int:
+    """Optimizer updates in one step of the algorithm."""
+    if cfg.algorithm.name == "sft":
+        return 1
+    size = min(cfg.algorithm.ppo_mini_batch_size, cfg.data.train_batch_size)
+    return cfg.algorithm.ppo_epochs * -(-cfg.data.train_batch_size // size)
+
+
+def rollout(cfg: Config) -> Any:
+    """The rollout engine."""
+    from verl_fn.backends.sampler import Sampler
+
+    return Sampler(cfg.model.path, device=device(cfg), dtype=cfg.rollout.dtype, slots=cfg.rollout.slots)
+
+
+def tokenizer(cfg: Config) -> Any:
+    """The tokenizer of the model's folder.
+
+    Raises:
+        ModelError: the folder has none.
+    """
+    from transformers import AutoTokenizer
+
+    from verl_fn.backends.model import ModelError
+
+    try:
+        return AutoTokenizer.from_pretrained(cfg.model.path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{cfg.model.path} has no tokenizer that can be read: {error}") from error
+
+
+def reward(cfg: Config) -> Any:
+    """The reward of the config's task."""
+    from verl_fn.rewards import Reward
+    from verl_fn.tasks import TASKS
+
+    return Reward(TASKS[cfg.data.task], tokenizer(cfg))
+
+
+def roles(cfg: Config) -> tuple[str, ...]:
+    """The training roles that the algorithm has."""
+    a = cfg.algorithm
+    found = ["actor"]
+    if a.name == "ppo":
+        found.append("critic")
+    if a.name != "sft" and (a.use_kl_loss or a.use_kl_in_reward):
+        found.append("reference")
+    return tuple(found)

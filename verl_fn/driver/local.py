@@ -1,0 +1,19 @@
+"""All parts in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from verl_fn.config import Config
+from verl_fn.workers import Workers
+
+from . import build
+
+
+@contextlib.contextmanager
+def local_workers(cfg: Config) -> Iterator[Workers]:
+    """The parts that ``cfg`` asks for, in this process."""
+    build.set_up_process(cfg)
+    training = {role: build.trainer(cfg, role) for role in build.roles(cfg)}
+    yield Workers(rollout=build.rollout(cfg), reward=build.reward(cfg), tokenizer=build.tokenizer(cfg), **training)
