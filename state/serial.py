@@ -15,7 +15,7 @@ Scalar: TypeAlias = "int | float | str | bool"
 
 
 def flatten(value: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
-    """Every tensor and every scalar of a value, each under its path.
+    """Every tensor and every scalar of a value, each under its path; None is part of the structure.
 
     >>> import torch
     >>> flatten({"w": torch.zeros(1), "step": 3})[1]
@@ -28,7 +28,7 @@ def flatten(value: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
             tensors[path] = leaf
         elif isinstance(leaf, (int, float, str, bool)):
             scalars[path] = leaf
-        else:
+        elif leaf is not None:
             raise TypeError(f"{path} is a {type(leaf).__name__}; only tensors, numbers and texts can be saved")
     return tensors, scalars
 
@@ -43,7 +43,7 @@ def unflatten(like: T, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scal
     >>> unflatten({"w": torch.zeros(1), "step": 0}, {"['w']": torch.ones(1)}, {"['step']": 3})
     {'w': tensor([1.]), 'step': 3}
     """
-    wanted = tree.paths(like)
+    wanted = [path for path, leaf in tree.paths(like).items() if leaf is not None]
     given = {**tensors, **scalars}
     if missing := [path for path in wanted if path not in given]:
         raise ValueError(f"saved state lacks {len(missing)} of {len(wanted)} leaves, such as {missing[:3]}")
@@ -53,6 +53,8 @@ def unflatten(like: T, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scal
 
 
 def _checked(path: str, leaf: Any, given: Mapping[str, Any]) -> Any:
+    if leaf is None:
+        return None
     found = given[path]
     if isinstance(leaf, Tensor) != isinstance(found, Tensor):
         raise ValueError(f"{path} is a {type(found).__name__} in the saved state, not a {type(leaf).__name__}")

@@ -46,4 +46,3 @@ def minibatches(
             order = torch.randperm(len(batch), generator=shuffle.fold_in(epoch).generator())
         found.extend(split_by_count(batch.take(order), rows, together))
     return found
-

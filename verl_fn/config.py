@@ -87,7 +87,9 @@ class AlgorithmConfig:
 @attrs.frozen(kw_only=True)
 class OptimConfig:
     lr: float = opt(1e-6, "learning rate", ge(0))
-    betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), metadata={"doc": "decay rates of AdamW's averages"})
+    betas: tuple[float, float] = attrs.field(
+        default=(0.9, 0.999), metadata={"doc": "decay rates of AdamW's averages"}
+    )
     eps: float = opt(1e-8, "AdamW's epsilon", gt(0))
     weight_decay: float = opt(0.01, "decoupled weight decay", ge(0))
     clip_grad: float = opt(1.0, "largest global gradient norm", gt(0))
@@ -151,7 +153,9 @@ class ModelConfig:
 
 @attrs.frozen(kw_only=True)
 class DriverConfig:
-    kind: str = opt("local", "local: this process; ray: rollout, reward and training as actors", in_(("local", "ray")))
+    kind: str = opt(
+        "local", "local: this process; ray: rollout, reward and training as actors", in_(("local", "ray"))
+    )
     num_threads: int = opt(0, "CPU threads of torch in each process; 0 takes all cores", ge(0))
     device: str = opt("auto", "cpu, cuda, or auto")
     deterministic: bool = opt(True, "bitwise repeatable kernels")
@@ -167,7 +171,9 @@ class TrainerConfig:
     save_freq: int = opt(-1, "steps between checkpoints; -1 only at the end", ge(-1))
     max_ckpt_to_keep: int = opt(2, "checkpoints kept", ge(1))
     critic_warmup: int = opt(0, "steps in which only the critic learns", ge(0))
-    resume_mode: str = opt("auto", "auto continues the folder's last checkpoint; disable starts anew", in_(("auto", "disable")))
+    resume_mode: str = opt(
+        "auto", "auto continues the folder's last checkpoint; disable starts anew", in_(("auto", "disable"))
+    )
     stop_at: float | None = opt(None, "end when held-out exact match reaches this", ge(0), le(1))
     log_freq: int = opt(1, "steps between lines on the screen", ge(1))
 
@@ -198,7 +204,9 @@ class Config:
                 f"it takes {' or '.join(allowed) or 'none'}"
             )
         if a.name == "grpo" and a.adv_estimator != "reinforce_plus_plus" and self.rollout.n < 2:
-            raise ConfigError("rollout.n is 1: estimators that compare within a group need at least 2 responses a prompt")
+            raise ConfigError(
+                "rollout.n is 1: estimators that compare within a group need at least 2 responses a prompt"
+            )
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:

@@ -77,8 +77,6 @@ def encode_prompts(problems: Sequence[Problem], tokenizer: Any) -> list[list[int
 def pack_examples(problems: Sequence[Problem], tokenizer: Any) -> Batch:
     """Prompt, answer and end token of each problem as a row; ``response_mask`` marks answer and end."""
     prompts = encode_prompts(problems, tokenizer)
-    answers = [
-        [*tokenizer.encode(p.answer, add_special_tokens=False), tokenizer.eos_token_id] for p in problems
-    ]
+    answers = [[*tokenizer.encode(p.answer, add_special_tokens=False), tokenizer.eos_token_id] for p in problems]
     mask = [[0.0] * len(p) + [1.0] * len(a) for p, a in zip(prompts, answers, strict=True)]
     return Batch.from_rows([p + a for p, a in zip(prompts, answers, strict=True)], {"response_mask": mask})

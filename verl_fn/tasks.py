@@ -131,5 +131,3 @@ TASKS = {
         Task("countdown", "0123456789,+-*>", _countdown, _score_countdown, 7, 3),
     )
 }
-
-

@@ -22,20 +22,34 @@ def sampling_of(cfg: Config) -> Sampling:
     return Sampling(cfg.data.max_response_length, r.temperature, r.top_k, r.top_p, r.n)
 
 
-def publish(w: Workers, actor: Any, version: int) -> None:
+def publish(w: Workers, actor: Any, version: int) -> Any:
     """Give the actor's weights to the rollout engine, unless it has them."""
     if w.rollout.version != version:
-        w.rollout.publish(version, w.actor.named_tensors(actor.params))
+        return w.rollout.publish(version, w.actor.named_tensors(actor.params))
+    return None
 
 
 def collect(
-    actor: Any, reference: Any, problems: Sequence[Problem], w: Workers, cfg: Config, key: Key, step: int, clock: Clock
+    actor: Any,
+    reference: Any,
+    problems: Sequence[Problem],
+    w: Workers,
+    cfg: Config,
+    key: Key,
+    step: int,
+    clock: Clock,
 ) -> Any:
     """Sample, score and annotate: a batch with rewards, ``old_log_probs`` and, if asked for, ``ref_log_prob``."""
     clock.run("update_weights", publish, w, actor, step)
     ids = [problem.id for problem in problems]
     batch = clock.run(
-        "gen", w.rollout.generate, encode_prompts(problems, w.tokenizer), sampling_of(cfg), key.fold_in("rollout"), ids=ids, version=step
+        "gen",
+        w.rollout.generate,
+        encode_prompts(problems, w.tokenizer),
+        sampling_of(cfg),
+        key.fold_in("rollout"),
+        ids=ids,
+        version=step,
     )
     batch = clock.run("reward", w.reward, batch, problems)
     outputs = clock.run("old_log_prob", w.actor.forward, actor.params, batch, ("logprobs", "entropy"))

@@ -28,16 +28,9 @@ class GRPOState(Node):
     cursor: int
 
 
-def init(w: Workers, cfg: Config, key: Key) -> GRPOState:
-    """The state before the first step."""
-    return GRPOState(
-        actor=w.actor.load_pretrained(cfg.model.path, key.fold_in("actor")),
-        reference=w.reference and w.reference.load_pretrained(cfg.model.path, key.fold_in("reference")),
-        kl=kl_controller(cfg),
-        key=key,
-        step=0,
-        cursor=0,
-    )
+def new(cfg: Config, key: Key) -> GRPOState:
+    """The state before the first step, its roles still to be loaded."""
+    return GRPOState(actor=None, reference=None, kl=kl_controller(cfg), key=key, step=0, cursor=0)
 
 
 def step(
@@ -55,8 +48,8 @@ def step(
     batch = clock.run("adv", w.call, estimator(cfg), batch)
     batches = update_batches(w, batch, len(problems) * cfg.rollout.n, cfg, key.fold_in("minibatches"))
 
-    actor, updates = update(w.actor, state.actor, batches, policy_loss(cfg))
-    report |= update_report("actor", clock.run("update_actor", w.get, updates))
+    actor, updates = clock.run("update_actor", update, w.actor, state.actor, batches, policy_loss(cfg))
+    report |= update_report("actor", w.get(updates))
 
     report |= w.get(w.call(batch_report, batch, cfg.data.max_response_length))
     report |= timing_report(clock, report["perf/total_num_tokens"])

@@ -45,23 +45,12 @@ class PPOState(Node):
     cursor: int
 
 
-def init(w: Workers, cfg: Config, key: Key) -> PPOState:
-    """The state before the first step."""
-    assert w.critic is not None
-    return PPOState(
-        actor=w.actor.load_pretrained(cfg.model.path, key.fold_in("actor")),
-        critic=w.critic.load_pretrained(cfg.critic.path or cfg.model.path, key.fold_in("critic")),
-        reference=w.reference and w.reference.load_pretrained(cfg.model.path, key.fold_in("reference")),
-        kl=kl_controller(cfg),
-        key=key,
-        step=0,
-        cursor=0,
-    )
+def new(cfg: Config, key: Key) -> PPOState:
+    """The state before the first step, its roles still to be loaded."""
+    return PPOState(actor=None, critic=None, reference=None, kl=kl_controller(cfg), key=key, step=0, cursor=0)
 
 
-def step(
-    state: PPOState, problems: Sequence[Problem], w: Workers, cfg: Config
-) -> tuple[PPOState, dict[str, float]]:
+def step(state: PPOState, problems: Sequence[Problem], w: Workers, cfg: Config) -> tuple[PPOState, dict[str, float]]:
     """Sample, estimate advantages, update critic and actor. ``state`` is spent: its roles are donated."""
     assert w.critic is not None
     a, clock, key = cfg.algorithm, Clock(w.wait), state.key.fold_in(state.step)
@@ -77,12 +66,13 @@ def step(
     batch = clock.run("adv", w.call, gae, batch, gamma=a.gamma, lam=a.lam)
     batches = update_batches(w, batch, len(problems) * cfg.rollout.n, cfg, key.fold_in("minibatches"))
 
-    critic, updates = update(w.critic, state.critic, batches, value_clip(a.cliprange_value))
-    report |= update_report("critic", clock.run("update_critic", w.get, updates))
+    value_loss = value_clip(a.cliprange_value)
+    critic, updates = clock.run("update_critic", update, w.critic, state.critic, batches, value_loss)
+    report |= update_report("critic", w.get(updates))
     actor = state.actor
     if state.step >= cfg.trainer.critic_warmup:
-        actor, updates = update(w.actor, state.actor, batches, policy_loss(cfg))
-        report |= update_report("actor", clock.run("update_actor", w.get, updates))
+        actor, updates = clock.run("update_actor", update, w.actor, state.actor, batches, policy_loss(cfg))
+        report |= update_report("actor", w.get(updates))
 
     report |= w.get(w.call(batch_report, batch, cfg.data.max_response_length))
     report |= timing_report(clock, report["perf/total_num_tokens"])

@@ -25,19 +25,17 @@ class SFTState(Node):
     cursor: int
 
 
-def init(w: Workers, cfg: Config, key: Key) -> SFTState:
-    """The state before the first step."""
-    return SFTState(w.actor.load_pretrained(cfg.model.path, key.fold_in("actor")), key, 0, 0)
+def new(cfg: Config, key: Key) -> SFTState:
+    """The state before the first step, its model still to be loaded."""
+    return SFTState(actor=None, key=key, step=0, cursor=0)
 
 
-def step(
-    state: SFTState, problems: Sequence[Problem], w: Workers, cfg: Config
-) -> tuple[SFTState, dict[str, float]]:
+def step(state: SFTState, problems: Sequence[Problem], w: Workers, cfg: Config) -> tuple[SFTState, dict[str, float]]:
     """One update on the answers to ``problems``. ``state`` is spent: its actor is donated."""
     clock = Clock(w.wait)
     batch = aggregate(pack_examples(problems, w.tokenizer), cfg.algorithm.loss_agg_mode)
-    actor, updates = update(w.actor, state.actor, [batch], cross_entropy())
-    report = update_report("train", clock.run("update_actor", w.get, updates))
+    actor, updates = clock.run("update_actor", update, w.actor, state.actor, [batch], cross_entropy())
+    report = update_report("train", w.get(updates))
     tokens = float(batch.num_tokens)
     report |= {"train/global_tokens": tokens} | timing_report(clock, tokens)
     return SFTState(actor, state.key, state.step + 1, state.cursor + len(problems)), report

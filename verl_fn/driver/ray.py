@@ -46,12 +46,8 @@ class Cluster:
 
     def start(self, names: tuple[str, ...], gpus: dict[str, float]) -> None:
         """Start one actor a name, together."""
-        actor = ray.remote(Host)
-        hosts = {
-            name: actor.options(num_cpus=0, num_gpus=gpus.get(name, 0), max_concurrency=1, concurrency_groups={"watch": 1})
-            .remote(self._cfg)
-            for name in names
-        }  # fmt: skip
+        actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1})(Host)
+        hosts = {name: actor.options(num_gpus=gpus.get(name, 0)).remote(self._cfg) for name in names}
         about = {name: host.about.remote() for name, host in hosts.items()}
         for name, host in hosts.items():
             told = ray.get(about[name])

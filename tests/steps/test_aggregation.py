@@ -1,0 +1,131 @@
+"""The weights written by aggregate give each mode's loss, and the parts of any split add up to it."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from step_builders import MODEST, MULTI_TURN, chosen, pack, ragged
+
+from verl_fn.state import split_by_count, split_by_tokens, tree
+from verl_fn.steps import aggregate
+
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean", "seq")
+
+
+def loss_of(batch):
+    return float((batch["loss_weight"].double() * batch["loss"]).sum())
+
+
+def by_hand(mode, rows, scale=None):
+    """The modes over rows of per-token losses; rows without a token are not rows."""
+    rows = [row for row in rows if len(row)]
+    sums, lengths = [row.sum() for row in rows], [len(row) for row in rows]
+    if mode == "token-mean":
+        return sum(sums) / sum(lengths)
+    if mode == "token-sum":
+        return sum(sums)
+    if mode == "seq-mean-token-sum":
+        return np.mean(sums)
+    if mode == "seq-mean-token-sum-norm":
+        return np.mean(sums) / (scale or max(lengths))
+    if mode == "seq-mean-token-mean":
+        return np.mean([row.mean() for row in rows])
+    return np.mean([row[-1] for row in rows])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@ragged
+def test_each_mode_is_its_definition(mode, masks, seed):
+    assume(any(map(any, masks)))
+    batch, fields = pack(masks, seed, "loss")
+    found = aggregate(batch, mode)
+    assert loss_of(found) == pytest.approx(by_hand(mode, chosen(masks, fields["loss"])), rel=1e-5, abs=1e-6)
+    assert not found["loss_weight"][found["response_mask"] == 0].any()
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0, 1024.0])
+@ragged
+def test_the_scale_of_token_sum_norm_is_a_constant_when_given(scale, masks, seed):
+    assume(any(map(any, masks)))
+    batch, fields = pack(masks, seed, "loss")
+    found = aggregate(batch, "seq-mean-token-sum-norm", loss_scale_factor=scale)
+    expected = by_hand("seq-mean-token-sum-norm", chosen(masks, fields["loss"]), scale)
+    assert loss_of(found) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@ragged
+def test_rows_without_a_token_change_nothing(mode, masks, seed):
+    assume(any(map(any, masks)))
+    batch, _ = pack(masks, seed, "loss")
+    some = batch.take([i for i, mask in enumerate(masks) if any(mask)])
+    assert loss_of(aggregate(batch, mode)) == pytest.approx(loss_of(aggregate(some, mode)), rel=1e-6, abs=1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(budget=st.integers(7, 20), seed=st.integers(0, 99))
+@MODEST
+def test_micro_batches_add_up_by_plain_summation(mode, budget, seed):
+    """Weights are data of the whole batch, so any split into parts gives the same loss."""
+    whole = aggregate(pack(MULTI_TURN, seed, "loss")[0], mode)
+    for split in (split_by_tokens(whole, budget), split_by_count(whole, budget % 4 + 1)):
+        assert sum(loss_of(part) for part in split) == pytest.approx(loss_of(whole), rel=1e-6, abs=1e-7)
+
+
+def test_the_weights_themselves():
+    batch, _ = pack([[0, 1, 1], [0], [1, 0, 1, 1]], 0)
+    expected = {
+        "token-mean": [0, 0.2, 0.2, 0, 0.2, 0, 0.2, 0.2],
+        "token-sum": [0, 1, 1, 0, 1, 0, 1, 1],
+        "seq-mean-token-sum": [0, 0.5, 0.5, 0, 0.5, 0, 0.5, 0.5],
+        "seq-mean-token-sum-norm": [0, 1 / 6, 1 / 6, 0, 1 / 6, 0, 1 / 6, 1 / 6],
+        "seq-mean-token-mean": [0, 1 / 4, 1 / 4, 0, 1 / 6, 0, 1 / 6, 1 / 6],
+        "seq": [0, 0, 0.5, 0, 0, 0, 0, 0.5],
+    }
+    for mode in MODES:
+        weights = aggregate(batch, mode)["loss_weight"]
+        assert weights.dtype == torch.float32
+        assert weights.tolist() == pytest.approx(expected[mode], rel=1e-6)
+
+
+@given(groups=st.lists(st.integers(-2, 2), min_size=5, max_size=5), seed=st.integers(0, 99))
+@MODEST
+def test_one_loss_a_pair(groups, seed):
+    """Mode seq with a group weighs the last token of every row by one over the number of groups."""
+    batch, fields = pack(MULTI_TURN, seed, "loss", pair=groups)
+    lasts = [row[-1] if len(row) else None for row in chosen(MULTI_TURN, fields["loss"])]
+    alive = {group for group, last in zip(groups, lasts, strict=True) if last is not None}
+    expected = sum(last for last in lasts if last is not None) / len(alive)
+    assert loss_of(aggregate(batch, "seq", group="pair")) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_token_mean_is_the_default():
+    batch, _ = pack(MULTI_TURN, 0)
+    assert tree.equal(aggregate(batch), aggregate(batch, "token-mean"))
+
+
+def test_bool_and_integer_masks_do_as_well():
+    batch, _ = pack(MULTI_TURN, 0)
+    for dtype in (torch.bool, torch.int64):
+        other = batch.with_tokens(response_mask=batch["response_mask"].to(dtype))
+        for mode in MODES:
+            assert torch.equal(aggregate(other, mode)["loss_weight"], aggregate(batch, mode)["loss_weight"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_batch_with_nothing_to_learn_from_is_refused(mode):
+    with pytest.raises(ValueError, match="nothing to learn from"):
+        aggregate(pack([[0, 0], [0]], 0)[0], mode)
+
+
+def test_an_unknown_mode_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="unknown loss_agg_mode 'mean'; it is one of token-mean, token-sum"):
+        aggregate(pack(MULTI_TURN, 0)[0], "mean")
+
+
+def test_the_batch_passed_in_is_unchanged():
+    batch, _ = pack(MULTI_TURN, 0)
+    before = tree.digest(batch)
+    aggregate(batch, "seq")
+    assert tree.digest(batch) == before and "loss_weight" not in batch

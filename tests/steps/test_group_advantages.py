@@ -1,0 +1,117 @@
+"""GRPO and RLOO compare a row with the others of its group."""
+
+import statistics
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from step_builders import MODEST, MULTI_TURN, SEEDS, assert_rows, pack, rows_of
+
+from verl_fn.state import tree
+from verl_fn.steps import grpo, rloo
+
+ESTIMATORS = {"grpo": grpo, "dr_grpo": lambda batch: grpo(batch, norm_adv_by_std=False), "rloo": rloo}
+GROUPS = st.lists(st.sampled_from([-3, 0, 7, 2**40]), min_size=1, max_size=10)
+
+
+def grouped(groups, seed):
+    """Rows of random masks, interleaved groups, and rewards on response tokens only."""
+    rng = np.random.default_rng(seed)
+    masks = [rng.integers(0, 2, size=rng.integers(1, 6)).tolist() for _ in groups]
+    batch, fields = pack(masks, seed, "token_level_rewards", group=groups)
+    rewards = [row * mask for row, mask in zip(fields["token_level_rewards"], masks, strict=True)]
+    return batch.with_tokens(token_level_rewards=np.concatenate(rewards)), masks, [float(r.sum()) for r in rewards]
+
+
+def by_hand(kind, scores, groups):
+    found = []
+    for score, group in zip(scores, groups, strict=True):
+        members = [s for s, g in zip(scores, groups, strict=True) if g == group]
+        if len(members) == 1:
+            found.append(score / (1.0 + 1e-6) if kind == "grpo" else score)
+        elif kind == "rloo":
+            found.append(score - (sum(members) - score) / (len(members) - 1))
+        else:
+            centred = score - statistics.fmean(members)
+            found.append(centred / (statistics.stdev(members) + 1e-6) if kind == "grpo" else centred)
+    return found
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@given(groups=GROUPS, seed=SEEDS)
+@example(groups=[7, 0, 7, -3, 7, 0], seed=0)
+@MODEST
+def test_every_response_token_gets_its_rows_advantage(kind, groups, seed):
+    """Groups of any name, size (also one) and order; masked tokens get 0."""
+    batch, masks, scores = grouped(groups, seed)
+    found = ESTIMATORS[kind](batch)
+    expected = [a * np.array(mask) for a, mask in zip(by_hand(kind, scores, groups), masks, strict=True)]
+    assert_rows(found, "advantages", expected, rtol=1e-7, atol=1e-9)
+    assert_rows(found, "returns", expected, rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@given(groups=GROUPS, seed=SEEDS, data=st.data())
+@MODEST
+def test_the_order_of_rows_does_not_matter(kind, groups, seed, data):
+    batch, _, _ = grouped(groups, seed)
+    order = data.draw(st.permutations(range(len(groups))))
+    assert_rows(
+        ESTIMATORS[kind](batch.take(order)), "advantages", rows_of(ESTIMATORS[kind](batch).take(order), "advantages")
+    )
+
+
+@pytest.mark.parametrize("kind", ["dr_grpo", "rloo"])
+@given(groups=GROUPS, seed=SEEDS)
+@MODEST
+def test_a_group_sums_to_zero(kind, groups, seed):
+    """The baseline is the group's own mean, up to a factor, so a group of several has no net push."""
+    masks = [[1]] * len(groups)
+    batch, _ = pack(masks, seed, "token_level_rewards", group=groups)
+    advantages = ESTIMATORS[kind](batch)["advantages"].tolist()
+    for name in set(groups):
+        members = [a for a, g in zip(advantages, groups, strict=True) if g == name]
+        assert len(members) == 1 or sum(members) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_rloo_is_grpo_without_std_times_n_over_n_minus_one():
+    batch, _ = pack([[1]] * 4, 3, "token_level_rewards", group=[0] * 4)
+    centred = ESTIMATORS["dr_grpo"](batch)["advantages"]
+    torch.testing.assert_close(rloo(batch)["advantages"], centred * 4 / 3)
+
+
+def test_grpo_divides_by_the_unbiased_deviation():
+    """Rewards 1, 0, 0, 0 have deviation 1/2 with n - 1 and sqrt(3)/4 with n."""
+    batch = pack([[1]] * 4, 0, group=[5] * 4)[0].with_tokens(token_level_rewards=[1.0, 0.0, 0.0, 0.0])
+    assert grpo(batch)["advantages"].tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], rel=1e-5)
+
+
+def test_grpo_adds_epsilon_to_the_deviation():
+    batch = pack([[1], [1]], 0, group=[0, 0])[0].with_tokens(token_level_rewards=[1.0, -1.0])
+    assert grpo(batch, epsilon=2.0**0.5)["advantages"].tolist() == pytest.approx([0.5**1.5, -(0.5**1.5)])
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@pytest.mark.parametrize("reward", [0.0, 1.0, -2.0])
+def test_a_group_of_equal_rewards_learns_nothing(kind, reward):
+    batch = pack([[1, 1]] * 4, 0, group=[3] * 4)[0].with_tokens(token_level_rewards=[0.0, reward] * 4)
+    assert ESTIMATORS[kind](batch)["advantages"].tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_a_fully_masked_row_counts_in_its_group_and_gets_nothing(kind):
+    batch = pack([[1], [0, 0], [1]], 0, group=[1, 1, 1])[0].with_tokens(token_level_rewards=[3.0, 0.0, 0.0, 3.0])
+    expected = by_hand(kind, [3.0, 0.0, 3.0], [1, 1, 1])
+    assert ESTIMATORS[kind](batch)["advantages"].tolist() == pytest.approx(
+        [expected[0], 0.0, 0.0, expected[2]], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_the_batch_passed_in_is_unchanged(kind):
+    batch, _ = pack(MULTI_TURN, 1, "token_level_rewards", group=[0, 0, 1, 1, 1])
+    before = tree.digest(batch)
+    ESTIMATORS[kind](batch)
+    assert tree.digest(batch) == before

@@ -1,0 +1,191 @@
+"""AdamW, SGD and clipping follow their papers, and torch.optim, over several steps."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.optim.adamw import adamw as torch_functional_adamw
+from torch.optim.sgd import sgd as torch_functional_sgd
+from update_builders import SHAPES, TRAINED, arrays, gradients, start
+
+from verl_fn.state import Grads, Params
+from verl_fn.steps import Update, adamw, apply_update, chain, clip_by_global_norm, constant, cosine, frozen, sgd
+
+STEPS = 6
+SCALES = [0.1, 3.0, 0.01, 10.0, 1.0, 0.5]
+ADAM = {
+    "default": {},
+    "no decay": {"weight_decay": 0.0},
+    "strong decay": {"weight_decay": 0.3},
+    "other averages": {"betas": (0.8, 0.95), "eps": 1e-3},
+}
+
+
+def lr(count):
+    return 0.05 / (1 + count)
+
+
+def clipped_by_hand(grads, most):
+    norm = math.sqrt(sum((g**2).sum() for g in grads.values()))
+    return {name: g * min(1.0, most / (norm + 1e-6)) for name, g in grads.items()}
+
+
+def adamw_by_hand(weights, updates, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+    """Decoupled decay, then the bias-corrected step."""
+    mean, square = ({name: np.zeros(SHAPES[name]) for name in TRAINED} for _ in range(2))
+    for t, grads in enumerate(updates, start=1):
+        for name, g in grads.items():
+            mean[name] = betas[0] * mean[name] + (1 - betas[0]) * g
+            square[name] = betas[1] * square[name] + (1 - betas[1]) * g**2
+            unbiased, scale = mean[name] / (1 - betas[0] ** t), square[name] / (1 - betas[1] ** t)
+            shrunk = weights[name] * (1 - lr(t - 1) * weight_decay)
+            weights[name] = shrunk - lr(t - 1) * unbiased / (np.sqrt(scale) + eps)
+    return weights, mean, square
+
+
+def sgd_by_hand(weights, updates, momentum):
+    velocity = {name: np.zeros(SHAPES[name]) for name in TRAINED}
+    for t, grads in enumerate(updates):
+        for name, g in grads.items():
+            velocity[name] = momentum * velocity[name] + g
+            weights[name] = weights[name] - lr(t) * velocity[name]
+    return weights, velocity
+
+
+def train(optimizer, dtype=torch.float64):
+    state = start(optimizer, dtype=dtype)
+    for i, scale in enumerate(SCALES):
+        state, _ = apply_update(optimizer, state, gradients(i, scale, dtype))
+    return state
+
+
+def assert_leaves(leaves, expected, rtol=1e-10):
+    for name, want in expected.items():
+        np.testing.assert_allclose(leaves[name].numpy(), want, rtol=rtol, atol=rtol, err_msg=name)
+
+
+@pytest.mark.parametrize("options", ADAM.values(), ids=ADAM)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_adamw_follows_its_paper(options, clip):
+    optimizer = adamw(lr, **options) if clip is None else chain(clip_by_global_norm(clip), adamw(lr, **options))
+    state = train(optimizer)
+    updates = [arrays(gradients(i, scale)) for i, scale in enumerate(SCALES)]
+    updates = updates if clip is None else [clipped_by_hand(grads, clip) for grads in updates]
+    weights, mean, square = adamw_by_hand(arrays(start(optimizer).params), updates, **options)
+    assert_leaves(state.params, weights)
+    assert_leaves(state.optimizer.exp_avg, mean)
+    assert_leaves(state.optimizer.exp_avg_sq, square)
+    assert state.optimizer.count == STEPS
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_sgd_follows_its_definition(momentum, clip):
+    plain = sgd(lr, momentum)
+    optimizer = plain if clip is None else chain(clip_by_global_norm(clip), plain)
+    state = train(optimizer)
+    updates = [arrays(gradients(i, scale)) for i, scale in enumerate(SCALES)]
+    updates = updates if clip is None else [clipped_by_hand(grads, clip) for grads in updates]
+    weights, velocity = sgd_by_hand(arrays(start(optimizer).params), updates, momentum)
+    assert_leaves(state.params, weights)
+    assert_leaves(state.optimizer.momentum, velocity if momentum else {})
+    assert len(state.optimizer.momentum) == (len(TRAINED) if momentum else 0)
+
+
+def torch_adamw(weights, grads, slots, count, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
+    torch_functional_adamw(
+        weights, grads, *slots, [], [torch.tensor(float(count)) for _ in weights], foreach=False, amsgrad=False,
+        beta1=betas[0], beta2=betas[1], lr=lr(count), weight_decay=weight_decay, eps=eps, maximize=False,
+    )  # fmt: skip
+
+
+def torch_sgd(weights, grads, slots, count, momentum=0.0):
+    torch_functional_sgd(
+        weights, grads, slots[0], foreach=False, weight_decay=0.0, momentum=momentum, lr=lr(count), dampening=0.0,
+        nesterov=False, maximize=False,
+    )  # fmt: skip
+
+
+def train_with_torch(step, dtype, **options):
+    """The kernels that torch.optim's classes call, which import in no time, after torch's own clipping."""
+    weights = start(sgd(lr), dtype=dtype).params
+    slots = [[torch.zeros_like(weights[name]) for name in TRAINED] for _ in range(2)]
+    for i, scale in enumerate(SCALES):
+        for name, g in gradients(i, scale, dtype).items():
+            weights[name].grad = g
+        torch.nn.utils.clip_grad_norm_([weights[name] for name in TRAINED], 1.0)
+        step([weights[name] for name in TRAINED], [weights[name].grad for name in TRAINED], slots, i, **options)
+    return weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options", [*ADAM.values(), {"momentum": 0.0}, {"momentum": 0.9}], ids=[*ADAM, "sgd", "momentum"]
+)
+def test_training_agrees_with_torch(options, dtype):
+    """Every leaf, the frozen one bitwise, after steps with and without clipping and a moving learning rate."""
+    ours, theirs = (sgd, torch_sgd) if "momentum" in options else (adamw, torch_adamw)
+    state = train(chain(clip_by_global_norm(1.0), ours(lr, **options)), dtype)
+    expected = train_with_torch(theirs, dtype, **options)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-11
+    for name, want in expected.items():
+        torch.testing.assert_close(state.params[name], want, rtol=tolerance, atol=tolerance)
+    assert torch.equal(state.params["base.weight"], expected["base.weight"])
+
+
+def test_only_trained_leaves_have_optimizer_state():
+    assert list(start(adamw(lr)).optimizer.exp_avg) == list(start(adamw(lr)).optimizer.exp_avg_sq) == TRAINED
+    assert list(start(sgd(lr, 0.5)).optimizer.momentum) == TRAINED
+
+
+@pytest.mark.parametrize(
+    "optimizer", [adamw(constant(0.1), weight_decay=0.0), sgd(constant(0.1)), sgd(constant(0.1), 0.9)]
+)
+def test_zero_gradients_leave_fresh_parameters_bitwise_alone(optimizer):
+    before = start(optimizer, dtype=torch.float32)
+    after, _ = apply_update(optimizer, before, gradients(0, 0.0, torch.float32), donate_inputs=False)
+    for name, tensor in before.params.items():
+        assert torch.equal(after.params[name], tensor)
+
+
+@pytest.mark.parametrize(("scale", "clipped"), [(0.5, False), (0.999, False), (1.5, True), (100.0, True)])
+def test_clipping_scales_to_the_norm_and_keeps_the_direction(scale, clipped):
+    unit = {"a": torch.tensor([0.6, 0.0]), "b": torch.tensor([0.8])}
+    grads = Grads({name: g * scale for name, g in unit.items()})
+    found, info = clip_by_global_norm(1.0).update(grads, Update(norm=scale, position=3))
+    for name, g in unit.items():
+        torch.testing.assert_close(found[name], g if clipped else g * scale, rtol=1e-5, atol=1e-7)
+    assert info.norm == pytest.approx(1.0 if clipped else scale, rel=1e-5) and info.position == 3
+
+
+def test_transforms_run_in_order_on_what_the_one_before_left():
+    """A clip to 2 and then to 1/2 leaves 1/2, and the second sees the norm that the first made."""
+    optimizer = chain(clip_by_global_norm(2.0), clip_by_global_norm(0.5), sgd(constant(1.0)))
+    params = Params({"w": torch.zeros(1)})
+    new, _, _ = optimizer.update(Grads({"w": torch.tensor([8.0])}), optimizer.init(params), params, Update(8.0, 0))
+    assert new["w"].item() == pytest.approx(-0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "parts", [(), (clip_by_global_norm(1.0),), (sgd(lr), clip_by_global_norm(1.0)), (sgd(lr), sgd(lr))]
+)
+def test_a_chain_ends_in_its_one_optimizer(parts):
+    with pytest.raises((TypeError, ValueError)):
+        chain(*parts)
+
+
+def test_the_schedule_is_read_at_the_states_position():
+    schedule = cosine(1.0, total_steps=10)
+    for position in (0, 4, 10):
+        state = start(sgd(schedule), scheduler=position)
+        before = arrays(state.params)["b.bias"]
+        new, metrics = apply_update(sgd(schedule), state, gradients(0))
+        assert metrics["lr"].value == schedule(position)
+        expected = before - schedule(position) * arrays(gradients(0))["b.bias"]
+        np.testing.assert_allclose(new.params["b.bias"].numpy(), expected)
+
+
+def test_a_frozen_model_is_not_updated():
+    with pytest.raises(ValueError, match="frozen"):
+        apply_update(frozen(), start(frozen()), gradients(0))

@@ -1,0 +1,170 @@
+"""Value loss, entropy, KL to the reference and cross-entropy, and how losses combine."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from step_builders import MULTI_TURN, assert_rows, flat, pack, ragged
+
+from verl_fn.state import Batch, TokenOutputs
+from verl_fn.steps import cross_entropy, entropy, kl_penalty, kl_to_reference, loss, ppo_clip, value_clip
+
+
+def run(term, batch, **outputs):
+    """The per-token loss, its gradient with respect to each output, and the metrics' values."""
+    leaves = {name: torch.tensor(np.concatenate(rows), requires_grad=True) for name, rows in outputs.items()}
+    per_token, metrics = term(TokenOutputs(leaves), batch)
+    per_token.sum().backward()
+    slopes = {f"slope_{name}": leaf.grad for name, leaf in leaves.items()}
+    found = batch.with_tokens(loss=per_token.detach(), **slopes)
+    return found, {name: metric.value for name, metric in metrics.items()}
+
+
+def weighted(fields, losses):
+    return sum((w * x).sum() for w, x in zip(fields["loss_weight"], losses, strict=True))
+
+
+def value_loss(new, old, target, reach):
+    near = min(max(new, old - reach), old + reach)
+    return 0.5 * max((new - target) ** 2, (near - target) ** 2)
+
+
+def value_slope(new, old, target, reach):
+    """No gradient where the clipped error is the larger one, the plain one's elsewhere."""
+    near = min(max(new, old - reach), old + reach)
+    return 0.0 if (near - target) ** 2 > (new - target) ** 2 else new - target
+
+
+@pytest.mark.parametrize("reach", [0.5, 0.25, 2.0])
+@ragged
+def test_value_loss(reach, masks, seed):
+    """On multiples of 1/64, where nothing rounds, the clipped fraction is exact too."""
+    batch, fields = pack(masks, seed, "vpred", "values", "returns", "loss_weight")
+    fields = {name: [np.round(row * 64) / 64 for row in rows] for name, rows in fields.items()}
+    batch = batch.with_tokens(**{name: np.concatenate(rows) for name, rows in fields.items()})
+    found, metrics = run(value_clip(reach), batch, values=fields["vpred"])
+    triples = [
+        list(zip(*row, strict=True)) for row in zip(*(fields[n] for n in ("vpred", "values", "returns")), strict=True)
+    ]
+    losses = [np.array([value_loss(*t, reach) for t in row]) for row in triples]
+    assert_rows(found, "loss", losses)
+    clipped = [np.array([value_loss(*t, reach) > 0.5 * (t[0] - t[2]) ** 2 for t in row]) for row in triples]
+    nothing = not sum(map(sum, masks))
+    assert metrics == pytest.approx(
+        {
+            "critic/vf_loss": weighted(fields, losses),
+            "critic/vf_clipfrac": math.nan if nothing else flat(masks, clipped).mean(),
+            "critic/vpred_mean": math.nan if nothing else flat(masks, fields["vpred"]).mean(),
+        },
+        nan_ok=True,
+    )
+
+
+@pytest.mark.parametrize("reach", [0.5, 2.0])
+@ragged
+def test_value_gradient(reach, masks, seed):
+    batch, fields = pack(masks, seed, "vpred", "values", "returns", "loss_weight")
+    found, _ = run(value_clip(reach), batch, values=fields["vpred"])
+    rows = zip(*(fields[name] for name in ("vpred", "values", "returns")), strict=True)
+    assert_rows(found, "slope_values", [[value_slope(*t, reach) for t in zip(*row, strict=True)] for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "target", "expected"),
+    [
+        (1.0, 0.0, 2.0, 1.125),
+        (-1.0, 0.0, 2.0, 4.5),
+        (0.25, 0.0, 2.0, 1.53125),
+        (3.0, 0.0, 2.0, 1.125),
+        (0.0, 0.0, 0.0, 0.0),
+    ],
+)
+def test_value_loss_is_the_pessimistic_one(new, old, target, expected):
+    batch = pack([[1]], 0, "loss_weight")[0].with_tokens(values=[old], returns=[target])
+    assert run(value_clip(0.5), batch, values=[np.array([new])])[0]["loss"].item() == expected
+
+
+@ragged
+def test_entropy_is_passed_on_with_slope_one(masks, seed):
+    batch, fields = pack(masks, seed, "entropy", "loss_weight")
+    found, metrics = run(entropy(), batch, entropy=fields["entropy"])
+    assert_rows(found, "loss", fields["entropy"])
+    assert_rows(found, "slope_entropy", [np.ones(len(mask)) for mask in masks])
+    assert metrics == pytest.approx({"actor/entropy_loss": weighted(fields, fields["entropy"])})
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "low_var_kl", "k3+", "abs"])
+def test_kl_to_reference_is_the_penalty_on_new_log_probs(kind):
+    batch, fields = pack(MULTI_TURN, 3, "logprobs", "ref_log_prob", "loss_weight")
+    found, metrics = run(kl_to_reference(kind), batch, logprobs=fields["logprobs"])
+    x = torch.tensor(np.concatenate(fields["logprobs"]), requires_grad=True)
+    expected = kl_penalty(x, batch["ref_log_prob"], kind)
+    expected.sum().backward()
+    assert torch.equal(found["loss"], expected.detach()) and torch.equal(found["slope_logprobs"], x.grad)
+    assert metrics == pytest.approx({"actor/kl_loss": (batch["loss_weight"] * expected).sum().item()})
+
+
+def test_kl_to_reference_uses_k3_unless_told():
+    batch, fields = pack([[1, 1]], 3, "logprobs", "ref_log_prob", "loss_weight")
+    plain, named = (
+        run(term, batch, **{"logprobs": fields["logprobs"]})[0] for term in (kl_to_reference(), kl_to_reference("k3"))
+    )
+    assert torch.equal(plain["loss"], named["loss"])
+
+
+@ragged
+def test_cross_entropy_is_minus_the_log_probability(masks, seed):
+    batch, fields = pack(masks, seed, "logprobs", "loss_weight")
+    found, metrics = run(cross_entropy(), batch, logprobs=fields["logprobs"])
+    assert_rows(found, "loss", [-row for row in fields["logprobs"]])
+    assert_rows(found, "slope_logprobs", [-np.ones(len(mask)) for mask in masks])
+    tokens = flat(masks, fields["logprobs"])
+    assert metrics == pytest.approx({"train/nll": -tokens.mean() if len(tokens) else math.nan}, nan_ok=True)
+
+
+def test_cross_entropy_on_logits_has_gradient_softmax_less_one_hot():
+    """A field at t speaks of token t, so position t - 1's logits predict it; only weighted tokens count."""
+    torch.manual_seed(0)
+    tokens, weight = [2, 0, 3, 1], np.array([0.0, 0.5, 0.0, 0.25])
+    logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    shifted = torch.log_softmax(logits[:-1], -1)
+    logprobs = torch.cat([torch.zeros(1, dtype=torch.float64), shifted[range(3), tokens[1:]]])
+    batch = Batch.from_rows([tokens], {"response_mask": [[0.0, 1.0, 0.0, 1.0]], "loss_weight": [weight]})
+    per_token, _ = cross_entropy()(TokenOutputs({"logprobs": logprobs}), batch)
+    (batch["loss_weight"] * per_token).sum().backward()
+    expected = np.zeros((4, 5))
+    for t in (1, 3):
+        row = np.exp(logits[t - 1].detach().numpy())
+        expected[t - 1] = weight[t] * (row / row.sum() - np.eye(5)[tokens[t]])
+    np.testing.assert_allclose(logits.grad.numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_losses_add_subtract_and_scale():
+    """Metrics report every term as it is, whatever its coefficient."""
+    names = ("logprobs", "entropy", "old_log_probs", "advantages", "ref_log_prob", "loss_weight")
+    batch, fields = pack(MULTI_TURN, 6, *names)
+    outputs = {name: fields[name] for name in ("logprobs", "entropy")}
+    whole = ppo_clip() + 0.5 * kl_to_reference("k2") - entropy() * 0.25
+    assert whole.needs == {"logprobs", "entropy"}
+    found, metrics = run(whole, batch, **outputs)
+    policy, penalty = (run(term, batch, logprobs=fields["logprobs"]) for term in (ppo_clip(), kl_to_reference("k2")))
+    bonus = run(entropy(), batch, entropy=fields["entropy"])
+    for name, expected in (
+        ("loss", policy[0]["loss"] + 0.5 * penalty[0]["loss"] - 0.25 * bonus[0]["loss"]),
+        ("slope_logprobs", policy[0]["slope_logprobs"] + 0.5 * penalty[0]["slope_logprobs"]),
+        ("slope_entropy", -0.25 * bonus[0]["slope_entropy"]),
+    ):
+        torch.testing.assert_close(found[name], expected)
+    assert metrics == pytest.approx(policy[1] | penalty[1] | bonus[1])
+
+
+def test_a_loss_of_ones_own_names_its_needs():
+    @loss(needs=["logprobs", "values"])
+    def mine(outputs, batch):
+        return outputs.logprobs * outputs.values, {}
+
+    assert mine.needs == {"logprobs", "values"}
+    assert loss()(lambda outputs, batch: (outputs.logprobs, {})).needs == {"logprobs"}
+    with pytest.raises(AttributeError, match=r"no 'values', only \['logprobs'\]"):
+        mine(TokenOutputs({"logprobs": torch.zeros(1)}), pack([[1]], 0)[0])

@@ -1,0 +1,29 @@
+"""Checks for what users write themselves: a loss, an advantage estimator, a training or a rollout backend.
+
+    from verl_fn.testing import check_loss
+
+    def test_my_loss():
+        check_loss(my_loss)
+
+Each raises ``LawViolation``, which names the law, what was compared, by how much it differs, and what usually
+causes it. The laws:
+
+* Purity: a result is a function of the arguments, which stay as they were.
+* Split invariance: the same for every split into micro-batches, in every order, on any number of ranks.
+* Persistence: a value that was not donated means at any later time what it meant before.
+* Donation: a donated value is spent, says so, and nothing that shares its buffers changes.
+* Zero: nothing to learn from changes nothing.
+* Restore: what is read back equals what was written, and goes on the same.
+* Layout: what one backend saves another restores.
+* Signature: names, shapes and dtypes are those of the protocol. Rollout engines also keep Version and Log-probs.
+"""
+
+from .advantages import check_advantage
+from .backends import check_backend
+from .builders import tiny_batch, tiny_outputs
+from .losses import check_loss
+from .violation import LawViolation
+
+__all__ = [
+    "LawViolation", "check_advantage", "check_backend", "check_loss", "tiny_batch", "tiny_outputs",
+]  # fmt: skip

@@ -1,0 +1,325 @@
+"""The laws of a training backend: ``check_backend``."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+import torch
+
+from verl_fn.backends.protocol import TrainBackend
+from verl_fn.state import (
+    Batch,
+    DonatedError,
+    Grads,
+    Key,
+    Metrics,
+    Params,
+    TokenOutputs,
+    TrainState,
+    metrics,
+    snapshot,
+    tree,
+)
+from verl_fn.steps import Loss, ppo_clip
+
+from .builders import some_splits, tiny_batch
+from .violation import LawViolation, repeatable, require, require_close, require_equal, untouched
+
+
+def check_backend(
+    backend: TrainBackend,
+    other: TrainBackend | None = None,
+    *,
+    loss: Loss | None = None,
+    batch: Batch | None = None,
+    tolerance: float = 1e-4,
+    key: Key | None = None,
+) -> None:
+    """Check a training backend against the laws.
+
+    Make it with an optimizer without weight decay, whose learning rate is above 0 from the first update on, and
+    with a token budget that splits the batch (``tiny_batch()`` has some 50 tokens, its longest row at most 16).
+
+    * Signature, Purity, Split invariance, Persistence, Donation, Zero, Restore: the backend by itself.
+    * Layout, with ``other``: the same model on another backend, layout or number of ranks. Outputs, gradients
+      and metrics agree, and each restores what the other saved.
+
+    Args:
+        loss: what is differentiated; by default ``ppo_clip()``. A critic wants ``value_clip()``.
+        batch: by default ``tiny_batch()``, whose token ids are below 8.
+        tolerance: how far splits and layouts may differ, relative to the largest value of each tensor. bf16 wants
+            about 0.05.
+        key: other keys give other states and splits.
+
+    Raises:
+        LawViolation: a law is broken.
+
+    >>> from verl_fn.backends.mock import Mock
+    >>> from verl_fn.steps import adamw, constant
+    >>> check_backend(Mock(8, adamw(constant(0.01), weight_decay=0.0), max_tokens=24))
+    >>> check_backend(Mock(8, adamw(constant(0.01), weight_decay=0.1), max_tokens=24))
+    Traceback (most recent call last):
+    verl_fn.testing.violation.LawViolation: Zero: zero gradients from fresh optimizer state: ... differs at ['logits'] ...
+    """
+    batch = tiny_batch() if batch is None else batch
+    case = _Case(backend, loss or ppo_clip(), batch, tolerance, key or Key.from_seed(0))
+    first, second = case.trained("first"), case.trained("second")
+    _signature(case, first)
+    _purity(case, first)
+    _splits(case, first)
+    _persistence(case, first, second)
+    _donation(case, first)
+    _zero(case, first)
+    _restore(case, first)
+    if other is not None:
+        _layout(case, attrs.evolve(case, backend=other), first)
+
+
+@attrs.frozen(eq=False)
+class _Case:
+    """What is checked, and with what."""
+
+    backend: TrainBackend
+    loss: Loss
+    batch: Batch
+    tolerance: float
+    key: Key
+
+    def gradients(self, state: TrainState, batch: Batch | None = None) -> tuple[Grads, Metrics]:
+        return self.backend.forward_backward(state, self.batch if batch is None else batch, self.loss)
+
+    def outputs(self, params: Params, batch: Batch | None = None) -> TokenOutputs:
+        return self.backend.forward(params, self.batch if batch is None else batch, self.loss.needs)
+
+    def next(self, state: TrainState) -> TrainState:
+        """The state after an update that leaves ``state`` alone."""
+        return self.backend.apply_update(state, self.gradients(state)[0], donate=False)[0]
+
+    def trained(self, name: str) -> TrainState:
+        """A state whose optimizer has seen something. Heads of value models start as zeros, where all look alike."""
+        fresh = self.backend.init(self.key.fold_in(name))
+        state = self.next(fresh)
+        if tree.equal(state.params, fresh.params):
+            raise ValueError("the first update changed nothing; give the optimizer a learning rate above 0 from the start")
+        return state
+
+
+def _signature(case: _Case, state: TrainState) -> None:
+    found = case.outputs(state.params)
+    names, silent = set(found.by_name), case.batch["response_mask"] == 0
+    require(
+        names == set(case.loss.needs), "Signature",
+        f"forward gives {sorted(names)} where {sorted(case.loss.needs)} are needed", "an option that is passed over",
+    )  # fmt: skip
+    for name, t in found.by_name.items():
+        require(
+            t.shape == (case.batch.num_tokens,) and t.dtype == torch.float32, "Signature",
+            f"{name} is {t.dtype}{tuple(t.shape)} where the batch has {case.batch.num_tokens} tokens",
+            "compute dtype that was not cast to float32, or targets that were not spread over the batch",
+        )  # fmt: skip
+        top = float(torch.where(silent, t, 0.0).abs().max())
+        require(top == 0.0, "Signature", f"{name} reaches {top:.3g} where response_mask is 0", "a missing mask")
+    grads, _ = case.gradients(state)
+    require(
+        list(grads) == state.params.trained(), "Signature",
+        f"gradients are named {sorted(set(grads) ^ set(state.params.trained()))[:5]} unlike trained parameters",
+        "an executor's own names instead of canonical ones",
+    )  # fmt: skip
+
+
+def _purity(case: _Case, state: TrainState) -> None:
+    backend, inputs = case.backend, {"state": state, "batch": case.batch}
+    seeds = {name: backend.init(case.key.fold_in(name)) for name in ("first", "second")}
+    cause = "a global random generator instead of the key"
+    require_equal("Purity", "init with the same key", seeds["first"], backend.init(case.key.fold_in("first")), cause)
+    told = repeatable("Purity", "forward", lambda: case.outputs(state.params), **inputs)
+    _, found = repeatable("Purity", "forward_backward", lambda: case.gradients(state), **inputs)
+    per_token, _ = case.loss(told, case.batch)
+    require_close(
+        "Purity", "the loss of what forward gives, against forward_backward's,",
+        float((case.batch["loss_weight"].double() * per_token.double()).sum()), found["loss"].value,
+        "parameters that one of the two does not take from its arguments", tolerance=case.tolerance, floor=1.0,
+    )  # fmt: skip
+    grads, _ = case.gradients(state)
+    repeatable(
+        "Purity", "apply_update", lambda: backend.apply_update(state, grads, donate=False), state=state, grads=grads
+    )
+    moved = backend.place(state, params="cpu", optimizer="cpu")
+    here = tree.map_tensors(lambda t: t.cpu(), state)
+    require_equal("Purity", "a state placed elsewhere", here, moved, "place() that drops or casts something")
+
+
+def _splits(case: _Case, state: TrainState) -> None:
+    budgets: list[int] = []
+
+    def counted(outputs: TokenOutputs, batch: Batch) -> tuple[torch.Tensor, Metrics]:
+        budgets.append(len(batch))
+        return case.loss(outputs, batch)
+
+    whole, found = case.backend.forward_backward(state, case.batch, Loss(counted, case.loss.needs))
+    if budgets == [len(case.batch)]:
+        warnings.warn("the backend took the batch as one micro-batch; give it a smaller token budget", stacklevel=4)
+    for name, split in some_splits(case.batch, case.key).items():
+        told = [case.gradients(state, part) for part in split]
+        added = told[0][0]
+        for grads, _ in told[1:]:
+            added = added + grads
+        cause = (
+            "a denominator for each micro-batch, a gradient that is overwritten or dropped, or rows that see each "
+            "other; denominators belong in loss_weight"
+        )
+        _agree(case, "Split invariance", f"one call against {name}:", (whole, found), (added, _merged(told)), cause)
+        outputs = [case.outputs(state.params, part) for part in split]
+        joined = {n: split.join([o.by_name[n] for o in outputs]) for n in case.loss.needs}
+        require_close(
+            "Split invariance", f"one call of forward against {name}:", case.outputs(state.params).by_name, joined,
+            "results that are not put back into the order of the rows", tolerance=case.tolerance,
+        )  # fmt: skip
+
+
+def _persistence(case: _Case, first: TrainState, second: TrainState) -> None:
+    third = case.next(first)
+    cached = "a compute copy or a module that still holds the parameters of an earlier call"
+    reused = "buffers that are reused while the value of an earlier call is alive"
+    calls: dict[str, Callable[[TrainState], object]] = {
+        "forward": lambda state: case.outputs(state.params),
+        "forward_backward": lambda state: case.gradients(state)[0],
+    }
+    for name, call in calls.items():
+        kept = call(first)
+        meant = snapshot(kept)
+        for what, state in {"another state": second, "the state after an update": third}.items():
+            found = call(state)
+            require(
+                not tree.equal(found, meant), "Persistence", f"{name} gives {what} the result of the first", cached
+            )
+            require_equal("Persistence", f"what {name} gave before it was called with {what}", meant, kept, reused)
+            require_equal("Persistence", f"{name} with the first state, after {what},", meant, call(first), cached)
+
+
+def _donation(case: _Case, state: TrainState) -> None:
+    backend = case.backend
+    spare = snapshot(state)
+    grads, _ = case.gradients(spare)
+    with untouched("Donation", "apply_update with donate=False", state=spare, grads=grads):
+        expected, _ = backend.apply_update(spare, grads, donate=False)
+    shared = {"parameters": spare.params, "optimizer state": spare.optimizer, "gradients": tree.leaves(grads)}
+    meant = snapshot(shared)
+    new, _ = backend.apply_update(spare, grads)
+    written = "buffers written without asking who else holds them"
+    for name, value in shared.items():
+        require_equal("Donation", f"after a donation, a reference to its {name}", meant[name], value, written)
+    spent: dict[str, Callable[[], object]] = {
+        "reading the state": lambda: spare.params,
+        "reading the gradients": lambda: len(grads),
+        "forward_backward with the state": lambda: case.gradients(spare),
+        "apply_update with the state": lambda: backend.apply_update(spare, grads),
+    }
+    for name, use in spent.items():
+        _require_donated(name, use)
+    require_equal("Donation", "the state after a donated update", expected, new, "an update that depends on donation")
+    _in_place(case, state)
+
+
+def _require_donated(name: str, use: Callable[[], object]) -> None:
+    try:
+        use()
+    except DonatedError:
+        return
+    raise LawViolation(
+        "Donation", f"{name} after its donation raises no DonatedError", "an update that works in place without donate()"
+    )
+
+
+def _in_place(case: _Case, state: TrainState) -> None:
+    """Where nothing else holds the state, its buffers are reused, and no cache mistakes the new state for the old."""
+    expected = case.next(state)
+    alone = snapshot(state)
+    grads, _ = case.gradients(alone)
+    new, found = case.backend.apply_update(alone, grads)
+    if "perf/residency_copies" in found:
+        copies = found["perf/residency_copies"].value
+        require(
+            copies == 0, "Donation", f"{copies:.0f} buffers were copied though nothing else seemed to hold them",
+            "the backend keeps references to the state or the gradients of its last call",
+        )  # fmt: skip
+    require_equal(
+        "Donation", "forward after a donated update", case.outputs(expected.params), case.outputs(new.params),
+        "a cache that takes a reused buffer for unchanged parameters",
+    )  # fmt: skip
+
+
+def _zero(case: _Case, state: TrainState) -> None:
+    batch, backend = case.batch, case.backend
+    still = {"zero loss_weight": (batch.with_tokens(loss_weight=torch.zeros(batch.num_tokens)), case.loss)}
+    if "logprobs" in case.loss.needs:
+        still["zero advantages"] = (batch.with_tokens(advantages=torch.zeros(batch.num_tokens)), ppo_clip())
+    for name, (data, loss) in still.items():
+        grads, _ = backend.forward_backward(state, data, loss)
+        top = float(grads.global_norm())
+        require(top == 0.0, "Zero", f"with {name} the gradient's norm is {top:.3g}", "a term that the loss lacks")
+    fresh = backend.init(case.key.fold_in("zero"))
+    nothing = case.gradients(fresh)[0].scale(0.0)
+    require_equal(
+        "Zero", "zero gradients from fresh optimizer state: the parameter", fresh.params,
+        backend.apply_update(fresh, nothing, donate=False)[0].params,
+        "weight decay; give the backend under test an optimizer without",
+    )  # fmt: skip
+    broken = case.gradients(state)[0].scale(float("nan"))
+    skipped, found = backend.apply_update(state, broken, donate=False)
+    require_equal(
+        "Zero", "an update with gradients that are not finite: the state", attrs.evolve(state, step=state.step + 1),
+        skipped, "an update that is not skipped, or that moves the schedule or the optimizer's count all the same",
+    )  # fmt: skip
+    told = "update_skipped" in found and found["update_skipped"].value == 1.0
+    require(told, "Zero", "the metric update_skipped is not 1 after a skipped update", "a skip that is not reported")
+
+
+def _restore(case: _Case, state: TrainState) -> None:
+    backend = case.backend
+    # A skipped update sets step and schedule apart.
+    state, _ = backend.apply_update(state, case.gradients(state)[0].scale(float("nan")), donate=False)
+    with tempfile.TemporaryDirectory() as folder:
+        with untouched("Restore", "save", state=state):
+            backend.save(state, folder)
+        found = backend.restore(folder)
+    lost = "optimizer moments, the schedule's position, the key or the step left out of the file"
+    require_equal("Restore", "the restored state", state, found, lost)
+    require_equal("Restore", "the update after restoring", case.next(state), case.next(found), lost)
+
+
+def _layout(case: _Case, others: _Case, state: TrainState) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        there, back = Path(folder) / "there", Path(folder) / "back"
+        case.backend.save(state, there)
+        moved = others.backend.restore(there)
+        others.backend.save(moved, back)
+        returned = case.backend.restore(back)
+    cause = "names, an order or a padding of the executor's own in the file"
+    names = lambda one, s: dict(one.backend.named_tensors(s.params))  # noqa: E731
+    whole = tree.map_tensors(lambda t: t.cpu(), [names(case, state), names(others, moved)])
+    require_equal("Layout", "a parameter in the other layout", *whole, cause)
+    require_equal("Layout", "the state, saved by the other backend and restored,", state, returned, cause)
+    rounding = "a mapping that permutes or transposes wrongly, a rank whose gradient is lost, or a tolerance too tight"
+    require_close(
+        "Layout", "forward on the other backend", case.outputs(state.params).by_name,
+        others.outputs(moved.params).by_name, rounding, tolerance=case.tolerance,
+    )  # fmt: skip
+    _agree(case, "Layout", "forward_backward on the other backend:", case.gradients(state), others.gradients(moved), rounding)
+
+
+def _agree(
+    case: _Case, law: str, what: str, expected: tuple[Grads, Metrics], found: tuple[Grads, Metrics], cause: str
+) -> None:
+    """Gradients and metrics, to the tolerance."""
+    told = [metrics.to_floats(m) for _, m in (expected, found)]
+    require_close(law, what, *told, cause, tolerance=case.tolerance, floor=1.0)
+    require_close(law, what, expected[0], found[0], cause, tolerance=case.tolerance)
+
+
+def _merged(told: list[tuple[Grads, Metrics]]) -> Metrics:
+    return metrics.merge(*(found for _, found in told))

@@ -1,0 +1,125 @@
+"""Small ragged batches with every field that the built-in losses and estimators read."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from verl_fn.state import Batch, Key, Split, TokenOutputs
+from verl_fn.steps import aggregate
+
+
+def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) -> Batch:
+    """A batch of a few short rows, as uneven as real ones, with ``loss_weight`` for ``token-mean``.
+
+    Rows have several turns, with holes in ``response_mask`` where a tool spoke; from three rows on, one has no
+    response at all. Groups have one to three rows, and ids that are no indices. Temperatures differ.
+    Add what another loss reads with ``tiny_batch().with_tokens(name=...)``.
+
+    Args:
+        key: other keys give other batches; by default that of seed 0.
+        rows: how many.
+        vocab_size: tokens are 0 to ``vocab_size - 1``.
+
+    >>> batch = tiny_batch(rows=3)
+    >>> batch.lengths.tolist(), batch.rows("response_mask")[0].tolist()
+    ([7, 2, 6], [0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    >>> sorted(batch.per_row)
+    ['group', 'prompt_length', 'temperature']
+    """
+    key = key or Key.from_seed(0)
+    dice = random.Random(key.fold_in("shape").seed())
+    prompts, masks = [], []
+    for row in range(rows):
+        prompts.append(dice.randint(1, 3))
+        turns = [1.0] * dice.randint(1, 4)
+        if row % 2 == 0:
+            turns += [0.0] * dice.randint(1, 2) + [1.0] * dice.randint(1, 4)
+        if row % 4 == 3:
+            turns += [0.0]
+        masks.append([0.0] * prompts[-1] + ([0.0] if row == 1 and rows > 2 else turns))
+    stream = key.fold_in("values").generator()
+    tokens = [torch.randint(vocab_size, (len(mask),), generator=stream) for mask in masks]
+    batch = Batch.from_rows(tokens, {"response_mask": masks})
+    mask = batch["response_mask"]
+    normal = lambda: torch.randn(batch.num_tokens, generator=stream) * mask  # noqa: E731
+    log_probs = -0.1 - 2.0 * torch.rand(batch.num_tokens, generator=stream)
+    near = lambda: ((log_probs + 0.3 * normal()).clamp(max=-1e-3)) * mask  # noqa: E731
+    values = normal()
+    batch = batch.with_tokens(
+        old_log_probs=log_probs * mask,
+        rollout_log_probs=near(),
+        ref_log_prob=near(),
+        values=values,
+        advantages=normal(),
+        returns=values + normal(),
+        token_level_scores=normal(),
+        token_level_rewards=normal(),
+    ).with_rows(
+        group=_groups(rows, dice),
+        prompt_length=prompts,
+        temperature=torch.tensor([dice.choice([0.7, 1.0, 1.5]) for _ in range(rows)]),
+    )
+    return aggregate(batch)
+
+
+def tiny_outputs(batch: Batch, needs: Iterable[str] = ("logprobs",), key: Key | None = None) -> TokenOutputs:
+    """What a model might say of a batch, and 0 where ``response_mask`` is 0.
+
+    Log-probs lie around ``old_log_probs``, so that some ratios are clipped and some are not.
+
+    >>> batch = tiny_batch()
+    >>> outputs = tiny_outputs(batch, ["logprobs", "entropy"])
+    >>> bool(outputs.entropy[batch["response_mask"] == 0].eq(0).all())
+    True
+    """
+    stream = (key or Key.from_seed(0)).fold_in("outputs").generator()
+    found: dict[str, Tensor] = {}
+    for name in sorted(needs):
+        found[name] = torch.randn(batch.num_tokens, generator=stream)
+        if name == "logprobs":
+            found[name] = (batch["old_log_probs"] + 0.4 * found[name]).clamp(max=-1e-3)
+        elif name != "values":
+            found[name] = found[name].abs()
+        found[name] = found[name] * batch["response_mask"]
+    return TokenOutputs(found)
+
+
+def some_splits(batch: Batch, key: Key, together: str | None = None) -> dict[str, Split]:
+    """Ways to split a batch, by a name for each: into single rows (or groups), at random twice, and permuted only."""
+    names = batch[together] if together else torch.arange(len(batch))
+    units = [(names == name).nonzero()[:, 0] for name in names.unique()]
+
+    def dealt(parts: int, stream: torch.Generator) -> Split:
+        order = torch.randperm(len(units), generator=stream).tolist()
+        hands = [[units[i] for i in order[start::parts]] for start in range(parts)]
+        return Split(batch, tuple(torch.cat(hand) for hand in hands if hand))
+
+    return {
+        "one micro-batch in another order": dealt(1, key.fold_in(1).generator()),
+        "2 micro-batches": dealt(2, key.fold_in(2).generator()),
+        "3 micro-batches": dealt(3, key.fold_in(3).generator()),
+        "the smallest micro-batches": dealt(len(units), key.fold_in(4).generator()),
+    }
+
+
+def scrambled(batch: Batch, key: Key) -> Batch:
+    """The batch with other numbers in its fields where ``response_mask`` is 0; they must not matter."""
+    stream = key.fold_in("scramble").generator()
+    hole = batch["response_mask"] == 0
+    kept = ("response_mask", "loss_weight")
+    chosen = {n: t for n, t in batch.per_token.items() if n not in kept and t.dtype.is_floating_point and t.ndim == 1}
+    noise = lambda t: torch.randn(len(t), generator=stream, dtype=torch.float32).to(t)  # noqa: E731
+    return batch.with_tokens(**{name: torch.where(hole.to(t.device), noise(t), t) for name, t in chosen.items()})
+
+
+def _groups(rows: int, dice: random.Random) -> list[int]:
+    """A group of one, then groups of two or three, with ids from all over."""
+    sizes = [1]
+    while sum(sizes) < rows:
+        sizes.append(min(dice.randint(2, 3), rows - sum(sizes)))
+    ids = dice.sample(range(10, 100), len(sizes))
+    return [name for name, size in zip(ids, sizes, strict=True) for _ in range(size)]

@@ -1,0 +1,214 @@
+"""The laws of a loss: ``check_loss``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_fn.state import Batch, Key, Max, Metrics, Min, Moments, Split, Sum, TokenOutputs, Weighted, metrics, tree
+from verl_fn.steps import Loss
+
+from .builders import scrambled, some_splits, tiny_outputs, tiny_batch
+from .violation import LawViolation, repeatable, require, require_close, require_equal
+
+KNOWN_OUTPUTS = frozenset({"logprobs", "entropy", "values"})
+EXTREME = 100.0
+
+_PREFIX = "output of the model: "
+
+
+def check_loss(
+    loss: Loss,
+    batch: Batch | None = None,
+    *,
+    together: str | None = None,
+    zero_advantages: bool = True,
+    tolerance: float = 1e-5,
+    key: Key | None = None,
+) -> None:
+    """Check a loss against the laws, on made-up outputs of a model, in some milliseconds.
+
+    * Signature: one number a token, and metrics that add up.
+    * Purity: twice the same, inputs as they were, no output read that ``needs`` does not name.
+    * Split invariance: the weighted sum, its gradient with respect to the outputs, and every metric are the same
+      for other splits and orders of the rows.
+    * Zero: tokens without ``response_mask`` take no part; zero advantages give a zero gradient.
+    * Finite: so is everything where log-probs lie 100 nats apart.
+
+    Args:
+        loss: the loss.
+        batch: by default ``tiny_batch()``; add the fields that it lacks with ``tiny_batch().with_tokens(...)``.
+        together: a per-row field whose equal values are never split, as for pairs.
+        zero_advantages: whether zero advantages must give a zero gradient, where the loss reads them. Turn it
+            off for sums with a term that has a gradient of its own, such as an entropy bonus.
+        tolerance: how far splits may differ, relative to the largest value.
+        key: other keys give other outputs and splits.
+
+    Raises:
+        LawViolation: a law is broken.
+
+    >>> from verl_fn.steps import ppo_clip, loss
+    >>> check_loss(ppo_clip())
+    >>> @loss(needs=["logprobs"])
+    ... def mean_inside(outputs, batch):
+    ...     return -outputs.logprobs * batch["advantages"] / batch["response_mask"].sum(), {}
+    >>> check_loss(mean_inside)
+    Traceback (most recent call last):
+    verl_fn.testing.violation.LawViolation: Split invariance: one batch against ... ['total'] by ...
+    """
+    if not isinstance(loss, Loss):
+        raise TypeError(f"a {type(loss).__name__} is no Loss; decorate the function with verl_fn.steps.loss(needs=[...])")
+    batch = tiny_batch() if batch is None else batch
+    key = key or Key.from_seed(0)
+    outputs = tiny_outputs(batch, KNOWN_OUTPUTS | loss.needs, key)
+    declared = TokenOutputs({name: t for name, t in outputs.by_name.items() if name in loss.needs})
+    whole = _pure(loss, outputs, declared, batch)
+    _splits(loss, declared, batch, whole, some_splits(batch, key, together), tolerance)
+    _holes(loss, declared, batch, whole, key, tolerance)
+    if zero_advantages and _reads_advantages(loss, declared, batch):
+        _zero(loss, declared, batch)
+    _extremes(loss, declared, batch)
+
+
+def evaluate(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[dict[str, Any], Metrics]:
+    """The weighted sum with its gradient with respect to every output, and the metrics.
+
+    Raises:
+        LawViolation: the loss returns something else than its signature says.
+    """
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in outputs.by_name.items()}
+    returned = loss(TokenOutputs(leaves), batch)
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    require(pair, "Signature", "the loss does not return a pair", "per-token losses or metrics returned alone")
+    per_token, told = returned
+    _check_signature(per_token, told, batch)
+    total = (batch["loss_weight"].double() * per_token.double()).sum()
+    wrt = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+    return {"total": total.detach(), "gradient": dict(zip(leaves, wrt, strict=True))}, told
+
+
+def _check_signature(per_token: Any, told: Any, batch: Batch) -> None:
+    shape = tuple(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
+    require(
+        shape == (batch.num_tokens,), "Signature",
+        f"the loss is {shape} where the batch has {batch.num_tokens} tokens", "a sum or a mean taken inside the loss",
+    )  # fmt: skip
+    require(
+        per_token.requires_grad, "Signature", "the loss depends on no output of the model",
+        "a detach() too many, or outputs that are never read",
+    )  # fmt: skip
+    require(isinstance(told, dict), "Signature", f"the metrics are a {type(told).__name__}", "a dict was expected")
+    for name, metric in told.items():
+        require(
+            isinstance(metric, (Weighted, Sum, Max, Min, Moments)), "Signature",
+            f"the metric {name!r} is a {type(metric).__name__}, which does not add up over micro-batches",
+            "a number where verl_fn.state has Weighted, Sum, Max, Min and Moments",
+        )  # fmt: skip
+        held = any(x.requires_grad for x in tree.leaves(metric) if isinstance(x, Tensor))
+        require(not held, "Signature", f"the metric {name!r} holds on to the graph", "a missing detach()")
+
+
+def _pure(loss: Loss, outputs: TokenOutputs, declared: TokenOutputs, batch: Batch) -> dict[str, Any]:
+    """What the loss gives for what it declares; more outputs than that make no difference."""
+    more = repeatable("Purity", "the loss", lambda: _flat(evaluate(loss, outputs, batch)), outputs=outputs, batch=batch)
+    cause = "needs=[...] of the loss does not name all that it reads"
+    try:
+        whole = _flat(evaluate(loss, declared, batch))
+    except (AttributeError, KeyError) as error:
+        raise LawViolation("Purity", f"the loss reads an output that it does not declare: {error}", cause) from error
+    more["gradient"] = {name: more["gradient"][name] for name in whole["gradient"]}
+    require_equal("Purity", "with more outputs than the loss declares, it", whole, more, cause)
+    return whole
+
+
+def _splits(
+    loss: Loss,
+    outputs: TokenOutputs,
+    batch: Batch,
+    whole: dict[str, Any],
+    splits: dict[str, Split],
+    tolerance: float,
+) -> None:
+    carried = batch.with_tokens(**{_PREFIX + name: t for name, t in outputs.by_name.items()})
+    extra = [_PREFIX + name for name in outputs.by_name]
+    for name, split in splits.items():
+        parts = []
+        for rows in split.rows:
+            part = carried.take(rows)
+            mine = TokenOutputs({name.removeprefix(_PREFIX): part[name] for name in extra})
+            parts.append(evaluate(loss, mine, part.without(*extra)))
+        _compare("Split invariance", f"one batch against {name}:", whole, _joined(split, parts), tolerance)
+
+
+def _joined(split: Split, parts: Sequence[tuple[dict[str, Any], Metrics]]) -> dict[str, Any]:
+    """The parts' results, added up as a backend does."""
+    found = [result for result, _ in parts]
+    gradient = {name: split.join([f["gradient"][name] for f in found]) for name in found[0]["gradient"]}
+    total = torch.stack([f["total"] for f in found]).sum()
+    return _flat(({"total": total, "gradient": gradient}, metrics.merge(*(told for _, told in parts))))
+
+
+def _holes(
+    loss: Loss, outputs: TokenOutputs, batch: Batch, whole: dict[str, Any], key: Key, tolerance: float
+) -> None:
+    other = _flat(evaluate(loss, outputs, scrambled(batch, key)))
+    what = "other numbers where response_mask is 0: the loss"
+    _compare("Zero", what, whole, other, tolerance, "a mean or a metric that does not weigh with response_mask")
+
+
+def _zero(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
+    still = batch.with_tokens(advantages=torch.zeros_like(batch["advantages"]))
+    for name, gradient in evaluate(loss, outputs, still)[0]["gradient"].items():
+        require(
+            not bool(gradient.any()), "Zero",
+            f"with zero advantages the gradient of {name} reaches {float(gradient.abs().max()):.3g}",
+            "an additive term; if it is meant (an entropy bonus, a KL), pass zero_advantages=False",
+        )  # fmt: skip
+
+
+def _extremes(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
+    """Log-probs of the model far above and far below all others."""
+    mask = batch["response_mask"]
+    others = [name for name in batch.per_token if "log_prob" in name]
+    for gap in (EXTREME, -EXTREME):
+        low, high = -0.1 * mask - abs(gap) * mask, -0.1 * mask
+        model, data = (high, low) if gap > 0 else (low, high)
+        known = {name: model if name == "logprobs" else t for name, t in outputs.by_name.items()}
+        found, _ = evaluate(loss, TokenOutputs(known), batch.with_tokens(**dict.fromkeys(others, data)))
+        for name, value in {"sum": found["total"], **found["gradient"]}.items():
+            require(
+                bool(value.isfinite().all()), "Finite",
+                f"the {name if name == 'sum' else f'gradient of {name}'} is not finite where the model's log-probs "
+                f"lie {abs(gap):.0f} nats {'above' if gap > 0 else 'below'} all others",
+                "exp() of a log-ratio that is not clamped",
+            )  # fmt: skip
+
+
+def _reads_advantages(loss: Loss, outputs: TokenOutputs, batch: Batch) -> bool:
+    try:
+        loss(outputs, batch.without("advantages"))
+    except KeyError:
+        return True
+    return False
+
+
+def _flat(result: tuple[dict[str, Any], Metrics]) -> dict[str, Any]:
+    return {**result[0], "metrics": metrics.to_floats(result[1])}
+
+
+def _compare(
+    law: str,
+    what: str,
+    expected: dict[str, Any],
+    found: dict[str, Any],
+    tolerance: float,
+    cause: str = "a mean, a count or a maximum over the batch inside the loss; denominators belong in loss_weight, "
+    "which steps.aggregate writes over the whole update batch, and metrics need Weighted or Sum",
+) -> None:
+    numbers = lambda result: {n: result[n] for n in ("total", "metrics")}  # noqa: E731
+    require_close(law, what, numbers(expected), numbers(found), cause, tolerance=tolerance, floor=1.0)
+    gradients = lambda result: {"gradient": result["gradient"]}  # noqa: E731
+    require_close(law, what, gradients(expected), gradients(found), cause, tolerance=tolerance)
