@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from jaxtyping import Complex64, Float, Int
@@ -118,7 +118,7 @@ class Where:
             age = self.positions[:, None] - places
             hidden = age < 0 if window is None else (age < 0) | (age >= window)
             bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            self._biases[window] = bias.repeat_interleave(kv_heads, 0)[:, None]
+            self._biases[window] = bias[:, None, None].expand(-1, kv_heads, 1, -1).flatten(0, 1)
         return self._biases[window]
 
 
@@ -288,10 +288,11 @@ def _llama_shapes(config: Any, found: Mapping[str, torch.Size]) -> dict[str, tup
     for i in range(config.num_hidden_layers):
         layer = f"model.layers.{i}."
         shapes |= {f"{layer}self_attn.{p}_proj.weight": shape for p, shape in projections.items()}
-        optional = {f"{layer}self_attn.{p}_proj.bias": shape[:1] for p, shape in projections.items()}
+        for together in ("qkv", "o"):
+            if f"{layer}self_attn.{together[0]}_proj.bias" in found:
+                shapes |= {f"{layer}self_attn.{p}_proj.bias": projections[p][:1] for p in together}
         if config.model_type == "qwen3":
             shapes |= {f"{layer}self_attn.{p}_norm.weight": (dim,) for p in "qk"}
-        shapes |= {name: shape for name, shape in optional.items() if name in found}
         shapes |= {f"{layer}mlp.{p}_proj.weight": (I, H) for p in ("gate", "up")}
         shapes[f"{layer}mlp.down_proj.weight"] = (H, I)
         shapes |= {f"{layer}{p}_layernorm.weight": (H,) for p in ("input", "post_attention")}
@@ -311,15 +312,27 @@ def window_of(config: Any, layer: int) -> int | None:
     return config.sliding_window if kinds and kinds[layer] == "sliding_attention" else None
 
 
+Product: TypeAlias = Callable[[Tensor], Tensor]
+
+
 class Layer(NamedTuple):
     """A layer's weights, fused, with the norms before its projections multiplied into them."""
 
-    qkv: Callable[[Tensor], Tensor]
+    qkv: Product
     head_norm: Tensor | None
-    out: Callable[[Tensor], Tensor]
-    gate_up: Callable[[Tensor], Tensor]
-    down: Callable[[Tensor], Tensor]
+    out: Product
+    gate_up: Product
+    down: Product
     window: int | None
+
+
+class Weights(NamedTuple):
+    """All weights of a model of the Llama shape."""
+
+    embed: Tensor
+    layers: list[Layer]
+    norm: Tensor
+    head: Product
 
 
 class LlamaDecoder:
@@ -336,15 +349,17 @@ class LlamaDecoder:
         self._rotary = skeleton.model.base_model.rotary_emb
         self._turns: Tensor = torch.empty(0, 1, self.dim // 2, dtype=torch.complex64, device=device)
         # [layers, keys and values, slots, kv_heads, places, dim]
-        self._cache = torch.zeros(config.num_hidden_layers, 2, 0, self.kv_heads, 0, self.dim, dtype=dtype, device=device)
-        self._layers: list[Layer] = []
+        self._cache = torch.zeros(
+            config.num_hidden_layers, 2, 0, self.kv_heads, 0, self.dim, dtype=dtype, device=device
+        )
+        self._weights: Weights | None = None
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         # A layer's own tensors go as soon as they are fused, so no third set of weights ever exists.
-        self._layers = [self._fused(tensors, i) for i in range(self.config.num_hidden_layers)]
-        self._embed, self._norm = tensors["model.embed_tokens.weight"], tensors["model.norm.weight"]
-        tied = "lm_head.weight" not in tensors
-        self._head = _product(self._embed if tied else tensors["lm_head.weight"], pack=not tied)
+        layers = [self._fused(tensors, i) for i in range(self.config.num_hidden_layers)]
+        embed, head = tensors["model.embed_tokens.weight"], tensors.get("lm_head.weight")
+        product = _product(embed, pack=False) if head is None else _product(head)
+        self._weights = Weights(embed, layers, tensors["model.norm.weight"], product)
 
     def reserve(self, slots: int, length: int) -> None:
         layers, two, had_slots, kv_heads, had_length, dim = self._cache.shape
@@ -371,15 +386,15 @@ class LlamaDecoder:
         self._cache = self._cache[:, :, :0, :, :0].clone()
 
     def drop_weights(self) -> None:
-        self._layers = []
-        del self._embed, self._norm, self._head
+        self._weights = None
 
     def _hidden(self, tokens: Int[Tensor, " T"], where: Where) -> Float[Tensor, "T H"]:
         T, H = len(tokens), self.config.hidden_size
         heads, kv_heads, dim, eps = self.heads, self.kv_heads, self.dim, self.config.rms_norm_eps
-        x = embedding(tokens, self._embed)
+        weights = self._loaded()
+        x = embedding(tokens, weights.embed)
         turns = self._turns.index_select(0, where.positions)
-        for layer, cache in zip(self._layers, self._cache, strict=True):
+        for layer, cache in zip(weights.layers, self._cache, strict=True):
             qkv = layer.qkv(rms_norm(x, (H,), None, eps)).view(T, heads + 2 * kv_heads, dim)
             q, qk, kv = qkv[:, :heads], qkv[:, : heads + kv_heads], qkv[:, heads:]
             if layer.head_norm is not None:
@@ -399,7 +414,12 @@ class LlamaDecoder:
         return x
 
     def _logits(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
-        return self._head(rms_norm(hidden, hidden.shape[-1:], self._norm, self.config.rms_norm_eps)).float()
+        weights = self._loaded()
+        return weights.head(rms_norm(hidden, hidden.shape[-1:], weights.norm, self.config.rms_norm_eps)).float()
+
+    def _loaded(self) -> Weights:
+        assert self._weights is not None, "load comes first"
+        return self._weights
 
     def _fused(self, tensors: dict[str, Tensor], index: int) -> Layer:
         take = lambda name: tensors.pop(f"model.layers.{index}.{name}", None)  # noqa: E731

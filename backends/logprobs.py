@@ -63,8 +63,8 @@ class _LogProbs(torch.autograd.Function):
             log_z[part] = torch.logsumexp(logits, -1)
             logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - log_z[part]
             if entropy:
-                probs = (logits - log_z[part, None]).exp_()
-                entropies[part] = log_z[part] - torch.einsum("nv,nv->n", probs, logits)
+                log_probs = logits.sub_(log_z[part, None])
+                entropies[part] = -torch.einsum("nv,nv->n", log_probs.exp(), log_probs)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_z, entropies)
         ctx.entropy, ctx.chunk = entropy, chunk
         if not entropy:

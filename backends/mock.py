@@ -96,7 +96,9 @@ class Mock:
         self._called("init")
         stream = key.fold_in("init").generator()
         v = self.vocab_size
-        return self._fresh({"logits": torch.randn(v, v, generator=stream), "values": torch.randn(v, generator=stream)}, key)
+        return self._fresh(
+            {"logits": torch.randn(v, v, generator=stream), "values": torch.randn(v, generator=stream)}, key
+        )
 
     def load_pretrained(self, folder: str | Path, key: Key) -> TrainState:
         """A fresh state around the tables that ``save`` wrote."""

@@ -112,7 +112,7 @@ class MockRollout:
             "response_mask": [[0.0] * len(p) + [1.0] * len(a.tokens) for p, a in rows],
             "rollout_log_probs": [[0.0] * len(p) + _log_probs(a) for p, a in rows],
         }
-        if sampling.top_k != -1 or sampling.top_p < 1.0:
+        if sampling.temperature > 0.0 and (sampling.top_k > 0 or sampling.top_p < 1.0):
             per_token["rollout_full_log_probs"] = [[0.0] * len(p) + _full_log_probs(a) for p, a in rows]
         size = len(rows)
         return Batch.from_rows(
@@ -182,13 +182,15 @@ def sample_table(request: Request) -> Response:
 
 def _truncate(log_probs: Tensor, sampling: Sampling) -> Tensor:
     """Top-k, then top-p, of every row of a table; what is cut gets -inf and the rest is renormalised."""
-    if sampling.top_k != -1:
+    if sampling.top_k > 0:
         least = log_probs.topk(min(sampling.top_k, log_probs.shape[-1])).values[:, -1:]
         log_probs = log_probs.masked_fill(log_probs < least, -torch.inf).log_softmax(-1)
     if sampling.top_p < 1.0:
         ordered, order = log_probs.sort(descending=True, stable=True)
         probs = ordered.exp()
-        beyond = torch.empty_like(probs, dtype=torch.bool).scatter_(1, order, probs.cumsum(-1) - probs >= sampling.top_p)
+        beyond = torch.empty_like(probs, dtype=torch.bool).scatter_(
+            1, order, probs.cumsum(-1) - probs >= sampling.top_p
+        )
         log_probs = log_probs.masked_fill(beyond, -torch.inf).log_softmax(-1)
     return log_probs
 

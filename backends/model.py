@@ -201,10 +201,12 @@ def _config(folder: str | Path) -> Any:
         config = transformers.AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{folder}/config.json cannot be read: {error}") from error
+    # Dropout of heads that transformers would put on top is never run here.
     dropout = {
         name: rate
         for name, rate in config.to_dict().items()
         if isinstance(rate, (int, float)) and rate > 0 and ("dropout" in name or name.endswith("_pdrop"))
+        if not name.startswith(("classifier", "summary"))
     }
     if dropout:
         raise ModelError(f"{folder}/config.json sets {dropout}: a pure step has no dropout; set it to 0.0")

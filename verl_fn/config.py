@@ -182,7 +182,7 @@ class TrainerConfig:
 class Config:
     """The whole configuration.
 
-    >>> Config(algorithm=AlgorithmConfig(name="grpo")).algorithm.clip_ratio
+    >>> Config(algorithm=AlgorithmConfig(name="sft")).algorithm.clip_ratio
     0.2
     """
 

@@ -108,7 +108,7 @@ def torch_sgd(weights, grads, slots, count, momentum=0.0):
 
 
 def train_with_torch(step, dtype, **options):
-    """The kernels that torch.optim's classes call, which import in no time, after torch's own clipping."""
+    """The functions that torch.optim's classes call (the classes import the compiler, for seconds), after torch's clipping."""
     weights = start(sgd(lr), dtype=dtype).params
     slots = [[torch.zeros_like(weights[name]) for name in TRAINED] for _ in range(2)]
     for i, scale in enumerate(SCALES):

@@ -22,8 +22,9 @@ from .advantages import check_advantage
 from .backends import check_backend
 from .builders import tiny_batch, tiny_outputs
 from .losses import check_loss
+from .rollouts import check_rollout
 from .violation import LawViolation
 
 __all__ = [
-    "LawViolation", "check_advantage", "check_backend", "check_loss", "tiny_batch", "tiny_outputs",
+    "LawViolation", "check_advantage", "check_backend", "check_loss", "check_rollout", "tiny_batch", "tiny_outputs",
 ]  # fmt: skip

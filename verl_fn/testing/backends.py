@@ -20,6 +20,7 @@ from verl_fn.state import (
     Params,
     TokenOutputs,
     TrainState,
+    is_donated,
     metrics,
     snapshot,
     tree,
@@ -67,11 +68,11 @@ def check_backend(
     """
     batch = tiny_batch() if batch is None else batch
     case = _Case(backend, loss or ppo_clip(), batch, tolerance, key or Key.from_seed(0))
+    _purity(case)
     first, second = case.trained("first"), case.trained("second")
     _signature(case, first)
-    _purity(case, first)
-    _splits(case, first)
     _persistence(case, first, second)
+    _splits(case, first)
     _donation(case, first)
     _zero(case, first)
     _restore(case, first)
@@ -97,7 +98,11 @@ class _Case:
 
     def next(self, state: TrainState) -> TrainState:
         """The state after an update that leaves ``state`` alone."""
-        return self.backend.apply_update(state, self.gradients(state)[0], donate=False)[0]
+        new, _ = self.backend.apply_update(state, self.gradients(state)[0], donate=False)
+        require(
+            not is_donated(state), "Donation", "apply_update with donate=False donated the state", "an option passed over"
+        )
+        return new
 
     def trained(self, name: str) -> TrainState:
         """A state whose optimizer has seen something. Heads of value models start as zeros, where all look alike."""
@@ -131,23 +136,23 @@ def _signature(case: _Case, state: TrainState) -> None:
     )  # fmt: skip
 
 
-def _purity(case: _Case, state: TrainState) -> None:
-    backend, inputs = case.backend, {"state": state, "batch": case.batch}
-    seeds = {name: backend.init(case.key.fold_in(name)) for name in ("first", "second")}
-    cause = "a global random generator instead of the key"
-    require_equal("Purity", "init with the same key", seeds["first"], backend.init(case.key.fold_in("first")), cause)
-    told = repeatable("Purity", "forward", lambda: case.outputs(state.params), **inputs)
-    _, found = repeatable("Purity", "forward_backward", lambda: case.gradients(state), **inputs)
-    per_token, _ = case.loss(told, case.batch)
+def _purity(case: _Case) -> None:
+    """On a state and a batch that were never used: an argument changed in place may be changed only once."""
+    backend, batch = case.backend, case.batch
+    state, again = backend.init(case.key), backend.init(case.key)
+    require_equal("Purity", "init with the same key", state, again, "a global random generator instead of the key")
+    told = repeatable("Purity", "forward", lambda: case.outputs(state.params), state=state, batch=batch)
+    grads, found = repeatable("Purity", "forward_backward", lambda: case.gradients(again), state=again, batch=batch)
+    per_token, _ = case.loss(told, batch)
     require_close(
         "Purity", "the loss of what forward gives, against forward_backward's,",
-        float((case.batch["loss_weight"].double() * per_token.double()).sum()), found["loss"].value,
+        float((batch["loss_weight"].double() * per_token.double()).sum()), found["loss"].value,
         "parameters that one of the two does not take from its arguments", tolerance=case.tolerance, floor=1.0,
     )  # fmt: skip
-    grads, _ = case.gradients(state)
     repeatable(
-        "Purity", "apply_update", lambda: backend.apply_update(state, grads, donate=False), state=state, grads=grads
-    )
+        "Purity", "apply_update with donate=False", lambda: backend.apply_update(state, grads, donate=False),
+        state=state, grads=grads,
+    )  # fmt: skip
     moved = backend.place(state, params="cpu", optimizer="cpu")
     here = tree.map_tensors(lambda t: t.cpu(), state)
     require_equal("Purity", "a state placed elsewhere", here, moved, "place() that drops or casts something")
@@ -162,7 +167,7 @@ def _splits(case: _Case, state: TrainState) -> None:
 
     whole, found = case.backend.forward_backward(state, case.batch, Loss(counted, case.loss.needs))
     if budgets == [len(case.batch)]:
-        warnings.warn("the backend took the batch as one micro-batch; give it a smaller token budget", stacklevel=4)
+        warnings.warn("the backend took the batch as one micro-batch; give it a smaller token budget", stacklevel=3)
     for name, split in some_splits(case.batch, case.key).items():
         told = [case.gradients(state, part) for part in split]
         added = told[0][0]
@@ -256,7 +261,7 @@ def _in_place(case: _Case, state: TrainState) -> None:
 def _zero(case: _Case, state: TrainState) -> None:
     batch, backend = case.batch, case.backend
     still = {"zero loss_weight": (batch.with_tokens(loss_weight=torch.zeros(batch.num_tokens)), case.loss)}
-    if "logprobs" in case.loss.needs:
+    if "logprobs" in case.loss.needs and "old_log_probs" in batch:
         still["zero advantages"] = (batch.with_tokens(advantages=torch.zeros(batch.num_tokens)), ppo_clip())
     for name, (data, loss) in still.items():
         grads, _ = backend.forward_backward(state, data, loss)

@@ -26,7 +26,7 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
 
     >>> batch = tiny_batch(rows=3)
     >>> batch.lengths.tolist(), batch.rows("response_mask")[0].tolist()
-    ([7, 2, 6], [0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+    ([9, 3, 8], [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
     >>> sorted(batch.per_row)
     ['group', 'prompt_length', 'temperature']
     """

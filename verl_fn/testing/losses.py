@@ -81,6 +81,8 @@ def evaluate(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[dict[str,
     """
     leaves = {name: t.detach().clone().requires_grad_() for name, t in outputs.by_name.items()}
     returned = loss(TokenOutputs(leaves), batch)
+    written = "an operation in place on what it was given"
+    require_equal("Purity", "after the loss, its argument outputs", outputs.by_name, leaves, written)
     pair = isinstance(returned, tuple) and len(returned) == 2
     require(pair, "Signature", "the loss does not return a pair", "per-token losses or metrics returned alone")
     per_token, told = returned

@@ -107,7 +107,7 @@ def repeatable(law: str, what: str, fn: Callable[[], T], **values: Any) -> T:
     """The result of ``fn``, which gives it twice, bitwise, under different global seeds and leaves ``values`` alone."""
     results = []
     for seed in (1, 2):
-        with _seeded(seed), untouched(law, what, **values):
+        with seeded(seed), untouched(law, what, **values):
             results.append(fn())
     cause = "state kept between calls, a global random generator, or kernels that are not deterministic"
     require_equal(law, f"{what}, called twice with the same arguments,", results[0], results[1], cause)
@@ -115,7 +115,8 @@ def repeatable(law: str, what: str, fn: Callable[[], T], **values: Any) -> T:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
+    """Global random generators start from ``seed`` inside, and go on as before outside."""
     theirs, numpys = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=list(devices)):

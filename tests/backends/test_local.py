@@ -1,0 +1,200 @@
+"""``local`` against plain transformers, over architectures, dtypes and layouts."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from verl_fn.backends.local import Local
+from verl_fn.backends.model import ModelError
+from verl_fn.models import new_model
+from verl_fn.state import Batch, Key, tree
+from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, cross_entropy, entropy, frozen
+
+OPTIMIZER = chain(clip_by_global_norm(1.0), adamw(constant(1e-3)))
+LENGTHS = (5, 9, 3, 12, 2, 17)
+ARCHITECTURES = {
+    "qwen2": {}, "qwen3": {}, "llama": {}, "gpt_neox": {}, "olmo2": {}, "phi": {}, "granite": None,
+    "mistral": {"sliding_window": 4},
+    "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_head": 4, "n_embd": 32, "n_layer": 2},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}  # fmt: skip
+
+
+def ragged(seed=0, lengths=LENGTHS, vocab=13):
+    rng = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(4, vocab, (n,), generator=rng) for n in lengths]
+    mask = [[0.0] + [1.0] * (n - 1) for n in lengths]
+    return aggregate(Batch.from_rows(rows, {"response_mask": mask}))
+
+
+def plain_logprobs(model, batch, temperature=1.0):
+    """Row by row, no packing."""
+    found = []
+    for row in batch.rows():
+        logits = model(input_ids=row[None], use_cache=False).logits[0] / temperature
+        lp = logits.log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0]
+        found.append(torch.cat([torch.zeros(1), lp]))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("arch", [a for a, o in ARCHITECTURES.items() if o is not None])
+def test_packed_rows_equal_rows_alone(arch, tmp_path):
+    """Log-probs and every gradient agree with transformers' own, one row at a time."""
+    folder = new_model(tmp_path, chars="abcdefgh>", arch=arch, hidden_size=32, **ARCHITECTURES[arch])
+    backend, batch = Local(folder, OPTIMIZER, max_tokens=24), ragged()
+    state = backend.load_pretrained()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    want = plain_logprobs(model, batch)
+    assert (backend.forward(state.params, batch).logprobs - want).abs().max() < 2e-5
+    grads, found = backend.forward_backward(state, batch, cross_entropy())
+    loss = -(batch["loss_weight"] * want).sum()
+    loss.backward()
+    assert found["loss"].value == pytest.approx(loss.item(), abs=1e-5)
+    theirs = {name: p.grad for name, p in model.named_parameters()}
+    assert list(grads) == list(theirs)
+    for name, g in grads.items():
+        assert torch.allclose(g, theirs[name], atol=2e-5), name
+
+
+@pytest.mark.parametrize("max_tokens", [17, 30, 1000])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_micro_batches_and_checkpointing_change_nothing(tiny, max_tokens, checkpointing):
+    batch, loss = ragged(), cross_entropy() - 0.1 * entropy()
+    reference = Local(tiny, OPTIMIZER)
+    state = reference.load_pretrained()
+    want, want_metrics = reference.forward_backward(state, batch, loss)
+    backend = Local(tiny, OPTIMIZER, max_tokens=max_tokens, checkpointing=checkpointing)
+    got, metrics = backend.forward_backward(state, batch, loss)
+    assert (got + want.scale(-1.0)).global_norm() < 1e-6 * want.global_norm()
+    for name in want_metrics:
+        assert metrics[name].value == pytest.approx(want_metrics[name].value, rel=1e-6)
+
+
+def test_temperature_is_a_field_of_a_row(tiny):
+    backend, batch = Local(tiny, OPTIMIZER), ragged()
+    state = backend.load_pretrained()
+    model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
+    warm = batch.with_rows(temperature=torch.full((len(batch),), 0.7))
+    assert (backend.forward(state.params, warm).logprobs - plain_logprobs(model, batch, 0.7)).abs().max() < 2e-5
+
+
+def test_outputs_are_given_where_asked_for_alone(tiny):
+    backend, batch = Local(tiny, OPTIMIZER), ragged()
+    state = backend.load_pretrained()
+    every = backend.forward(state.params, batch).logprobs
+    holes = batch["response_mask"].clone()
+    holes[::3] = 0.0
+    some = backend.forward(state.params, batch.with_tokens(response_mask=holes)).logprobs
+    assert torch.equal(some == 0, (holes == 0) | (every == 0))
+    assert torch.allclose(some, every * holes, atol=1e-6)
+
+
+def test_value_head(tiny):
+    """A new critic says 0 everywhere; once trained, it says what transformers' own class says a token earlier."""
+    backend, batch = Local(tiny, OPTIMIZER, head="value"), ragged()
+    state = backend.load_pretrained()
+    assert not backend.forward(state.params, batch, ["values"]).values.any()
+    from verl_fn.steps import value_clip
+
+    told = batch.with_tokens(values=torch.zeros(batch.num_tokens), returns=torch.ones(batch.num_tokens))
+    for _ in range(3):
+        grads, _ = backend.forward_backward(state, told, value_clip())
+        state, _ = backend.apply_update(state, grads)
+    values = backend.forward(state.params, batch, ["values"]).values
+    model = AutoModelForTokenClassification.from_pretrained(tiny, num_labels=1, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(state.params[name])
+        rows = [model(input_ids=row[None]).logits[0, :-1, 0] for row in batch.rows()]
+    want = torch.cat([torch.cat([torch.zeros(1), row]) for row in rows])
+    assert values.abs().max() > 1e-3
+    assert (values - want).abs().max() < 1e-5
+
+
+def test_bf16_computes_in_bf16_and_keeps_fp32(tiny):
+    batch = ragged()
+    exact, half = Local(tiny, OPTIMIZER), Local(tiny, OPTIMIZER, compute_dtype="bfloat16")
+    state = exact.load_pretrained()
+    want, _ = exact.forward_backward(state, batch, cross_entropy())
+    got, _ = half.forward_backward(state, batch, cross_entropy())
+    assert all(g.dtype == torch.float32 for g in got.values())
+    gap = float((got + want.scale(-1.0)).global_norm() / want.global_norm())
+    assert 1e-4 < gap < 3e-2
+    state, _ = half.apply_update(state, got)
+    assert all(t.dtype == torch.float32 for t in (*state.params.values(), *state.optimizer.exp_avg.values()))
+
+
+def test_bf16_copies_follow_the_parameters(tiny):
+    """Log-probs after an update are those of the new parameters, and the old state's come back with it."""
+    backend, batch = Local(tiny, OPTIMIZER, compute_dtype="bfloat16"), ragged()
+    old = backend.load_pretrained()
+    before = backend.forward(old.params, batch).logprobs
+    grads, _ = backend.forward_backward(old, batch, cross_entropy())
+    new, _ = backend.apply_update(old, grads, donate=False)
+    after = backend.forward(new.params, batch).logprobs
+    assert (after - before).abs().max() > 1e-3
+    assert torch.equal(backend.forward(old.params, batch).logprobs, before)
+
+
+def test_a_saved_state_is_a_hugging_face_folder(tiny, tmp_path):
+    backend, batch = Local(tiny, OPTIMIZER), ragged()
+    state = backend.load_pretrained()
+    for _ in range(2):
+        grads, _ = backend.forward_backward(state, batch, cross_entropy())
+        state, _ = backend.apply_update(state, grads)
+    backend.save(state, tmp_path)
+    assert tree.first_difference(backend.restore(tmp_path), state) is None
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, p in model.named_parameters():
+        assert torch.equal(p, state.params[name])
+    fresh = Local(tmp_path, OPTIMIZER).load_pretrained()
+    assert tree.equal(fresh.params, state.params)
+
+
+def test_place_moves_and_changes_no_value(tiny):
+    backend = Local(tiny, OPTIMIZER)
+    state = backend.load_pretrained()
+    assert tree.equal(backend.place(state, params="cpu", optimizer="cpu"), state)
+
+
+def test_init_is_a_function_of_the_key(tiny):
+    backend = Local(tiny, frozen())
+    one, same, other = (backend.init(Key.from_seed(s)) for s in (1, 1, 2))
+    assert tree.equal(one, same)
+    assert not torch.equal(
+        one.params["model.norm.weight"] * 0 + 1, one.params["model.layers.0.mlp.up_proj.weight"][0]
+    )
+    assert not tree.equal(one.params, other.params)
+
+
+def edit_config(folder, **changes):
+    import json
+
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_what_cannot_be_run_is_refused_with_its_name(tmp_path):
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        Local(tmp_path / "nowhere", OPTIMIZER).load_pretrained()
+    folder = new_model(tmp_path / "a", chars="ab")
+    edit_config(folder, attention_dropout=0.1)
+    with pytest.raises(ModelError, match="attention_dropout"):
+        Local(folder, OPTIMIZER).load_pretrained()
+    scaled = new_model(tmp_path / "b", chars="abcd", arch="granite", hidden_size=32, logits_scaling=8.0)
+    with pytest.raises(ModelError, match="after the output layer"):
+        Local(scaled, OPTIMIZER).load_pretrained()
+
+
+def test_batches_that_cannot_be_run_are_refused(tiny):
+    backend = Local(tiny, OPTIMIZER, max_tokens=8)
+    state = backend.load_pretrained()
+    with pytest.raises(ValueError, match=r"row 5 has 17 tokens, more than the budget of 8"):
+        backend.forward_backward(state, ragged(), cross_entropy())
+    short = Batch.from_rows([[4, 5, 6]], {"response_mask": [[1.0, 1.0, 1.0]]})
+    with pytest.raises(ValueError, match="row 0: response_mask is set on its first token"):
+        backend.forward(state.params, short)
+    with pytest.raises(ValueError, match="no loss_weight"):
+        backend.forward_backward(state, short, cross_entropy())
+    with pytest.raises(ValueError, match=r"a lm model gives .* not \['values'\]"):
+        backend.forward(state.params, short, ["values"])

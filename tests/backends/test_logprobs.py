@@ -1,0 +1,76 @@
+"""The chunked log-prob kernel against full logits in float64."""
+
+import pytest
+import torch
+
+from verl_fn.backends.logprobs import logprobs_and_entropy
+
+N, H, V = 23, 8, 31
+
+
+def inputs(bias, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=rng, dtype=torch.float64)  # noqa: E731
+    hidden, weight = draw(N, H), draw(V, H)
+    targets = torch.randint(0, V, (N,), generator=rng)
+    temperature = 0.5 + torch.rand(N, generator=rng, dtype=torch.float64)
+    return hidden, weight, draw(V) if bias else None, targets, temperature
+
+
+def reference(hidden, weight, bias, targets, temperature):
+    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature[:, None]
+    log_probs = logits.log_softmax(-1)
+    return log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 23, 1000])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_values_and_gradients(bias, chunk, entropy):
+    exact = inputs(bias)
+    leaves = [t.clone().requires_grad_() for t in exact[:3] if t is not None]
+    lp, h = reference(leaves[0], leaves[1], leaves[2] if bias else None, *exact[3:])
+    weights = torch.linspace(-1, 1, N, dtype=torch.float64)
+    want = torch.autograd.grad((weights * lp).sum() + ((weights.flip(0) * h).sum() if entropy else 0.0), leaves)
+
+    ours = [t.detach().float().requires_grad_() for t in leaves]
+    got_lp, got_h = logprobs_and_entropy(
+        ours[0], ours[1], ours[2] if bias else None, exact[3], exact[4].float(), entropy=entropy, chunk=chunk
+    )
+    assert torch.allclose(got_lp.double(), lp, atol=2e-5)
+    total = (weights.float() * got_lp).sum()
+    if entropy:
+        assert torch.allclose(got_h.double(), h, atol=2e-5)
+        total = total + (weights.flip(0).float() * got_h).sum()
+    else:
+        assert got_h is None
+    got = torch.autograd.grad(total, ours)
+    assert all(torch.allclose(a.double(), b, atol=1e-4) for a, b in zip(got, want, strict=True))
+
+
+def test_no_temperature_is_temperature_one():
+    hidden, weight, _, targets, _ = (None if t is None else t for t in inputs(False))
+    hidden, weight = hidden.float(), weight.float()
+    plain, _ = logprobs_and_entropy(hidden, weight, None, targets)
+    ones, _ = logprobs_and_entropy(hidden, weight, None, targets, torch.ones(N))
+    assert torch.equal(plain, ones)
+
+
+def test_memory_never_holds_all_logits():
+    """The largest tensor made in forward and backward is one chunk's, not all tokens'."""
+    sizes = []
+
+    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            return out
+
+    hidden = torch.randn(512, H, requires_grad=True)
+    weight = torch.randn(400, H, requires_grad=True)
+    with Spy():
+        lp, entropy = logprobs_and_entropy(
+            hidden, weight, None, torch.randint(0, 400, (512,)), entropy=True, chunk=16
+        )
+        (lp.sum() + entropy.sum()).backward()
+    assert max(sizes) <= max(16 * 400, hidden.numel(), weight.numel())

@@ -1,0 +1,20 @@
+"""Strict surroundings for every test, and the tiny models that many share."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.use_deterministic_algorithms(True)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A Qwen3 folder of 0.02 M parameters with the alphabet of ``reverse``."""
+    from verl_fn.models import new_model
+
+    return new_model(tmp_path_factory.mktemp("tiny"), chars="abcdefgh>", hidden_size=32)
