@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 from jaxtyping import Complex64, Float, Int
 from torch import Tensor
-from torch.nn.functional import embedding, linear, rms_norm, silu
+from torch.nn.functional import embedding, linear, silu
 
 from verl_fn.state import Batch, Key
 
@@ -345,6 +345,9 @@ class LlamaDecoder:
         self.config = config = skeleton.config
         self.vocab = config.vocab_size
         self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
+        # See _size.
+        norm_eps = torch.tensor(config.rms_norm_eps, dtype=torch.float32, device=device)
+        self._eps, self._head_eps = (norm_eps * config.hidden_size).sqrt(), (norm_eps * self.dim).sqrt()
         skeleton.move_buffers(device)
         self._rotary = skeleton.model.base_model.rotary_emb
         self._turns: Tensor = torch.empty(0, 1, self.dim // 2, dtype=torch.complex64, device=device)
@@ -359,7 +362,7 @@ class LlamaDecoder:
         layers = [self._fused(tensors, i) for i in range(self.config.num_hidden_layers)]
         embed, head = tensors["model.embed_tokens.weight"], tensors.get("lm_head.weight")
         product = _product(embed, pack=False) if head is None else _product(head)
-        self._weights = Weights(embed, layers, tensors["model.norm.weight"], product)
+        self._weights = Weights(embed, layers, tensors["model.norm.weight"] * self.config.hidden_size**0.5, product)
 
     def reserve(self, slots: int, length: int) -> None:
         layers, two, had_slots, kv_heads, had_length, dim = self._cache.shape
@@ -389,16 +392,16 @@ class LlamaDecoder:
         self._weights = None
 
     def _hidden(self, tokens: Int[Tensor, " T"], where: Where) -> Float[Tensor, "T H"]:
-        T, H = len(tokens), self.config.hidden_size
-        heads, kv_heads, dim, eps = self.heads, self.kv_heads, self.dim, self.config.rms_norm_eps
+        T, heads, kv_heads, dim = len(tokens), self.heads, self.kv_heads, self.dim
+        eps, head_eps = self._eps, self._head_eps
         weights = self._loaded()
         x = embedding(tokens, weights.embed)
         turns = self._turns.index_select(0, where.positions)
         for layer, cache in zip(weights.layers, self._cache, strict=True):
-            qkv = layer.qkv(rms_norm(x, (H,), None, eps)).view(T, heads + 2 * kv_heads, dim)
+            qkv = layer.qkv(_normed(x, eps)).view(T, heads + 2 * kv_heads, dim)
             q, qk, kv = qkv[:, :heads], qkv[:, : heads + kv_heads], qkv[:, heads:]
             if layer.head_norm is not None:
-                torch.mul(rms_norm(qk, (dim,), None, eps), layer.head_norm, out=qk)
+                qk.div_(_size(qk, head_eps)).mul_(layer.head_norm)
             _turn(qk, turns)
             cache.permute(1, 3, 0, 2, 4).index_put_((where.slots, where.positions), kv.view(T, 2, kv_heads, dim))
             if where.packing is None:
@@ -409,13 +412,13 @@ class LlamaDecoder:
                     None, *whole, None, packing=where.packing, scaling=1.0, sliding_window=layer.window
                 )
             x = layer.out(found.view(T, heads * dim)).add_(x)
-            gate, up = layer.gate_up(rms_norm(x, (H,), None, eps)).chunk(2, -1)
+            gate, up = layer.gate_up(_normed(x, eps)).chunk(2, -1)
             x = layer.down(silu(gate).mul_(up)).add_(x)
         return x
 
     def _logits(self, hidden: Float[Tensor, "n H"]) -> Float[Tensor, "n V"]:
         weights = self._loaded()
-        return weights.head(rms_norm(hidden, hidden.shape[-1:], weights.norm, self.config.rms_norm_eps)).float()
+        return weights.head(_normed(hidden, self._eps) * weights.norm).float()
 
     def _loaded(self) -> Weights:
         assert self._weights is not None, "load comes first"
@@ -423,7 +426,8 @@ class LlamaDecoder:
 
     def _fused(self, tensors: dict[str, Tensor], index: int) -> Layer:
         take = lambda name: tensors.pop(f"model.layers.{index}.{name}", None)  # noqa: E731
-        before, after = take("input_layernorm.weight"), take("post_attention_layernorm.weight")
+        root = self.config.hidden_size**0.5
+        before, after = (take(f"{name}_layernorm.weight") * root for name in ("input", "post_attention"))
         attention = {name: [take(f"self_attn.{p}_proj.{name}") for p in "qkvo"] for name in ("weight", "bias")}
         norms = [take(f"self_attn.{p}_norm.weight") for p in "qk"]
         paired = functools.partial(_pairs, dim=self.dim)
@@ -436,6 +440,7 @@ class LlamaDecoder:
                     paired(norms[1]).expand(self.kv_heads, -1),
                 ]
             )
+            head_norm *= self.dim**0.5
             scale = 1.0
         fused: dict[str, Tensor | None] = {"weight": None, "bias": None}
         for name, (q, k, v, _) in attention.items():
@@ -464,6 +469,16 @@ def _pairs(t: Tensor, dim: int) -> Tensor:
     operation; scores do not change where queries and keys are ordered alike.
     """
     return t.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _normed(x: Float[Tensor, "n H"], eps: Float[Tensor, ""]) -> Float[Tensor, "n H"]:
+    """RMS norm but for a factor sqrt(H), which the weights behind it hold."""
+    return (x / _size(x, eps)).to(x.dtype)
+
+
+def _size(x: Float[Tensor, "*n H"], eps: Float[Tensor, ""]) -> Float[Tensor, "*n 1"]:
+    """sqrt(sum of squares + eps H), of ``eps`` = sqrt(eps H); two operations, where torch's rms_norm takes ten."""
+    return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32), eps)
 
 
 def _turn(qk: Float[Tensor, "T heads dim"], turns: Complex64[Tensor, "T 1 half"]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -9,7 +10,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.state import Batch, Key, uniform_at
+from verl_fn.state import Batch, Key
 
 from .protocol import Sampling, StaleWeightsError
 
@@ -160,14 +161,13 @@ def sample_table(request: Request) -> Response:
     greedy = sampling.temperature == 0.0
     full = (table / (sampling.temperature or 1.0)).log_softmax(-1)
     cut = _truncate(full, sampling)
-    seeds = torch.full((sampling.max_tokens,), request.key.seed())
-    draws = uniform_at(seeds, torch.arange(sampling.max_tokens))
+    dice = random.Random(request.key.seed())
     tokens: list[int] = []
     last = request.prompt[-1]
-    for draw in draws:
+    while len(tokens) < sampling.max_tokens:
         # The first token whose cumulative probability passes the draw; never one of probability 0.
         heap = cut[last].exp().cumsum(0)
-        last = int(full[last].argmax()) if greedy else int((heap <= draw * heap[-1]).sum())
+        last = int(full[last].argmax()) if greedy else int((heap <= dice.random() * heap[-1]).sum())
         tokens.append(last)
         if last in sampling.stop_token_ids:
             break

@@ -75,6 +75,12 @@ def test_gradients_are_a_mapping():
         value["c"]
 
 
+def test_gradients_compare_by_identity():
+    """Item by item, tensors have no truth value; tree.equal compares contents."""
+    value = grads()
+    assert value == value and value != grads() and value in {value}
+
+
 def test_all_parameters_are_trained_unless_some_are_named():
     assert Params({"a": torch.ones(1), "b": torch.ones(1)}).trained() == ["a", "b"]
     assert Params({"a": torch.ones(1), "b": torch.ones(1)}, frozenset()).trained() == []

@@ -36,6 +36,17 @@ def test_the_controller_sees_the_mean_over_rows_of_their_token_means(masks, seed
     assert controller.value == pytest.approx(start.update(current, len(masks)).value)
 
 
+def test_rewards_use_the_coefficient_from_before_the_move():
+    batch, fields = pack([[1, 1], [1]], 0, *FIELDS)
+    start = AdaptiveKL(0.5, target=0.01, horizon=2)
+    found, moved, metrics = apply_kl_in_reward(batch, start, "k2")
+    scores, old, ref = (fields[name] for name in FIELDS)
+    assert_rows(
+        found, "token_level_rewards", [s - 0.25 * (a - b) ** 2 for s, a, b in zip(scores, old, ref, strict=True)]
+    )
+    assert metrics["actor/reward_kl_penalty_coeff"].value == 0.5 != moved.value
+
+
 @pytest.mark.parametrize(("kind", "penalty"), [("k1", -2.0), ("k2", 2.0), ("abs", 2.0), ("k3", np.exp(2.0) - 3.0)])
 def test_the_estimator_can_be_chosen(kind, penalty):
     batch = pack([[1]], 0)[0].with_tokens(token_level_scores=[1.0], old_log_probs=[-3.0], ref_log_prob=[-1.0])

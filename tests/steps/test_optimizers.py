@@ -108,7 +108,7 @@ def torch_sgd(weights, grads, slots, count, momentum=0.0):
 
 
 def train_with_torch(step, dtype, **options):
-    """The functions that torch.optim's classes call (the classes import the compiler, for seconds), after torch's clipping."""
+    """What torch.optim's classes call (they themselves import the compiler first), after torch's own clipping."""
     weights = start(sgd(lr), dtype=dtype).params
     slots = [[torch.zeros_like(weights[name]) for name in TRAINED] for _ in range(2)]
     for i, scale in enumerate(SCALES):
@@ -175,15 +175,17 @@ def test_a_chain_ends_in_its_one_optimizer(parts):
         chain(*parts)
 
 
-def test_the_schedule_is_read_at_the_states_position():
+@pytest.mark.parametrize("position", [0, 4, 10])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_the_schedule_is_read_at_the_states_position(kind, position):
+    """And not at a count of the optimizer's own: a fresh optimizer may take over in the middle of a schedule."""
     schedule = cosine(1.0, total_steps=10)
-    for position in (0, 4, 10):
-        state = start(sgd(schedule), scheduler=position)
-        before = arrays(state.params)["b.bias"]
-        new, metrics = apply_update(sgd(schedule), state, gradients(0))
-        assert metrics["lr"].value == schedule(position)
-        expected = before - schedule(position) * arrays(gradients(0))["b.bias"]
-        np.testing.assert_allclose(new.params["b.bias"].numpy(), expected)
+    optimizer = {"sgd": sgd(schedule), "adamw": adamw(schedule, weight_decay=0.0)}[kind]
+    state, grads = start(optimizer, scheduler=position), gradients(0)["b.bias"]
+    expected = state.params["b.bias"] - schedule(position) * (grads if kind == "sgd" else grads.sign())
+    new, metrics = apply_update(optimizer, state, gradients(0))
+    assert metrics["lr"].value == schedule(position)
+    torch.testing.assert_close(new.params["b.bias"], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_frozen_model_is_not_updated():

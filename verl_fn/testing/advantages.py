@@ -74,7 +74,9 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
         LawViolation: something else than its signature says.
     """
     new = estimator(batch)
-    require(isinstance(new, Batch), "Signature", f"the estimator returns a {type(new).__name__}", "a batch was expected")
+    require(
+        isinstance(new, Batch), "Signature", f"the estimator returns a {type(new).__name__}", "a batch was expected"
+    )
     rewards = batch["token_level_rewards"]
     for name in WRITTEN:
         require(name in new, "Signature", f"the batch lacks {name}", "with_tokens names another field")
@@ -84,7 +86,12 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
             f"{name} is {t.dtype}{tuple(t.shape)} where the rewards are {rewards.dtype}{tuple(rewards.shape)}",
             "a value for each row that was not spread, or a cast",
         )  # fmt: skip
-        require(bool(t.isfinite().all()), "Signature", f"{name} is not finite", "rows or groups of one, or without response")
+        require(
+            bool(t.isfinite().all()),
+            "Signature",
+            f"{name} is not finite",
+            "rows or groups of one, or without response",
+        )
     names = [*CORE, *batch.per_token, *batch.per_row]
     kept = {name: new[name] for name in names if name in new}
     require_equal("Signature", "another field", {name: batch[name] for name in names}, kept, "a field overwritten")

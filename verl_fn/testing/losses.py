@@ -11,7 +11,7 @@ from torch import Tensor
 from verl_fn.state import Batch, Key, Max, Metrics, Min, Moments, Split, Sum, TokenOutputs, Weighted, metrics, tree
 from verl_fn.steps import Loss
 
-from .builders import scrambled, some_splits, tiny_outputs, tiny_batch
+from .builders import scrambled, some_splits, tiny_batch, tiny_outputs
 from .violation import LawViolation, repeatable, require, require_close, require_equal
 
 KNOWN_OUTPUTS = frozenset({"logprobs", "entropy", "values"})
@@ -60,12 +60,15 @@ def check_loss(
     verl_fn.testing.violation.LawViolation: Split invariance: one batch against ... ['total'] by ...
     """
     if not isinstance(loss, Loss):
-        raise TypeError(f"a {type(loss).__name__} is no Loss; decorate the function with verl_fn.steps.loss(needs=[...])")
+        raise TypeError(
+            f"a {type(loss).__name__} is no Loss; decorate the function with verl_fn.steps.loss(needs=[...])"
+        )
     batch = tiny_batch() if batch is None else batch
     key = key or Key.from_seed(0)
     outputs = tiny_outputs(batch, KNOWN_OUTPUTS | loss.needs, key)
     declared = TokenOutputs({name: t for name, t in outputs.by_name.items() if name in loss.needs})
     whole = _pure(loss, outputs, declared, batch)
+    _require_finite(whole, "on an ordinary batch", "a division by the length of a row without response")
     _splits(loss, declared, batch, whole, some_splits(batch, key, together), tolerance)
     _holes(loss, declared, batch, whole, key, tolerance)
     if zero_advantages and _reads_advantages(loss, declared, batch):
@@ -115,7 +118,9 @@ def _check_signature(per_token: Any, told: Any, batch: Batch) -> None:
 
 def _pure(loss: Loss, outputs: TokenOutputs, declared: TokenOutputs, batch: Batch) -> dict[str, Any]:
     """What the loss gives for what it declares; more outputs than that make no difference."""
-    more = repeatable("Purity", "the loss", lambda: _flat(evaluate(loss, outputs, batch)), outputs=outputs, batch=batch)
+    more = repeatable(
+        "Purity", "the loss", lambda: _flat(evaluate(loss, outputs, batch)), outputs=outputs, batch=batch
+    )
     cause = "needs=[...] of the loss does not name all that it reads"
     try:
         whole = _flat(evaluate(loss, declared, batch))
@@ -124,6 +129,12 @@ def _pure(loss: Loss, outputs: TokenOutputs, declared: TokenOutputs, batch: Batc
     more["gradient"] = {name: more["gradient"][name] for name in whole["gradient"]}
     require_equal("Purity", "with more outputs than the loss declares, it", whole, more, cause)
     return whole
+
+
+def _require_finite(result: dict[str, Any], where: str, cause: str) -> None:
+    for name, value in {"sum": result["total"], **result["gradient"]}.items():
+        what = name if name == "sum" else f"gradient of {name}"
+        require(bool(value.isfinite().all()), "Finite", f"the {what} is not finite {where}", cause)
 
 
 def _splits(
@@ -180,13 +191,9 @@ def _extremes(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
         model, data = (high, low) if gap > 0 else (low, high)
         known = {name: model if name == "logprobs" else t for name, t in outputs.by_name.items()}
         found, _ = evaluate(loss, TokenOutputs(known), batch.with_tokens(**dict.fromkeys(others, data)))
-        for name, value in {"sum": found["total"], **found["gradient"]}.items():
-            require(
-                bool(value.isfinite().all()), "Finite",
-                f"the {name if name == 'sum' else f'gradient of {name}'} is not finite where the model's log-probs "
-                f"lie {abs(gap):.0f} nats {'above' if gap > 0 else 'below'} all others",
-                "exp() of a log-ratio that is not clamped",
-            )  # fmt: skip
+        side = "above" if gap > 0 else "below"
+        where = f"where the model's log-probs lie {abs(gap):.0f} nats {side} all others"
+        _require_finite(found, where, "exp() of a log-ratio that is not clamped")
 
 
 def _reads_advantages(loss: Loss, outputs: TokenOutputs, batch: Batch) -> bool:

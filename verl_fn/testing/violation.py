@@ -48,12 +48,12 @@ def require_equal(law: str, what: str, expected: Any, found: Any, cause: str) ->
 
     >>> require_equal("Purity", "the sum", {"a": 1.0}, {"a": 1.5}, "chance")
     Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5. Usual cause: chance.
+    verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] (1.0 and 1.5). Usual cause: chance.
     """
     path = tree.first_difference(expected, found)
     if path is not None:
         by = _distance(tree.paths(expected).get(path), tree.paths(found).get(path))
-        raise LawViolation(law, f"{what} differs at {path} {by}", cause)
+        raise LawViolation(law, f"{what} differs{_at(path)} {by}", cause)
 
 
 def require_close(
@@ -78,10 +78,10 @@ def require_close(
     for path, top in tops.items():
         a, b = torch.as_tensor(mine[path]), torch.as_tensor(theirs[path])
         if a.shape != b.shape:
-            raise LawViolation(law, f"{what} differs at {path}: shapes {tuple(a.shape)} and {tuple(b.shape)}", cause)
+            raise LawViolation(law, f"{what} differs{_at(path)}: shapes {tuple(a.shape)} and {tuple(b.shape)}", cause)
         by, scale = _largest_gap(a, b), max(top, floor)
         if not by <= tolerance * scale:
-            where = f"{what} differs at {path} by {by:.3g} where values reach {scale:.3g}"
+            where = f"{what} differs{_at(path)} by {by:.3g} where values reach {scale:.3g}"
             raise LawViolation(law, f"{where}, beyond the relative tolerance of {tolerance:.3g}", cause)
 
 
@@ -93,9 +93,7 @@ def untouched(law: str, what: str, **values: Any) -> Iterator[None]:
     yield
     for name, value in values.items():
         if isinstance(value, Node) and is_donated(value):
-            raise LawViolation(
-                law, f"{what} donated its argument {name}", "a call to apply_update without donate=False"
-            )
+            raise LawViolation("Donation", f"{what} donated its argument {name}", "an option that is passed over")
         require_equal(law, f"after {what}, its argument {name}", before[name], value, "an operation in place")
     if _dice() != dice:
         raise LawViolation(
@@ -136,13 +134,17 @@ def _dice() -> tuple[object, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), position
 
 
+def _at(path: str) -> str:
+    return f" at {path}" if path else ""
+
+
 def _distance(a: Any, b: Any) -> str:
     if a is None or b is None:
         return "(only one has it)"
     if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape != b.shape or a.dtype != b.dtype):
         return f"({a.dtype}{tuple(a.shape)} and {b.dtype}{tuple(b.shape)})"
-    if isinstance(a, (Tensor, int, float)) and isinstance(b, (Tensor, int, float)):
-        return f"by {_largest_gap(torch.as_tensor(a), torch.as_tensor(b)):.3g}"
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return f"by {_largest_gap(a, b):.3g}"
     return f"({a!r} and {b!r})"
 
 

@@ -1,0 +1,105 @@
+"""What only a GPU can show: FlashAttention on packed rows, bitwise repetition, memory, placement."""
+
+import pytest
+import torch
+
+from verl_fn.backends.local import Local
+from verl_fn.models import new_model
+from verl_fn.state import Batch, tree
+from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, cross_entropy, entropy
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+OPTIMIZER = chain(clip_by_global_norm(1.0), adamw(constant(1e-3)))
+LOSS = cross_entropy() - 0.1 * entropy()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("cuda"), chars="abcdefgh>", hidden_size=256, num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    rng = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 200, (24,), generator=rng).tolist()
+    rows = [torch.randint(4, 13, (n,), generator=rng) for n in lengths]
+    return aggregate(Batch.from_rows(rows, {"response_mask": [[0.0] + [1.0] * (n - 1) for n in lengths]}))
+
+
+def gap(a, b):
+    return float((a + b.scale(-1.0)).global_norm() / b.global_norm())
+
+
+def test_fp32_on_the_gpu_is_fp32_on_the_cpu(model, batch):
+    cpu, gpu = Local(model, OPTIMIZER), Local(model, OPTIMIZER, device="cuda", max_tokens=600)
+    want, _ = cpu.forward_backward(cpu.load_pretrained(), batch, LOSS)
+    got, _ = gpu.forward_backward(gpu.load_pretrained(), batch, LOSS)
+    assert gap(tree.map_tensors(torch.Tensor.cpu, got), want) < 1e-4
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("window", [None, 16])
+def test_flash_attention_on_packed_rows(model, batch, checkpointing, window, tmp_path):
+    options = {} if window is None else {"arch": "mistral", "sliding_window": window}
+    folder = new_model(tmp_path, chars="abcdefgh>", hidden_size=256, **options)
+    exact = Local(folder, OPTIMIZER, device="cuda")
+    half = Local(
+        folder, OPTIMIZER, device="cuda", compute_dtype="bfloat16", max_tokens=600, checkpointing=checkpointing
+    )
+    state = exact.load_pretrained()
+    want, _ = exact.forward_backward(state, batch, LOSS)
+    got, _ = half.forward_backward(state, batch, LOSS)
+    assert 1e-4 < gap(got, want) < 3e-2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deterministic_means_bitwise(model, batch, dtype):
+    backend = Local(model, OPTIMIZER, device="cuda", compute_dtype=dtype, max_tokens=600, deterministic=True)
+    state = backend.load_pretrained()
+    before = tree.digest(state)
+    first, first_metrics = backend.forward_backward(state, batch, LOSS)
+    again, again_metrics = backend.forward_backward(state, batch, LOSS)
+    assert tree.first_difference(first, again) is None
+    assert tree.first_difference(first_metrics, again_metrics) is None
+    assert tree.digest(state) == before
+
+
+def test_a_donated_update_makes_no_second_copy(model, batch):
+    backend = Local(model, OPTIMIZER, device="cuda")
+    state = backend.load_pretrained()
+    grads, _ = backend.forward_backward(state, batch, LOSS)
+    where = {name: t.data_ptr() for name, t in state.params.items()}
+    size = sum(t.numel() * 4 for t in state.params.values())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    state, metrics = backend.apply_update(state, grads)
+    assert torch.cuda.max_memory_allocated() - held < 0.02 * 4 * size
+    assert {name: t.data_ptr() for name, t in state.params.items()} == where
+    assert metrics["perf/residency_copies"].value == 0
+
+
+def test_a_state_placed_on_the_cpu_means_the_same(model, batch):
+    backend = Local(model, OPTIMIZER, device="cuda", deterministic=True)
+    state = backend.load_pretrained()
+    want, _ = backend.forward_backward(state, batch, LOSS)
+    away = backend.place(state, params="cpu", optimizer="cpu")
+    assert all(t.device.type == "cpu" for t in tree.leaves(away) if isinstance(t, torch.Tensor))
+    got, _ = backend.forward_backward(away, batch, LOSS)
+    assert tree.first_difference(got, want) is None
+    back = backend.place(away, params="cuda", optimizer="cuda")
+    assert tree.equal(back, state)
+
+
+def test_sampler_on_the_gpu_agrees_with_the_trainer(model):
+    from verl_fn.backends.protocol import Sampling
+    from verl_fn.backends.sampler import Sampler
+    from verl_fn.state import Key
+
+    backend, engine = Local(model, OPTIMIZER, device="cuda"), Sampler(model, device="cuda", slots=8)
+    state = backend.load_pretrained()
+    engine.publish(0, backend.named_tensors(state.params))
+    prompts = [[1, *range(4, 4 + n)] for n in (2, 5, 3, 8)]
+    batch = engine.generate(prompts, Sampling(40, n=4, temperature=0.8), Key.from_seed(0), version=0)
+    gap = (backend.forward(state.params, batch).logprobs - batch["rollout_log_probs"]).abs()
+    assert float((gap * batch["response_mask"]).max()) < 1e-4

@@ -1,0 +1,30 @@
+"""Every built-in estimator, on batches of all sorts."""
+
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_fn.state import Key
+from verl_fn.steps import gae, grpo, reinforce_plus_plus, rloo
+from verl_fn.testing import check_advantage, tiny_batch
+
+ESTIMATORS = {
+    "gae": gae,
+    "gae with discounts": partial(gae, gamma=0.9, lam=0.8),
+    "gae without whitening": partial(gae, whiten=False),
+    "grpo": grpo,
+    "grpo without std": partial(grpo, norm_adv_by_std=False),
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus with a discount": partial(reinforce_plus_plus, gamma=0.9),
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@given(seed=st.integers(0, 2**32), rows=st.integers(1, 12))
+@settings(derandomize=True, deadline=None, max_examples=30)
+def test_built_in_estimator(name, seed, rows):
+    key = Key.from_seed(seed)
+    check_advantage(ESTIMATORS[name], tiny_batch(key, rows=rows), key=key)

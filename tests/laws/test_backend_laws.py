@@ -1,0 +1,73 @@
+"""Every training backend that runs in this process."""
+
+import mutants
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_fn.backends.local import Local
+from verl_fn.models import new_model
+from verl_fn.state import Key
+from verl_fn.steps import chain, clip_by_global_norm, constant, cross_entropy, entropy, ppo_clip, sgd, value_clip
+from verl_fn.testing import check_backend, tiny_batch
+
+pytestmark = pytest.mark.filterwarnings("error:the backend took the batch as one")
+
+FP32, BF16 = 1e-5, 0.02
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    make = lambda **options: new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, **options)  # noqa: E731
+    return {"tied": make(), "untied": make(tie_word_embeddings=False)}
+
+
+def local(folder, *, max_tokens=24, **options):
+    return Local(folder, mutants.optimizer(), max_tokens=max_tokens, **options)
+
+
+@given(seed=st.integers(0, 2**32), rows=st.integers(5, 12))
+@settings(derandomize=True, deadline=None, max_examples=10)
+def test_mock(seed, rows):
+    key = Key.from_seed(seed)
+    every = ppo_clip() + 0.5 * value_clip() - 0.01 * entropy()
+    check_backend(mutants.mock(max_tokens=16), mutants.mock(), loss=every, batch=tiny_batch(key, rows=rows), key=key)
+
+
+@pytest.mark.parametrize(
+    "tx", [sgd(constant(0.1), momentum=0.9), chain(clip_by_global_norm(0.1), mutants.optimizer())]
+)
+def test_mock_with_other_optimizers(tx):
+    check_backend(mutants.Mock(mutants.VOCAB, tx, max_tokens=24))
+
+
+@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_local_in_fp32(folders, embeddings, checkpointing):
+    folder = folders[embeddings]
+    one = local(folder, checkpointing=checkpointing)
+    other = local(folder, max_tokens=16, checkpointing=not checkpointing)
+    check_backend(one, other, loss=ppo_clip() - 0.01 * entropy(), tolerance=FP32)
+
+
+@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_local_in_bf16(folders, embeddings, checkpointing):
+    folder = folders[embeddings]
+    one = local(folder, checkpointing=checkpointing, compute_dtype="bfloat16")
+    # Ratios near the bounds of the clip could fall on either side.
+    check_backend(one, local(folder), loss=cross_entropy() - 0.01 * entropy(), tolerance=BF16)
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpointing": True}, {"compute_dtype": "bfloat16"}], ids=str)
+def test_local_with_a_value_head(folders, options):
+    tolerance = BF16 if "compute_dtype" in options else FP32
+    one = local(folders["tied"], head="value", **options)
+    check_backend(one, local(folders["tied"], head="value"), loss=value_clip(), tolerance=tolerance)
+
+
+@given(seed=st.integers(0, 2**32), rows=st.integers(5, 9))
+@settings(derandomize=True, deadline=None, max_examples=3)
+def test_local_on_other_batches(folders, seed, rows):
+    key = Key.from_seed(seed)
+    check_backend(local(folders["tied"]), batch=tiny_batch(key, rows=rows), tolerance=FP32, key=key)

@@ -1,0 +1,44 @@
+"""Every rollout engine that runs in this process."""
+
+import mutants
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_fn.backends.mock import Mock
+from verl_fn.backends.mock_rollout import MockRollout, sample_table
+from verl_fn.backends.protocol import Sampling, StaleWeightsError
+from verl_fn.state import Key
+from verl_fn.steps import constant, sgd
+from verl_fn.testing import check_rollout
+
+PROMPTS = [(3, 4), (5,), (1, 6, 1), (3, 4)]
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(derandomize=True, deadline=None, max_examples=4)
+def test_mock_that_samples_a_table(seed):
+    trainer = Mock(mutants.VOCAB, sgd(constant(0.1)))
+    check_rollout(MockRollout(sample_table), trainer, key=Key.from_seed(seed))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        {(3, 4): [5, 2], (5,): [4] * 9, (1, 6, 1): [2]},
+        lambda request: [3 + request.key.seed() % 5, *request.prompt, 2, 7],
+        lambda request: [4, 5, request.sample],
+    ],
+    ids=["mapping", "by key", "by sample"],
+)
+def test_mock_with_a_script(script):
+    check_rollout(lambda: MockRollout(script), prompts=PROMPTS)
+
+
+def test_mock_refuses_a_prompt_that_its_script_lacks():
+    engine = MockRollout({(1,): [2]})
+    with pytest.raises(StaleWeightsError, match="none"):
+        engine.generate([[1]], Sampling(4), Key.from_seed(0))
+    engine.publish(0, [])
+    with pytest.raises(KeyError, match="no answer"):
+        engine.generate([[3]], Sampling(4), Key.from_seed(0))

@@ -1,0 +1,68 @@
+"""A value taken apart into named tensors and scalars comes back bitwise, or says what does not fit."""
+
+import json
+
+import pytest
+import torch
+from state_builders import train_state
+
+from verl_fn.state import serial, tree
+
+WEIGHT = ".params['head.weight']"
+
+
+def test_flatten_names_every_leaf_once():
+    tensors, scalars = serial.flatten(train_state())
+    assert set(tensors) | set(scalars) == set(tree.paths(train_state()))
+    assert scalars == {
+        ".optimizer['count']": 4,
+        ".scheduler": 5,
+        ".rng.bits": train_state().rng.bits,
+        ".step": 7,
+    }
+
+
+def test_unflatten_undoes_flatten_also_through_json():
+    """Only the structure of ``like`` is used; a key of 128 bits survives as a JSON number."""
+    tensors, scalars = serial.flatten(train_state())
+    like = tree.map(lambda leaf: leaf * 0, train_state())
+    found = serial.unflatten(like, tensors, json.loads(json.dumps(scalars)))
+    assert tree.equal(found, train_state()) and not tree.equal(found, like)
+    assert found.params.trainable == frozenset({"head.weight"})
+
+
+def test_bits_survive_in_every_dtype():
+    value = {
+        str(d): torch.tensor([0.0, -0.0, float("nan")]).to(d) for d in (torch.bfloat16, torch.float16, torch.float64)
+    }
+    value |= {"flag": True, "text": "a", "rate": 0.1, "nothing": None}
+    tensors, scalars = serial.flatten(value)
+    assert "['nothing']" not in tensors | scalars
+    assert tree.equal(serial.unflatten(value, tensors, scalars), value)
+
+
+def test_missing_and_superfluous_leaves_are_named():
+    tensors, scalars = serial.flatten(train_state())
+    with pytest.raises(ValueError, match=r"lacks 1 of 9 leaves, such as .*head\.weight"):
+        serial.unflatten(train_state(), {n: t for n, t in tensors.items() if n != WEIGHT}, scalars)
+    with pytest.raises(ValueError, match=r"1 leaves too many, such as .*\.extra"):
+        serial.unflatten(train_state(), tensors, scalars | {".extra": 1})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "told"),
+    [
+        (torch.zeros(3), r"torch.float32\(3,\) in the saved state, not torch.float32\(2,\)"),
+        (torch.zeros(2).bfloat16(), r"torch.bfloat16\(2,\) in the saved state, not torch.float32\(2,\)"),
+        (1.0, r"is a float in the saved state, not a Tensor"),
+    ],
+)
+def test_a_leaf_that_does_not_fit_is_told_with_its_path(leaf, told):
+    tensors, scalars = serial.flatten(train_state())
+    with pytest.raises(ValueError, match=rf"head\.weight'\] .*{told}"):
+        serial.unflatten(train_state(), {**tensors, WEIGHT: leaf}, scalars)
+
+
+def test_what_a_file_cannot_hold_is_refused_by_its_path():
+    with pytest.raises(TypeError, match=r"\['f'\] is a object; only tensors, numbers and texts"):
+        serial.flatten({"f": object()})
