@@ -46,7 +46,7 @@ class Decoder(Protocol):
         ...
 
     def reserve(self, slots: int, length: int) -> None:
-        """Have a cache of at least this size; what was in a smaller one is lost."""
+        """Have a cache of at least this size; a new one has lost what the old one held."""
         ...
 
     def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
@@ -218,7 +218,7 @@ class GeneralDecoder:
 
     def reserve(self, slots: int, length: int) -> None:
         if slots > self._cache.slots or length > self._cache.length:
-            self._cache = Cache(max(slots, self._cache.slots), max(length, self._cache.length))
+            self._cache = Cache(slots, length)
 
     def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
         where = Where.of_rows(rows, slots, self.device)
@@ -365,12 +365,10 @@ class LlamaDecoder:
         self._weights = Weights(embed, layers, tensors["model.norm.weight"] * self.config.hidden_size**0.5, product)
 
     def reserve(self, slots: int, length: int) -> None:
-        layers, two, had_slots, kv_heads, had_length, dim = self._cache.shape
-        if slots > had_slots or length > had_length:
-            size = (layers, two, max(slots, had_slots), kv_heads, max(length, had_length), dim)
+        if slots > self._cache.shape[2] or length > self._cache.shape[4]:
             self.drop_cache()
             # Zeros, since a place that is hidden still meets a weight of zero, and zero times NaN is NaN.
-            self._cache = self._cache.new_zeros(size)
+            self._cache = self._cache.new_zeros(len(self._cache), 2, slots, self.kv_heads, length, self.dim)
         if length > len(self._turns):
             self._turns = self._turns_to(length)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -107,8 +106,3 @@ def sum_of_squares(tensors: Iterable[Tensor], reduce: Callable[[Tensor], Tensor]
     norms = torch._foreach_norm(tensors)
     total = torch.stack(norms).square().sum()
     return total if reduce is None else reduce(total)
-
-
-def all_finite(x: Tensor | float) -> bool:
-    """Whether a scalar is finite; reads a CUDA scalar, so it waits for the device."""
-    return math.isfinite(float(x))

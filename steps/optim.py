@@ -1,12 +1,13 @@
 """Optimizers in optax's shape, and the one rule for applying an update.
 
-An optimizer is ``init(params)`` and ``update(grads, opt_state, params)``. The update owns its arguments: it
-runs torch's fused kernels on their storages and returns nodes around them, which is why callers go through
+An optimizer is ``init(params)`` and ``update(grads, opt_state, params, update)``. The update owns its arguments:
+it runs torch's fused kernels on their storages and returns nodes around them, which is why callers go through
 ``apply_update``, where donation or a copy decides whose storages those are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -26,8 +27,8 @@ from verl_fn.state import (
     donate,
     node,
     snapshot,
+    sum_of_squares,
 )
-from verl_fn.state.train import all_finite, sum_of_squares
 
 from .schedules import Schedule
 
@@ -36,10 +37,25 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor]
 
 @attrs.frozen(eq=False)
 class Update:
-    """What an update may know beyond the gradients: their global norm, and the schedule's position."""
+    """What an update knows beyond the gradients. The numbers are on the device, so nothing waits for it.
 
-    norm: float
+    Attributes:
+        norm: global norm of the gradients as they are, a scalar tensor.
+        divisor: what the optimizer's kernel divides them by on the way, a scalar tensor: clipping costs no pass.
+        skip: 1.0 where the kernel must leave everything as it is, else 0.0, a scalar tensor.
+        position: updates applied before this one, for the schedule.
+    """
+
+    norm: Tensor
+    divisor: Tensor
+    skip: Tensor
     position: int
+
+    @classmethod
+    def of(cls, norm: Tensor, position: int) -> Update:
+        """The plain update of gradients with this norm, skipped where it is not finite."""
+        # Torch's kernels want these in fp32 whatever they update.
+        return cls(norm, torch.ones_like(norm, dtype=torch.float32), (~torch.isfinite(norm)).float(), position)
 
 
 @attrs.frozen(eq=False)
@@ -61,11 +77,8 @@ def clip_by_global_norm(max_norm: float) -> GradTransform:
     """Scale gradients down to ``max_norm`` where their global norm is larger (Pascanu et al. 2013)."""
 
     def update(grads: Grads, info: Update) -> tuple[Grads, Update]:
-        factor = max_norm / (info.norm + 1e-6)
-        if factor >= 1.0:
-            return grads, info
-        torch._foreach_mul_(list(grads.values()), factor)
-        return grads, attrs.evolve(info, norm=info.norm * factor)
+        seen = info.norm / info.divisor
+        return grads, attrs.evolve(info, divisor=info.divisor * ((seen + 1e-6) / max_norm).clamp(min=1.0).float())
 
     return GradTransform(update)
 
@@ -75,7 +88,8 @@ def chain(*parts: GradTransform | Optimizer) -> Optimizer:
 
     >>> params = Params({"w": torch.tensor([1.0])})
     >>> tx = chain(clip_by_global_norm(1.0), sgd(lambda count: 0.1))
-    >>> new, _, _ = tx.update(Grads({"w": torch.tensor([10.0])}), tx.init(params), params, Update(10.0, 0))
+    >>> update = Update.of(torch.tensor(10.0), position=0)
+    >>> new, _, _ = tx.update(Grads({"w": torch.tensor([10.0])}), tx.init(params), params, update)
     >>> round(new["w"].item(), 4)
     0.9
     """
@@ -110,7 +124,8 @@ def adamw(
 
     >>> params = Params({"w": torch.tensor([1.0])})
     >>> tx = adamw(lambda count: 0.1, weight_decay=0.0)
-    >>> new, opt_state, _ = tx.update(Grads({"w": torch.tensor([3.0])}), tx.init(params), params, Update(3.0, 0))
+    >>> update = Update.of(torch.tensor(3.0), position=0)
+    >>> new, opt_state, _ = tx.update(Grads({"w": torch.tensor([3.0])}), tx.init(params), params, update)
     >>> round(new["w"].item(), 4), opt_state.count
     (0.9, 1)
     """
@@ -132,7 +147,7 @@ def adamw(
                 [],
                 [step] * len(names),
                 lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
-                amsgrad=False, maximize=False, grad_scale=None, found_inf=None,
+                amsgrad=False, maximize=False, grad_scale=info.divisor, found_inf=info.skip,
             )  # fmt: skip
         return params, attrs.evolve(state, count=state.count + 1), {"lr": Weighted(lr, 1.0)}
 
@@ -154,14 +169,14 @@ def sgd(schedule: Schedule, momentum: float = 0.0) -> Optimizer:
 
     def update(grads: Grads, state: SGDState, params: Params, info: Update) -> tuple[Params, SGDState, Metrics]:
         lr = schedule(info.position)
-        direction = list(grads.values())
-        if momentum and direction:
-            slots = [state.momentum[n] for n in grads]
-            torch._foreach_mul_(slots, momentum)
-            torch._foreach_add_(slots, direction)
-            direction = slots
-        if direction:
-            torch._foreach_add_([params[n] for n in grads], direction, alpha=-lr)
+        if names := list(grads):
+            torch._fused_sgd_(
+                [params[n] for n in names],
+                [grads[n] for n in names],
+                [state.momentum[n] for n in names] if momentum else [],
+                weight_decay=0.0, momentum=momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False,
+                is_first_step=False, grad_scale=info.divisor, found_inf=info.skip,
+            )  # fmt: skip
         return params, state, {"lr": Weighted(lr, 1.0)}
 
     return Optimizer(init, update)
@@ -205,6 +220,8 @@ def apply_update(
     if list(grads) != state.params.trained():
         odd = sorted(set(grads) ^ set(state.params.trained()))
         raise ValueError(f"gradients and trainable parameters differ in their names or order: {odd[:5]}")
+    # Launched before donation, so that a device computes while Python checks who holds what.
+    norm = sum_of_squares(grads.values(), reduce).sqrt()
     copies = 0
     if donate_inputs:
         state, state_copies = donate(state, "apply_update")
@@ -212,10 +229,12 @@ def apply_update(
         copies = state_copies + grad_copies
     else:
         state, grads = snapshot(state), snapshot(grads)
-    norm = float(sum_of_squares(grads.values(), reduce).sqrt())
-    found: Metrics = {"grad_norm": Weighted(norm, 1.0), "perf/residency_copies": Sum(copies)}
-    if not all_finite(norm):
-        return attrs.evolve(state, step=state.step + 1), found | {"update_skipped": Sum(1)}
-    params, opt_state, metrics = optimizer.update(grads, state.optimizer, state.params, Update(norm, state.scheduler))
+    update = Update.of(norm, state.scheduler)
+    params, opt_state, metrics = optimizer.update(grads, state.optimizer, state.params, update)
+    found: Metrics = {"grad_norm": Weighted(float(norm), 1.0), "perf/residency_copies": Sum(copies)}
+    if not math.isfinite(float(norm)):
+        # The kernels have skipped; the optimizer's count stays too.
+        new = attrs.evolve(state, step=state.step + 1)
+        return new, found | metrics | {"update_skipped": Sum(1)}
     new = attrs.evolve(state, params=params, optimizer=opt_state, scheduler=state.scheduler + 1, step=state.step + 1)
     return new, found | metrics | {"update_skipped": Sum(0)}

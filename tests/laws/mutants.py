@@ -20,13 +20,11 @@ from verl_fn.state import (
     Sum,
     Weighted,
     concatenate,
-    donate,
     snapshot,
     split_by_tokens,
     tree,
 )
 from verl_fn.steps import (
-    Update,
     adamw,
     constant,
     gae,
@@ -226,18 +224,16 @@ class WritesThroughReferences(Mock):
     def apply_update(self, state, grads, *, donate=True):
         if not donate:
             return super().apply_update(state, grads, donate=False)
-        kept, direction = attrs.evolve(state), dict(grads)
-        _spend(state, grads)
-        norm = float(Grads(direction).global_norm())
-        update = Update(norm, kept.scheduler)
-        params, slots, found = self.optimizer.update(Grads(direction), kept.optimizer, kept.params, update)
-        new = attrs.evolve(kept, params=params, optimizer=slots, scheduler=kept.scheduler + 1, step=kept.step + 1)
-        return new, found
+        new, found = super().apply_update(state, grads, donate=False)
+        kept = attrs.evolve(state)
+        donate(state, "apply_update")
+        donate(grads, "apply_update")
+        params, slots = tree.map(_overwritten, (kept.params, kept.optimizer), (new.params, new.optimizer))
+        return attrs.evolve(new, params=params, optimizer=slots), found
 
 
-def _spend(state, grads):
-    donate(state, "apply_update")
-    donate(grads, "apply_update")
+def _overwritten(old, new):
+    return old.copy_(new) if isinstance(old, torch.Tensor) else new
 
 
 class AdvancesScheduleOnSkip(Mock):

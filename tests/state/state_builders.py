@@ -3,7 +3,7 @@
 import torch
 from hypothesis import settings
 
-from verl_fn.state import Batch, Buffers, Grads, Key, Params, Slots, TrainState
+from verl_fn.state import Batch, Buffers, Grads, Key, Params, Slots, TrainState, Weighted
 
 MODEST = settings(max_examples=25, deadline=None, derandomize=True)
 
@@ -15,7 +15,11 @@ def train_state(step: int = 7) -> TrainState:
             {"embed.weight": torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]), "head.weight": torch.full((2,), 0.5)},
             trainable=frozenset({"head.weight"}),
         ),
-        optimizer={"count": 4, "averages": (Slots({"head.weight": torch.ones(2)}), [torch.zeros(2)])},
+        optimizer={
+            "count": 4,
+            "averages": (Slots({"head.weight": torch.ones(2)}), [torch.zeros(2)]),
+            "seen": Weighted(torch.tensor([3.0]), 2.0),
+        },
         scheduler=5,
         rng=Key.from_seed(11),
         step=step,

@@ -10,7 +10,7 @@ from state_builders import grads, train_state
 
 from verl_fn.state import DonatedError, Grads, Params, donate, is_donated, snapshot, tree
 
-TENSORS = 5
+TENSORS = 6
 
 
 def overwrite(value) -> None:
@@ -99,6 +99,7 @@ HOLDERS = {
     "reference": lambda s: Params(dict(s.params.leaves)),
     "optimizer": lambda s: s.optimizer,
     "slots": lambda s: s.optimizer["averages"][0],
+    "node": lambda s: s.optimizer["seen"],
     "in a list": lambda s: s.optimizer["averages"][1],
     "buffers": lambda s: s.buffers,
     "evolved state": lambda s: attrs.evolve(s, step=100),
@@ -127,8 +128,9 @@ def test_whoever_holds_a_part_keeps_its_values(holder):
         ("view", 1),
         ("params", 2),
         ("reference", 2),
-        ("optimizer", 2),
+        ("optimizer", 3),
         ("slots", 1),
+        ("node", 1),
         ("buffers", 1),
         ("evolved state", TENSORS),
         ("shallow copy", TENSORS),

@@ -97,6 +97,7 @@ def test_metrics_are_accumulated_in_float64():
     """Adding 1 to 2^24 in float32 would be lost."""
     x = torch.tensor([2.0**24, 1.0, 1.0])
     assert Weighted.of(x, torch.ones(3)).value * 3 == 2**24 + 2
+    assert Weighted.of(torch.ones(3), x).weight.item() == 2**24 + 2
 
 
 def test_metrics_hold_no_graph():

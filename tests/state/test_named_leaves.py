@@ -16,6 +16,7 @@ def test_flatten_names_every_leaf_once():
     assert set(tensors) | set(scalars) == set(tree.paths(train_state()))
     assert scalars == {
         ".optimizer['count']": 4,
+        ".optimizer['seen'].weight": 2.0,
         ".scheduler": 5,
         ".rng.bits": train_state().rng.bits,
         ".step": 7,
@@ -41,9 +42,14 @@ def test_bits_survive_in_every_dtype():
     assert tree.equal(serial.unflatten(value, tensors, scalars), value)
 
 
+def test_a_number_takes_the_type_that_the_structure_has():
+    found = serial.unflatten({"rate": 0.5, "step": 0}, {}, {"['rate']": 1, "['step']": 7})
+    assert tree.equal(found, {"rate": 1.0, "step": 7})
+
+
 def test_missing_and_superfluous_leaves_are_named():
     tensors, scalars = serial.flatten(train_state())
-    with pytest.raises(ValueError, match=r"lacks 1 of 9 leaves, such as .*head\.weight"):
+    with pytest.raises(ValueError, match=r"lacks 1 of 11 leaves, such as .*head\.weight"):
         serial.unflatten(train_state(), {n: t for n, t in tensors.items() if n != WEIGHT}, scalars)
     with pytest.raises(ValueError, match=r"1 leaves too many, such as .*\.extra"):
         serial.unflatten(train_state(), tensors, scalars | {".extra": 1})

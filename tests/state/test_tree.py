@@ -27,6 +27,8 @@ def test_paths_read_as_a_person_would_write_them():
         ".optimizer['count']",
         ".optimizer['averages'][0]['head.weight']",
         ".optimizer['averages'][1][0]",
+        ".optimizer['seen'].sum",
+        ".optimizer['seen'].weight",
         ".scheduler",
         ".rng.bits",
         ".step",
@@ -120,6 +122,13 @@ def test_one_changed_element_is_seen_in_every_dtype(dtype):
     assert tree.digest(value) != tree.digest(other)
 
 
+def test_one_bit_in_a_long_tensor_is_seen():
+    value = torch.ones(5000)
+    other = value.clone()
+    other[2500] = torch.nextafter(other[2500], torch.tensor(2.0))
+    assert not tree.equal(value, other) and tree.digest(value) != tree.digest(other)
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -159,6 +168,10 @@ def test_memory_layout_does_not_count():
     strided = rows.t().contiguous().t()
     assert strided.stride() != rows.stride()
     assert tree.equal(rows, strided) and tree.digest(rows) == tree.digest(strided)
+    every_other = torch.arange(6.0)[::2]
+    assert tree.equal(every_other, every_other.clone()) and tree.digest(every_other) == tree.digest(
+        every_other.clone()
+    )
     assert tree.digest(torch.zeros(())) != tree.digest(torch.zeros(1)) != tree.digest(torch.zeros(0))
 
 

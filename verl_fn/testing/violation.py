@@ -70,8 +70,8 @@ def require_close(
     verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5 where values reach 2.5, ...
     """
     mine, theirs = tree.paths(expected), tree.paths(found)
-    if list(mine) != list(theirs):
-        raise LawViolation(law, f"{what} differs in its names: {sorted(set(mine) ^ set(theirs))[:5]}", cause)
+    if mine.keys() != theirs.keys():
+        raise LawViolation(law, f"{what} differs in its names: {sorted(mine.keys() ^ theirs.keys())[:5]}", cause)
     tops = {path: max(_top(mine[path]), _top(theirs[path])) for path in mine}
     if floor is None:
         floor = 1e-3 * max(tops.values(), default=0.0)
