@@ -7,7 +7,6 @@ make no mask and know nothing of sampling.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -277,7 +276,7 @@ def misfit(config: Any, shapes: Mapping[str, torch.Size]) -> str | None:
 
 
 def _llama_shapes(config: Any, found: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
-    """The parameters that a model must have; biases of projections and the norms of heads only where found."""
+    """The parameters that a model must have; the biases of projections only where found."""
     H, I, V = config.hidden_size, config.intermediate_size, config.vocab_size
     dim = head_dim(config)
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
@@ -345,9 +344,11 @@ class LlamaDecoder:
         self.config = config = skeleton.config
         self.vocab = config.vocab_size
         self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, head_dim(config)
-        # See _size.
-        norm_eps = torch.tensor(config.rms_norm_eps, dtype=torch.float32, device=device)
-        self._eps, self._head_eps = (norm_eps * config.hidden_size).sqrt(), (norm_eps * self.dim).sqrt()
+        self._root = config.hidden_size**0.5
+        self._eps, self._head_eps = (
+            torch.tensor((config.rms_norm_eps * size) ** 0.5, dtype=torch.float32, device=device)
+            for size in (config.hidden_size, self.dim)
+        )
         skeleton.move_buffers(device)
         self._rotary = skeleton.model.base_model.rotary_emb
         self._turns: Tensor = torch.empty(0, 1, self.dim // 2, dtype=torch.complex64, device=device)
@@ -362,7 +363,7 @@ class LlamaDecoder:
         layers = [self._fused(tensors, i) for i in range(self.config.num_hidden_layers)]
         embed, head = tensors["model.embed_tokens.weight"], tensors.get("lm_head.weight")
         product = _product(embed, pack=False) if head is None else _product(head)
-        self._weights = Weights(embed, layers, tensors["model.norm.weight"] * self.config.hidden_size**0.5, product)
+        self._weights = Weights(embed, layers, tensors["model.norm.weight"] * self._root, product)
 
     def reserve(self, slots: int, length: int) -> None:
         if slots > self._cache.shape[2] or length > self._cache.shape[4]:
@@ -409,7 +410,7 @@ class LlamaDecoder:
                 found, _ = packed_attention(
                     None, *whole, None, packing=where.packing, scaling=1.0, sliding_window=layer.window
                 )
-            x = layer.out(found.view(T, heads * dim)).add_(x)
+            x = layer.out(found.reshape(T, heads * dim)).add_(x)
             gate, up = layer.gate_up(_normed(x, eps)).chunk(2, -1)
             x = layer.down(silu(gate).mul_(up)).add_(x)
         return x
@@ -424,32 +425,24 @@ class LlamaDecoder:
 
     def _fused(self, tensors: dict[str, Tensor], index: int) -> Layer:
         take = lambda name: tensors.pop(f"model.layers.{index}.{name}", None)  # noqa: E731
-        root = self.config.hidden_size**0.5
-        before, after = (take(f"{name}_layernorm.weight") * root for name in ("input", "post_attention"))
-        attention = {name: [take(f"self_attn.{p}_proj.{name}") for p in "qkvo"] for name in ("weight", "bias")}
-        norms = [take(f"self_attn.{p}_norm.weight") for p in "qk"]
-        paired = functools.partial(_pairs, dim=self.dim)
-        scale = self.dim**-0.5
-        head_norm = None
-        if norms[0] is not None:
-            head_norm = torch.cat(
-                [
-                    (paired(norms[0]) * scale).expand(self.heads, -1),
-                    paired(norms[1]).expand(self.kv_heads, -1),
-                ]
-            )
-            head_norm *= self.dim**0.5
-            scale = 1.0
-        fused: dict[str, Tensor | None] = {"weight": None, "bias": None}
-        for name, (q, k, v, _) in attention.items():
-            if q is not None or k is not None or v is not None:
-                fused[name] = torch.cat([paired(q) * scale, paired(k), v])
-        gate_up = torch.cat([take("mlp.gate_proj.weight"), take("mlp.up_proj.weight")])
+        before, after = (take(f"{p}_layernorm.weight") * self._root for p in ("input", "post_attention"))
+        # The scale of scores goes into the queries: into their norm where they have one, else into their weights.
+        scale, head_norm = self.dim**-0.5, None
+        q_norm, k_norm = (take(f"self_attn.{p}_norm.weight") for p in "qk")
+        if q_norm is not None:
+            # The factors sqrt(dim), of a norm without it and of the scale, are each other's inverse.
+            q_norm, k_norm = _pairs(q_norm, self.dim), _pairs(k_norm, self.dim) * self.dim**0.5
+            head_norm, scale = torch.cat([q_norm.expand(self.heads, -1), k_norm.expand(self.kv_heads, -1)]), 1.0
+
+        def joined(kind: str) -> Tensor | None:
+            q, k, v = (take(f"self_attn.{p}_proj.{kind}") for p in "qkv")
+            return None if q is None else torch.cat([_pairs(q, self.dim) * scale, _pairs(k, self.dim), v])
+
         return Layer(
-            _product(fused["weight"] * before, fused["bias"]),
+            _product(joined("weight") * before, joined("bias")),
             head_norm,
-            _product(attention["weight"][3], attention["bias"][3]),
-            _product(gate_up * after),
+            _product(take("self_attn.o_proj.weight"), take("self_attn.o_proj.bias")),
+            _product(torch.cat([take("mlp.gate_proj.weight"), take("mlp.up_proj.weight")]) * after),
             _product(take("mlp.down_proj.weight")),
             window_of(self.config, index),
         )

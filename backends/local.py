@@ -176,7 +176,8 @@ class Local:
             folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing
         )
         self._skeleton.move_buffers(self.device)
-        on_device = lambda tensors: {name: t.to(self.device) for name, t in tensors.items()}  # noqa: E731
+        # Copies, since what a file gave may share a storage or lie where kernels round otherwise.
+        on_device = lambda tensors: {n: t.to(self.device, copy=True) for n, t in tensors.items()}  # noqa: E731
         return Params(on_device(params)), Buffers(on_device(buffers))
 
     def _built(self) -> Skeleton:

@@ -280,9 +280,9 @@ class Draws:
     def __init__(self, sampling: Sampling, vocab: int, noise: float) -> None:
         self.temperature, self.nothing = sampling.temperature, vocab
         self.noise = noise / (sampling.temperature or 1.0)
-        self.top_k = sampling.top_k if 0 < sampling.top_k < vocab else vocab
+        self.top_k = min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab
         self.top_p = sampling.top_p
-        self.cut = self.temperature > 0 and (self.top_k < vocab or self.top_p < 1.0)
+        self.cut = self.temperature > 0 and (sampling.top_k > 0 or self.top_p < 1.0)
         self._kept: list[tuple[Tensor, ...]] = []
 
     def draw(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> Int[Tensor, " n"]:

@@ -64,4 +64,5 @@ def _checked(path: str, leaf: Any, given: Mapping[str, Any]) -> Any:
         raise ValueError(
             f"{path} is {found.dtype}{tuple(found.shape)} in the saved state, not {leaf.dtype}{tuple(leaf.shape)}"
         )
-    return found.to(leaf.device)
+    # A copy: what a file gave may share a storage or lie where kernels round otherwise.
+    return found.to(leaf.device, copy=True)

@@ -144,7 +144,7 @@ def value_clip(cliprange_value: float = 0.5) -> Loss:
     @loss(needs=["values"])
     def value_clip(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         old, returns = batch["values"], batch["returns"]
-        near = old + (outputs.values - old).clamp(-cliprange_value, cliprange_value)
+        near = outputs.values.clamp(old - cliprange_value, old + cliprange_value)
         free, clipped = (outputs.values - returns).square(), (near - returns).square()
         per_token = 0.5 * torch.maximum(free, clipped)
         return per_token, {

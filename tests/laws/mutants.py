@@ -20,6 +20,7 @@ from verl_fn.state import (
     Sum,
     Weighted,
     concatenate,
+    donate,
     snapshot,
     split_by_tokens,
     tree,
@@ -226,10 +227,14 @@ class WritesThroughReferences(Mock):
             return super().apply_update(state, grads, donate=False)
         new, found = super().apply_update(state, grads, donate=False)
         kept = attrs.evolve(state)
-        donate(state, "apply_update")
-        donate(grads, "apply_update")
+        _spend(state, grads)
         params, slots = tree.map(_overwritten, (kept.params, kept.optimizer), (new.params, new.optimizer))
         return attrs.evolve(new, params=params, optimizer=slots), found
+
+
+def _spend(*values):
+    for value in values:
+        donate(value, "apply_update")
 
 
 def _overwritten(old, new):
@@ -719,12 +724,18 @@ class NumbersGroupsByPosition(MockRollout):
         return batch.with_rows(group=torch.arange(len(prompts)).repeat_interleave(sampling.n))
 
 
-class FinishesAll(MockRollout):
-    """Says of rows that were cut off that they ended; nobody notices truncation."""
-
+class NeverFinishes(MockRollout):
     def generate(self, prompts, sampling, key, *, ids=None, version=None):
         batch = super().generate(prompts, sampling, key, ids=ids, version=version)
         return batch.with_rows(finished=torch.zeros(len(batch)))
+
+
+class AlwaysFinishes(MockRollout):
+    """Nobody would notice truncation."""
+
+    def generate(self, prompts, sampling, key, *, ids=None, version=None):
+        batch = super().generate(prompts, sampling, key, ids=ids, version=version)
+        return batch.with_rows(finished=torch.ones(len(batch)))
 
 
 class RunsOn(MockRollout):
@@ -795,7 +806,8 @@ ROLLOUTS = [
     (partial(rollout, SaysAnotherVersion), "Version"),
     (partial(rollout, InterleavesSamples), "Signature"),
     (partial(rollout, NumbersGroupsByPosition), "Signature"),
-    (partial(rollout, FinishesAll), "Signature"),
+    (partial(rollout, NeverFinishes), "Signature"),
+    (partial(rollout, AlwaysFinishes), "Signature"),
     (partial(rollout, RunsOn), "Signature"),
     (partial(rollout, RunsPastStops), "Signature"),
     (partial(rollout, SpeaksOfPrompt), "Signature"),

@@ -50,8 +50,7 @@ def test_local_in_fp32(folders, embeddings, checkpointing):
     check_backend(one, other, loss=ppo_clip() - 0.01 * entropy(), tolerance=FP32)
 
 
-@pytest.mark.parametrize("embeddings", ["tied", "untied"])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("embeddings", "checkpointing"), [("tied", False), ("untied", True)])
 def test_local_in_bf16(folders, embeddings, checkpointing):
     folder = folders[embeddings]
     one = local(folder, checkpointing=checkpointing, compute_dtype="bfloat16")

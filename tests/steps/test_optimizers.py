@@ -9,11 +9,12 @@ from torch.optim.adamw import adamw as torch_functional_adamw
 from torch.optim.sgd import sgd as torch_functional_sgd
 from update_builders import SHAPES, TRAINED, arrays, gradients, start
 
-from verl_fn.state import Grads, Params
-from verl_fn.steps import Update, adamw, apply_update, chain, clip_by_global_norm, constant, cosine, frozen, sgd
+from verl_fn.state import Grads, Key, Params, TrainState
+from verl_fn.steps import adamw, apply_update, chain, clip_by_global_norm, constant, cosine, frozen, sgd
 
 STEPS = 6
 SCALES = [0.1, 3.0, 0.01, 10.0, 1.0, 0.5]
+SINGLE = 3e-7  # the clip factor is an fp32 scalar, whatever it scales
 ADAM = {
     "default": {},
     "no decay": {"weight_decay": 0.0},
@@ -60,9 +61,9 @@ def train(optimizer, dtype=torch.float64):
     return state
 
 
-def assert_leaves(leaves, expected, rtol=1e-10):
+def assert_leaves(leaves, expected, tolerance):
     for name, want in expected.items():
-        np.testing.assert_allclose(leaves[name].numpy(), want, rtol=rtol, atol=rtol, err_msg=name)
+        np.testing.assert_allclose(leaves[name].numpy(), want, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
 @pytest.mark.parametrize("options", ADAM.values(), ids=ADAM)
@@ -73,9 +74,10 @@ def test_adamw_follows_its_paper(options, clip):
     updates = [arrays(gradients(i, scale)) for i, scale in enumerate(SCALES)]
     updates = updates if clip is None else [clipped_by_hand(grads, clip) for grads in updates]
     weights, mean, square = adamw_by_hand(arrays(start(optimizer).params), updates, **options)
-    assert_leaves(state.params, weights)
-    assert_leaves(state.optimizer.exp_avg, mean)
-    assert_leaves(state.optimizer.exp_avg_sq, square)
+    tolerance = 1e-10 if clip is None else SINGLE
+    assert_leaves(state.params, weights, tolerance)
+    assert_leaves(state.optimizer.exp_avg, mean, tolerance)
+    assert_leaves(state.optimizer.exp_avg_sq, square, tolerance)
     assert state.optimizer.count == STEPS
 
 
@@ -88,8 +90,9 @@ def test_sgd_follows_its_definition(momentum, clip):
     updates = [arrays(gradients(i, scale)) for i, scale in enumerate(SCALES)]
     updates = updates if clip is None else [clipped_by_hand(grads, clip) for grads in updates]
     weights, velocity = sgd_by_hand(arrays(start(optimizer).params), updates, momentum)
-    assert_leaves(state.params, weights)
-    assert_leaves(state.optimizer.momentum, velocity if momentum else {})
+    tolerance = 1e-10 if clip is None else SINGLE
+    assert_leaves(state.params, weights, tolerance)
+    assert_leaves(state.optimizer.momentum, velocity if momentum else {}, tolerance)
     assert len(state.optimizer.momentum) == (len(TRAINED) if momentum else 0)
 
 
@@ -128,7 +131,7 @@ def test_training_agrees_with_torch(options, dtype):
     ours, theirs = (sgd, torch_sgd) if "momentum" in options else (adamw, torch_adamw)
     state = train(chain(clip_by_global_norm(1.0), ours(lr, **options)), dtype)
     expected = train_with_torch(theirs, dtype, **options)
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-11
+    tolerance = 1e-5 if dtype == torch.float32 else SINGLE
     for name, want in expected.items():
         torch.testing.assert_close(state.params[name], want, rtol=tolerance, atol=tolerance)
     assert torch.equal(state.params["base.weight"], expected["base.weight"])
@@ -149,22 +152,35 @@ def test_zero_gradients_leave_fresh_parameters_bitwise_alone(optimizer):
         assert torch.equal(after.params[name], tensor)
 
 
-@pytest.mark.parametrize(("scale", "clipped"), [(0.5, False), (0.999, False), (1.5, True), (100.0, True)])
-def test_clipping_scales_to_the_norm_and_keeps_the_direction(scale, clipped):
-    unit = {"a": torch.tensor([0.6, 0.0]), "b": torch.tensor([0.8])}
-    grads = Grads({name: g * scale for name, g in unit.items()})
-    found, info = clip_by_global_norm(1.0).update(grads, Update(norm=scale, position=3))
-    for name, g in unit.items():
-        torch.testing.assert_close(found[name], g if clipped else g * scale, rtol=1e-5, atol=1e-7)
-    assert info.norm == pytest.approx(1.0 if clipped else scale, rel=1e-5) and info.position == 3
+def step_from_zero(scale, *clips):
+    """What plain descent at rate 1 takes off, from a gradient of norm ``scale``."""
+    optimizer = chain(*(clip_by_global_norm(most) for most in clips), sgd(constant(1.0)))
+    params = Params({"a": torch.zeros(2), "b": torch.zeros(1)})
+    grads = Grads({"a": torch.tensor([0.6, 0.0]) * scale, "b": torch.tensor([0.8]) * scale})
+    state = TrainState(params, optimizer.init(params), 0, Key.from_seed(0), 0)
+    new, metrics = apply_update(optimizer, state, grads)
+    assert metrics["grad_norm"].value == pytest.approx(scale)
+    return [-x for x in new.params["a"].tolist() + new.params["b"].tolist()]
 
 
-def test_transforms_run_in_order_on_what_the_one_before_left():
-    """A clip to 2 and then to 1/2 leaves 1/2, and the second sees the norm that the first made."""
-    optimizer = chain(clip_by_global_norm(2.0), clip_by_global_norm(0.5), sgd(constant(1.0)))
-    params = Params({"w": torch.zeros(1)})
-    new, _, _ = optimizer.update(Grads({"w": torch.tensor([8.0])}), optimizer.init(params), params, Update(8.0, 0))
-    assert new["w"].item() == pytest.approx(-0.5, rel=1e-5)
+@pytest.mark.parametrize(("scale", "left"), [(0.5, 0.5), (0.999, 0.999), (1.5, 1.0), (100.0, 1.0)])
+def test_clipping_scales_to_the_norm_and_keeps_the_direction(scale, left):
+    """The norm that is reported is that before clipping."""
+    assert step_from_zero(scale, 1.0) == pytest.approx([0.6 * left, 0.0, 0.8 * left], rel=1e-5)
+
+
+def test_clipping_is_torchs_to_the_last_bits():
+    """It divides by norm + 1e-6, so a norm of exactly the limit is scaled too."""
+    for norm, most in ((1.0, 1.0), (3.0, 1e-3), (1e-3, 1e-4)):
+        taken = step_from_zero(norm, most)
+        assert taken == pytest.approx(
+            [0.6 * norm * most / (norm + 1e-6), 0.0, 0.8 * norm * most / (norm + 1e-6)], rel=2e-7
+        )
+
+
+@pytest.mark.parametrize("clips", [(2.0, 0.5), (0.5, 2.0), (0.5, 0.5)])
+def test_a_second_clip_sees_what_the_first_one_left(clips):
+    assert step_from_zero(8.0, *clips) == pytest.approx([0.3, 0.0, 0.4], rel=1e-5)
 
 
 @pytest.mark.parametrize(

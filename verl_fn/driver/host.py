@@ -81,6 +81,10 @@ class Host:
         """Whole tensors under canonical names, for an engine in another process."""
         return [(name, t.cpu()) for name, t in self.components[component].named_tensors(self._open(params))]
 
+    def alive(self) -> list[int]:
+        """The numbers of the values held here."""
+        return list(self.values)
+
     def watch(self) -> None:
         """Never returns: its end tells the driver that this process has ended."""
         import threading

@@ -147,7 +147,7 @@ def _purity(case: _Case) -> None:
     require_close(
         "Purity", "the loss of what forward gives, against forward_backward's,",
         float((batch["loss_weight"].double() * per_token.double()).sum()), found["loss"].value,
-        "parameters that one of the two does not take from its arguments", tolerance=case.tolerance, floor=1.0,
+        "parameters that one of the two takes from elsewhere, or outputs in another order", tolerance=case.tolerance, floor=1.0,
     )  # fmt: skip
     repeatable(
         "Purity", "apply_update with donate=False", lambda: backend.apply_update(state, grads, donate=False),

@@ -44,7 +44,7 @@ def check_rollout(
         trainer: a training backend for the same model: it makes the weights and says what log-probs should be.
             Without one, nothing is published and the answers count as scripted.
         prompts: token ids.
-        stop_token_ids: ids that end a response.
+        stop_token_ids: all ids that end a response, the model's own included.
         tolerance: how far log-probs may differ, relative to the largest or to 1.
         key: other keys give other draws.
 
@@ -202,10 +202,10 @@ def _signature(case: _Case, sampling: Sampling, batch: Batch) -> None:
     require(
         by < 1e-6, "Signature", f"temperature is off by {by:.3g} from {temperature}", "a default that is passed over"
     )
-    _ends(sampling, batch)
+    _ends(case, sampling, batch)
 
 
-def _ends(sampling: Sampling, batch: Batch) -> None:
+def _ends(case: _Case, sampling: Sampling, batch: Batch) -> None:
     """Responses stop where they must, and ``finished`` says which did so by themselves."""
     for row, start, finished in zip(
         batch.rows(), batch["prompt_length"].tolist(), batch["finished"].tolist(), strict=True
@@ -217,10 +217,12 @@ def _ends(sampling: Sampling, batch: Batch) -> None:
             f"a response of {len(response)} tokens goes on past {sampling.max_tokens} tokens or a stop token",
             "an end that is checked too late",
         )  # fmt: skip
-        fits = bool(finished) if stops[-1] else len(response) == sampling.max_tokens or bool(finished)
+        # A script may end where it likes.
+        ended = stops[-1] or (case.trainer is None and bool(finished))
         require(
-            fits, "Signature", f"finished is {finished} for the response {response}", "the reason taken for another"
-        )
+            bool(finished) == ended and (ended or len(response) == sampling.max_tokens), "Signature",
+            f"finished is {finished:.0f} for the response {response}", "rows that were cut off taken for finished ones",
+        )  # fmt: skip
 
 
 def _log_probs(case: _Case, sampling: Sampling, batch: Batch, params: Params) -> None:

@@ -1,0 +1,134 @@
+"""The Ray driver: the same run as in one process, and an actor's death told at once."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+pytest.importorskip("ray")
+
+import ray
+
+from verl_fn.config import load
+from verl_fn.driver.ray import ActorDied, ray_workers
+from verl_fn.models import new_model
+from verl_fn.rewards import pack_examples
+from verl_fn.runs import read_metrics
+from verl_fn.state import DonatedError, Key, tree
+from verl_fn.steps import aggregate, cross_entropy
+from verl_fn.tasks import TASKS
+from verl_fn.train import train
+
+OVERRIDES = [
+    "data.train_batch_size=8", "data.val_size=16", "algorithm.ppo_mini_batch_size=4", "rollout.n=2",
+    "actor.optim.lr=1e-3", "critic.optim.lr=1e-3", "driver.num_threads=1", "algorithm.use_kl_loss=true",
+    "algorithm.use_kl_in_reward=true", "trainer.total_training_steps=3", "trainer.test_freq=2",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=2**28
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars=TASKS["reverse"].alphabet, hidden_size=32)
+
+
+@pytest.fixture(scope="module")
+def remote(cluster, model, tmp_path_factory):
+    """Actors shared by the tests that leave them alive."""
+    cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={tmp_path_factory.mktemp('run')}"])
+    with ray_workers(cfg) as w:
+        yield w
+
+
+def numbers(folder):
+    timed = ("timing_s/", "perf/time_per_step", "perf/throughput")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_metrics(folder)]
+
+
+def test_ray_and_one_process_are_the_same_run(cluster, model, tmp_path):
+    """Every metric of every step, and every byte of the checkpoint, resumed on the other driver halfway."""
+    for kind in ("local", "ray"):
+        train(
+            load(
+                overrides=[*OVERRIDES, f"driver.kind={kind}", f"model.path={model}", f"trainer.dir={tmp_path / kind}"]
+            ),
+            lambda line: None,
+        )
+    assert numbers(tmp_path / "ray") == numbers(tmp_path / "local")
+    mine, theirs = tmp_path / "ray/checkpoints/step_3", tmp_path / "local/checkpoints/step_3"
+    found = [p.relative_to(mine) for p in mine.rglob("*") if p.is_file()]
+    assert len(found) > 10
+    assert [str(p) for p in found if (mine / p).read_bytes() != (theirs / p).read_bytes()] == []
+
+
+def batch_of(w):
+    return aggregate(pack_examples(TASKS["reverse"].train(Key.from_seed(0), 0, 4), w.tokenizer))
+
+
+def test_handles_stand_for_values(remote, model, tmp_path):
+    """Purity, persistence and donation through handles; the driver never holds a tensor of the state."""
+    w = remote
+    state, batch = w.actor.load_pretrained(model, Key.from_seed(0)), batch_of(w)
+    grads, first = w.actor.forward_backward(state, batch, cross_entropy())
+    new, _ = w.actor.apply_update(state, grads, donate=False)
+    _, again = w.actor.forward_backward(state, batch, cross_entropy())
+    _, other = w.actor.forward_backward(new, batch, cross_entropy())
+    first, again, other = w.get((first, again, other))
+    assert tree.equal(first, again)
+    assert first["loss"].value != other["loss"].value
+    reference = new.params
+    grads, _ = w.actor.forward_backward(new, batch, cross_entropy())
+    before = w.get(w.actor.forward(reference, batch, ["logprobs"]))
+    newer, found = w.actor.apply_update(new, grads)
+    assert w.get(found)["update_skipped"].value == 0
+    with pytest.raises(DonatedError, match="remote TrainState was donated"):
+        w.actor.forward_backward(new, batch, cross_entropy())
+    with pytest.raises(DonatedError):
+        w.actor.forward(reference, batch, ["logprobs"])
+    after = w.get(w.actor.forward(newer.params, batch, ["logprobs"]))
+    assert not tree.equal(before, after)
+    w.actor.save(newer, tmp_path)
+    restored = w.actor.restore(tmp_path)
+    assert tree.equal(w.get(w.actor.forward(restored.params, batch, ["logprobs"])), after)
+
+
+def test_values_go_when_their_handles_go(remote, model):
+    w = remote
+    host = w.actor._host
+    states = [w.actor.load_pretrained(model, Key.from_seed(i)) for i in range(3)]
+    numbers = [s.stored.id for s in states]
+    del states
+    keep = w.actor.load_pretrained(model, Key.from_seed(9))
+    alive = set(ray.get(host.alive.remote()))
+    assert keep.stored.id in alive
+    assert not alive & set(numbers)
+
+
+def test_a_workers_error_is_its_own(remote):
+    with pytest.raises(ValueError, match="no loss_weight"):
+        state = remote.actor.init(Key.from_seed(0))
+        bare = batch_of(remote).without("loss_weight")
+        remote.get(remote.actor.forward_backward(state, bare, cross_entropy())[1])
+
+
+@pytest.mark.parametrize("victim", ["rollout", "trainer"])
+def test_a_dead_actor_ends_the_run_at_once(cluster, model, tmp_path, victim):
+    """While the driver waits for one actor, any actor's death ends the wait; the log's tail is told."""
+    cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={tmp_path}"])
+    with ray_workers(cfg) as w:
+        members = w.get.__self__.members
+        w.get(members[victim].host.call.remote(print, {"flush": True}, False, "the last words"))
+        waiting = members["reward"].host.call.remote(threading.Event().wait, {}, False, 60)
+        os.kill(members[victim].pid, signal.SIGKILL)
+        with pytest.raises(ActorDied, match=rf"the {victim} actor \(pid {members[victim].pid}\) died") as error:
+            w.get(waiting)
+        assert "the last words" in str(error.value)
