@@ -85,7 +85,8 @@ class Sampler:
                     f"published tensor {name!r} has shape {tuple(tensor.shape)}; "
                     f"the model's has {tuple(wanted[name])}"
                 )
-            taken[name] = tensor.detach().to(self.device, self.dtype, copy=True)
+            dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
+            taken[name] = tensor.detach().to(self.device, dtype, copy=True)
         if missing := [name for name in wanted if name not in taken]:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise ValueError(f"these parameters were not published: {shown}")
@@ -113,7 +114,8 @@ class Sampler:
             asked = "any version" if version is None else f"version {version}"
             held = "none; publish them first" if self.version is None else f"version {self.version}"
             raise StaleWeightsError(f"the request asks for weights of {asked}, and the sampler holds {held}")
-        ids = list(range(len(prompts)) if ids is None else ids)
+        prompts = [list(map(int, prompt)) for prompt in prompts]
+        ids = list(range(len(prompts)) if ids is None else map(int, ids))
         self._check(prompts, sampling, ids)
         keys = [key.fold_in(i) for i in ids]
         seeds = torch.tensor([k.fold_in(sample).seed() for k in keys for sample in range(sampling.n)])
@@ -137,10 +139,10 @@ class Sampler:
         """Nothing to do: publishing and generating take what memory they need."""
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling, ids: Sequence[int]) -> None:
-        if not len(prompts) or len(ids) != len(prompts):
+        if not prompts or len(ids) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts with {len(ids)} ids: there must be as many, and at least one")
         for i, prompt in enumerate(prompts):
-            if not len(prompt):
+            if not prompt:
                 raise ValueError(f"prompt {i} is empty; it needs at least one token to go on from")
             if len(prompt) + sampling.max_tokens > self.max_length:
                 raise ValueError(

@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl_fn.backends.local import Local
 from verl_fn.backends.mock import Mock
 from verl_fn.backends.mock_rollout import MockRollout, sample_table
 from verl_fn.backends.protocol import Sampling, StaleWeightsError
+from verl_fn.backends.sampler import Sampler
+from verl_fn.models import new_model
 from verl_fn.state import Key
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
@@ -42,3 +45,15 @@ def test_mock_refuses_a_prompt_that_its_script_lacks():
     engine.publish(0, [])
     with pytest.raises(KeyError, match="no answer"):
         engine.generate([[3]], Sampling(4), Key.from_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "tolerance"),
+    [({}, "float32", 1e-5), ({"slots": 3}, "float32", 1e-5), ({"dtype": "bfloat16"}, "bfloat16", 0.1)],
+    ids=["all at a time", "three at a time", "bf16"],
+)
+def test_sampler(tmp_path, options, dtype, tolerance):
+    # Larger weights than a new model has, so that its distributions are far from uniform.
+    folder = new_model(tmp_path, chars="abcd", hidden_size=16, initializer_range=0.3)
+    trainer = Local(folder, sgd(constant(0.1)), compute_dtype=dtype)
+    check_rollout(lambda: Sampler(folder, **options), trainer, tolerance=tolerance)

@@ -1,0 +1,415 @@
+"""The embedded sampler: what it draws, from which distribution, and that nothing but the key decides."""
+
+import json
+import shutil
+
+import attrs
+import pytest
+import torch
+
+from verl_fn.backends.protocol import Sampling, StaleWeightsError
+from verl_fn.backends.sampler import Draws, Sampler
+from verl_fn.models import new_model
+from verl_fn.state import Key
+
+EOS = 2
+KEY = Key.from_seed(7)
+# Of many lengths, one of them twice.
+PROMPTS = [[1, *(4 + (i * j) % 9 for j in range(1 + (5 * i) % 11))] for i in range(1, 12)]
+SAMPLINGS = [
+    Sampling(12, n=2),
+    Sampling(12, n=2, temperature=0.4),
+    Sampling(12, n=2, temperature=1.7),
+    Sampling(12, n=2, top_k=3),
+    Sampling(12, n=2, top_p=0.7),
+    Sampling(12, n=2, temperature=0.8, top_k=5, top_p=0.9),
+    Sampling(12, temperature=0.0, top_k=3),
+]
+
+
+@attrs.frozen
+class Made:
+    """A folder, weights for it with lively distributions, and a plain model with them."""
+
+    folder: object
+    weights: dict
+    plain: object
+
+    def sampler(self, **kwargs):
+        sampler = Sampler(self.folder, **kwargs)
+        sampler.publish(3, self.weights.items())
+        return sampler
+
+
+def make(folder, arch, **overrides):
+    from transformers import AutoModelForCausalLM
+
+    from verl_fn.backends.model import quiet
+
+    new_model(folder, chars="abcdefghi", arch=arch, hidden_size=32, **overrides)
+    with quiet():
+        plain = AutoModelForCausalLM.from_pretrained(folder).eval()
+    generator = torch.Generator().manual_seed(0)
+    for p in plain.parameters():
+        p.data += 0.15 * torch.randn(p.shape, generator=generator)
+    return Made(folder, {n: p.detach() for n, p in plain.named_parameters()}, plain)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("qwen3"), "qwen3", tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def general(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("olmo2"), "olmo2")
+
+
+@pytest.fixture(scope="module")
+def sampler(made):
+    return made.sampler(slots=5)
+
+
+def responses(batch):
+    """(prompt's id, number of the sample) -> response tokens."""
+    found, seen = {}, {}
+    for row, group, length in zip(
+        batch.rows(), batch["group"].tolist(), batch["prompt_length"].tolist(), strict=True
+    ):
+        seen[group] = seen.get(group, -1) + 1
+        found[group, seen[group]] = row[length:].tolist()
+    return found
+
+
+def processed(logits, sampling):
+    """Log-probs after temperature, top-k and top-p, by sorting; and those after temperature alone."""
+    full = (logits / (sampling.temperature or 1.0)).double().log_softmax(-1)
+    if sampling.temperature == 0:
+        return full, full
+    ordered, order = full.exp().sort(-1, descending=True)
+    kept = torch.ones_like(ordered)
+    if sampling.top_k > 0:
+        kept[..., sampling.top_k :] = 0
+    ordered = ordered * kept / (ordered * kept).sum(-1, keepdim=True)
+    kept[ordered.cumsum(-1) - ordered >= sampling.top_p] = 0
+    cut = torch.zeros_like(kept).scatter(-1, order, ordered * kept)
+    return (cut / cut.sum(-1, keepdim=True)).log(), full
+
+
+# What is in the batch
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("which", ["made", "general"])
+def test_log_probs_are_those_of_a_plain_forward(request, which, sampling):
+    this = request.getfixturevalue(which)
+    batch = this.sampler(slots=5).generate(PROMPTS, sampling, KEY)
+    cuts = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+    assert ("rollout_full_log_probs" in batch) == cuts
+    for row, (tokens, mask) in enumerate(zip(batch.rows(), batch.rows("response_mask"), strict=True)):
+        start = int(batch["prompt_length"][row])
+        assert mask.tolist() == [0.0] * start + [1.0] * (len(tokens) - start)
+        with torch.no_grad():
+            logits = this.plain(tokens[None]).logits[0, start - 1 : -1]
+        for name, log_probs in zip(
+            ("rollout_log_probs", "rollout_full_log_probs"), processed(logits, sampling), strict=True
+        ):
+            if name in batch:
+                told = batch.rows(name)[row]
+                assert (told[start:] - log_probs.gather(1, tokens[start:, None])[:, 0]).abs().max() < 1e-4
+                assert not told[:start].any()
+
+
+def test_fields(sampler):
+    batch = sampler.generate([[1, 4], [1, 5, 6]], Sampling(40, n=3, temperature=0.7), KEY, ids=[8, 5])
+    assert batch["group"].tolist() == [8, 8, 8, 5, 5, 5]
+    assert batch["prompt_length"].tolist() == [2, 2, 2, 3, 3, 3]
+    assert batch["version"].tolist() == [3] * 6
+    assert torch.equal(batch["temperature"], torch.full((6,), 0.7))
+    ended = [float(row[-1] == EOS) for row in batch.rows()]
+    assert batch["finished"].tolist() == ended
+    assert 0 < sum(ended)
+    for row, start in zip(batch.rows(), batch["prompt_length"].tolist(), strict=True):
+        assert row[:start].tolist() in ([1, 4], [1, 5, 6])
+        assert EOS not in row[start:-1]
+        assert row[-1] == EOS or len(row) == start + 40
+    assert sampler.generate([[1]], Sampling(2, temperature=0.0), KEY)["temperature"].tolist() == [1.0]
+
+
+def test_tensors_are_fit_for_autograd(sampler):
+    batch = sampler.generate(PROMPTS[:2], Sampling(4, top_k=3), KEY)
+    assert not any(t.is_inference() for t in [batch.tokens, *batch.per_token.values(), *batch.per_row.values()])
+    weight = torch.ones((), requires_grad=True)
+    (weight * batch["rollout_log_probs"]).sum().backward()
+    assert torch.isclose(weight.grad, batch["rollout_log_probs"].sum())
+
+
+# Which tokens
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS[:6], ids=str)
+def test_draws_have_the_distribution(made, sampler, sampling):
+    """Chi-square of 4000 draws after one prompt, at the 99.9 % level, with a fixed key."""
+    prompt, n = [1, 4, 9], 4000
+    batch = sampler.generate([prompt], attrs.evolve(sampling, max_tokens=1, n=n), KEY)
+    with torch.no_grad():
+        probs = processed(made.plain(torch.tensor([prompt])).logits[0, -1], sampling)[0].exp()
+    counts = batch.tokens[batch.last].bincount(minlength=len(probs))
+    assert not counts[probs == 0].any()
+    likely = probs * n > 5
+    want = torch.cat([probs[likely], probs[~likely].sum()[None]])
+    got = torch.cat([counts[likely], counts[~likely].sum()[None]])
+    statistic = ((got - n * want)[want > 0] ** 2 / (n * want[want > 0])).sum()
+    freedom = int((want > 0).sum()) - 1
+    # The 99.9 % quantile, by Wilson and Hilferty.
+    assert 1 < freedom and statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+def test_positions_and_samples_are_independent(sampler):
+    """Each sample and each position has a number of its own: no row repeats another and no draw the one before."""
+    batch = sampler.generate([[1, 4]], Sampling(24, n=64, temperature=3.0), KEY)
+    found = responses(batch)
+    long = [tuple(r[:6]) for r in found.values() if len(r) >= 6]
+    assert len(set(long)) == len(long) > 30
+    repeated = [a == b for r in found.values() for a, b in zip(r, r[1:], strict=False)]
+    assert sum(repeated) < 0.3 * len(repeated)
+
+
+@pytest.mark.parametrize("which", ["made", "general"])
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], SAMPLINGS[5], SAMPLINGS[6]], ids=str)
+def test_order_size_and_slots_do_not_matter(request, which, sampling):
+    this = request.getfixturevalue(which)
+    ids = list(range(len(PROMPTS)))
+    whole = this.sampler(slots=64).generate(PROMPTS, sampling, KEY)
+    want, near = responses(whole), whole["near_ties"].sum()
+    for slots, order in ((64, ids[::-1]), (4, ids[3:] + ids[:3]), (1, ids[:4]), (7, [2, 10])):
+        batch = this.sampler(slots=slots).generate([PROMPTS[i] for i in order], sampling, KEY, ids=order)
+        got = responses(batch)
+        differ = {name for name in got if got[name] != want[name]}
+        assert len(differ) <= near <= 1
+        assert got.keys() == {(i, s) for i in order for s in range(sampling.n)}
+
+
+def test_another_key_or_id_draws_otherwise(sampler):
+    sampling = Sampling(12, n=2)
+    first = responses(sampler.generate(PROMPTS, sampling, KEY))
+    again = responses(sampler.generate(PROMPTS, sampling, KEY))
+    other = responses(sampler.generate(PROMPTS, sampling, Key.from_seed(8)))
+    shifted = responses(sampler.generate(PROMPTS, sampling, KEY, ids=range(1, 12)))
+    assert first == again
+    assert all(first[i, s] != other[i, s] for i in range(4, 8) for s in range(2))
+    assert all(first[i, s] != shifted[i + 1, s] for i in range(4, 8) for s in range(2))
+
+
+def test_a_sample_does_not_depend_on_how_many_there_are(sampler):
+    few = responses(sampler.generate(PROMPTS, Sampling(12, n=1), KEY))
+    many = responses(sampler.generate(PROMPTS, Sampling(12, n=5), KEY))
+    assert len(many) == 5 * len(few)
+    assert all(many[name] == tokens for name, tokens in few.items())
+    assert len({tuple(many[5, s]) for s in range(5)}) > 1
+
+
+@pytest.mark.parametrize("which", ["made", "general"])
+def test_greedy_is_transformers_greedy(request, which):
+    this = request.getfixturevalue(which)
+    got = responses(this.sampler(slots=3).generate(PROMPTS, Sampling(12, temperature=0.0), KEY))
+    for i, prompt in enumerate(PROMPTS):
+        want = this.plain.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=12
+        )
+        assert got[i, 0] == want[0, len(prompt) :].tolist()
+
+
+def test_responses_end_at_any_stop_token(made, sampler):
+    free = responses(sampler.generate(PROMPTS, Sampling(20, n=2), KEY))
+    batch = sampler.generate(PROMPTS, Sampling(20, n=2, stop_token_ids=(5, 7)), KEY)
+    ends = set()
+    for (name, got), finished in zip(responses(batch).items(), batch["finished"], strict=True):
+        stop = next((i for i, token in enumerate(free[name]) if token in (EOS, 5, 7)), 19)
+        assert got == free[name][: stop + 1]
+        assert finished == float(got[-1] in (EOS, 5, 7))
+        ends.add(got[-1])
+    assert {EOS, 5, 7} <= ends
+
+
+@pytest.mark.parametrize("told, ends", [([5, 7], {5, 7}), (7, {7}), (None, {EOS})])
+def test_the_models_own_end_tokens(made, tmp_path, told, ends):
+    shutil.copytree(made.folder, tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({} if told is None else {"eos_token_id": told}))
+    assert Sampler(tmp_path).end_tokens == ends
+    path.unlink()
+    assert Sampler(tmp_path).end_tokens == {EOS}
+
+
+# Near ties
+
+
+def drawn(sampling, logits, u):
+    draws = Draws(sampling, len(logits), 1e-5)
+    draws.draw(torch.tensor([logits]), torch.tensor([[u]], dtype=torch.float64))
+    tokens, _, _, near = draws.results()
+    return tokens.item(), near.item()
+
+
+def test_near_ties_are_those_that_noise_decides():
+    """1 - u is compared with the CDF, here 1/4, 1/2, 3/4, 1; noise of 1e-5 moves its middle by 5e-6."""
+    flat = [0.0] * 4
+    assert drawn(Sampling(1), flat, 0.5 + 4e-6) == (1, True)
+    assert drawn(Sampling(1), flat, 0.5 - 4e-6) == (2, True)
+    assert drawn(Sampling(1), flat, 0.5 + 6e-6) == (1, False)
+    assert drawn(Sampling(1), flat, 0.5 - 6e-6) == (2, False)
+    assert drawn(Sampling(1), flat, 0.6) == (1, False)
+    assert drawn(Sampling(1, temperature=0.1), flat, 0.5 + 4e-5) == (1, True)
+    assert drawn(Sampling(1), flat, 0.0) == (3, False)
+    assert drawn(Sampling(1), flat, 1 - 2.0**-53) == (0, False)
+
+
+def test_near_ties_of_greedy_and_cuts():
+    greedy, pair, most = Sampling(1, temperature=0.0), Sampling(1, top_k=2), Sampling(1, top_p=0.75)
+    assert drawn(greedy, [0.0, 1.0, 1.0 - 1e-5], 0.3) == (1, True)
+    assert drawn(greedy, [0.0, 1.0, 1.0 - 1e-4], 0.3) == (1, False)
+    assert drawn(pair, [2.0, 1.0, 1.0 - 1e-5], 0.9) == (0, True)
+    assert drawn(pair, [2.0, 1.0, 1.0 - 1e-4], 0.9) == (0, False)
+    probs = lambda *p: torch.tensor(p).log().tolist()  # noqa: E731
+    assert drawn(most, probs(0.5, 0.25 - 1e-6, 0.2, 0.05), 0.9) == (0, True)
+    assert drawn(most, probs(0.5, 0.24, 0.2, 0.06), 0.9) == (0, False)
+    assert drawn(most, probs(0.5, 0.26, 0.2, 0.04), 0.001) == (1, False)
+
+
+def test_ties_at_a_cut_are_kept_whole():
+    """Equals are all kept: no order among them could be told apart from noise."""
+    draws = Draws(Sampling(1, top_k=1), 3, 1e-5)
+    draws.draw(torch.tensor([[1.0, 1.0, 0.0]] * 2), torch.tensor([[0.2], [0.8]]).double())
+    tokens, log_probs, _, near = draws.results()
+    assert tokens.tolist() == [1, 0] and near.all()
+    assert torch.allclose(log_probs, torch.tensor(0.5).log())
+
+
+def test_near_ties_are_counted_by_row(sampler):
+    """A flat model has a boundary every 1/13; at temperature 0 every one of its draws is a tie."""
+    flat = Sampler(sampler.folder)
+    flat.publish(0, [(name, torch.zeros(shape)) for name, shape in flat.decoder.shapes.items()])
+    batch = flat.generate([[1], [1, 4]], Sampling(5, temperature=0.0), KEY)
+    assert batch["near_ties"].tolist() == (batch.lengths - batch["prompt_length"]).tolist()
+    assert flat.generate([[1], [1, 4]], Sampling(5), KEY)["near_ties"].tolist() == [0, 0]
+
+
+# Weights
+
+
+def test_publishing_copies(made, sampler):
+    mine = {name: t.clone() for name, t in made.weights.items()}
+    other = Sampler(made.folder)
+    other.publish(3, mine.items())
+    for t in mine.values():
+        t.zero_()
+    sampling = Sampling(12, n=2)
+    assert responses(other.generate(PROMPTS, sampling, KEY)) == responses(sampler.generate(PROMPTS, sampling, KEY))
+
+
+@pytest.mark.parametrize("which", ["made", "general"])
+def test_new_weights_take_over_and_odd_ones_do_not(request, which):
+    this = request.getfixturevalue(which)
+    sampler, sampling = this.sampler(slots=4), Sampling(12)
+    before = responses(sampler.generate(PROMPTS, sampling, KEY))
+    name = next(n for n in this.weights if "down_proj" in n)
+    halved = {n: t * 0.5 for n, t in this.weights.items()}
+    for odd, message in (
+        ({n: t for n, t in halved.items() if n != name}, f"not published: {name}"),
+        ({**halved, "extra.weight": torch.ones(2)}, "'extra.weight' is no parameter"),
+        ({**halved, name: torch.ones(2, 3)}, rf"{name}' has shape \(2, 3\); the model's has \(32, 96\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sampler.publish(4, odd.items())
+        assert sampler.version == 3
+    with pytest.raises(ValueError, match="twice"):
+        sampler.publish(4, [*halved.items(), (name, halved[name])])
+    assert responses(sampler.generate(PROMPTS, sampling, KEY, version=3)) == before
+    sampler.publish(4, halved.items())
+    after = sampler.generate(PROMPTS, sampling, KEY, version=4)
+    assert responses(after) != before and after["version"].tolist() == [4] * len(after)
+
+
+def test_stale_weights_are_an_error(made):
+    sampler = Sampler(made.folder)
+    with pytest.raises(StaleWeightsError, match="any version, and the sampler holds none"):
+        sampler.generate([[1]], Sampling(1), KEY)
+    sampler.publish(3, made.weights.items())
+    with pytest.raises(StaleWeightsError, match="version 4, and the sampler holds version 3"):
+        sampler.generate([[1]], Sampling(1), KEY, version=4)
+    want = sampler.generate([[1]], Sampling(9), KEY, version=3).tokens
+    sampler.sleep()
+    sampler.wake()
+    with pytest.raises(StaleWeightsError, match="version 3, and the sampler holds none"):
+        sampler.generate([[1]], Sampling(1), KEY, version=3)
+    sampler.publish(3, made.weights.items())
+    assert torch.equal(sampler.generate([[1]], Sampling(9), KEY).tokens, want)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "prompts, sampling, kwargs, message",
+    [
+        ([[1], []], Sampling(1), {}, "prompt 1 is empty"),
+        ([], Sampling(1), {}, "at least one"),
+        ([[1], [4]], Sampling(1), {"ids": [3]}, "2 prompts with 1 ids"),
+        ([[1], [1] * 200], Sampling(57), {}, "prompt 1 has 200 tokens.*max_tokens=57.*256 positions"),
+        ([[1, 13]], Sampling(1), {}, "prompt 0 holds tokens outside the vocabulary of 13"),
+        ([[-1]], Sampling(1), {}, "vocabulary"),
+    ],
+)
+def test_odd_requests_are_refused(sampler, prompts, sampling, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        sampler.generate(prompts, sampling, KEY, **kwargs)
+
+
+def test_the_longest_row_fits(sampler):
+    batch = sampler.generate([[1] * 250], Sampling(6, temperature=0.0), KEY)
+    assert int(batch.lengths[0]) <= 256
+
+
+@pytest.mark.parametrize("sampling", [Sampling(8), Sampling(8, top_k=3, top_p=0.9), Sampling(8, temperature=0.0)])
+def test_logits_that_are_not_finite_name_the_row_and_leave_no_trace(made, sampling):
+    sampler, prompts = made.sampler(), [[1, 4], [1, 4, 5, 9, 6, 7], [1, 5]]
+    want = responses(sampler.generate(prompts, sampling, KEY))
+    bad = {name: t.clone() for name, t in made.weights.items()}
+    bad["model.embed_tokens.weight"][9] = torch.nan
+    sampler.publish(4, bad.items())
+    with pytest.raises(FloatingPointError, match=r"row 1 \(sample 0 of prompt 1\)"):
+        sampler.generate(prompts, sampling, KEY)
+    sampler.publish(5, made.weights.items())
+    assert responses(sampler.generate(prompts, sampling, KEY)) == want
+
+
+def test_odd_settings_are_refused(made):
+    with pytest.raises(ValueError, match="dtype"):
+        Sampler(made.folder, dtype="float16")
+    with pytest.raises(ValueError, match="slots"):
+        Sampler(made.folder, slots=0)
+
+
+def test_half_precision_draws_almost_alike(made, sampler):
+    """In bf16 the log-probs are those of its own distribution, and near those of fp32."""
+    half = made.sampler(dtype="bfloat16")
+    batch = half.generate(PROMPTS, Sampling(12, n=4), KEY)
+    with torch.no_grad():
+        logits = [made.plain(row[None]).logits[0, :-1].log_softmax(-1) for row in batch.rows()]
+    want = torch.cat([torch.cat([lp.new_zeros(1), lp.gather(1, row[1:, None])[:, 0]]) for lp, row in zip(logits, batch.rows(), strict=True)])  # fmt: skip
+    gap = ((batch["rollout_log_probs"] - want) * batch["response_mask"]).abs().sum() / batch["response_mask"].sum()
+    assert gap < 0.05
+
+
+# The benchmark
+
+
+def test_the_benchmarks_responses_end_at_mixed_lengths():
+    from verl_fn.benchmarks import sampler as benchmark
+
+    report = benchmark.run(["0.1M"], pairs=1)
+    result = report["results"]["0.1M"]
+    assert result["response_lengths"]["sampler"] == result["response_lengths"]["transformers"]
+    assert result["response_lengths"]["sampler"] == {"mean": 50.0, "min": 4, "max": 96}
+    assert result["ratio"] > 0 and "0.1M" in benchmark.table(report)
