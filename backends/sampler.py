@@ -275,8 +275,9 @@ class Draws:
     >>> draws = Draws(Sampling(max_tokens=1, top_k=2), 3, 1e-5)
     >>> draws.draw(torch.tensor([[0.0, 0.0, -1.0]]), torch.tensor([[0.4]]).double()).tolist()
     [1]
-    >>> [round(t.item(), 2) for t in draws.results()]
-    [1, -0.69, -0.86, False]
+    >>> tokens, log_probs, full, near = draws.results()
+    >>> log_probs.exp(), near
+    (tensor([0.5000]), tensor([False]))
     """
 
     def __init__(self, sampling: Sampling, vocab: int, noise: float) -> None:
@@ -341,7 +342,8 @@ class Draws:
         bound = best.gather(1, last)
         follower = best.gather(1, (last + 1).clamp(max=best.shape[1] - 1))
         swapped = (bound - follower < 2 * self.noise * bound) & (last + 1 < best.shape[1])
-        return probs.where(probs >= bound, 0.0), doubtful | swapped
+        # Not `where(probs >= bound)`, which would make zeros of NaN.
+        return probs.masked_fill(probs < bound, 0.0), doubtful | swapped
 
 
 def _batch(run: _Run, ids: Sequence[int], version: int | None) -> Batch:

@@ -24,7 +24,7 @@ ESTIMATORS = {
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @given(seed=st.integers(0, 2**32), rows=st.integers(1, 12))
-@settings(derandomize=True, deadline=None, max_examples=30)
+@settings(derandomize=True, deadline=None, max_examples=15)
 def test_built_in_estimator(name, seed, rows):
     key = Key.from_seed(seed)
     check_advantage(ESTIMATORS[name], tiny_batch(key, rows=rows), key=key)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_fn.backends.local import Local
+from verl_fn.backends.mock import Mock
 from verl_fn.models import new_model
 from verl_fn.state import Key
 from verl_fn.steps import chain, clip_by_global_norm, constant, cross_entropy, entropy, ppo_clip, sgd, value_clip
@@ -27,7 +28,7 @@ def local(folder, *, max_tokens=24, **options):
 
 
 @given(seed=st.integers(0, 2**32), rows=st.integers(5, 12))
-@settings(derandomize=True, deadline=None, max_examples=10)
+@settings(derandomize=True, deadline=None, max_examples=5)
 def test_mock(seed, rows):
     key = Key.from_seed(seed)
     every = ppo_clip() + 0.5 * value_clip() - 0.01 * entropy()
@@ -38,7 +39,7 @@ def test_mock(seed, rows):
     "tx", [sgd(constant(0.1), momentum=0.9), chain(clip_by_global_norm(0.1), mutants.optimizer())]
 )
 def test_mock_with_other_optimizers(tx):
-    check_backend(mutants.Mock(mutants.VOCAB, tx, max_tokens=24))
+    check_backend(Mock(mutants.VOCAB, tx, max_tokens=24))
 
 
 @pytest.mark.parametrize("embeddings", ["tied", "untied"])
@@ -73,7 +74,7 @@ def test_local_with_a_value_head(folders, options):
 
 
 @given(seed=st.integers(0, 2**32), rows=st.integers(5, 9))
-@settings(derandomize=True, deadline=None, max_examples=3)
+@settings(derandomize=True, deadline=None, max_examples=2)
 def test_local_on_other_batches(folders, seed, rows):
     key = Key.from_seed(seed)
     check_backend(local(folders["tied"]), batch=tiny_batch(key, rows=rows), tolerance=FP32, key=key)

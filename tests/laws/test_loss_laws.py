@@ -41,7 +41,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(seed=st.integers(0, 2**32), rows=st.integers(1, 9))
-@settings(derandomize=True, deadline=None, max_examples=10)
+@settings(derandomize=True, deadline=None, max_examples=6)
 def test_built_in_loss(name, seed, rows):
     built_in, policy_only = LOSSES[name]
     key = Key.from_seed(seed)

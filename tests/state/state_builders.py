@@ -5,7 +5,7 @@ from hypothesis import settings
 
 from verl_fn.state import Batch, Buffers, Grads, Key, Params, Slots, TrainState, Weighted
 
-MODEST = settings(max_examples=25, deadline=None, derandomize=True)
+MODEST = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 def train_state(step: int = 7) -> TrainState:

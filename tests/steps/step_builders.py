@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from verl_fn.state import Batch
 
-MODEST = settings(max_examples=20, deadline=None, derandomize=True)
+MODEST = settings(max_examples=15, deadline=None, derandomize=True)
 MULTI_TURN = [[0, 0, 1, 1, 0, 0, 1], [1], [0, 0, 0], [0, 1, 0, 1, 1, 0], [1, 1]]
 SEEDS = st.integers(0, 2**16)
 

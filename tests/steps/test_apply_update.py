@@ -59,6 +59,7 @@ def test_a_gradient_that_is_not_finite_skips_the_update(optimizer, value, name):
         after, metrics = apply_update(optimizer, before, spoiled(value, name), donate_inputs=donate_inputs)
         assert tree.equal(after, attrs.evolve(warm(optimizer), step=3))
         assert metrics["update_skipped"].value == 1.0 and not math.isfinite(metrics["grad_norm"].value)
+        assert metrics["lr"].value == SCHEDULE(2) and metrics["perf/residency_copies"].value == 0.0
 
 
 @each_optimizer

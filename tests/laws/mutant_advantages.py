@@ -1,0 +1,117 @@
+"""Broken estimators, each with the law that it breaks."""
+
+import torch
+
+from verl_fn.steps import (
+    gae,
+    grpo,
+    reinforce_plus_plus,
+    rloo,
+)
+
+
+def writes_to_rewards(batch):
+    batch["token_level_rewards"].clamp_(-0.5, 0.5)
+    return grpo(batch)
+
+
+def explores(batch):
+    new = grpo(batch)
+    return new.with_tokens(
+        advantages=new["advantages"] + 0.1 * torch.randn(batch.num_tokens) * batch["response_mask"]
+    )
+
+
+def running_baseline():
+    seen = []
+
+    def estimator(batch):
+        seen.append(float(batch["token_level_rewards"].mean()) + len(seen))
+        new = rloo(batch)
+        return new.with_tokens(advantages=(new["advantages"] - sum(seen) / len(seen)) * batch["response_mask"])
+
+    return estimator
+
+
+def neighbours_as_groups(batch):
+    """Takes every two rows for a group."""
+    pairs = torch.arange(len(batch)) // 2
+    return grpo(batch.with_rows(group=pairs), norm_adv_by_std=False).with_rows(group=batch["group"])
+
+
+def ids_as_numbers(batch):
+    new = grpo(batch)
+    return new.with_tokens(advantages=new["advantages"] * batch.spread(batch["group"] / 50))
+
+
+def first_row_as_baseline(batch):
+    new = rloo(batch)
+    baseline = batch.rows("token_level_rewards")[0].sum()
+    return new.with_tokens(advantages=(new["advantages"] - baseline) * batch["response_mask"])
+
+
+def forgets_the_mask(batch):
+    new = reinforce_plus_plus(batch)
+    everywhere = batch.spread(batch.sum_rows(batch["token_level_rewards"]))
+    return new.with_tokens(advantages=everywhere)
+
+
+def sums_over_holes(batch):
+    """Counts rewards where a tool spoke."""
+    score = batch.spread(batch.sum_rows(batch["token_level_rewards"])) * batch["response_mask"]
+    return batch.with_tokens(advantages=score, returns=score)
+
+
+def whitens_over_prompts(batch):
+    new = gae(batch, whiten=False)
+    a = new["advantages"]
+    return new.with_tokens(advantages=(a - batch["values"].mean()) * batch["response_mask"])
+
+
+def one_advantage_a_row(batch):
+    return rloo(batch).without("advantages").with_rows(advantages=batch.sum_rows(batch["token_level_rewards"]))
+
+
+def in_double(batch):
+    new = gae(batch)
+    return new.with_tokens(advantages=new["advantages"].double())
+
+
+def forgets_returns(batch):
+    return rloo(batch).without("returns")
+
+
+def overwrites_rewards(batch):
+    return rloo(batch).with_tokens(token_level_rewards=2 * batch["token_level_rewards"])
+
+
+def adds_a_bonus(batch):
+    new = rloo(batch)
+    return new.with_tokens(advantages=new["advantages"] + 0.1 * batch["response_mask"])
+
+
+def divides_by_spread(batch):
+    """Not finite for a group of one."""
+    score = batch.sum_rows(batch["token_level_rewards"] * batch["response_mask"])
+    std = torch.stack([score[batch["group"] == g].std(correction=0) for g in batch["group"]])
+    spread = torch.where(batch["response_mask"].bool(), batch.spread(score / std), 0.0)
+    return batch.with_tokens(advantages=spread, returns=spread)
+
+
+ADVANTAGES = [
+    (writes_to_rewards, "Purity"),
+    (explores, "Purity"),
+    (running_baseline(), "Purity"),
+    (neighbours_as_groups, "Rows"),
+    (ids_as_numbers, "Rows"),
+    (first_row_as_baseline, "Rows"),
+    (forgets_the_mask, "Zero"),
+    (sums_over_holes, "Zero"),
+    (whitens_over_prompts, "Zero"),
+    (adds_a_bonus, "Zero"),
+    (one_advantage_a_row, "Signature"),
+    (in_double, "Signature"),
+    (forgets_returns, "Signature"),
+    (overwrites_rewards, "Signature"),
+    (divides_by_spread, "Signature"),
+]

@@ -1,0 +1,155 @@
+"""Broken losses, each with the law that it breaks."""
+
+import torch
+
+from verl_fn.state import (
+    Moments,
+    Sum,
+    Weighted,
+)
+from verl_fn.steps import (
+    loss,
+    ppo_clip,
+    token_mean,
+    whiten_masked,
+)
+
+
+@loss(needs=["logprobs"])
+def divides_by_tokens(outputs, batch):
+    return -batch["advantages"] * outputs.logprobs / batch["response_mask"].sum(), {}
+
+
+@loss(needs=["logprobs"])
+def whitens_inside(outputs, batch):
+    return -whiten_masked(batch["advantages"], batch["response_mask"]) * outputs.logprobs, {}
+
+
+@loss(needs=["logprobs"])
+def sums_across_rows(outputs, batch):
+    """A running ratio that does not start anew with each row."""
+    ratio = (outputs.logprobs - batch["old_log_probs"]).cumsum(0).clamp(-20.0, 20.0).exp()
+    return -batch["advantages"] * ratio, {}
+
+
+@loss(needs=["logprobs"])
+def mean_as_metric(outputs, batch):
+    per_token, found = ppo_clip()(outputs, batch)
+    return per_token, found | {"actor/mean": Weighted(per_token.detach().mean(), 1.0)}
+
+
+@loss(needs=["logprobs"])
+def number_as_metric(outputs, batch):
+    per_token, found = ppo_clip()(outputs, batch)
+    return per_token, found | {"actor/mean": per_token.mean().item()}
+
+
+@loss(needs=["logprobs"])
+def keeps_the_graph(outputs, batch):
+    per_token, found = ppo_clip()(outputs, batch)
+    return per_token, found | {"actor/sum": Sum(per_token.sum())}
+
+
+@loss(needs=["logprobs"])
+def counts_prompts(outputs, batch):
+    per_token, found = ppo_clip()(outputs, batch)
+    ratio = outputs.logprobs - batch["old_log_probs"]
+    return per_token, found | {"actor/std": Moments.of(ratio, torch.ones_like(ratio), stat="std")}
+
+
+@loss(needs=["logprobs"])
+def counts_calls(outputs, batch):
+    per_token, found = ppo_clip()(outputs, batch)
+    return per_token, found | {"actor/parts": Sum(1)}
+
+
+@loss(needs=["logprobs"])
+def one_a_row(outputs, batch):
+    return -batch.sum_rows(batch["advantages"] * outputs.logprobs), {}
+
+
+@loss(needs=["logprobs"])
+def reads_undeclared(outputs, batch):
+    return ppo_clip()(outputs, batch)[0] - 0.01 * outputs.entropy, {}
+
+
+@loss(needs=["logprobs"])
+def reads_if_there(outputs, batch):
+    """Changes with what another term of a sum happens to need."""
+    bonus = getattr(outputs, "entropy", 0.0)
+    return ppo_clip()(outputs, batch)[0] - 0.01 * bonus, {}
+
+
+@loss(needs=["logprobs"])
+def clamps_in_place(outputs, batch):
+    batch["advantages"].clamp_(-0.5, 0.5)
+    return ppo_clip()(outputs, batch)
+
+
+@loss(needs=["logprobs"])
+def writes_to_outputs(outputs, batch):
+    outputs.logprobs.detach().clamp_(min=-0.5)
+    return ppo_clip()(outputs, batch)
+
+
+@loss(needs=["logprobs"])
+def drops_out(outputs, batch):
+    per_token, found = ppo_clip()(outputs, batch)
+    return per_token * (torch.rand(len(per_token)) > 0.1), found
+
+
+def keeps_a_baseline():
+    seen = []
+
+    @loss(needs=["logprobs"])
+    def with_baseline(outputs, batch):
+        seen.append(float(batch["advantages"].mean()))
+        baseline = sum(seen) / len(seen) + len(seen)
+        return -(batch["advantages"] - baseline) * outputs.logprobs, {"mean": token_mean(batch, outputs.logprobs)}
+
+    return with_baseline
+
+
+@loss(needs=["logprobs"])
+def does_not_clamp(outputs, batch):
+    return -batch["advantages"] * (outputs.logprobs - batch["old_log_probs"]).exp(), {}
+
+
+@loss(needs=["logprobs"])
+def pulls_without_advantage(outputs, batch):
+    return -(batch["advantages"] + 0.01) * outputs.logprobs, {}
+
+
+@loss(needs=["logprobs"])
+def not_finite_without_response(outputs, batch):
+    """Divides by the length of a response, which may be 0."""
+    length = batch.spread(batch.sum_rows(batch["response_mask"]))
+    return -batch["advantages"] * outputs.logprobs / length, {}
+
+
+@loss(needs=["logprobs"])
+def detaches(outputs, batch):
+    return -batch["advantages"] * outputs.logprobs.detach(), {}
+
+
+LOSSES = [
+    (divides_by_tokens, "Split invariance"),
+    (whitens_inside, "Split invariance"),
+    (sums_across_rows, "Split invariance"),
+    (mean_as_metric, "Split invariance"),
+    (counts_calls, "Split invariance"),
+    (number_as_metric, "Signature"),
+    (keeps_the_graph, "Signature"),
+    (one_a_row, "Signature"),
+    (detaches, "Signature"),
+    (counts_prompts, "Zero"),
+    (pulls_without_advantage, "Zero"),
+    (reads_undeclared, "Purity"),
+    (reads_if_there, "Purity"),
+    (clamps_in_place, "Purity"),
+    (writes_to_outputs, "Purity"),
+    (drops_out, "Purity"),
+    (keeps_a_baseline(), "Purity"),
+    (does_not_clamp, "Finite"),
+    (not_finite_without_response, "Finite"),
+]
