@@ -207,7 +207,8 @@ class GeneralDecoder:
         register()
         self.skeleton, self.shapes, self.device = skeleton, shapes, device
         self.vocab = skeleton.output_layer.weight.shape[0]
-        skeleton.model.set_attn_implementation(NAME)
+        model: Any = skeleton.model
+        model.set_attn_implementation(NAME)
         skeleton.move_buffers(device)
         self._weights: dict[str, Tensor] = {}
         self._cache = Cache(0, 0)
@@ -240,7 +241,8 @@ class GeneralDecoder:
 
     def _logits(self, tokens: Tensor, where: Where, last: Tensor | None) -> Float[Tensor, "n V"]:
         def forward(skeleton: Skeleton) -> Tensor:
-            found = skeleton.model.base_model(
+            body: Any = skeleton.model.base_model
+            found = body(
                 input_ids=tokens[None],
                 position_ids=where.positions[None],
                 use_cache=False,
@@ -350,7 +352,8 @@ class LlamaDecoder:
             for size in (config.hidden_size, self.dim)
         )
         skeleton.move_buffers(device)
-        self._rotary = skeleton.model.base_model.rotary_emb
+        body: Any = skeleton.model.base_model
+        self._rotary = body.rotary_emb
         self._turns: Tensor = torch.empty(0, 1, self.dim // 2, dtype=torch.complex64, device=device)
         # [layers, keys and values, slots, kv_heads, places, dim]
         self._cache = torch.zeros(
@@ -406,9 +409,9 @@ class LlamaDecoder:
             if where.packing is None:
                 found = attend(q, cache[0], cache[1], where, scaling=1.0, window=layer.window)
             else:
-                whole = (part.transpose(0, 1)[None] for part in (q, kv[:, :kv_heads], kv[:, kv_heads:]))
+                q, k, v = (part.transpose(0, 1)[None] for part in (q, kv[:, :kv_heads], kv[:, kv_heads:]))
                 found, _ = packed_attention(
-                    None, *whole, None, packing=where.packing, scaling=1.0, sliding_window=layer.window
+                    self._rotary, q, k, v, None, packing=where.packing, scaling=1.0, sliding_window=layer.window
                 )
             x = layer.out(found.reshape(T, heads * dim)).add_(x)
             gate, up = layer.gate_up(_normed(x, eps)).chunk(2, -1)
@@ -424,24 +427,27 @@ class LlamaDecoder:
         return self._weights
 
     def _fused(self, tensors: dict[str, Tensor], index: int) -> Layer:
-        take = lambda name: tensors.pop(f"model.layers.{index}.{name}", None)  # noqa: E731
+        prefix = f"model.layers.{index}."
+        take = lambda name: tensors.pop(prefix + name)  # noqa: E731
         before, after = (take(f"{p}_layernorm.weight") * self._root for p in ("input", "post_attention"))
         # The scale of scores goes into the queries: into their norm where they have one, else into their weights.
         scale, head_norm = self.dim**-0.5, None
-        q_norm, k_norm = (take(f"self_attn.{p}_norm.weight") for p in "qk")
-        if q_norm is not None:
+        if prefix + "self_attn.q_norm.weight" in tensors:
+            q_norm, k_norm = (_pairs(take(f"self_attn.{p}_norm.weight"), self.dim) for p in "qk")
             # The factors sqrt(dim), of a norm without it and of the scale, are each other's inverse.
-            q_norm, k_norm = _pairs(q_norm, self.dim), _pairs(k_norm, self.dim) * self.dim**0.5
+            k_norm = k_norm * self.dim**0.5
             head_norm, scale = torch.cat([q_norm.expand(self.heads, -1), k_norm.expand(self.kv_heads, -1)]), 1.0
 
-        def joined(kind: str) -> Tensor | None:
+        def joined(kind: str) -> Tensor:
             q, k, v = (take(f"self_attn.{p}_proj.{kind}") for p in "qkv")
-            return None if q is None else torch.cat([_pairs(q, self.dim) * scale, _pairs(k, self.dim), v])
+            return torch.cat([_pairs(q, self.dim) * scale, _pairs(k, self.dim), v])
 
         return Layer(
-            _product(joined("weight") * before, joined("bias")),
+            _product(
+                joined("weight") * before, joined("bias") if prefix + "self_attn.q_proj.bias" in tensors else None
+            ),
             head_norm,
-            _product(take("self_attn.o_proj.weight"), take("self_attn.o_proj.bias")),
+            _product(take("self_attn.o_proj.weight"), tensors.pop(prefix + "self_attn.o_proj.bias", None)),
             _product(torch.cat([take("mlp.gate_proj.weight"), take("mlp.up_proj.weight")]) * after),
             _product(take("mlp.down_proj.weight")),
             window_of(self.config, index),

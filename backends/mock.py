@@ -103,7 +103,7 @@ class Mock:
     def load_pretrained(self, folder: str | Path, key: Key) -> TrainState:
         """A fresh state around the tables that ``save`` wrote."""
         self._called("load_pretrained")
-        return self._fresh(load_file(Path(folder) / WEIGHTS), key)
+        return self._fresh(_tables(folder), key)
 
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Write the state, under the file names of ``Local``."""
@@ -118,7 +118,7 @@ class Mock:
     def restore(self, folder: str | Path) -> TrainState:
         """The state that ``save`` wrote, bitwise."""
         self._called("restore")
-        return restore_state(folder, self._fresh(load_file(Path(folder) / WEIGHTS), Key.from_seed(0)))
+        return restore_state(folder, self._fresh(_tables(folder), Key.from_seed(0)))
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """The same state with parameters or optimizer tree on another device."""
@@ -163,7 +163,7 @@ class Mock:
             wrt_outputs = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
             lookup.add_gradient(gathered, dict(zip(leaves, wrt_outputs, strict=True)))
             found = metrics.merge(found, {"loss": Sum(total.detach().double()), **told})
-        return Grads(gathered), found
+        return Grads({name: gathered[name] for name in state.params.trained()}), found
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
         """The next state; see ``steps.apply_update``."""
@@ -244,6 +244,11 @@ class _Lookup:
     @property
     def _entropy(self) -> Float[Tensor, " N"]:
         return -(self.log_probs.exp() * self.log_probs).sum(-1)
+
+
+def _tables(folder: str | Path) -> dict[str, Tensor]:
+    # Copies: tensors of one file share its memory, and no update could reuse that.
+    return {name: t.clone() for name, t in load_file(Path(folder) / WEIGHTS).items()}
 
 
 def _check_needs(needs: Iterable[str]) -> list[str]:

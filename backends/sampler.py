@@ -26,6 +26,8 @@ NOISE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 PREFILL_TOKENS = 16384
 # Holes are filled when this part of the slots is free: a prefill costs about as much as a step, however few its rows.
 REFILL_PART = 8
+# Probability 1 in fixed point: sums of whole numbers are exact, in whatever order a device adds them up.
+ONE = 2.0**50
 
 
 class Sampler:
@@ -295,15 +297,15 @@ class Draws:
         probs = torch.softmax(logits if self.temperature == 1 else logits.div_(self.temperature), -1)
         kept, doubtful = self._cut(probs) if self.cut else (probs, None)
         # In the order of token ids, and never of likelihood: rounding could swap two neighbours there.
-        cdf = kept.cumsum(-1, dtype=torch.float64)
+        cdf = _fixed_point(kept).cumsum(-1)
         total = cdf[:, -1:].clone()
-        # 1 - u is never 0, so the first token to reach the goal has a probability above 0.
-        goal = (1.0 - u) * total
-        found = torch.searchsorted(cdf, goal)
-        token = found.clamp(max=self.nothing - 1)
-        parts = (found, probs.gather(1, token), cdf.gather(1, token), goal, total)
+        # 1 - u is never 0, so the goal is at least 1, and the first token to reach it has a probability above 0.
+        goal = ((1.0 - u) * total).ceil().long()
+        token = torch.searchsorted(cdf, goal).clamp(max=self.nothing - 1)
+        prob = probs.gather(1, token)
+        parts = (token, prob, cdf.gather(1, token), goal, total)
         self._kept.append(parts if doubtful is None else (*parts, doubtful))
-        return found[:, 0]
+        return self._told(token, prob)
 
     def results(self) -> tuple[Tensor, ...]:
         """Of all draws in order: token, log-prob, log-prob before the cut, and whether it is a near tie."""
@@ -314,16 +316,20 @@ class Draws:
         tokens, probs, above, goal, total = parts[:5]
         # Noise of e in every logit moves the CDF by at most 2 e F (1 - F).
         reach = 2 * self.noise * goal * (1.0 - goal / total)
-        near = torch.minimum(above - goal, goal - (above - probs)) < reach
+        near = torch.minimum(above - goal, goal - (above - _fixed_point(probs))) < reach
         if self.cut:
             near = near | parts[5]
-        return tokens, (probs / total).log().float(), probs.log(), near
+        return tokens, (probs * (ONE / total)).log().float(), probs.log(), near
 
     def _likeliest(self, logits: Float[Tensor, "n V"]) -> Int[Tensor, " n"]:
-        best, token = logits.topk(2)
-        prob = torch.softmax(logits, -1).gather(1, token[:, :1])
-        self._kept.append((token[:, 0], prob, best[:, 0] - best[:, 1] < 2 * self.noise))
-        return token[:, 0].masked_fill(prob[:, 0].isnan(), self.nothing)
+        best, ranked = logits.topk(2)
+        token = ranked[:, :1].clone()
+        prob = torch.softmax(logits, -1).gather(1, token)
+        self._kept.append((token, prob, best[:, 0] - best[:, 1] < 2 * self.noise))
+        return self._told(token, prob)
+
+    def _told(self, token: Int[Tensor, "n 1"], prob: Float[Tensor, "n 1"]) -> Int[Tensor, " n"]:
+        return token.masked_fill(prob.isnan(), self.nothing)[:, 0]
 
     def _cut(self, probs: Float[Tensor, "n V"]) -> tuple[Float[Tensor, "n V"], Tensor]:
         """The probabilities left by top-k and then top-p, and whether noise could let another token in or out.
@@ -334,7 +340,7 @@ class Draws:
         last = best.new_full((len(best), 1), self.top_k - 1, dtype=torch.int64)
         doubtful = torch.zeros_like(last, dtype=torch.bool)
         if self.top_p < 1.0:
-            mass = best[:, : self.top_k].cumsum(-1, dtype=torch.float64)
+            mass = _fixed_point(best[:, : self.top_k]).cumsum(-1).double()
             mass = mass / mass[:, -1:].clone()
             last = (mass < self.top_p).sum(-1, keepdim=True).clamp(max=self.top_k - 1)
             reach = 2 * self.noise * self.top_p * (1.0 - self.top_p)
@@ -346,7 +352,12 @@ class Draws:
         return probs.masked_fill(probs < bound, 0.0), doubtful | swapped
 
 
-def _batch(run: _Run, ids: Sequence[int], version: int | None) -> Batch:
+def _fixed_point(probs: Float[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    """Probabilities as whole numbers of which ``ONE`` is 1."""
+    return (probs * ONE).long()
+
+
+def _batch(run: _Run, ids: Sequence[int], version: int) -> Batch:
     """The rows of a request that has ended, in the order of its prompts."""
     n = run.sampling.n
     rows = torch.tensor(run.drawn)

@@ -11,6 +11,7 @@ from verl_fn.backends.mock import Mock
 from verl_fn.state import (
     Grads,
     Key,
+    Params,
     Sum,
     Weighted,
     concatenate,
@@ -272,6 +273,17 @@ class ForgetsKey(Mock):
         return attrs.evolve(super().restore(folder), rng=Key.from_seed(0))
 
 
+class RestoresViews(Mock):
+    """Restored tables share one buffer, as those read from a file may."""
+
+    def restore(self, folder):
+        state = super().restore(folder)
+        flat = torch.cat([t.flatten() for t in state.params.values()])
+        parts = flat.split([t.numel() for t in state.params.values()])
+        views = {name: p.view_as(t) for (name, t), p in zip(state.params.items(), parts, strict=True)}
+        return attrs.evolve(state, params=Params(views))
+
+
 class SpoilsWhatItSaves(Mock):
     def save(self, state, folder):
         super().save(state, folder)
@@ -327,6 +339,7 @@ BACKENDS = [
     (partial(mock, ForgetsMoments), "Restore"),
     (partial(mock, ForgetsSchedule), "Restore"),
     (partial(mock, ForgetsKey), "Restore"),
+    (partial(mock, RestoresViews), "Restore"),
     (partial(mock, SpoilsWhatItSaves), "Restore"),
     (partial(mock, DropsMomentsOnPlace), "Signature"),
     (partial(mock, SpeaksOfPrompts), "Signature"),

@@ -3,10 +3,10 @@
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import KEYS, examples
 
-from verl_fn.state import Key
 from verl_fn.steps import gae, grpo, reinforce_plus_plus, rloo
 from verl_fn.testing import check_advantage, tiny_batch
 
@@ -23,8 +23,7 @@ ESTIMATORS = {
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@given(seed=st.integers(0, 2**32), rows=st.integers(1, 12))
-@settings(derandomize=True, deadline=None, max_examples=15)
-def test_built_in_estimator(name, seed, rows):
-    key = Key.from_seed(seed)
+@given(key=KEYS, rows=st.integers(1, 12))
+@examples(15)
+def test_built_in_estimator(name, key, rows):
     check_advantage(ESTIMATORS[name], tiny_batch(key, rows=rows), key=key)

@@ -2,13 +2,13 @@
 
 import mutants
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import KEYS, examples
 
 from verl_fn.backends.local import Local
 from verl_fn.backends.mock import Mock
 from verl_fn.models import new_model
-from verl_fn.state import Key
 from verl_fn.steps import chain, clip_by_global_norm, constant, cross_entropy, entropy, ppo_clip, sgd, value_clip
 from verl_fn.testing import check_backend, tiny_batch
 
@@ -27,10 +27,9 @@ def local(folder, *, max_tokens=24, **options):
     return Local(folder, mutants.optimizer(), max_tokens=max_tokens, **options)
 
 
-@given(seed=st.integers(0, 2**32), rows=st.integers(5, 12))
-@settings(derandomize=True, deadline=None, max_examples=5)
-def test_mock(seed, rows):
-    key = Key.from_seed(seed)
+@given(key=KEYS, rows=st.integers(5, 12))
+@examples(5)
+def test_mock(key, rows):
     every = ppo_clip() + 0.5 * value_clip() - 0.01 * entropy()
     check_backend(mutants.mock(max_tokens=16), mutants.mock(), loss=every, batch=tiny_batch(key, rows=rows), key=key)
 
@@ -73,8 +72,7 @@ def test_local_with_a_value_head(folders, options):
     check_backend(one, other, loss=value_clip(), tolerance=tolerance)
 
 
-@given(seed=st.integers(0, 2**32), rows=st.integers(5, 9))
-@settings(derandomize=True, deadline=None, max_examples=2)
-def test_local_on_other_batches(folders, seed, rows):
-    key = Key.from_seed(seed)
+@given(key=KEYS, rows=st.integers(5, 9))
+@examples(2)
+def test_local_on_other_batches(folders, key, rows):
     check_backend(local(folders["tied"]), batch=tiny_batch(key, rows=rows), tolerance=FP32, key=key)

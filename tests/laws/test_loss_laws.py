@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from properties import KEYS, examples
 
-from verl_fn.state import Key
 from verl_fn.steps import (
     aggregate,
     cross_entropy,
@@ -40,11 +40,10 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@given(seed=st.integers(0, 2**32), rows=st.integers(1, 9))
-@settings(derandomize=True, deadline=None, max_examples=6)
-def test_built_in_loss(name, seed, rows):
+@given(key=KEYS, rows=st.integers(1, 9))
+@examples(6)
+def test_built_in_loss(name, key, rows):
     built_in, policy_only = LOSSES[name]
-    key = Key.from_seed(seed)
     check_loss(built_in, tiny_batch(key, rows=rows), zero_advantages=policy_only, key=key)
 
 

@@ -2,8 +2,8 @@
 
 import mutants
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given
+from properties import KEYS, examples
 
 from verl_fn.backends.local import Local
 from verl_fn.backends.mock import Mock
@@ -18,11 +18,11 @@ from verl_fn.testing import check_rollout
 PROMPTS = [(3, 4), (5,), (1, 6, 1), (3, 4)]
 
 
-@given(seed=st.integers(0, 2**32))
-@settings(derandomize=True, deadline=None, max_examples=4)
-def test_mock_that_samples_a_table(seed):
+@given(key=KEYS)
+@examples(4)
+def test_mock_that_samples_a_table(key):
     trainer = Mock(mutants.VOCAB, sgd(constant(0.1)))
-    check_rollout(MockRollout(sample_table), trainer, key=Key.from_seed(seed))
+    check_rollout(MockRollout(sample_table), trainer, key=key)
 
 
 @pytest.mark.parametrize(

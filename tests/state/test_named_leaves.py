@@ -42,6 +42,13 @@ def test_bits_survive_in_every_dtype():
     assert tree.equal(serial.unflatten(value, tensors, scalars), value)
 
 
+def test_restored_tensors_have_storages_of_their_own():
+    given = {"['w']": torch.ones(2)}
+    found = serial.unflatten({"w": torch.zeros(2)}, given, {})
+    given["['w']"].fill_(9.0)
+    assert found["w"].tolist() == [1.0, 1.0]
+
+
 def test_a_number_takes_the_type_that_the_structure_has():
     found = serial.unflatten({"rate": 0.5, "step": 0}, {}, {"['rate']": 1, "['step']": 7})
     assert tree.equal(found, {"rate": 1.0, "step": 7})

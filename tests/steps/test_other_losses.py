@@ -85,6 +85,13 @@ def test_value_loss_is_the_pessimistic_one(new, old, target, expected):
     assert run(value_clip(0.5), batch, values=[np.array([new])])[0]["loss"].item() == expected
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_rounding_is_not_taken_for_clipping(dtype):
+    batch, fields = pack([[1] * 500], 0, "vpred", "values", "returns", "loss_weight", dtype=dtype)
+    close = [np.clip(row, old - 0.4, old + 0.4) for row, old in zip(fields["vpred"], fields["values"], strict=True)]
+    assert run(value_clip(0.5), batch, values=close)[1]["critic/vf_clipfrac"] == 0.0
+
+
 @ragged
 def test_entropy_is_passed_on_with_slope_one(masks, seed):
     batch, fields = pack(masks, seed, "entropy", "loss_weight")

@@ -15,7 +15,8 @@ causes it. The laws:
 * Zero: nothing to learn from changes nothing.
 * Restore: what is read back equals what was written, and goes on the same.
 * Layout: what one backend saves another restores.
-* Signature: names, shapes and dtypes are those of the protocol. Rollout engines also keep Version and Log-probs.
+* Signature: names, shapes and dtypes are those of the protocol.
+* Of a loss also Finite, of an estimator Rows, of a rollout engine Version and Log-probs; each check explains its own.
 """
 
 from .advantages import check_advantage

@@ -147,7 +147,8 @@ def _purity(case: _Case) -> None:
     require_close(
         "Purity", "the loss of what forward gives, against forward_backward's,",
         float((batch["loss_weight"].double() * per_token.double()).sum()), found["loss"].value,
-        "parameters that one of the two takes from elsewhere, or outputs in another order", tolerance=case.tolerance, floor=1.0,
+        "parameters that one of the two takes from elsewhere, or outputs in another order",
+        tolerance=case.tolerance, floor=1.0,
     )  # fmt: skip
     repeatable(
         "Purity", "apply_update with donate=False", lambda: backend.apply_update(state, grads, donate=False),
@@ -245,16 +246,17 @@ def _in_place(case: _Case, state: TrainState) -> None:
     alone = snapshot(state)
     grads, _ = case.gradients(alone)
     new, found = case.backend.apply_update(alone, grads)
-    if "perf/residency_copies" in found:
-        copies = found["perf/residency_copies"].value
-        require(
-            copies == 0, "Donation", f"{copies:.0f} buffers were copied though nothing else seemed to hold them",
-            "the backend keeps references to the state or the gradients of its last call",
-        )  # fmt: skip
+    holders = "the backend keeps references to the state or the gradients of its last call"
+    _require_no_copies("Donation", "nothing else", found, holders)
     # In this order: a look at the expected state would make a cache forget the old one.
     told = case.outputs(new.params)
     mistaken = "a cache that takes a reused buffer for unchanged parameters"
     require_equal("Donation", "forward after a donated update", case.outputs(expected.params), told, mistaken)
+
+
+def _require_no_copies(law: str, holder: str, found: Metrics, cause: str) -> None:
+    copies = found["perf/residency_copies"].value if "perf/residency_copies" in found else 0
+    require(copies == 0, law, f"{copies:.0f} buffers were copied though {holder} seemed to hold them", cause)
 
 
 def _zero(case: _Case, state: TrainState) -> None:
@@ -273,14 +275,15 @@ def _zero(case: _Case, state: TrainState) -> None:
         backend.apply_update(fresh, nothing, donate=False)[0].params,
         "weight decay; give the backend under test an optimizer without",
     )  # fmt: skip
-    broken = case.gradients(state)[0].scale(float("nan"))
-    skipped, found = backend.apply_update(state, broken, donate=False)
-    require_equal(
-        "Zero", "an update with gradients that are not finite: the state", attrs.evolve(state, step=state.step + 1),
-        skipped, "an update that is not skipped, or that moves the schedule or the optimizer's count all the same",
-    )  # fmt: skip
-    told = "update_skipped" in found and found["update_skipped"].value == 1.0
-    require(told, "Zero", "the metric update_skipped is not 1 after a skipped update", "a skip that is not reported")
+    for donate in (False, True):
+        broken = case.gradients(state)[0].scale(float("nan"))
+        skipped, found = backend.apply_update(snapshot(state), broken, donate=donate)
+        require_equal(
+            "Zero", "an update with gradients that are not finite: the state", attrs.evolve(state, step=state.step + 1),
+            skipped, "an update that is not skipped, or that moves the schedule or the optimizer's count all the same",
+        )  # fmt: skip
+        told = "update_skipped" in found and found["update_skipped"].value == 1.0
+        require(told, "Zero", "the metric update_skipped is not 1 after a skipped update", "a skip that is not told")
 
 
 def _restore(case: _Case, state: TrainState) -> None:
@@ -293,7 +296,10 @@ def _restore(case: _Case, state: TrainState) -> None:
         found = backend.restore(folder)
     lost = "optimizer moments, the schedule's position, the key or the step left out of the file"
     require_equal("Restore", "the restored state", state, found, lost)
-    require_equal("Restore", "the update after restoring", case.next(state), case.next(found), lost)
+    expected, (grads, _) = case.next(state), case.gradients(found)
+    new, told = backend.apply_update(found, grads)
+    require_equal("Restore", "the update after restoring", expected, new, lost)
+    _require_no_copies("Restore", "nothing but the restored state", told, "tensors that are views of a file's memory")
 
 
 def _layout(case: _Case, others: _Case, state: TrainState) -> None:
@@ -304,9 +310,11 @@ def _layout(case: _Case, others: _Case, state: TrainState) -> None:
         others.backend.save(moved, back)
         returned = case.backend.restore(back)
     cause = "names, an order or a padding of the executor's own in the file"
-    names = lambda one, s: dict(one.backend.named_tensors(s.params))  # noqa: E731
-    whole = tree.map_tensors(lambda t: t.cpu(), [names(case, state), names(others, moved)])
-    require_equal("Layout", "a parameter in the other layout", *whole, cause)
+    whole = [
+        {name: t.cpu() for name, t in one.backend.named_tensors(held.params)}
+        for one, held in ((case, state), (others, moved))
+    ]
+    require_equal("Layout", "a parameter in the other layout", whole[0], whole[1], cause)
     require_equal("Layout", "the state, saved by the other backend and restored,", state, returned, cause)
     rounding = (
         "a mapping that permutes or transposes wrongly, a rank whose gradient is lost, or a tolerance too tight"
@@ -329,8 +337,8 @@ def _agree(
     case: _Case, law: str, what: str, expected: tuple[Grads, Metrics], found: tuple[Grads, Metrics], cause: str
 ) -> None:
     """Gradients and metrics, to the tolerance."""
-    told = [metrics.to_floats(m) for _, m in (expected, found)]
-    require_close(law, what, *told, cause, tolerance=case.tolerance, floor=1.0)
+    mine, theirs = metrics.to_floats(expected[1]), metrics.to_floats(found[1])
+    require_close(law, what, mine, theirs, cause, tolerance=case.tolerance, floor=1.0)
     require_close(law, what, expected[0], found[0], cause, tolerance=case.tolerance)
 
 

@@ -57,10 +57,9 @@ def check_rollout(
     >>> check_rollout(MockRollout(sample_table), Mock(8, sgd(constant(0.1))))
     >>> check_rollout(MockRollout({(3,): [4, 5, 2]}), prompts=[(3,)])
     """
-    made = engine if hasattr(engine, "generate") else engine()  # type: ignore[operator]
-    key = key or Key.from_seed(0)
-    prompts = [tuple(prompt) for prompt in prompts]
-    case = _Case(made, trainer, prompts, Sampling(6, n=3, stop_token_ids=tuple(stop_token_ids)), tolerance, key)
+    made: RolloutBackend = engine if hasattr(engine, "generate") else engine()  # type: ignore[assignment,operator]
+    sampling = Sampling(6, n=3, stop_token_ids=tuple(stop_token_ids))
+    case = _Case(made, trainer, [tuple(p) for p in prompts], sampling, tolerance, key or Key.from_seed(0))
     if made.version is None:
         case.require_stale("before anything was published", None)
     first, second = case.weights("first"), case.weights("second")
@@ -136,8 +135,11 @@ class _Case:
         require(bool(sure.any()), law, f"{what} has near ties in all rows", "near ties that are counted too often")
         odd = int((sure & ~same).sum())
         require(odd == 0, law, f"{what} draws other tokens in {odd} of {len(same)} rows", cause)
-        told = [batch.take(same.nonzero()[:, 0])["rollout_log_probs"] for batch in (expected, found)]
-        require_close(law, f"{what} gives log-probs which", *told, cause, tolerance=self.tolerance, floor=1.0)
+        alike = same.nonzero()[:, 0]
+        require_close(
+            law, f"{what} gives log-probs which", expected.take(alike)["rollout_log_probs"],
+            found.take(alike)["rollout_log_probs"], cause, tolerance=self.tolerance, floor=1.0,
+        )  # fmt: skip
 
 
 def _published(case: _Case, params: Params) -> dict[str, Tensor]:
@@ -157,7 +159,8 @@ def _repeated(case: _Case) -> None:
     for seed in (1, 2):
         with seeded(seed), untouched("Purity", "generate"):
             found.append(case.generate(version=3))
-    case.require_same_rows("Purity", "the same request again", *found, "a generator that does not come from the key")
+    cause = "a generator that does not come from the key"
+    case.require_same_rows("Purity", "the same request again", found[0], found[1], cause)
 
 
 def _spoilt(case: _Case, given: dict[str, Tensor]) -> None:

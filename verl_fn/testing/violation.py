@@ -130,8 +130,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 def _dice() -> tuple[object, ...]:
     """The state of every global random generator on the CPU."""
-    _, keys, position, *_ = np.random.get_state()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), keys.tobytes(), position
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state(legacy=False))
 
 
 def _at(path: str) -> str:
