@@ -33,7 +33,8 @@ def save_state(state: TrainState, model: Any, folder: str | Path, *, tokenizer_f
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: t.detach().cpu().contiguous() for name, t in state.params.items()}
-    weights |= {name: t.detach().cpu().contiguous() for name, t in state.buffers.items()}
+    persistent = model.state_dict(keep_vars=True)
+    weights |= {name: b.cpu() for name, b in model.named_buffers() if name in persistent}
     with quiet():
         model.save_pretrained(folder, state_dict=weights)
     for pattern in _TOKENIZER_FILES:
@@ -58,9 +59,9 @@ def restore_state(folder: str | Path, like: TrainState) -> TrainState:
         rest = unflatten(_rest(like), tensors, scalars)
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
-    return attrs.evolve(rest, params=like.params, buffers=like.buffers)
+    return attrs.evolve(rest, params=like.params)
 
 
 def _rest(state: TrainState) -> TrainState:
     """All but what ``model.safetensors`` holds."""
-    return attrs.evolve(state, params=Params({}), buffers=type(state.buffers)({}))
+    return attrs.evolve(state, params=Params({}))

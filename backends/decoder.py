@@ -19,7 +19,7 @@ from torch.nn.functional import embedding, linear, silu
 from verl_fn.state import Batch, Key
 
 from .attention import Packing, packed_attention
-from .model import Skeleton, build
+from .model import ModelError, Skeleton, build
 
 NAME = "verl_fn_decode"
 LLAMA_SHAPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -81,9 +81,16 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype) ->
 
 
 def model_of(folder: str | Path) -> tuple[Skeleton, dict[str, torch.Size]]:
-    """The skeleton of a folder, and what has to be published to run it: parameters and persistent buffers."""
-    skeleton, params, buffers = build(folder, "lm", pretrained=False, key=Key.from_seed(0))
-    return skeleton, {name: t.shape for name, t in (params | buffers).items()}
+    """The skeleton of a folder, and the parameters that have to be published to run it.
+
+    Raises:
+        ModelError: the folder or the architecture cannot be used.
+    """
+    skeleton, params = build(folder, "lm", pretrained=False, key=Key.from_seed(0))
+    saved = skeleton.model.state_dict()
+    if odd := [name for name, _ in skeleton.model.named_buffers() if name in saved]:
+        raise ModelError(f"{folder} has buffers among its weights, which are never published: {', '.join(odd[:3])}")
+    return skeleton, {name: t.shape for name, t in params.items()}
 
 
 # Where tokens lie, and attention over it

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from verl_fn.state import (
     Batch,
-    Buffers,
     Grads,
     Key,
     Metrics,
@@ -28,7 +27,7 @@ from verl_fn.state import (
 from verl_fn.steps import Loss, Optimizer, apply_update
 
 from . import checkpoint
-from .model import Skeleton, Staged, build, check_needs, token_outputs
+from .model import Skeleton, Staged, build, check_needs, check_same_model, token_outputs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -105,8 +104,7 @@ class Local:
 
     def restore(self, folder: str | Path) -> TrainState:
         """The state that ``save`` wrote, bitwise."""
-        params, buffers = self._build(folder, Key.from_seed(0), pretrained=True)
-        like = TrainState(params, self.optimizer.init(params), 0, Key.from_seed(0), 0, buffers)
+        like = self._new_state(folder, Key.from_seed(0), pretrained=True)
         return checkpoint.restore_state(folder, like)
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
@@ -144,7 +142,7 @@ class Local:
         if "loss_weight" not in batch:
             raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
         wanted = check_needs(self.head, loss.needs)
-        tensors = self._compute_tensors(state.params) | dict(state.buffers)
+        tensors = self._compute_tensors(state.params)
         leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
         tensors |= leaves
         found: Metrics = {}
@@ -168,17 +166,21 @@ class Local:
     # What stays inside
 
     def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
-        params, buffers = self._build(folder, key, pretrained=pretrained)
-        return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0, buffers)
+        params = self._build(folder, key, pretrained=pretrained)
+        return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0)
 
-    def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> tuple[Params, Buffers]:
-        self._skeleton, params, buffers = build(
+    def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
+        skeleton, params = build(
             folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing
         )
-        self._skeleton.move_buffers(self.device)
+        if self._skeleton is None and Path(folder) == self.folder:
+            skeleton.move_buffers(self.device)
+            self._skeleton = skeleton
+        else:
+            # States of this backend are all of one model: what they mean must not follow the last folder read.
+            check_same_model(self._built(), skeleton, folder)
         # Copies, since what a file gave may share a storage or lie where kernels round otherwise.
-        on_device = lambda tensors: {n: t.to(self.device, copy=True) for n, t in tensors.items()}  # noqa: E731
-        return Params(on_device(params)), Buffers(on_device(buffers))
+        return Params({name: t.to(self.device, copy=True) for name, t in params.items()})
 
     def _built(self) -> Skeleton:
         if self._skeleton is None:

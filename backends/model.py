@@ -144,8 +144,8 @@ def check_needs(head: str, needs: Iterable[str]) -> frozenset[str]:
 
 def build(
     folder: str | Path, head: str, *, pretrained: bool, key: Key, checkpointing: bool = False
-) -> tuple[Skeleton, dict[str, Tensor], dict[str, Tensor]]:
-    """The skeleton, parameters and persistent buffers of a Hugging Face folder, fp32, on the CPU.
+) -> tuple[Skeleton, dict[str, Tensor]]:
+    """The skeleton and the parameters of a Hugging Face folder, fp32, on the CPU.
 
     Args:
         head: ``lm``, or ``value`` for a scalar head; a folder without one gets a head of zeros.
@@ -186,10 +186,29 @@ def build(
             nn.init.zeros_(skeleton.output_layer.bias)
     _check(skeleton, folder)
     params = {name: p.detach() for name, p in model.named_parameters()}
-    persistent = set(model.state_dict(keep_vars=True))
-    buffers = {name: b for name, b in model.named_buffers() if name in persistent}
     _to_meta(model)
-    return skeleton, params, buffers
+    return skeleton, params
+
+
+def check_same_model(mine: Skeleton, other: Skeleton, folder: str | Path) -> None:
+    """Whether ``other``, of ``folder``, computes what ``mine`` does with the same parameters.
+
+    Raises:
+        ModelError: their configs or their constants differ.
+    """
+    ours, theirs = (_meaningful(s.config.to_dict()) for s in (mine, other))
+    if odd := sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)):
+        raise ModelError(f"{folder} holds another model than the one this backend was made for: {odd[:4]} differ")
+    constants = dict(mine.named_buffers())
+    for name, b in other.named_buffers():
+        if not torch.equal(b.cpu(), constants[name].cpu()):
+            raise ModelError(f"{folder} holds another {name} than the model this backend was made for")
+
+
+def _meaningful(config: dict[str, Any]) -> dict[str, Any]:
+    """A config less what names it and what belongs to a head."""
+    names = ("architectures", "transformers_version", "dtype", "use_cache", "id2label", "label2id", "num_labels")
+    return {k: v for k, v in config.items() if k not in names and not k.startswith("_")}
 
 
 def _config(folder: str | Path) -> Any:

@@ -47,7 +47,7 @@ class Sampler:
     >>> from verl_fn.models import new_model
     >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
     >>> sampler = Sampler(folder)
-    >>> skeleton, params, buffers = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
+    >>> skeleton, params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
     >>> sampler.publish(0, params.items())
     >>> rows = sampler.generate([[1, 4], [1, 5, 4]], Sampling(max_tokens=3, n=2), Key.from_seed(0), version=0)
     >>> len(rows), rows["group"].tolist(), rows["prompt_length"].tolist()
@@ -70,7 +70,7 @@ class Sampler:
         self.max_length, self.end_tokens = _limits(self.folder)
 
     def publish(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over these weights: parameters, tied ones once, and persistent buffers where the model has any.
+        """Take over these weights, tied ones once. The tensors are copied before the call returns.
 
         Raises:
             ValueError: a name is missing, unknown or given twice, or has another shape; the old weights stay.
@@ -87,8 +87,7 @@ class Sampler:
                     f"published tensor {name!r} has shape {tuple(tensor.shape)}; "
                     f"the model's has {tuple(wanted[name])}"
                 )
-            dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-            taken[name] = tensor.detach().to(self.device, dtype, copy=True)
+            taken[name] = tensor.detach().to(self.device, self.dtype, copy=True)
         if missing := [name for name in wanted if name not in taken]:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise ValueError(f"these parameters were not published: {shown}")
@@ -348,8 +347,7 @@ class Draws:
         bound = best.gather(1, last)
         follower = best.gather(1, (last + 1).clamp(max=best.shape[1] - 1))
         swapped = (bound - follower < 2 * self.noise * bound) & (last + 1 < best.shape[1])
-        # Not `where(probs >= bound)`, which would make zeros of NaN.
-        return probs.masked_fill(probs < bound, 0.0), doubtful | swapped
+        return probs.where(probs >= bound, 0.0), doubtful | swapped
 
 
 def _fixed_point(probs: Float[Tensor, "*n"]) -> Int[Tensor, "*n"]:

@@ -18,8 +18,7 @@ from .node import Named, Node, rebuild
 
 N = TypeVar("N", bound=Node)
 
-# Python references to the only item of a list that a function received: the list's own, and
-# the argument of getrefcount.
+# Python references to an item that only a list holds: the list's own, and the argument of getrefcount.
 _ALONE = 2
 
 
@@ -45,7 +44,7 @@ def donate(value: N, to: str) -> tuple[N, int]:
     names = [f.name for f in attrs.fields(cls)]
     step = getattr(value, "step", None)
     at = f" of step {step}" if isinstance(step, int) else ""
-    fields = [[getattr(value, name)] for name in names]
+    box = [rebuild(cls, {name: getattr(value, name) for name in names})]
     for name in names:
         object.__delattr__(value, name)
     fate = (
@@ -54,7 +53,7 @@ def donate(value: N, to: str) -> tuple[N, int]:
     )
     object.__setattr__(value, "_fate", fate)
     copies = [0]
-    return rebuild(cls, {name: _take(box, copies) for name, box in zip(names, fields, strict=True)}), copies[0]
+    return _take(box, copies), copies[0]
 
 
 def is_donated(value: Node) -> bool:
@@ -79,15 +78,14 @@ def _take(box: list[Any], copies: list[int]) -> Any:
     """
     kind = type(box[0])
     if issubclass(kind, torch.Tensor):
-        if sys.getrefcount(box[0]) == _ALONE and not _has_alias(box[0]):
-            return box.pop()
-        copies[0] += 1
-        return box.pop().clone()
+        copies[0] += _copy_shared(box)
+        return box.pop()
     if issubclass(kind, Named):
         names = list(box[0].leaves)
         fixed = {f.name: getattr(box[0], f.name) for f in attrs.fields(kind) if f.name != "leaves"}
-        items = [[tensor] for tensor in box.pop().leaves.values()]
-        return rebuild(kind, {"leaves": _refill(names, items, copies)} | fixed)
+        tensors = list(box.pop().leaves.values())
+        copies[0] += _copy_shared(tensors)
+        return rebuild(kind, {"leaves": dict(zip(names, tensors, strict=True))} | fixed)
     if issubclass(kind, Node):
         names = [f.name for f in attrs.fields(kind)]
         items = [[getattr(box[0], name)] for name in names]
@@ -107,7 +105,15 @@ def _refill(names: list[str], items: list[list[Any]], copies: list[int]) -> dict
     return {name: _take(item, copies) for name, item in zip(names, items, strict=True)}
 
 
-def _has_alias(t: torch.Tensor) -> bool:
-    """Whether another tensor (a view, ``detach()``) shares the storage."""
-    # Two uses are the tensor itself and the Python storage object made by this very call.
-    return torch._C._storage_Use_Count(t.untyped_storage()._cdata) > 2
+def _copy_shared(tensors: list[torch.Tensor]) -> int:
+    """Replace the tensors that anything beside this list holds by copies, and count them.
+
+    Donation waits for this loop while a GPU has nothing to do, so it calls nothing that it need not.
+    """
+    references, uses, count = sys.getrefcount, torch._C._storage_Use_Count, 0
+    for i in range(len(tensors)):
+        # A storage is used by its tensor and by the Python object made to look at it; more uses are views.
+        if references(tensors[i]) != _ALONE or uses(tensors[i].untyped_storage()._cdata) > 2:
+            tensors[i] = tensors[i].clone()
+            count += 1
+    return count

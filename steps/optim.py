@@ -18,6 +18,7 @@ from torch import Tensor
 from verl_fn.state import (
     Grads,
     Metrics,
+    Named,
     Node,
     Params,
     Slots,
@@ -140,10 +141,10 @@ def adamw(
         if names:
             step = torch.tensor(float(state.count + 1), device=grads[names[0]].device)
             torch._fused_adamw_(
-                [params[n] for n in names],
-                [grads[n] for n in names],
-                [state.exp_avg[n] for n in names],
-                [state.exp_avg_sq[n] for n in names],
+                _tensors(params, names),
+                _tensors(grads, names),
+                _tensors(state.exp_avg, names),
+                _tensors(state.exp_avg_sq, names),
                 [],
                 [step] * len(names),
                 lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
@@ -171,15 +172,20 @@ def sgd(schedule: Schedule, momentum: float = 0.0) -> Optimizer:
         lr = schedule(info.position)
         if names := list(grads):
             torch._fused_sgd_(
-                [params[n] for n in names],
-                [grads[n] for n in names],
-                [state.momentum[n] for n in names] if momentum else [],
+                _tensors(params, names),
+                _tensors(grads, names),
+                _tensors(state.momentum, names) if momentum else [],
                 weight_decay=0.0, momentum=momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False,
                 is_first_step=False, grad_scale=info.divisor, found_inf=info.skip,
             )  # fmt: skip
         return params, state, {"lr": Weighted(lr, 1.0)}
 
     return Optimizer(init, update)
+
+
+def _tensors(tree: Named, names: list[str]) -> list[Tensor]:
+    leaves = tree.leaves
+    return [leaves[name] for name in names]
 
 
 def frozen() -> Optimizer:
@@ -221,7 +227,7 @@ def apply_update(
         odd = sorted(set(grads) ^ set(state.params.trained()))
         raise ValueError(f"gradients and trainable parameters differ in their names or order: {odd[:5]}")
     # Launched before donation, so that a device computes while Python checks who holds what.
-    norm = sum_of_squares(grads.values(), reduce).sqrt()
+    norm = sum_of_squares(grads.leaves.values(), reduce).sqrt()
     copies = 0
     if donate_inputs:
         state, state_copies = donate(state, "apply_update")

@@ -13,6 +13,7 @@ PACKAGES = (
     "verl_fn.backends",
     "verl_fn.algorithms",
     "verl_fn.driver",
+    "verl_fn.testing",
 )
 MODULES = sorted(
     {package for package in PACKAGES}

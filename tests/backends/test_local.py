@@ -198,3 +198,16 @@ def test_batches_that_cannot_be_run_are_refused(tiny):
         backend.forward_backward(state, short, cross_entropy())
     with pytest.raises(ValueError, match=r"a lm model gives .* not \['values'\]"):
         backend.forward(state.params, short, ["values"])
+
+
+def test_states_keep_their_meaning_when_another_folder_is_read(tiny, tmp_path):
+    """Another model's folder is refused by the name of what differs; the same model's is read."""
+    backend, batch = Local(tiny, OPTIMIZER), ragged()
+    state = backend.load_pretrained()
+    before = backend.forward(state.params, batch).logprobs
+    backend.save(state, tmp_path / "same")
+    assert tree.equal(backend.load_pretrained(tmp_path / "same").params, state.params)
+    edit_config(tmp_path / "same", rms_norm_eps=1e-2)
+    with pytest.raises(ModelError, match=r"another model .*rms_norm_eps"):
+        backend.load_pretrained(tmp_path / "same")
+    assert torch.equal(backend.forward(state.params, batch).logprobs, before)

@@ -8,10 +8,11 @@ import attrs
 import pytest
 import torch
 
+from verl_fn.backends import sampler as module
 from verl_fn.backends.protocol import Sampling, StaleWeightsError
 from verl_fn.backends.sampler import Draws, Sampler
 from verl_fn.models import new_model
-from verl_fn.state import Key
+from verl_fn.state import Key, uniform_at
 
 EOS = 2
 KEY = Key.from_seed(7)
@@ -189,6 +190,44 @@ def test_order_size_and_slots_do_not_matter(request, which, sampling):
         differ = {name for name in got if got[name] != want[name]}
         assert len(differ) <= near <= 1
         assert got.keys() == {(i, s) for i in order for s in range(sampling.n)}
+
+
+def test_draws_are_a_function_of_key_id_sample_and_position(sampler):
+    """The contract in full, on a model that likes all 13 tokens alike."""
+    flat = Sampler(sampler.folder, slots=3)
+    flat.publish(0, [(name, torch.zeros(shape)) for name, shape in flat.decoder.shapes.items()])
+    ids = [5, 9, 11, 0]
+    found = responses(flat.generate([[1] * (1 + i) for i in range(4)], Sampling(9, n=2), KEY, ids=ids))
+    for (i, sample), tokens in found.items():
+        seed = KEY.fold_in(i).fold_in(sample).seed()
+        positions = torch.arange(len(tokens)) + 1 + ids.index(i)
+        u = uniform_at(torch.tensor([seed]), positions)
+        assert tokens == (((1 - u) * 13).ceil().long() - 1).tolist()
+
+
+@pytest.mark.parametrize("slots", [4, 64])
+def test_no_step_is_wasted(made, slots, monkeypatch):
+    """A row takes part in as many steps as it has tokens after its first, and free slots are filled at once."""
+    sampler, alive, begun = made.sampler(slots=slots), [], []
+    step, prefill = sampler.decoder.step, sampler.decoder.prefill
+    monkeypatch.setattr(sampler.decoder, "step", lambda *args: alive.append(len(args[0])) or step(*args))
+    monkeypatch.setattr(
+        sampler.decoder, "prefill", lambda rows, to: begun.append((len(alive), len(rows))) or prefill(rows, to)
+    )
+    batch = sampler.generate(PROMPTS, Sampling(12), KEY)
+    assert sum(alive) == int(batch["response_mask"].sum()) - len(PROMPTS)
+    assert sum(rows for _, rows in begun) == len(PROMPTS)
+    assert max(alive) <= slots
+    # With so few slots a single free one is reason enough to fill it.
+    refilled, last = dict(begun), begun[-1][0]
+    assert (last > 0) == (slots < len(PROMPTS))
+    assert all(alive[k - 1] + refilled.get(k, 0) == slots for k in range(1, last + 1))
+
+
+def test_prefills_in_parts_are_the_same(sampler, monkeypatch):
+    want = responses(sampler.generate(PROMPTS, Sampling(12, n=3), KEY))
+    monkeypatch.setattr(module, "PREFILL_TOKENS", 7)
+    assert responses(sampler.generate(PROMPTS, Sampling(12, n=3), KEY)) == want
 
 
 def test_another_key_or_id_draws_otherwise(sampler):

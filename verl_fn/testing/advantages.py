@@ -101,8 +101,13 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
 def _rows(
     estimator: Callable[[Batch], Batch], batch: Batch, whole: dict[str, Tensor], key: Key, tolerance: float
 ) -> None:
-    order = torch.randperm(len(batch), generator=key.generator())
-    for name, rows in {"random order": order, "opposite order": torch.arange(len(batch)).flip(0)}.items():
+    order = torch.arange(len(batch))
+    orders = {
+        "random order": torch.randperm(len(batch), generator=key.generator()),
+        "opposite order": order.flip(0),
+        "rotated order": order.roll(1),
+    }
+    for name, rows in orders.items():
         moved = _result(estimator, batch.take(rows))
         expected = {n: batch.with_tokens(**whole).take(rows)[n] for n in WRITTEN}
         require_close(
