@@ -96,7 +96,8 @@ def write(path: str | None, name: str, device: str, result: dict[str, Any]) -> N
     """Write a result with its machine and command, if a path was given."""
     if path is None:
         return
-    command = " ".join(["verl-fn bench", name, *sys.argv[3:]])
+    options = [a for i, a in enumerate(sys.argv) if i > 2 and a != "--json" and sys.argv[i - 1] != "--json"]
+    command = " ".join(["verl-fn bench", name, *options])
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({"command": command, "machine": machine(device), **result}, indent=1) + "\n")
 

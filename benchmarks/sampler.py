@@ -43,7 +43,7 @@ class Size:
 
 SIZES = {
     "0.1M": Size(layers=2, hidden=64, heads=4, vocab=128, pairs=20, bar=1.5),
-    "25M": Size(layers=12, hidden=384, heads=6, vocab=4096, pairs=8, bar=1.2),
+    "25M": Size(layers=12, hidden=384, heads=6, vocab=5120, pairs=8, bar=1.2),
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from state_builders import MODEST, batch_of
 
@@ -26,6 +26,7 @@ def test_every_row_is_in_exactly_one_part(kind, lengths, limit):
 
 
 @given(LENGTHS, st.integers(9, 40))
+@example([3, 3, 2, 2, 2], 6)
 @MODEST
 def test_the_token_budget_is_strict(lengths, budget):
     parts = list(split_by_tokens(batch_of(lengths), budget))

@@ -160,9 +160,14 @@ def test_the_norm_covers_what_other_processes_hold():
         torch.testing.assert_close(new.params[mine], whole.params[mine])
 
 
-def test_an_update_records_no_graph():
-    optimizer = OPTIMIZERS["sgd"]
-    state = warm(optimizer)
-    grads = Grads({name: (2.0 * g).requires_grad_() for name, g in gradients(0, dtype=torch.float32).items()})
-    new, _ = apply_update(optimizer, state, grads)
-    assert not any(leaf.requires_grad for leaf in tree.leaves(new) if isinstance(leaf, torch.Tensor))
+@each_optimizer
+def test_leaves_that_require_gradients_are_updated_without_a_graph(optimizer):
+    expected, _ = apply_update(optimizer, warm(optimizer), gradients(2, dtype=torch.float32))
+    for donate_inputs in (False, True):
+        state, grads = warm(optimizer), gradients(2, dtype=torch.float32)
+        for tensor in (*state.params.values(), *grads.values()):
+            tensor.requires_grad_()
+        del tensor
+        new, metrics = apply_update(optimizer, state, grads, donate_inputs=donate_inputs)
+        assert tree.equal(new, expected) and metrics["perf/residency_copies"].value == 0.0
+        assert all(leaf.grad_fn is None for leaf in tree.leaves(new) if isinstance(leaf, torch.Tensor))

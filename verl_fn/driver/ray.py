@@ -124,7 +124,7 @@ def ray_workers(cfg: Config) -> Iterator[Workers]:
     started = not ray.is_initialized()
     if started:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="warning", num_cpus=os.cpu_count())
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", num_cpus=os.cpu_count())
     cluster = Cluster(cfg)
     try:
         # A share each, so that training and rollout sit on one GPU.
