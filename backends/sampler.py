@@ -16,7 +16,8 @@ from torch import Tensor
 
 from verl_fn.state import Batch, Key, uniform_at
 
-from .decoder import Decoder, decoder_for
+from .decoder import Decoder
+from .llama import decoder_for
 from .local import DTYPES
 from .protocol import Sampling, StaleWeightsError
 

@@ -6,15 +6,8 @@ import attrs
 import pytest
 import torch
 
-from verl_fn.backends.decoder import (
-    GeneralDecoder,
-    LlamaDecoder,
-    _product,
-    decoder_for,
-    misfit,
-    model_of,
-    slot_attention,
-)
+from verl_fn.backends.decoder import GeneralDecoder, model_of, slot_attention
+from verl_fn.backends.llama import LlamaDecoder, _product, decoder_for, misfit
 from verl_fn.backends.model import ModelError
 from verl_fn.models import new_model
 from verl_fn.state import Batch
