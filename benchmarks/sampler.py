@@ -1,7 +1,5 @@
 """The embedded sampler against ``transformers.generate``: useful tokens a second on responses of mixed lengths.
 
-``python -m verl_fn.benchmarks.sampler --json out.json``
-
 The models count down: after the token for k comes the one for k - 1, and the end token after the one for 0. So the
 last token of a prompt sets the length of its response, all responses end by the end token, and both engines do
 the same work; sampling is real, its outcome all but certain. Embeddings and head are made so; all else is random.
@@ -9,12 +7,8 @@ the same work; sampling is real, its outcome all but certain. Embeddings and hea
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
+import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +17,8 @@ import attrs
 import numpy as np
 import torch
 from torch import Tensor
+
+from . import measure
 
 PAD, BOS, EOS, ZERO = 0, 1, 2, 3
 LONGEST, SHORTEST, PROMPTS = 96, 4, 64
@@ -113,100 +109,44 @@ def with_transformers(model: Any, prompts: Sequence[Sequence[int]]) -> Callable[
     return generate
 
 
-def compare(size: Size, arch: str, pairs: int | None = None) -> dict[str, Any]:
-    """Time both in interleaved pairs, each pair in the other order than the last."""
+def compare(size: Size, pairs: int) -> dict[str, Any]:
+    """Time both in interleaved pairs on the same responses."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = counting_model(size, folder, arch)
+        model = counting_model(size, folder, "qwen3")
         prompts = counting_prompts(size)
-        engines = {"sampler": with_sampler(model, folder, prompts), "transformers": with_transformers(model, prompts)}
-        rates: dict[str, list[float]] = {engine: [] for engine in engines}
-        lengths: dict[str, list[int]] = {engine: generate(0) for engine, generate in engines.items()}
-        for pair in range(pairs or size.pairs):
-            for engine in sorted(engines, reverse=pair % 2 == 1):
-                start = time.perf_counter()
-                lengths[engine] = engines[engine](pair)
-                rates[engine].append(sum(lengths[engine]) / (time.perf_counter() - start))
-    ratios = np.array(rates["sampler"]) / np.array(rates["transformers"])
-    draws = np.random.default_rng(0).choice(ratios, (10_000, len(ratios)))
-    low, high = np.quantile(np.median(draws, axis=1), [0.025, 0.975])
+        ours, theirs = with_sampler(model, folder, prompts), with_transformers(model, prompts)
+        lengths = ours(0)
+        assert theirs(0) == lengths
+        seconds = measure.interleave({"sampler": lambda: ours(1), "generate": lambda: theirs(1)}, pairs, "cpu")
+    speedup = measure.ratio(seconds["generate"], seconds["sampler"])
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
-        **attrs.asdict(size),
-        "pairs": len(ratios),
-        "ratio": float(np.median(ratios)),
-        "interval_95": [float(low), float(high)],
-        "passes": bool(np.median(ratios) >= size.bar),
-        "tokens_per_s": {engine: float(np.median(found)) for engine, found in rates.items()},
-        "response_lengths": {
-            engine: {"mean": float(np.mean(found)), "min": min(found), "max": max(found)}
-            for engine, found in lengths.items()
-        },
-        "ratios": ratios.round(3).tolist(),
+        "speedup": speedup,
+        "bar": size.bar,
+        "tokens_per_s": {name: sum(lengths) / statistics.median(found) for name, found in seconds.items()},
+        "lengths": {"mean": statistics.mean(lengths), "min": min(lengths), "max": max(lengths)},
     }
 
 
-def run(sizes: Sequence[str] = tuple(SIZES), *, arch: str = "qwen3", pairs: int | None = None) -> dict[str, Any]:
-    """Measure these sizes with as many threads as torch now has.
-
-    Args:
-        arch: the architecture, one that both run.
-        pairs: how many; by default each size's own number.
-    """
-    import transformers
-
+def main(argv: Sequence[str]) -> int:
+    """``verl-fn bench sampler``: a table on the screen; exit status 1 where a bar is missed."""
     from verl_fn.backends.model import quiet
 
-    with quiet():
-        results = {name: compare(SIZES[name], arch, pairs) for name in sizes}
-    return {
-        "benchmark": "sampler",
-        "arch": arch,
-        "prompts": PROMPTS,
-        "threads": torch.get_num_threads(),
-        "cpus": os.cpu_count(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "results": results,
-    }
-
-
-def table(report: dict[str, Any]) -> str:
-    """The report for people."""
-    lines = [
-        f"useful tokens/s, {report['prompts']} prompts, {report['arch']}, {report['threads']} threads",
-        f"{'size':>6} {'sampler':>9} {'generate':>9} {'ratio':>6} {'95 %':>13} {'bar':>5}  lengths",
-    ]
-    for name, r in report["results"].items():
-        low, high = r["interval_95"]
-        rates, lengths = r["tokens_per_s"], r["response_lengths"]["sampler"]
-        lines.append(
-            f"{name:>6} {rates['sampler']:9.0f} {rates['transformers']:9.0f} {r['ratio']:6.2f} "
-            f"{f'{low:.2f} to {high:.2f}':>13} {r['bar']:5.1f}  "
-            f"{lengths['min']} to {lengths['max']}, mean {lengths['mean']:.1f}"
-        )
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table; 1 where a bar is missed."""
-    parser = argparse.ArgumentParser(description="The embedded sampler against transformers.generate.")
-    parser.add_argument("--json", type=Path, help="write the report there")
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
-    parser.add_argument("--arch", default="qwen3")
-    parser.add_argument("--pairs", type=int)
-    parser.add_argument("--threads", type=int, default=2)
+    parser = measure.parser("sampler", __doc__)
+    parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
+    parser.add_argument("--pairs", type=int, help="interleaved pairs; by default each size's own number")
     args = parser.parse_args(argv)
-    torch.set_num_threads(args.threads)
-    report = run(args.sizes, arch=args.arch, pairs=args.pairs)
-    print(table(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    return 0 if all(r["passes"] for r in report["results"].values()) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    with quiet():
+        results = {name: compare(SIZES[name], args.pairs or SIZES[name].pairs) for name in args.sizes}
+    measure.write(args.json, "sampler", "cpu", {"prompts": PROMPTS, "results": results})
+    print(f"{'size':>6}{'sampler':>10}{'generate':>10} tok/s{'ratio':>8}{'95 % interval':>16}   bar")
+    for name, r in results.items():
+        rates, ratio = r["tokens_per_s"], r["speedup"]
+        interval = f"{ratio['low']:.2f} to {ratio['high']:.2f}"
+        verdict = "held" if ratio["median"] >= r["bar"] else "MISSED"
+        print(
+            f"{name:>6}{rates['sampler']:10,.0f}{rates['generate']:10,.0f}      {ratio['median']:8.2f}"
+            f"{interval:>16}   {r['bar']}: {verdict}"
+        )
+    return 0 if all(r["speedup"]["median"] >= r["bar"] for r in results.values()) else 1

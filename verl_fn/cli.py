@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     bench = commands.add_parser("bench", help="measure")
-    bench.add_argument("what", choices=("purity", "sampler"))
+    bench.add_argument("what", choices=("purity", "sampler", "imports"))
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
 
     args = parser.parse_args(argv)
