@@ -24,7 +24,7 @@ from verl_fn.state import (
     split_by_tokens,
     tree,
 )
-from verl_fn.steps import Loss, Optimizer, apply_update
+from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from . import checkpoint
 from .model import Skeleton, Staged, build, check_needs, check_same_model, token_outputs
@@ -152,7 +152,7 @@ class Local:
 
                 def backward(model: Skeleton, staged: Staged = staged) -> Metrics:
                     per_token, told = loss(token_outputs(model, staged, wanted), staged.batch)
-                    total = (staged.batch["loss_weight"] * per_token).sum()
+                    total = total_loss(staged.batch, per_token)
                     total.backward()
                     return {"loss": Sum(total.detach().double()), **told}
 
@@ -160,7 +160,18 @@ class Local:
         return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), found
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
-        """The next state; see ``steps.apply_update``."""
+        """The next state; see ``steps.apply_update``. Gradients come to where the parameters are.
+
+        Raises:
+            ValueError: parameters and optimizer lie on different devices.
+        """
+        places = {t.device for t in tree.leaves((state.params, state.optimizer)) if isinstance(t, Tensor)}
+        if len(places) > 1:
+            raise ValueError(
+                f"the state lies on {sorted(map(str, places))}; place it on one device before the update"
+            )
+        if {g.device for g in grads.values()} != places:
+            grads = tree.map_tensors(lambda g: g.to(next(iter(places))), grads)
         return apply_update(self.optimizer, state, grads, donate_inputs=donate)
 
     # What stays inside

@@ -31,7 +31,7 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update
+from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from .checkpoint import SCALARS, TENSORS, restore_state
 
@@ -159,7 +159,7 @@ class Mock:
             lookup = _Lookup.of(state.params, part)
             leaves = {name: t.requires_grad_() for name, t in lookup.outputs(wanted).items()}
             per_token, told = loss(TokenOutputs(leaves), part)
-            total = (part["loss_weight"] * per_token).sum()
+            total = total_loss(part, per_token)
             wrt_outputs = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
             lookup.add_gradient(gathered, dict(zip(leaves, wrt_outputs, strict=True)))
             found = metrics.merge(found, {"loss": Sum(total.detach().double()), **told})

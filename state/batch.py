@@ -136,17 +136,18 @@ class Batch(Node):
         return list(self[name].split(self.lengths.tolist()))
 
     def take(self, rows: Sequence[int] | Tensor) -> Batch:
-        """These rows, in this order; a row may come twice.
+        """These rows, by index in this order (a row may come twice) or by a mask.
 
         >>> Batch.from_rows([[1, 2], [3]]).take([1, 0]).tokens.tolist()
         [3, 1, 2]
         """
-        index = torch.as_tensor(rows, dtype=torch.int64)
+        chosen = torch.as_tensor(rows, device=self.cu_seqlens.device)
+        index = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen.long()
         lengths = self.lengths[index]
-        cu_seqlens = torch.zeros(len(index) + 1, dtype=self.cu_seqlens.dtype)
+        cu_seqlens = self.cu_seqlens.new_zeros(len(index) + 1)
         cu_seqlens[1:] = lengths.cumsum(0)
         start = torch.repeat_interleave(self.cu_seqlens[:-1].long()[index] - cu_seqlens[:-1].long(), lengths)
-        where = start + torch.arange(int(cu_seqlens[-1]))
+        where = start + torch.arange(int(cu_seqlens[-1]), device=start.device)
         return Batch(
             self.tokens[where],
             self.positions[where],
@@ -194,7 +195,7 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
         odd = (set(first.per_token) ^ set(other.per_token)) | (set(first.per_row) ^ set(other.per_row))
         if odd:
             raise ValueError(f"batches to concatenate differ in their fields: {sorted(odd)}")
-    cu_seqlens = torch.zeros(sum(len(b) for b in batches) + 1, dtype=first.cu_seqlens.dtype)
+    cu_seqlens = first.cu_seqlens.new_zeros(sum(len(b) for b in batches) + 1)
     cu_seqlens[1:] = torch.cat([b.lengths for b in batches]).cumsum(0)
     return Batch(
         torch.cat([b.tokens for b in batches]),

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import attrs
 import torch
 
+from . import tree
 from .node import Named, Node, rebuild
 
 N = TypeVar("N", bound=Node)
@@ -98,6 +99,10 @@ def _take(box: list[Any], copies: list[int]) -> Any:
     if kind in (tuple, list):
         items = [[item] for item in box.pop()]
         return kind(_take(item, copies) for item in items)
+    if any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(box[0])):
+        # Another kind of container (a named tuple): who holds its items cannot be told by taking it apart.
+        copies[0] += sum(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(box[0]))
+        return tree.snapshot(box.pop())
     return box.pop()
 
 
@@ -112,8 +117,12 @@ def _copy_shared(tensors: list[torch.Tensor]) -> int:
     """
     references, uses, count = sys.getrefcount, torch._C._storage_Use_Count, 0
     for i in range(len(tensors)):
-        # A storage is used by its tensor and by the Python object made to look at it; more uses are views.
-        if references(tensors[i]) != _ALONE or uses(tensors[i].untyped_storage()._cdata) > 2:
-            tensors[i] = tensors[i].clone()
-            count += 1
+        if references(tensors[i]) == _ALONE:
+            storage = tensors[i].untyped_storage()
+            # Used by its tensor and by this very object; more uses are views. What torch did not allocate
+            # (numpy's memory, a mapped file) is somebody else's.
+            if uses(storage._cdata) == 2 and storage.resizable():
+                continue
+        tensors[i] = tensors[i].clone()
+        count += 1
     return count

@@ -101,8 +101,7 @@ def sum_of_squares(tensors: Iterable[Tensor], reduce: Callable[[Tensor], Tensor]
     25.0
     """
     tensors = list(tensors)
-    if not tensors:
-        return torch.zeros(())
-    norms = torch._foreach_norm(tensors)
-    total = torch.stack(norms).square().sum()
+    norms = torch._foreach_norm(tensors) if tensors else [torch.zeros(())]
+    # In double: the squares of gradients that clipping could still handle overflow in fp32.
+    total = torch.stack(norms).double().square().sum()
     return total if reduce is None else reduce(total)

@@ -74,7 +74,8 @@ def digest(tree: Any) -> str:
         h.update(path.encode())
         if isinstance(leaf, torch.Tensor):
             h.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            h.update(_bytes(leaf).numpy().data)
+            # Of a copy: a tensor that numpy has looked at can never again be told to be ours alone.
+            h.update(_bytes(leaf).clone().numpy().data)
         else:
             h.update(f"{type(leaf).__name__}{leaf!r}".encode())
     return h.hexdigest()

@@ -43,8 +43,8 @@ def aggregate(
     Args:
         batch: needs ``response_mask``.
         mode: one of the table.
-        loss_scale_factor: the constant of ``seq-mean-token-sum-norm`` (Dr. GRPO's horizon); by default the
-            longest response of the batch.
+        loss_scale_factor: the constant of ``seq-mean-token-sum-norm``, such as the longest response allowed
+            (Dr. GRPO's horizon).
         group: with ``seq``, a per-row field; the weight is 1 / (number of groups), for preference pairs.
 
     Raises:
@@ -66,7 +66,9 @@ def aggregate(
     elif mode == "seq-mean-token-sum":
         weight = mask / rows
     elif mode == "seq-mean-token-sum-norm":
-        weight = mask / (rows * (loss_scale_factor or float(lengths.max())))
+        if not loss_scale_factor:
+            raise ValueError("seq-mean-token-sum-norm needs loss_scale_factor, such as the longest response allowed")
+        weight = mask / (rows * loss_scale_factor)
     elif mode == "seq-mean-token-mean":
         weight = mask / (rows * batch.spread(lengths.clamp(min=1)))
     elif mode == "seq":

@@ -82,7 +82,18 @@ def token_mean(batch: Batch, values: Tensor) -> Weighted:
 
 def weighted_sum(batch: Batch, per_token: Tensor) -> Sum:
     """The metric "this term of the loss", aggregated as the loss is."""
-    return Sum((batch["loss_weight"].double() * per_token.detach().double()).sum())
+    return Sum(total_loss(batch, per_token.detach().double()))
+
+
+def total_loss(batch: Batch, per_token: Float[Tensor, " T"]) -> Float[Tensor, ""]:
+    """What a backend differentiates; tokens of weight zero don't count, even when not finite.
+
+    >>> batch = Batch.from_rows([[1, 2]], {"loss_weight": [[0.0, 0.5]]})
+    >>> total_loss(batch, torch.tensor([float("nan"), 4.0])).item()
+    2.0
+    """
+    weight = batch["loss_weight"]
+    return torch.where(weight != 0, weight * per_token, 0.0).sum()
 
 
 def ppo_clip(

@@ -142,7 +142,7 @@ def adamw(
             step = torch.tensor(float(state.count + 1), device=grads[names[0]].device)
             torch._fused_adamw_(
                 _tensors(params, names),
-                _tensors(grads, names),
+                _alike(grads, params, names),
                 _tensors(state.exp_avg, names),
                 _tensors(state.exp_avg_sq, names),
                 [],
@@ -173,7 +173,7 @@ def sgd(schedule: Schedule, momentum: float = 0.0) -> Optimizer:
         if names := list(grads):
             torch._fused_sgd_(
                 _tensors(params, names),
-                _tensors(grads, names),
+                _alike(grads, params, names),
                 _tensors(state.momentum, names) if momentum else [],
                 weight_decay=0.0, momentum=momentum, lr=lr, dampening=0.0, nesterov=False, maximize=False,
                 is_first_step=False, grad_scale=info.divisor, found_inf=info.skip,
@@ -188,13 +188,20 @@ def _tensors(tree: Named, names: list[str]) -> list[Tensor]:
     return [leaves[name] for name in names]
 
 
+def _alike(grads: Named, params: Named, names: list[str]) -> list[Tensor]:
+    """The gradients in the memory layout of their parameters, since fused kernels go through both as they lie."""
+    pairs = zip(_tensors(grads, names), _tensors(params, names), strict=True)
+    return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for g, p in pairs]
+
+
 def frozen() -> Optimizer:
     """No optimizer: for a model that is never updated, such as a reference policy."""
 
-    def update(grads: Grads, state: Any, params: Params, info: Update) -> tuple[Params, Any, Metrics]:
-        raise ValueError("this state was made with the optimizer frozen(); it is not to be updated")
+    return Optimizer(lambda params: {}, _refuse)
 
-    return Optimizer(lambda params: {}, update)
+
+def _refuse(grads: Grads, state: Any, params: Params, info: Update) -> tuple[Params, Any, Metrics]:
+    raise ValueError("this state was made with the optimizer frozen(); it is not to be updated")
 
 
 @torch.no_grad()
@@ -226,6 +233,9 @@ def apply_update(
     if list(grads) != state.params.trained():
         odd = sorted(set(grads) ^ set(state.params.trained()))
         raise ValueError(f"gradients and trainable parameters differ in their names or order: {odd[:5]}")
+    if optimizer.update is _refuse:
+        # Before donation, which a refused call must not cost.
+        _refuse(grads, state.optimizer, state.params, Update.of(torch.zeros(()), state.scheduler))
     # Launched before donation, so that a device computes while Python checks who holds what.
     norm = sum_of_squares(grads.leaves.values(), reduce).sqrt()
     copies = 0

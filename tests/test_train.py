@@ -9,7 +9,7 @@ import torch
 
 from verl_fn.config import load
 from verl_fn.models import new_model
-from verl_fn.runs import Run, read_metrics
+from verl_fn.runs import Run, RunError, read_metrics
 from verl_fn.state import tree
 from verl_fn.tasks import TASKS
 from verl_fn.train import train, workers
@@ -70,7 +70,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(algorithm, model, tmp_path):
 def test_what_a_run_leaves_behind(model, tmp_path):
     cfg = config(model, tmp_path, "ppo", "trainer.total_training_steps=2", "trainer.max_ckpt_to_keep=1")
     evaluation = train(cfg, lambda line: None)
-    assert set(evaluation) == {"val-core/reverse/acc/mean@1", "val-core/reverse/reward/mean@1"}
+    assert set(evaluation) == {"val-core/reverse/acc/mean@1", "val-aux/reverse/reward/mean@1"}
     assert load(tmp_path / "config.toml") == cfg
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -131,4 +131,34 @@ def test_stop_at_ends_the_run(model, tmp_path):
     train(config(model, tmp_path, "sft", *more), lambda line: None)
     rows = read_metrics(tmp_path)
     assert rows[-1]["step"] == 2
-    assert json.loads((tmp_path / "checkpoints/step_2/algorithm.json").read_text())[".step"] == 2
+    assert json.loads((tmp_path / "checkpoints/step_2/algorithm.json").read_text())["state"][".step"] == 2
+
+
+def test_a_folder_of_another_run_is_not_written_over(model, tmp_path):
+    """Not by a new run, nor by another algorithm; the config that made its checkpoints stays."""
+    train(config(model, tmp_path, "sft", "trainer.total_training_steps=1"), lambda line: None)
+    before = (tmp_path / "config.toml").read_text()
+    for more, message in (
+        (["trainer.resume_mode=disable"], "checkpoints of another run"),
+        ([], "is of sft with actor"),
+    ):
+        with pytest.raises(RunError, match=message):
+            train(config(model, tmp_path, "grpo", "trainer.total_training_steps=2", *more), lambda line: None)
+    assert (tmp_path / "config.toml").read_text() == before
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_run_that_reached_its_goal_stays_there(model, tmp_path):
+    more = ["trainer.total_training_steps=50", "trainer.stop_at=0.0"]
+    for _ in range(2):
+        train(config(model, tmp_path, "sft", *more), lambda line: None)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [0]
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_another_new_model_is_made_anew(tmp_path):
+    for size in (16, 32):
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        more = [f"model.new.hidden_size={size}", "trainer.total_training_steps=1"]
+        train(config("", tmp_path, "sft", *more), lambda line: None)
+        assert json.loads((tmp_path / "model/config.json").read_text())["hidden_size"] == size

@@ -44,16 +44,21 @@ def _train(args: argparse.Namespace) -> int:
     from verl_fn.backends.checkpoint import CheckpointError
     from verl_fn.backends.model import ModelError
     from verl_fn.rewards import RewardError
+    from verl_fn.runs import RunError
     from verl_fn.train import train
+    from verl_fn.workers import ActorDied
 
     say = (lambda line: None) if args.quiet else (lambda line: print(line, flush=True))
     try:
         train(cfg, say)
-    except (ModelError, RewardError, CheckpointError) as error:
+    except (ModelError, RewardError, CheckpointError, RunError, ActorDied) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
+        print(
+            "interrupted; the same command continues from the last checkpoint, if trainer.save_freq made one",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

@@ -44,6 +44,9 @@ def sub(cls: type) -> Any:
     return attrs.field(factory=cls)
 
 
+KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
+
+
 @attrs.frozen(kw_only=True)
 class KLCtrl:
     type: str = opt("fixed", "fixed or adaptive", in_(("fixed", "adaptive")))
@@ -70,13 +73,15 @@ class AlgorithmConfig:
         "token-mean", "how per-token losses are averaged",
         in_(("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")),
     )  # fmt: skip
-    loss_scale_factor: float | None = opt(None, "the constant of seq-mean-token-sum-norm", gt(0))
+    loss_scale_factor: float | None = opt(
+        None, "the constant of seq-mean-token-sum-norm, by default data.max_response_length", gt(0)
+    )
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus")
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = opt(0.001, "weight of that term", ge(0))
-    kl_loss_type: str = opt("low_var_kl", "its estimator: k1, k2, k3 (low_var_kl), abs, or one with +")
+    kl_loss_type: str = opt("low_var_kl", "its estimator: k1, k2, k3 (low_var_kl), abs, or one with +", in_(KL_TYPES))
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = opt("kl", "its estimator")
+    kl_penalty: str = opt("kl", "its estimator", in_(KL_TYPES))
     kl_ctrl: KLCtrl = sub(KLCtrl)
     cliprange_value: float = opt(0.5, "clip range of the value loss", gt(0))
     ppo_mini_batch_size: int = opt(256, "prompts an update", ge(1))
@@ -157,7 +162,7 @@ class DriverConfig:
         "local", "local: this process; ray: rollout, reward and training as actors", in_(("local", "ray"))
     )
     num_threads: int = opt(0, "CPU threads of torch in each process; 0 takes all cores", ge(0))
-    device: str = opt("auto", "cpu, cuda, or auto")
+    device: str = opt("auto", "cpu, cuda, or auto", in_(("auto", "cpu", "cuda")))
     deterministic: bool = opt(True, "bitwise repeatable kernels")
 
 
@@ -203,6 +208,9 @@ class Config:
                 f"algorithm.adv_estimator is {a.adv_estimator!r}, which algorithm.name = {a.name!r} does not use; "
                 f"it takes {' or '.join(allowed) or 'none'}"
             )
+        t = self.trainer
+        if t.stop_at is not None and t.test_freq < 1:
+            raise ConfigError("trainer.stop_at needs evaluations to look at; set trainer.test_freq")
         if a.name == "grpo" and a.adv_estimator != "reinforce_plus_plus" and self.rollout.n < 2:
             raise ConfigError(
                 "rollout.n is 1: estimators that compare within a group need at least 2 responses a prompt"

@@ -14,11 +14,16 @@ import attrs
 import tomli_w
 
 from verl_fn.config import Config, to_table
+from verl_fn.driver.build import roles
 from verl_fn.state import serial
 from verl_fn.workers import Workers
 
 S = TypeVar("S")
 ROLES = ("actor", "critic", "reference")
+
+
+class RunError(ValueError):
+    """A run's folder that cannot be begun, continued or written."""
 
 
 class Run:
@@ -29,18 +34,32 @@ class Run:
     """
 
     def __init__(self, cfg: Config) -> None:
-        self.folder = Path(cfg.trainer.dir)
+        # Absolute, since workers may run in another directory.
+        self.folder = Path(cfg.trainer.dir).resolve()
         self._keep = cfg.trainer.max_ckpt_to_keep
+        self._cfg = cfg
         self.folder.mkdir(parents=True, exist_ok=True)
-        _write(self.folder / "config.toml", tomli_w.dumps(to_table(cfg)))
 
     @property
     def metrics_file(self) -> Path:
         return self.folder / "metrics.jsonl"
 
-    def start(self, step: int) -> None:
-        """Begin at ``step``: what an earlier try logged beyond it is dropped, since it will come again."""
-        kept = [row for row in read_metrics(self.folder) if row["step"] <= step] if step else []
+    def start(self, step: int, *, resumed: bool) -> None:
+        """Begin at ``step``: what an earlier try logged beyond it is dropped, since it will come again.
+
+        Raises:
+            RunError: a new run would write over the checkpoints of another.
+        """
+        newest = self.latest()
+        if newest is not None and not resumed:
+            raise RunError(
+                f"{self.folder} holds checkpoints of another run, up to {newest.name}; "
+                f"choose another trainer.dir, remove it, or continue it with trainer.resume_mode=auto"
+            )
+        _write(self.folder / "config.toml", tomli_w.dumps(to_table(self._cfg)))
+        if newest is not None:
+            self._point_at(newest / "actor")
+        kept = [row for row in read_metrics(self.folder) if row["step"] <= step] if resumed else []
         _write(self.metrics_file, "".join(json.dumps(row) + "\n" for row in kept))
 
     def log(self, step: int, report: Mapping[str, float]) -> None:
@@ -57,8 +76,6 @@ class Run:
     def save(self, state: Any, w: Workers) -> Path:
         """Write a checkpoint aside, bring it to the disk, and only then give it its name."""
         final = self.folder / "checkpoints" / f"step_{state.step}"
-        if final.exists():
-            return final
         aside = final.with_name(f".writing_{final.name}")
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
@@ -66,9 +83,13 @@ class Run:
         for role in ROLES:
             if getattr(state, role, None) is not None:
                 getattr(w, role).save(getattr(state, role), aside / role)
+                if not (aside / role).is_dir():
+                    raise RunError(
+                        f"the worker of {role} wrote its checkpoint elsewhere than {aside}: no shared folder?"
+                    )
                 rest = attrs.evolve(rest, **{role: None})
         _, scalars = serial.flatten(rest)
-        _write(aside / "algorithm.json", json.dumps(scalars, indent=1))
+        _write(aside / "algorithm.json", json.dumps({"name": self._cfg.algorithm.name, "state": scalars}, indent=1))
         for path in (*aside.rglob("*"), aside):
             _sync(path)
         aside.rename(final)
@@ -86,12 +107,26 @@ class Run:
         aside.replace(link)
 
 
-def restore(folder: Path, blank: S, w: Workers) -> S:
-    """The state in a checkpoint; ``blank`` is the algorithm's state without its roles."""
-    scalars = json.loads((folder / "algorithm.json").read_text())
-    state = serial.unflatten(blank, {}, scalars)
-    held = {role: getattr(w, role).restore(folder / role) for role in ROLES if (folder / role).is_dir()}
-    return attrs.evolve(state, **held)  # type: ignore[type-var]
+def restore(folder: Path, blank: S, w: Workers, cfg: Config) -> S:
+    """The state in a checkpoint; ``blank`` is the algorithm's state without its roles.
+
+    Raises:
+        RunError: the checkpoint is of another algorithm, lacks a role that the config asks for, or is damaged.
+    """
+    try:
+        found = json.loads((folder / "algorithm.json").read_text())
+        held = tuple(role for role in ROLES if (folder / role).is_dir())
+        if (found["name"], held) != (cfg.algorithm.name, roles(cfg)):
+            raise RunError(
+                f"{folder} is of {found['name']} with {', '.join(held)}; "
+                f"the config asks for {cfg.algorithm.name} with {', '.join(roles(cfg))}"
+            )
+        state = serial.unflatten(blank, {}, found["state"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        if isinstance(error, RunError):
+            raise
+        raise RunError(f"{folder}/algorithm.json cannot be read: {error}") from error
+    return attrs.evolve(state, **{role: getattr(w, role).restore(folder / role) for role in held})  # type: ignore[type-var]
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from verl_fn.backends.protocol import Sampling
 from verl_fn.config import Config
 from verl_fn.driver import build
 from verl_fn.rewards import encode_prompts
-from verl_fn.runs import Run, restore
+from verl_fn.runs import Run, read_metrics, restore
 from verl_fn.state import Batch, Key
 from verl_fn.tasks import TASKS, Problem
 from verl_fn.workers import Workers
@@ -30,7 +30,7 @@ def train(cfg: Config, say: Say = print) -> dict[str, float]:
         The last evaluation.
     """
     run = Run(cfg)
-    cfg = attrs.evolve(cfg, model=attrs.evolve(cfg.model, path=str(build.model_folder(cfg))))
+    cfg = attrs.evolve(cfg, model=attrs.evolve(cfg.model, path=str(build.model_folder(cfg).resolve())))
     with workers(cfg) as w:
         return _loop(cfg, run, w, say)
 
@@ -51,20 +51,21 @@ def _loop(cfg: Config, run: Run, w: Workers, say: Say) -> dict[str, float]:
     algorithm, held_out = by_name(cfg.algorithm.name), task.held_out(cfg.data.val_size)
     found = run.latest() if t.resume_mode == "auto" else None
     if found is not None:
-        state = restore(found, algorithm.new(cfg, key), w)
+        state = restore(found, algorithm.new(cfg, key), w, cfg)
         say(f"continuing {run.folder} after step {state.step}")
     else:
         state = initial_state(cfg, w, algorithm.new(cfg, key))
-    run.start(state.step)
+    run.start(state.step, resumed=found is not None)
 
-    evaluation: dict[str, float] = {}
+    evaluation = last_evaluation(run, state.step, cfg) if found is not None else {}
     if found is None and t.val_before_train:
         evaluation = validate(state, held_out, w, cfg)
         run.log(0, evaluation)
         say(f"before training: {_evaluation_line(evaluation, cfg)}")
+    saved = found
     progress = Progress(state.step, t.total_training_steps, t.log_freq, say)
     while state.step < t.total_training_steps and not _reached(evaluation, cfg):
-        problems = task.train(key.fold_in("data"), state.cursor, cfg.data.train_batch_size)
+        problems = task.train(state.key.fold_in("data"), state.cursor, cfg.data.train_batch_size)
         state, report = algorithm.step(state, problems, w, cfg)
         last = state.step == t.total_training_steps
         if last or (t.test_freq > 0 and state.step % t.test_freq == 0):
@@ -72,9 +73,17 @@ def _loop(cfg: Config, run: Run, w: Workers, say: Say) -> dict[str, float]:
             report |= evaluation
         run.log(state.step, report)
         progress.show(state.step, report, _evaluation_line(report, cfg))
-        if last or _reached(evaluation, cfg) or (t.save_freq > 0 and state.step % t.save_freq == 0):
-            run.save(state, w)
+        if t.save_freq > 0 and state.step % t.save_freq == 0:
+            saved = run.save(state, w)
+    if saved is None or saved.name != f"step_{state.step}":
+        run.save(state, w)
     return evaluation or validate(state, held_out, w, cfg)
+
+
+def last_evaluation(run: Run, step: int, cfg: Config) -> dict[str, float]:
+    """What the run's log says of the evaluation after ``step``; empty where there was none."""
+    rows = [row for row in read_metrics(run.folder) if row["step"] == step]
+    return {k: v for row in rows for k, v in row.items() if k.startswith("val-")}
 
 
 def initial_state(cfg: Config, w: Workers, blank: Any) -> Any:
@@ -97,7 +106,7 @@ def validate(state: Any, problems: Sequence[Problem], w: Workers, cfg: Config) -
 def _evaluation(batch: Batch, task: str) -> dict[str, float]:
     return {
         f"val-core/{task}/acc/mean@1": float(batch["acc"].mean()),
-        f"val-core/{task}/reward/mean@1": float(batch["score"].mean()),
+        f"val-aux/{task}/reward/mean@1": float(batch["score"].mean()),
     }
 
 

@@ -51,6 +51,10 @@ class Workers:
     wait: Callable[[Any], Any] = get_here
 
 
+class ActorDied(RuntimeError):
+    """A worker's process ended; the message holds its own error and the end of its log."""
+
+
 class Clock:
     """Seconds by phase, as verl's ``timing_s/*``; waits for what a phase returns.
 
@@ -62,6 +66,7 @@ class Clock:
     def __init__(self, wait: Callable[[Any], Any]) -> None:
         self.seconds: dict[str, float] = {}
         self._wait = wait
+        self._began = time.perf_counter()
 
     def run(self, phase: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """``fn(*args, **kwargs)``, its time added to ``phase``."""
@@ -69,3 +74,7 @@ class Clock:
         found = self._wait(fn(*args, **kwargs))
         self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
         return found
+
+    def total(self) -> float:
+        """Seconds since this clock was made, with what lies between the phases."""
+        return time.perf_counter() - self._began

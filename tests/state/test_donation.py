@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from state_builders import grads, train_state
@@ -177,6 +178,13 @@ def test_a_tensor_that_is_twice_in_a_value_becomes_two():
     assert new["b"].tolist() == [1.0, 1.0]
 
 
+def test_memory_that_torch_did_not_allocate_is_copied():
+    array = np.zeros(2, dtype=np.float32)
+    new, copies = donate(Grads({"w": torch.from_numpy(array)}), "f")
+    overwrite(new)
+    assert copies == 1 and array.tolist() == [0.0, 0.0]
+
+
 def test_a_pickled_value_outlives_the_donation():
     state = train_state()
     text = pickle.dumps(state)
@@ -191,3 +199,9 @@ def test_a_graph_that_saved_a_leaf_still_gives_its_gradient():
     overwrite(donate(value, "f")[0])
     out.backward()
     assert x.grad.tolist() == [3.0, 0.0]
+
+
+def test_a_digest_costs_no_copy_at_the_next_donation():
+    grads = Grads({"w": torch.zeros(2)})
+    tree.digest(grads)
+    assert donate(grads, "apply_update")[1] == 0

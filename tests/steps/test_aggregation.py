@@ -13,11 +13,15 @@ from verl_fn.steps import aggregate
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean", "seq")
 
 
+def weigh(batch, mode, scale=6.0):
+    return aggregate(batch, mode, loss_scale_factor=scale if mode == "seq-mean-token-sum-norm" else None)
+
+
 def loss_of(batch):
     return float((batch["loss_weight"].double() * batch["loss"]).sum())
 
 
-def by_hand(mode, rows, scale=None):
+def by_hand(mode, rows, scale=6.0):
     """The modes over rows of per-token losses; rows without a token are not rows."""
     rows = [row for row in rows if len(row)]
     sums, lengths = [row.sum() for row in rows], [len(row) for row in rows]
@@ -28,7 +32,7 @@ def by_hand(mode, rows, scale=None):
     if mode == "seq-mean-token-sum":
         return np.mean(sums)
     if mode == "seq-mean-token-sum-norm":
-        return np.mean(sums) / (scale or max(lengths))
+        return np.mean(sums) / scale
     if mode == "seq-mean-token-mean":
         return np.mean([row.mean() for row in rows])
     return np.mean([row[-1] for row in rows])
@@ -39,14 +43,14 @@ def by_hand(mode, rows, scale=None):
 def test_each_mode_is_its_definition(mode, masks, seed):
     assume(any(map(any, masks)))
     batch, fields = pack(masks, seed, "loss")
-    found = aggregate(batch, mode)
+    found = weigh(batch, mode)
     assert loss_of(found) == pytest.approx(by_hand(mode, chosen(masks, fields["loss"])), rel=1e-5, abs=1e-6)
     assert not found["loss_weight"][found["response_mask"] == 0].any()
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0, 1024.0])
 @ragged
-def test_the_scale_of_token_sum_norm_is_a_constant_when_given(scale, masks, seed):
+def test_the_scale_of_token_sum_norm_is_a_constant(scale, masks, seed):
     assume(any(map(any, masks)))
     batch, fields = pack(masks, seed, "loss")
     found = aggregate(batch, "seq-mean-token-sum-norm", loss_scale_factor=scale)
@@ -60,7 +64,7 @@ def test_rows_without_a_token_change_nothing(mode, masks, seed):
     assume(any(map(any, masks)))
     batch, _ = pack(masks, seed, "loss")
     some = batch.take([i for i, mask in enumerate(masks) if any(mask)])
-    assert loss_of(aggregate(batch, mode)) == pytest.approx(loss_of(aggregate(some, mode)), rel=1e-6, abs=1e-7)
+    assert loss_of(weigh(batch, mode)) == pytest.approx(loss_of(weigh(some, mode)), rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -68,7 +72,7 @@ def test_rows_without_a_token_change_nothing(mode, masks, seed):
 @MODEST
 def test_micro_batches_add_up_by_plain_summation(mode, budget, seed):
     """Weights are data of the whole batch, so any split into parts gives the same loss."""
-    whole = aggregate(pack(MULTI_TURN, seed, "loss")[0], mode)
+    whole = weigh(pack(MULTI_TURN, seed, "loss")[0], mode)
     for split in (split_by_tokens(whole, budget), split_by_count(whole, budget % 4 + 1)):
         assert sum(loss_of(part) for part in split) == pytest.approx(loss_of(whole), rel=1e-6, abs=1e-7)
 
@@ -79,12 +83,12 @@ def test_the_weights_themselves():
         "token-mean": [0, 0.2, 0.2, 0, 0.2, 0, 0.2, 0.2],
         "token-sum": [0, 1, 1, 0, 1, 0, 1, 1],
         "seq-mean-token-sum": [0, 0.5, 0.5, 0, 0.5, 0, 0.5, 0.5],
-        "seq-mean-token-sum-norm": [0, 1 / 6, 1 / 6, 0, 1 / 6, 0, 1 / 6, 1 / 6],
+        "seq-mean-token-sum-norm": [0, 1 / 12, 1 / 12, 0, 1 / 12, 0, 1 / 12, 1 / 12],
         "seq-mean-token-mean": [0, 1 / 4, 1 / 4, 0, 1 / 6, 0, 1 / 6, 1 / 6],
         "seq": [0, 0, 0.5, 0, 0, 0, 0, 0.5],
     }
     for mode in MODES:
-        weights = aggregate(batch, mode)["loss_weight"]
+        weights = weigh(batch, mode)["loss_weight"]
         assert weights.dtype == torch.float32
         assert weights.tolist() == pytest.approx(expected[mode], rel=1e-6)
 
@@ -110,13 +114,18 @@ def test_bool_and_integer_masks_do_as_well():
     for dtype in (torch.bool, torch.int64):
         other = batch.with_tokens(response_mask=batch["response_mask"].to(dtype))
         for mode in MODES:
-            assert torch.equal(aggregate(other, mode)["loss_weight"], aggregate(batch, mode)["loss_weight"])
+            assert torch.equal(weigh(other, mode)["loss_weight"], weigh(batch, mode)["loss_weight"])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_batch_with_nothing_to_learn_from_is_refused(mode):
     with pytest.raises(ValueError, match="nothing to learn from"):
-        aggregate(pack([[0, 0], [0]], 0)[0], mode)
+        weigh(pack([[0, 0], [0]], 0)[0], mode)
+
+
+def test_token_sum_norm_needs_its_scale():
+    with pytest.raises(ValueError, match="needs loss_scale_factor"):
+        aggregate(pack(MULTI_TURN, 0)[0], "seq-mean-token-sum-norm")
 
 
 def test_an_unknown_mode_is_refused_with_the_known_ones():

@@ -9,7 +9,7 @@ from torch.optim.adamw import adamw as torch_functional_adamw
 from torch.optim.sgd import sgd as torch_functional_sgd
 from update_builders import SHAPES, TRAINED, arrays, gradients, start
 
-from verl_fn.state import Grads, Key, Params, TrainState
+from verl_fn.state import Grads, Key, Params, TrainState, is_donated
 from verl_fn.steps import adamw, apply_update, chain, clip_by_global_norm, constant, cosine, frozen, sgd
 
 STEPS = 6
@@ -178,6 +178,10 @@ def test_clipping_is_torchs_to_the_last_bits():
         )
 
 
+def test_gradients_whose_sum_of_squares_overflows_are_clipped():
+    assert step_from_zero(2e19, 1.0) == pytest.approx([0.6, 0.0, 0.8], rel=1e-5)
+
+
 @pytest.mark.parametrize("clips", [(2.0, 0.5), (0.5, 2.0), (0.5, 0.5)])
 def test_a_second_clip_sees_what_the_first_one_left(clips):
     assert step_from_zero(8.0, *clips) == pytest.approx([0.3, 0.0, 0.4], rel=1e-5)
@@ -204,6 +208,8 @@ def test_the_schedule_is_read_at_the_states_position(kind, position):
     torch.testing.assert_close(new.params["b.bias"], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_a_frozen_model_is_not_updated():
+def test_a_frozen_model_is_not_updated_and_not_lost():
+    state, grads = start(frozen()), gradients(0)
     with pytest.raises(ValueError, match="frozen"):
-        apply_update(frozen(), start(frozen()), gradients(0))
+        apply_update(frozen(), state, grads)
+    assert not is_donated(state) and not is_donated(grads)

@@ -8,7 +8,7 @@ import torch
 from step_builders import MULTI_TURN, assert_rows, flat, pack, ragged
 
 from verl_fn.state import Batch, TokenOutputs
-from verl_fn.steps import cross_entropy, entropy, kl_penalty, kl_to_reference, loss, ppo_clip, value_clip
+from verl_fn.steps import cross_entropy, entropy, kl_penalty, kl_to_reference, loss, ppo_clip, total_loss, value_clip
 
 
 def run(term, batch, **outputs):
@@ -145,6 +145,20 @@ def test_cross_entropy_on_logits_has_gradient_softmax_less_one_hot():
         row = np.exp(logits[t - 1].detach().numpy())
         expected[t - 1] = weight[t] * (row / row.sum() - np.eye(5)[tokens[t]])
     np.testing.assert_allclose(logits.grad.numpy(), expected, rtol=1e-9, atol=1e-12)
+
+
+@ragged
+def test_the_total_is_weighed_and_skips_what_weighs_nothing(masks, seed):
+    """A token of weight zero may hold anything, also nan, and gets gradient zero."""
+    batch, fields = pack(masks, seed, "weight", "per_token")
+    weights = [np.where(mask, row, 0.0) for mask, row in zip(masks, fields["weight"], strict=True)]
+    batch = batch.with_tokens(loss_weight=np.concatenate(weights))
+    junk = torch.where(batch["loss_weight"] == 0, torch.nan, batch["per_token"]).requires_grad_()
+    total = total_loss(batch, junk)
+    total.backward()
+    expected = sum((w * x).sum() for w, x in zip(weights, fields["per_token"], strict=True))
+    assert total.item() == pytest.approx(expected, abs=1e-12)
+    assert torch.equal(junk.grad, batch["loss_weight"])
 
 
 def test_losses_add_subtract_and_scale():

@@ -91,8 +91,13 @@ def update_batches(w: Workers, batch: Any, rows: int, cfg: Config, key: Key) -> 
     count = a.ppo_epochs * -(-rows // size)
     return w.call(
         _weighted_minibatches, batch, size, a.ppo_epochs, key if a.shuffle else None, a.loss_agg_mode,
-        a.loss_scale_factor, returns=count,
+        loss_scale(cfg), returns=count,
     )  # fmt: skip
+
+
+def loss_scale(cfg: Config) -> float:
+    """The constant of ``seq-mean-token-sum-norm``: the config's, or the longest response allowed."""
+    return cfg.algorithm.loss_scale_factor or float(cfg.data.max_response_length)
 
 
 def _weighted_minibatches(
@@ -108,6 +113,8 @@ def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> dict
     for pair in updates:
         for metrics in pair:
             for name, metric in metrics.items():
+                if name.startswith("perf/"):
+                    name = f"{name}/{role}"
                 found.setdefault(name if "/" in name else f"{role}/{name}", []).append(metric.value)
     return {name: sum(values) / len(values) for name, values in found.items()}
 
@@ -120,7 +127,6 @@ def batch_report(batch: Batch, max_response_length: int) -> dict[str, float]:
     found: Metrics = {
         "actor/entropy": Weighted.of(batch["entropys"], mask),
         "response_length/clip_ratio": Weighted.of(lengths >= max_response_length, rows),
-        "prompt_length/clip_ratio": Weighted(0.0, 1.0),
     }
     for family, values, weights in (
         ("critic/score", batch["score"], rows),
@@ -134,7 +140,9 @@ def batch_report(batch: Batch, max_response_length: int) -> dict[str, float]:
     if "values" in batch:
         found |= _spread_of("critic/values", batch["values"], mask)
         found["critic/vf_explained_var"] = Weighted(explained_variance(batch["values"], batch["returns"], mask), 1.0)
-    ours, theirs = batch["old_log_probs"].exp(), batch["rollout_log_probs"].exp()
+    # Where top-k or top-p cut, the trainer's counterpart is the engine's full distribution.
+    full = "rollout_full_log_probs" if "rollout_full_log_probs" in batch else "rollout_log_probs"
+    ours, theirs = batch["old_log_probs"].exp(), batch[full].exp()
     gap = (ours - theirs).abs()
     found |= {
         "training/rollout_probs_diff_mean": Weighted.of(gap, mask),
@@ -168,6 +176,6 @@ def _spread_of(family: str, values: torch.Tensor, weights: torch.Tensor) -> Metr
 
 def timing_report(clock: Clock, tokens: float) -> dict[str, float]:
     """``timing_s/*``, the whole step and its throughput."""
-    step = sum(clock.seconds.values())
+    step = clock.total()
     report = {f"timing_s/{phase}": seconds for phase, seconds in clock.seconds.items()}
     return report | {"timing_s/step": step, "perf/time_per_step": step, "perf/throughput": tokens / max(step, 1e-9)}

@@ -12,7 +12,7 @@ from verl_fn.steps import aggregate, cross_entropy
 from verl_fn.tasks import Problem
 from verl_fn.workers import Clock, Workers
 
-from .experience import timing_report, update, update_report
+from .experience import loss_scale, timing_report, update, update_report
 
 
 @node
@@ -33,7 +33,9 @@ def new(cfg: Config, key: Key) -> SFTState:
 def step(state: SFTState, problems: Sequence[Problem], w: Workers, cfg: Config) -> tuple[SFTState, dict[str, float]]:
     """One update on the answers to ``problems``. ``state`` is spent: its actor is donated."""
     clock = Clock(w.wait)
-    batch = aggregate(pack_examples(problems, w.tokenizer), cfg.algorithm.loss_agg_mode)
+    batch = aggregate(
+        pack_examples(problems, w.tokenizer), cfg.algorithm.loss_agg_mode, loss_scale_factor=loss_scale(cfg)
+    )
     actor, updates = clock.run("update_actor", update, w.actor, state.actor, [batch], cross_entropy())
     report = update_report("train", w.get(updates))
     tokens = float(batch.num_tokens)

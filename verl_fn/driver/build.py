@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
+
+import attrs
 
 from verl_fn.config import ActorConfig, Config, OptimConfig
 
@@ -37,14 +41,17 @@ def model_folder(cfg: Config) -> Path:
 
     if cfg.model.path:
         return Path(cfg.model.path)
+    wanted = attrs.asdict(cfg.model.new) | {"chars": TASKS[cfg.data.task].alphabet, "seed": cfg.trainer.seed}
     folder = Path(cfg.trainer.dir) / "new_model"
-    if not (folder / "config.json").exists():
-        new = cfg.model.new
-        new_model(
-            folder, chars=TASKS[cfg.data.task].alphabet, arch=new.arch, hidden_size=new.hidden_size,
-            num_hidden_layers=new.num_hidden_layers, num_attention_heads=new.num_attention_heads,
-            num_key_value_heads=new.num_key_value_heads, seed=cfg.trainer.seed,
-        )  # fmt: skip
+    note = folder / "made_from.json"
+    if not note.exists() or json.loads(note.read_text()) != wanted:
+        # Aside and renamed, so that a folder of this name is whole.
+        aside = folder.with_name(".new_model.writing")
+        shutil.rmtree(aside, ignore_errors=True)
+        new_model(aside, **wanted)
+        (aside / note.name).write_text(json.dumps(wanted))
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
     return folder
 
 

@@ -13,17 +13,14 @@ import ray
 from torch.utils import _pytree as pytree
 
 from verl_fn.config import Config
-from verl_fn.workers import Workers
+from verl_fn.workers import ActorDied, Workers
 
 from . import build
 from .host import Host
 from .remote import RemoteRollout, RemoteTrain
 
 LOG_TAIL_LINES = 20
-
-
-class ActorDied(RuntimeError):
-    """An actor's process ended; the message holds its own error and the end of its log."""
+START_SECONDS = 300
 
 
 @attrs.frozen(eq=False)
@@ -50,7 +47,13 @@ class Cluster:
         hosts = {name: actor.options(num_gpus=gpus.get(name, 0)).remote(self._cfg) for name in names}
         about = {name: host.about.remote() for name, host in hosts.items()}
         for name, host in hosts.items():
-            told = ray.get(about[name])
+            try:
+                told = ray.get(about[name], timeout=START_SECONDS)
+            except ray.exceptions.GetTimeoutError:
+                asked = f"{gpus[name]} of a GPU" if name in gpus else "no GPU"
+                raise ActorDied(f"the {name} actor did not start in {START_SECONDS} s; it asks for {asked}") from None
+            except ray.exceptions.RayActorError as error:
+                raise ActorDied(f"the {name} actor did not start: {error}") from None
             sentinel = host.watch.options(concurrency_group="watch").remote()
             self.members[name] = Member(name, host, sentinel, told["pid"], tuple(told["logs"]))
 
@@ -72,7 +75,7 @@ class Cluster:
         Raises:
             ActorDied: an actor ended meanwhile, whichever it was.
         """
-        pending = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, ray.ObjectRef)]
+        pending = list({leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, ray.ObjectRef)})
         watched = {member.sentinel: member for member in self.members.values()}
         while pending:
             ready, _ = ray.wait([*pending, *watched], num_returns=1, fetch_local=False)
