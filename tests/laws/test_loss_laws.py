@@ -49,7 +49,7 @@ def test_built_in_loss(name, key, rows):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_aggregation_is_a_weight(mode):
-    check_loss(ppo_clip(), aggregate(tiny_batch(), mode))
+    check_loss(ppo_clip(), aggregate(tiny_batch(), mode, loss_scale_factor=8.0))
 
 
 def test_a_loss_of_pairs_is_whole_where_pairs_stay_together():
