@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -16,6 +17,8 @@ from verl_fn.state import (
     Grads,
     Key,
     Metrics,
+    Named,
+    Node,
     Params,
     Sum,
     TokenOutputs,
@@ -165,13 +168,12 @@ class Local:
         Raises:
             ValueError: parameters and optimizer lie on different devices.
         """
-        places = {t.device for t in tree.leaves((state.params, state.optimizer)) if isinstance(t, Tensor)}
-        if len(places) > 1:
-            raise ValueError(
-                f"the state lies on {sorted(map(str, places))}; place it on one device before the update"
-            )
-        if {g.device for g in grads.values()} != places:
-            grads = tree.map_tensors(lambda g: g.to(next(iter(places))), grads)
+        # One tensor speaks for its tree, since place moves whole trees; a look at all costs more than donation.
+        params, moments, gradient = (_device(part) for part in (state.params, state.optimizer, grads))
+        if moments not in (None, params):
+            raise ValueError(f"parameters lie on {params}, the optimizer on {moments}; place them together to update")
+        if gradient not in (None, params):
+            grads = tree.map_tensors(lambda g: g.to(params), grads)
         return apply_update(self.optimizer, state, grads, donate_inputs=donate)
 
     # What stays inside
@@ -220,6 +222,16 @@ class Local:
             yield
         finally:
             torch.use_deterministic_algorithms(before)
+
+
+def _device(part: Any) -> torch.device | None:
+    """Where the first tensor of a tree lies."""
+    if isinstance(part, Tensor):
+        return part.device
+    if isinstance(part, Named):
+        return next((t.device for t in part.leaves.values()), None)
+    inside = (getattr(part, f.name) for f in attrs.fields(type(part))) if isinstance(part, Node) else ()
+    return next((found for found in map(_device, inside) if found is not None), None)
 
 
 def _leaf(t: Tensor) -> Tensor:

@@ -190,7 +190,10 @@ def _tensors(tree: Named, names: list[str]) -> list[Tensor]:
 
 def _alike(grads: Named, params: Named, names: list[str]) -> list[Tensor]:
     """The gradients in the memory layout of their parameters, since fused kernels go through both as they lie."""
-    pairs = zip(_tensors(grads, names), _tensors(params, names), strict=True)
+    ours, theirs = _tensors(grads, names), _tensors(params, names)
+    if all(map(Tensor.is_contiguous, ours)) and all(map(Tensor.is_contiguous, theirs)):
+        return ours
+    pairs = zip(ours, theirs, strict=True)
     return [g if g.stride() == p.stride() else torch.empty_like(p).copy_(g) for g, p in pairs]
 
 
