@@ -1,4 +1,4 @@
-"""The configuration: frozen classes from TOML and ``key=value``, with verl's names for what verl has.
+"""Reading a configuration: TOML and ``key=value`` into frozen classes, every key checked.
 
 Nothing here touches torch, so a config is read and checked in milliseconds.
 """
@@ -6,215 +6,19 @@ Nothing here touches torch, so a config is read and checked in milliseconds.
 from __future__ import annotations
 
 import difflib
+import sys
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import cattrs
-from attrs.validators import ge, gt, in_, le
+import tomli_w
 
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the key."""
-
-
-class _RangeError(ValueError):
-    """A field's name and what is wrong with its value."""
-
-
-def opt(default: Any, doc: str, *checks: Callable[..., Any]) -> Any:
-    """A field with a default, a line of documentation, and checks of its range."""
-
-    def check(instance: Any, attribute: Any, value: Any) -> None:
-        for one in checks if value is not None else ():
-            try:
-                one(instance, attribute, value)
-            except ValueError as error:
-                raise _RangeError(attribute.name, str(error.args[0])) from error
-
-    return attrs.field(default=default, validator=check, metadata={"doc": doc})
-
-
-def sub(cls: type) -> Any:
-    """A nested table."""
-    return attrs.field(factory=cls)
-
-
-KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
-
-
-@attrs.frozen(kw_only=True)
-class KLCtrl:
-    type: str = opt("fixed", "fixed or adaptive", in_(("fixed", "adaptive")))
-    kl_coef: float = opt(0.001, "coefficient of the KL penalty, the first one if adaptive", ge(0))
-    target_kl: float = opt(0.1, "KL that the adaptive controller steers to, in nats", gt(0))
-    horizon: int = opt(10000, "rows over which the adaptive controller reacts", ge(1))
-
-
-@attrs.frozen(kw_only=True)
-class AlgorithmConfig:
-    name: str = opt("ppo", "ppo (with a critic), grpo (groups, no critic) or sft", in_(("ppo", "grpo", "sft")))
-    adv_estimator: str | None = opt(
-        None, "gae for ppo; grpo, rloo or reinforce_plus_plus for grpo",
-        in_(("gae", "grpo", "rloo", "reinforce_plus_plus")),
-    )  # fmt: skip
-    gamma: float = opt(1.0, "discount of later rewards", ge(0), le(1))
-    lam: float = opt(1.0, "GAE's lambda", ge(0), le(1))
-    norm_adv_by_std_in_grpo: bool = opt(True, "divide by the group's standard deviation; off is Dr. GRPO")
-    clip_ratio: float = opt(0.2, "PPO's clip range", gt(0))
-    clip_ratio_low: float | None = opt(None, "lower clip range, by default clip_ratio", gt(0))
-    clip_ratio_high: float | None = opt(None, "upper clip range, by default clip_ratio", gt(0))
-    clip_ratio_c: float = opt(3.0, "bound of the dual clip", gt(1))
-    loss_agg_mode: str = opt(
-        "token-mean", "how per-token losses are averaged",
-        in_(("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")),
-    )  # fmt: skip
-    loss_scale_factor: float | None = opt(
-        None, "the constant of seq-mean-token-sum-norm, by default data.max_response_length", gt(0)
-    )
-    entropy_coeff: float = opt(0.0, "weight of the entropy bonus")
-    use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: float = opt(0.001, "weight of that term", ge(0))
-    kl_loss_type: str = opt("low_var_kl", "its estimator: k1, k2, k3 (low_var_kl), abs, or one with +", in_(KL_TYPES))
-    use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = opt("kl", "its estimator", in_(KL_TYPES))
-    kl_ctrl: KLCtrl = sub(KLCtrl)
-    cliprange_value: float = opt(0.5, "clip range of the value loss", gt(0))
-    ppo_mini_batch_size: int = opt(256, "prompts an update", ge(1))
-    ppo_epochs: int = opt(1, "passes over a batch", ge(1))
-    shuffle: bool = opt(False, "another order of rows in every pass")
-
-
-@attrs.frozen(kw_only=True)
-class OptimConfig:
-    lr: float = opt(1e-6, "learning rate", ge(0))
-    betas: tuple[float, float] = attrs.field(
-        default=(0.9, 0.999), metadata={"doc": "decay rates of AdamW's averages"}
-    )
-    eps: float = opt(1e-8, "AdamW's epsilon", gt(0))
-    weight_decay: float = opt(0.01, "decoupled weight decay", ge(0))
-    clip_grad: float = opt(1.0, "largest global gradient norm", gt(0))
-    lr_scheduler_type: str = opt("constant", "constant, linear or cosine", in_(("constant", "linear", "cosine")))
-    lr_warmup_steps: int = opt(0, "updates of linear warm-up from 0", ge(0))
-    min_lr_ratio: float = opt(0.0, "share of the learning rate left at the end of a decay", ge(0), le(1))
-
-
-@attrs.frozen(kw_only=True)
-class ActorConfig:
-    optim: OptimConfig = sub(OptimConfig)
-    ppo_max_token_len_per_gpu: int = opt(16384, "strict budget of tokens a micro-batch", ge(1))
-    dtype: str = opt("float32", "compute dtype; masters are fp32", in_(("float32", "bfloat16")))
-    enable_gradient_checkpointing: bool = opt(False, "recompute each layer in the backward pass")
-
-
-@attrs.frozen(kw_only=True)
-class CriticOptimConfig(OptimConfig):
-    lr: float = opt(1e-5, "learning rate", ge(0))
-
-
-@attrs.frozen(kw_only=True)
-class CriticConfig(ActorConfig):
-    optim: CriticOptimConfig = sub(CriticOptimConfig)
-    path: str | None = opt(None, "model folder of the critic, by default the actor's")
-
-
-@attrs.frozen(kw_only=True)
-class RolloutConfig:
-    name: str = opt("sampler", "the rollout engine", in_(("sampler",)))
-    n: int = opt(1, "responses a prompt", ge(1))
-    temperature: float = opt(1.0, "sampling temperature", gt(0))
-    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", ge(-1))
-    top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))
-    slots: int = opt(64, "rows decoded at once", ge(1))
-    dtype: str = opt("float32", "dtype of the engine", in_(("float32", "bfloat16")))
-
-
-@attrs.frozen(kw_only=True)
-class DataConfig:
-    task: str = opt("reverse", "where problems come from", in_(("count", "reverse", "countdown")))
-    train_batch_size: int = opt(256, "prompts a step", ge(1))
-    val_size: int = opt(512, "held-out problems", ge(1))
-    max_response_length: int = opt(16, "longest response in tokens, the end token included", ge(1))
-
-
-@attrs.frozen(kw_only=True)
-class NewModelConfig:
-    arch: str = opt("qwen3", "transformers model type")
-    hidden_size: int = opt(64, "width", ge(1))
-    num_hidden_layers: int = opt(2, "depth", ge(1))
-    num_attention_heads: int = opt(4, "query heads", ge(1))
-    num_key_value_heads: int = opt(2, "key and value heads", ge(1))
-
-
-@attrs.frozen(kw_only=True)
-class ModelConfig:
-    path: str = opt("", "Hugging Face model folder; empty makes a random model for the task")
-    new: NewModelConfig = sub(NewModelConfig)
-
-
-@attrs.frozen(kw_only=True)
-class DriverConfig:
-    kind: str = opt(
-        "local", "local: this process; ray: rollout, reward and training as actors", in_(("local", "ray"))
-    )
-    num_threads: int = opt(0, "CPU threads of torch in each process; 0 takes all cores", ge(0))
-    device: str = opt("auto", "cpu, cuda, or auto", in_(("auto", "cpu", "cuda")))
-    deterministic: bool = opt(True, "bitwise repeatable kernels")
-
-
-@attrs.frozen(kw_only=True)
-class TrainerConfig:
-    dir: str = opt("runs/run", "the run's folder")
-    seed: int = opt(0, "everything random derives from it", ge(0))
-    total_training_steps: int = opt(100, "steps of the run", ge(1))
-    val_before_train: bool = opt(True, "evaluate before the first step")
-    test_freq: int = opt(-1, "steps between evaluations; -1 only at the end", ge(-1))
-    save_freq: int = opt(-1, "steps between checkpoints; -1 only at the end", ge(-1))
-    max_ckpt_to_keep: int = opt(2, "checkpoints kept", ge(1))
-    critic_warmup: int = opt(0, "steps in which only the critic learns", ge(0))
-    resume_mode: str = opt(
-        "auto", "auto continues the folder's last checkpoint; disable starts anew", in_(("auto", "disable"))
-    )
-    stop_at: float | None = opt(None, "end when held-out exact match reaches this", ge(0), le(1))
-    log_freq: int = opt(1, "steps between lines on the screen", ge(1))
-
-
-@attrs.frozen(kw_only=True)
-class Config:
-    """The whole configuration.
-
-    >>> Config(algorithm=AlgorithmConfig(name="sft")).algorithm.clip_ratio
-    0.2
-    """
-
-    trainer: TrainerConfig = sub(TrainerConfig)
-    data: DataConfig = sub(DataConfig)
-    model: ModelConfig = sub(ModelConfig)
-    algorithm: AlgorithmConfig = sub(AlgorithmConfig)
-    actor: ActorConfig = sub(ActorConfig)
-    critic: CriticConfig = sub(CriticConfig)
-    rollout: RolloutConfig = sub(RolloutConfig)
-    driver: DriverConfig = sub(DriverConfig)
-
-    def __attrs_post_init__(self) -> None:
-        a = self.algorithm
-        allowed = {"ppo": ("gae",), "grpo": ("grpo", "rloo", "reinforce_plus_plus"), "sft": ()}[a.name]
-        if a.adv_estimator is not None and a.adv_estimator not in allowed:
-            raise ConfigError(
-                f"algorithm.adv_estimator is {a.adv_estimator!r}, which algorithm.name = {a.name!r} does not use; "
-                f"it takes {' or '.join(allowed) or 'none'}"
-            )
-        t = self.trainer
-        if t.stop_at is not None and t.test_freq < 1:
-            raise ConfigError("trainer.stop_at needs evaluations to look at; set trainer.test_freq")
-        if a.name == "grpo" and a.adv_estimator != "reinforce_plus_plus" and self.rollout.n < 2:
-            raise ConfigError(
-                "rollout.n is 1: estimators that compare within a group need at least 2 responses a prompt"
-            )
+from .schema import Config, ConfigError, RangeError
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
@@ -230,17 +34,101 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     Traceback (most recent call last):
     verl_fn.config.ConfigError: unknown key algorithm.clip_ration; did you mean algorithm.clip_ratio?
     """
+    return structure(_table(path, overrides))
+
+
+def origins(path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, str]:
+    """Where each key that is not at its default was set: the file, or the command line.
+
+    >>> origins(overrides=["data.task=count"])
+    {'data.task': 'command line'}
+    """
+    found = dict.fromkeys(_flat(_table(path, ()), ""), str(path))
+    return found | dict.fromkeys(_flat(_table(None, overrides), ""), "command line")
+
+
+def describe(cfg: Config, origins: Mapping[str, str]) -> str:
+    """The whole config as TOML, with a line of doc and an origin for every key.
+
+    >>> print(describe(Config(), {}).splitlines()[1])
+    dir = "runs/run"                      # the run's folder [default]
+    """
+    lines: list[str] = []
+    _describe(cfg, "", origins, lines)
+    return "\n".join(lines).strip() + "\n"
+
+
+def without_effect(cfg: Config, keys: Iterable[str]) -> list[str]:
+    """Of ``keys``, those that this config never looks at, each with the reason.
+
+    >>> without_effect(load(overrides=["algorithm.name=sft"]), ["algorithm.lam"])
+    ['algorithm.lam has no effect with algorithm.name = "sft"']
+    """
+    name, a = cfg.algorithm.name, cfg.algorithm
+    rules = [(prefix, name == "ppo", f'with algorithm.name = "{name}"') for prefix in _ONLY_PPO]
+    rules += [(prefix, name != "sft", 'with algorithm.name = "sft"') for prefix in _NOT_SFT]
+    rules += [
+        ("algorithm.kl_loss_", a.use_kl_loss, "without algorithm.use_kl_loss"),
+        ("algorithm.kl_penalty", a.use_kl_in_reward, "without algorithm.use_kl_in_reward"),
+        ("algorithm.kl_ctrl.", a.use_kl_in_reward, "without algorithm.use_kl_in_reward"),
+        ("algorithm.norm_adv_by_std_in_grpo", a.adv_estimator in (None, "grpo"), f"with {a.adv_estimator}"),
+        ("model.new.", not cfg.model.path, "with model.path"),
+        ("data.task", not cfg.data.train_files, "with data.train_files"),
+        ("data.prompt_key", bool(cfg.data.train_files), "without data.train_files"),
+        ("data.shuffle", bool(cfg.data.train_files), "without data.train_files"),
+        ("reward.weights", bool(cfg.reward.functions), "without reward.functions"),
+    ]
+    found = {}
+    for key in keys:
+        for prefix, used, why in rules:
+            if key.startswith(prefix) and not used:
+                found.setdefault(key, f"{key} has no effect {why}")
+    return list(found.values())
+
+
+_ONLY_PPO = ("critic.", "algorithm.lam", "algorithm.cliprange_value", "trainer.critic_warmup")
+_NOT_SFT = (
+    "algorithm.clip_ratio", "algorithm.entropy_coeff", "algorithm.ppo_", "algorithm.shuffle", "algorithm.gamma",
+    "algorithm.use_kl", "rollout.n", "rollout.temperature", "rollout.top_",
+)  # fmt: skip
+
+
+def _table(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     if path is not None:
         try:
             table = tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
     for override in overrides:
         _put(table, override)
-    return structure(table)
+    return table
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _describe(value: Any, prefix: str, origins: Mapping[str, str], lines: list[str]) -> None:
+    fields = attrs.fields(type(value))
+    tables = [f for f in fields if attrs.has(type(getattr(value, f.name)))]
+    if prefix and len(tables) < len(fields):
+        lines.append(f"[{prefix}]")
+    for f in fields:
+        if f in tables:
+            continue
+        held, key = getattr(value, f.name), f"{prefix}.{f.name}"
+        text = tomli_w.dumps({f.name: held}).strip() if held is not None else f"# {f.name} ="
+        lines.append(f"{' '.join(text.split()):<36}  # {f.metadata['doc']} [{origins.get(key, 'default')}]")
+    lines.append("")
+    for f in tables:
+        _describe(getattr(value, f.name), f"{prefix}.{f.name}".lstrip("."), origins, lines)
 
 
 def structure(table: Mapping[str, Any]) -> Config:
@@ -299,8 +187,9 @@ def _put(table: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise ConfigError(f"{override!r} is not of the form key=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if list(parsed) == ["value"] else text
+    except (ValueError, RecursionError):
         value = text
     *path, name = key.strip().split(".")
     for part in path:
@@ -318,7 +207,7 @@ def _messages(error: BaseException, prefix: str) -> Iterator[str]:
             yield from _messages(inner, f"{prefix}.{notes[0].name}".lstrip(".") if notes else prefix)
     elif isinstance(error, ConfigError):
         yield str(error)
-    elif isinstance(error, _RangeError):
+    elif isinstance(error, RangeError):
         name, text = error.args
         yield f"{prefix}.{name}".lstrip(".") + ": " + text.removeprefix(f"'{name}' ")
     else:
@@ -328,7 +217,9 @@ def _messages(error: BaseException, prefix: str) -> Iterator[str]:
 def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
-            raise TypeError(f"expected {kind.__name__}, got {value!r}")
+            raise TypeError(f"expected {_KINDS[kind]}, got {value!r}")
+        if kind is float and not -sys.float_info.max <= value <= sys.float_info.max:
+            raise TypeError(f"expected a finite number, got {value!r}")
         return kind(value)
 
     return hook
@@ -339,9 +230,22 @@ def _optional(value: Any, hint: Any) -> Any:
     return None if value is None else _CONVERTER.structure(value, inner)
 
 
+def _tuple(value: Any, hint: Any) -> Any:
+    """A list of one kind; a single value stands for a list of one, as on the command line."""
+    kinds = typing.get_args(hint)
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if kinds[-1] is Ellipsis:
+        kinds = (kinds[0],) * len(values)
+    if len(values) != len(kinds):
+        raise TypeError(f"expected {len(kinds)} values, got {value!r}")
+    return tuple(_CONVERTER.structure(one, kind) for one, kind in zip(values, kinds, strict=True))
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 _CONVERTER = cattrs.Converter(forbid_extra_keys=True)
 for _kind, _accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
     _CONVERTER.register_structure_hook(_kind, _strict(_kind, *_accepted))
+_CONVERTER.register_structure_hook_func(lambda hint: typing.get_origin(hint) is tuple, _tuple)
 _CONVERTER.register_structure_hook_func(
     lambda hint: isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint), _optional
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import attrs
 
@@ -16,11 +17,33 @@ HELD_OUT_SHARE = 8
 
 @attrs.frozen
 class Problem:
-    """One prompt, a correct answer, and its name: the number that sampling keys are derived from."""
+    """One prompt and what its answer is judged by.
 
-    prompt: str
+    Attributes:
+        prompt: a text, or chat messages that the tokenizer's template turns into one.
+        answer: a correct answer, or what the reward compares with.
+        id: its name, the number that sampling keys are derived from.
+        data_source: where it comes from; metrics and rewards are by source.
+        extra_info: whatever else the data say of it.
+    """
+
+    prompt: str | tuple[Mapping[str, str], ...]
     answer: str
     id: int = 0
+    data_source: str = ""
+    extra_info: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
+
+
+class Source(Protocol):
+    """Where problems come from. Both are functions of their arguments, so a run can be continued anywhere."""
+
+    def train(self, key: Key, start: int, count: int) -> tuple[Problem, ...]:
+        """Training problems ``start`` to ``start + count`` of the stream that ``key`` names."""
+        ...
+
+    def held_out(self, count: int) -> tuple[Problem, ...]:
+        """Up to ``count`` problems for evaluation."""
+        ...
 
 
 @attrs.frozen(eq=False)
@@ -67,7 +90,7 @@ class Task:
         while True:
             problem = self.make(rng)
             if _is_held_out(problem.prompt) == held_out:
-                return attrs.evolve(problem, id=name)
+                return attrs.evolve(problem, id=name, data_source=self.name)
 
 
 def _is_held_out(prompt: str) -> bool:

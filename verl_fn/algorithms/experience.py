@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from verl_fn.backends.protocol import Sampling, TrainBackend
-from verl_fn.config import Config
 from verl_fn.rewards import encode_prompts
+from verl_fn.schema import Config
 from verl_fn.state import Batch, Key, Max, Metrics, Min, Moments, TokenOutputs, Weighted
 from verl_fn.steps import Loss, aggregate, minibatches, scan
 from verl_fn.tasks import Problem

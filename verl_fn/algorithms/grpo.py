@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_fn.config import Config
+from verl_fn.schema import Config
 from verl_fn.state import Batch, Key, Node, node
 from verl_fn.steps import AdaptiveKL, FixedKL, apply_kl_in_reward, grpo, reinforce_plus_plus, rloo
 from verl_fn.tasks import Problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from verl_fn.config import Config
+from verl_fn.schema import Config
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import (
     AdaptiveKL,

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from verl_fn.config import ActorConfig, Config, OptimConfig
+from verl_fn.schema import ActorConfig, Config, OptimConfig
 
 
 def set_up_process(cfg: Config) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from verl_fn.config import Config
+from verl_fn.schema import Config
 
 
 @attrs.frozen

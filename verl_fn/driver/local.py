@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from verl_fn.config import Config
+from verl_fn.schema import Config
 from verl_fn.workers import Workers
 
 from . import build

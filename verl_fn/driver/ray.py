@@ -12,7 +12,7 @@ import attrs
 import ray
 from torch.utils import _pytree as pytree
 
-from verl_fn.config import Config
+from verl_fn.schema import Config
 from verl_fn.workers import ActorDied, Workers
 
 from . import build
