@@ -6,8 +6,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,11 @@ class CheckpointError(ValueError):
 def save_state(state: TrainState, model: Any, folder: str | Path, *, tokenizer_from: str | Path) -> None:
     """Write ``state`` into ``folder``. ``model`` is the transformers model that its names belong to."""
     folder = Path(folder)
+    with disk_errors(folder):
+        _save(state, model, folder, Path(tokenizer_from))
+
+
+def _save(state: TrainState, model: Any, folder: Path, tokenizer_from: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: t.detach().cpu().contiguous() for name, t in state.params.items()}
     persistent = model.state_dict(keep_vars=True)
@@ -38,7 +47,7 @@ def save_state(state: TrainState, model: Any, folder: str | Path, *, tokenizer_f
     with quiet():
         model.save_pretrained(folder, state_dict=weights)
     for pattern in _TOKENIZER_FILES:
-        for file in Path(tokenizer_from).glob(pattern):
+        for file in tokenizer_from.glob(pattern):
             if not (folder / file.name).exists():
                 shutil.copy(file, folder / file.name)
     tensors, scalars = flatten(_rest(state))
@@ -60,6 +69,17 @@ def restore_state(folder: str | Path, like: TrainState) -> TrainState:
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
     return attrs.evolve(rest, params=like.params)
+
+
+@contextlib.contextmanager
+def disk_errors(folder: Path) -> Iterator[None]:
+    """What safetensors says of a disk as the ``OSError`` that it was."""
+    try:
+        yield
+    except SafetensorError as error:
+        if (found := re.search(r"os error (\d+)", str(error))) is None:
+            raise
+        raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
 
 
 def _rest(state: TrainState) -> TrainState:

@@ -158,7 +158,7 @@ def build(
     import transformers
 
     attention.register()
-    config = _config(folder)
+    config = read_config(folder)
     auto = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
     options: dict[str, Any] = {"attn_implementation": attention.NAME, "dtype": torch.float32}
     has_value_head = any("TokenClassification" in name for name in config.architectures or ())
@@ -211,7 +211,12 @@ def _meaningful(config: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in names and not k.startswith("_")}
 
 
-def _config(folder: str | Path) -> Any:
+def read_config(folder: str | Path) -> Any:
+    """The transformers config of a folder.
+
+    Raises:
+        ModelError: there is none, it cannot be read, or it asks for what a pure step cannot have.
+    """
     import transformers
 
     if not (Path(folder) / "config.json").is_file():

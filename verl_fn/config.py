@@ -43,8 +43,8 @@ def origins(path: str | Path | None = None, overrides: Sequence[str] = ()) -> di
     >>> origins(overrides=["data.task=count"])
     {'data.task': 'command line'}
     """
-    found = dict.fromkeys(_flat(_table(path, ()), ""), str(path))
-    return found | dict.fromkeys(_flat(_table(None, overrides), ""), "command line")
+    found = dict.fromkeys(flat(_table(path, ())), str(path))
+    return found | dict.fromkeys(flat(_table(None, overrides)), "command line")
 
 
 def describe(cfg: Config, origins: Mapping[str, str]) -> str:
@@ -93,6 +93,18 @@ _NOT_SFT = (
 )  # fmt: skip
 
 
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested tables by dotted key.
+
+    >>> flat({"data": {"task": "count"}})
+    {'data.task': 'count'}
+    """
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
 def _table(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     if path is not None:
@@ -105,14 +117,6 @@ def _table(path: str | Path | None, overrides: Iterable[str]) -> dict[str, Any]:
     for override in overrides:
         _put(table, override)
     return table
-
-
-def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for name, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
 
 
 def _describe(value: Any, prefix: str, origins: Mapping[str, str], lines: list[str]) -> None:

@@ -81,3 +81,29 @@ def new_model(
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def export_model(source: str | Path, out: str | Path, dtype: str | None = None) -> Path:
+    """Copy a model and its tokenizer into ``out``, cast to ``dtype`` if given.
+
+    Raises:
+        ConfigError: ``out`` holds something already.
+        ModelError: ``source`` is no model folder that transformers can load.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from verl_fn.backends.model import ModelError, quiet, read_config
+    from verl_fn.config import ConfigError
+
+    out = Path(out)
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty; choose another folder")
+    read_config(source)
+    try:
+        with quiet():
+            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
+            model.save_pretrained(out)
+        AutoTokenizer.from_pretrained(source).save_pretrained(out)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{source} cannot be copied to {out}: {error}") from error
+    return out

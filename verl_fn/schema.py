@@ -49,6 +49,8 @@ def sub(cls: type) -> Any:
     return attrs.field(factory=cls)
 
 
+ESTIMATORS = {"ppo": ("gae",), "grpo": ("grpo", "rloo", "reinforce_plus_plus"), "sft": ()}
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
 
 
@@ -76,7 +78,7 @@ class AlgorithmConfig:
     clip_ratio_c: float = opt(3.0, "bound of the dual clip", gt(1))
     loss_agg_mode: str = opt(
         "token-mean", "how per-token losses are averaged",
-        in_(("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")),
+        in_(AGGREGATIONS),
     )  # fmt: skip
     loss_scale_factor: float | None = opt(
         None, "the constant of seq-mean-token-sum-norm, by default data.max_response_length", gt(0)
@@ -245,7 +247,7 @@ class Config:
 
     def __attrs_post_init__(self) -> None:
         a = self.algorithm
-        allowed = {"ppo": ("gae",), "grpo": ("grpo", "rloo", "reinforce_plus_plus"), "sft": ()}[a.name]
+        allowed = ESTIMATORS[a.name]
         if a.adv_estimator is not None and a.adv_estimator not in allowed:
             raise ConfigError(
                 f"algorithm.adv_estimator is {a.adv_estimator!r}, which algorithm.name = {a.name!r} does not use; "
@@ -256,10 +258,14 @@ class Config:
             raise ConfigError(
                 f"reward.weights has {len(r.weights)} values for the {len(r.functions)} of reward.functions"
             )
-        if d.val_files and not d.train_files:
-            raise ConfigError("data.val_files is set without data.train_files")
-        if d.train_files and not self.model.path:
-            raise ConfigError("data.train_files needs model.path: a random model knows only a task's characters")
+        if (d.train_files or d.val_files) and not self.model.path:
+            raise ConfigError("data from files needs model.path: a random model knows only a task's characters")
+        v = self.rollout.val_kwargs
+        if v.n > 1 and v.temperature == 0:
+            raise ConfigError(
+                f"rollout.val_kwargs.n is {v.n} at temperature 0, where all answers are the same; "
+                f"set rollout.val_kwargs.temperature"
+            )
         if t.stop_at is not None and t.test_freq < 1:
             raise ConfigError("trainer.stop_at needs evaluations to look at; set trainer.test_freq")
         if a.name == "grpo" and a.adv_estimator != "reinforce_plus_plus" and self.rollout.n < 2:

@@ -1,38 +1,71 @@
-"""The training loop: problems in, steps of the algorithm, evaluations, checkpoints, a line of progress."""
+"""The training loop: problems in, steps of the algorithm, evaluations, checkpoints, progress."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import attrs
 
 from verl_fn.algorithms import by_name
-from verl_fn.algorithms.experience import publish
-from verl_fn.backends.protocol import Sampling
-from verl_fn.config import Config
+from verl_fn.checks import check
+from verl_fn.config import ConfigError
+from verl_fn.data import file_data
 from verl_fn.driver import build
-from verl_fn.rewards import encode_prompts
-from verl_fn.runs import Run, read_metrics, restore
-from verl_fn.state import Batch, Key
-from verl_fn.tasks import TASKS, Problem
+from verl_fn.evaluate import accuracy, validate
+from verl_fn.journal import Recorder, entry, keep_samples
+from verl_fn.loggers import loggers
+from verl_fn.progress import Lines, Live, Say
+from verl_fn.runs import Run, RunError, changed_keys, read_metrics, restore
+from verl_fn.schema import Config
+from verl_fn.state import Key
+from verl_fn.tasks import TASKS, Source
 from verl_fn.workers import Workers
 
-Say = Callable[[str], None]
+
+class Interrupted(RuntimeError):
+    """The run was asked to stop; it saved its state first."""
 
 
-def train(cfg: Config, say: Say = print) -> dict[str, float]:
+def train(cfg: Config, say: Say = print, *, live: bool = False) -> dict[str, float]:
     """Run ``cfg`` to its end, continuing the folder's last checkpoint where there is one.
+
+    Args:
+        say: takes each line of news.
+        live: draw progress on the terminal instead of saying it.
 
     Returns:
         The last evaluation.
+
+    Raises:
+        Interrupted: SIGINT or SIGTERM came; the checkpoint and how to go on are in the message.
     """
+    if cfg.data.val_files and not cfg.data.train_files:
+        raise ConfigError("data.val_files is set without data.train_files, so there is nothing to train on")
     run = Run(cfg)
-    cfg = attrs.evolve(cfg, model=attrs.evolve(cfg.model, path=str(build.model_folder(cfg).resolve())))
+    if cfg.trainer.resume_mode == "auto" and run.latest() is not None:
+        for line in changed_keys(run.folder, cfg):
+            say(f"continuing with another setting: {line}")
+    cfg, source = prepared(cfg, say)
     with workers(cfg) as w:
-        return _loop(cfg, run, w, say)
+        return _loop(cfg, run, w, source, say, live)
+
+
+def prepared(cfg: Config, say: Say) -> tuple[Config, Source]:
+    """The config with its model's folder made and absolute, and the problems; all that can be checked is checked."""
+    cfg = attrs.evolve(cfg, model=attrs.evolve(cfg.model, path=str(build.model_folder(cfg).resolve())))
+    source = (
+        file_data(cfg, build.tokenizer(cfg), say)
+        if cfg.data.train_files or cfg.data.val_files
+        else TASKS[cfg.data.task]
+    )
+    check(cfg, source)
+    return cfg, source
 
 
 def workers(cfg: Config) -> contextlib.AbstractContextManager[Workers]:
@@ -46,48 +79,9 @@ def workers(cfg: Config) -> contextlib.AbstractContextManager[Workers]:
     return local_workers(cfg)
 
 
-def _loop(cfg: Config, run: Run, w: Workers, say: Say) -> dict[str, float]:
-    t, task, key = cfg.trainer, TASKS[cfg.data.task], Key.from_seed(cfg.trainer.seed)
-    algorithm, held_out = by_name(cfg.algorithm.name), task.held_out(cfg.data.val_size)
-    found = run.latest() if t.resume_mode == "auto" else None
-    if found is not None:
-        state = restore(found, algorithm.new(cfg, key), w, cfg)
-        say(f"continuing {run.folder} after step {state.step}")
-    else:
-        state = initial_state(cfg, w, algorithm.new(cfg, key))
-    run.start(state.step, resumed=found is not None)
-
-    evaluation = last_evaluation(run, state.step, cfg) if found is not None else {}
-    if found is None and t.val_before_train:
-        evaluation = validate(state, held_out, w, cfg)
-        run.log(0, evaluation)
-        say(f"before training: {_evaluation_line(evaluation, cfg)}")
-    saved = found
-    progress = Progress(state.step, t.total_training_steps, t.log_freq, say)
-    while state.step < t.total_training_steps and not _reached(evaluation, cfg):
-        problems = task.train(state.key.fold_in("data"), state.cursor, cfg.data.train_batch_size)
-        state, report = algorithm.step(state, problems, w, cfg)
-        last = state.step == t.total_training_steps
-        if last or (t.test_freq > 0 and state.step % t.test_freq == 0):
-            evaluation = validate(state, held_out, w, cfg)
-            report |= evaluation
-        run.log(state.step, report)
-        progress.show(state.step, report, _evaluation_line(report, cfg))
-        if t.save_freq > 0 and state.step % t.save_freq == 0:
-            saved = run.save(state, w)
-    if saved is None or saved.name != f"step_{state.step}":
-        run.save(state, w)
-    return evaluation or validate(state, held_out, w, cfg)
-
-
-def last_evaluation(run: Run, step: int, cfg: Config) -> dict[str, float]:
-    """What the run's log says of the evaluation after ``step``; empty where there was none."""
-    rows = [row for row in read_metrics(run.folder) if row["step"] == step]
-    return {k: v for row in rows for k, v in row.items() if k.startswith("val-")}
-
-
-def initial_state(cfg: Config, w: Workers, blank: Any) -> Any:
+def initial_state(cfg: Config, w: Workers) -> Any:
     """The algorithm's state with every role loaded from its model folder."""
+    blank = by_name(cfg.algorithm.name).new(cfg, Key.from_seed(cfg.trainer.seed))
     loaded = {}
     for role in build.roles(cfg):
         folder = cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
@@ -95,52 +89,144 @@ def initial_state(cfg: Config, w: Workers, blank: Any) -> Any:
     return attrs.evolve(blank, **loaded)
 
 
-def validate(state: Any, problems: Sequence[Problem], w: Workers, cfg: Config) -> dict[str, float]:
-    """Reward and exact match of greedy answers to held-out problems, in verl's metric names."""
-    w.wait(publish(w, state.actor, state.step))
-    sampling = Sampling(cfg.data.max_response_length, temperature=0.0)
-    batch = w.rollout.generate(encode_prompts(problems, w.tokenizer), sampling, state.key, version=state.step)
-    return w.get(w.call(_evaluation, w.reward(batch, problems), cfg.data.task))
+def restored_state(folder: Path, cfg: Config, w: Workers) -> Any:
+    """The algorithm's state in a checkpoint."""
+    blank = by_name(cfg.algorithm.name).new(cfg, Key.from_seed(cfg.trainer.seed))
+    return restore(folder, blank, w, cfg)
 
 
-def _evaluation(batch: Batch, task: str) -> dict[str, float]:
-    return {
-        f"val-core/{task}/acc/mean@1": float(batch["acc"].mean()),
-        f"val-aux/{task}/reward/mean@1": float(batch["score"].mean()),
-    }
+def advance(
+    algorithm: ModuleType, state: Any, source: Source, w: Workers, cfg: Config
+) -> tuple[Any, dict[str, float]]:
+    """One step on the next problems."""
+    problems = source.train(state.key.fold_in("data"), state.cursor, cfg.data.train_batch_size)
+    return algorithm.step(state, problems, w, cfg)
 
 
-def _evaluation_line(report: dict[str, float], cfg: Config) -> str:
-    name = f"val-core/{cfg.data.task}/acc/mean@1"
-    return f"held-out exact match {report[name]:.3f}" if name in report else ""
+def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: bool) -> dict[str, float]:
+    t, algorithm, held_out = cfg.trainer, by_name(cfg.algorithm.name), source.held_out(cfg.data.val_size)
+    origin = _origin(cfg, run)
+    if origin is not None:
+        state = restored_state(origin, cfg, w)
+        say(f"continuing {run.folder} after step {state.step}, from {origin}")
+    else:
+        state = initial_state(cfg, w)
+    run.start(state.step, origin=origin)
+    seen = Recorder(w)
+    recorded = seen.workers if t.journal != "off" else w
+    saved = origin if origin is not None and origin.parent.parent == run.folder else None
+
+    with contextlib.ExitStack() as stack:
+        logs = [run.log, *stack.enter_context(loggers(cfg, run.folder, state.step))]
+        evaluation = last_evaluation(run, state.step) if origin is not None else {}
+        if origin is None and t.val_before_train and held_out:
+            evaluation = _evaluate(state, held_out, w, cfg, run)
+            for log in logs:
+                log(0, evaluation)
+            say(f"before training: {evaluation_line(evaluation)}")
+        asked = stack.enter_context(stop_requests(say))
+        first, total = state.step, t.total_training_steps
+        progress = stack.enter_context(Live(first, total) if live else Lines(first, total, t.log_freq, say))
+        skipped: dict[str, int] = {}
+        while state.step < total and not _reached(evaluation, cfg):
+            state, report = advance(algorithm, state, source, recorded, cfg)
+            last = state.step == total
+            if held_out and (last or (t.test_freq > 0 and state.step % t.test_freq == 0)):
+                evaluation = _evaluate(state, held_out, w, cfg, run)
+                report |= evaluation
+            for log in logs:
+                log(state.step, report)
+            _write_journal(run, state, seen, w, cfg)
+            progress.show(state.step, report, evaluation_line(report))
+            _end_if_skipping(skipped, report, state.step, cfg, run)
+            if asked or (t.save_freq > 0 and state.step % t.save_freq == 0):
+                saved = run.save(state, w)
+            if asked and not last:
+                raise Interrupted(
+                    f"stopped after step {state.step} and saved {saved}; the same command continues from there"
+                )
+        if saved is None or saved.name != f"step_{state.step}":
+            run.save(state, w)
+        return evaluation or (_evaluate(state, held_out, w, cfg, run) if held_out else {})
+
+
+def _origin(cfg: Config, run: Run) -> Path | None:
+    """The checkpoint to begin from: the folder's own newest, or the one that is forked."""
+    newest = run.latest()
+    if newest is not None and cfg.trainer.resume_mode == "auto":
+        return newest
+    if cfg.trainer.resume_from_path is None:
+        return None
+    if newest is not None:
+        raise RunError(f"{run.folder} holds checkpoints already, up to {newest.name}; choose another trainer.dir")
+    folder = Path(cfg.trainer.resume_from_path).resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"trainer.resume_from_path: {folder} is not a folder")
+    return folder
+
+
+def _evaluate(state: Any, held_out: Any, w: Workers, cfg: Config, run: Run) -> dict[str, float]:
+    report, answers = validate(state, held_out, w, cfg)
+    if answers:
+        run.append("generations.jsonl", *({"step": state.step} | answer for answer in answers))
+    return report
+
+
+def _write_journal(run: Run, state: Any, seen: Recorder, w: Workers, cfg: Config) -> None:
+    if cfg.trainer.journal != "off":
+        if cfg.trainer.journal == "samples":
+            keep_samples(run, state.step, seen, w)
+        run.append("journal.jsonl", entry(state, seen, w))
+
+
+def last_evaluation(run: Run, step: int) -> dict[str, float]:
+    """What the run's log says of the evaluation after ``step``; empty where there was none."""
+    rows = [row for row in read_metrics(run.folder) if row["step"] == step]
+    return {k: v for row in rows for k, v in row.items() if k.startswith("val-")}
+
+
+def evaluation_line(report: dict[str, float]) -> str:
+    """Held-out accuracy in words; empty where a step had no evaluation."""
+    found = accuracy(report)
+    return "" if found is None else f"held-out exact match {found:.3f}"
 
 
 def _reached(evaluation: dict[str, float], cfg: Config) -> bool:
-    goal = cfg.trainer.stop_at
-    return goal is not None and evaluation.get(f"val-core/{cfg.data.task}/acc/mean@1", -1.0) >= goal
+    found = accuracy(evaluation)
+    return cfg.trainer.stop_at is not None and found is not None and found >= cfg.trainer.stop_at
 
 
-class Progress:
-    """A line every few steps: the numbers that matter, and the time left."""
+def _end_if_skipping(skipped: dict[str, int], report: dict[str, float], step: int, cfg: Config, run: Run) -> None:
+    """End a run whose gradients of a role are never finite: nothing is learnt any more, and only time is lost."""
+    for name, share in report.items():
+        if name.endswith("/update_skipped"):
+            role = name.partition("/")[0]
+            skipped[role] = skipped.get(role, 0) + 1 if share == 1.0 else 0
+            if skipped[role] >= cfg.trainer.max_skipped_steps:
+                raise RunError(
+                    f"the gradients of {role} were not finite in any update of the last {skipped[role]} steps, up to "
+                    f"step {step}; all those updates were skipped. Look at {run.metrics_file} for the first nan, "
+                    f"and lower the learning rate or mend the loss or reward; trainer.max_skipped_steps sets the limit"
+                )
 
-    def __init__(self, start: int, total: int, every: int, say: Say) -> None:
-        self._first, self._total, self._every, self._say = start, total, every, say
-        self._began = time.perf_counter()
 
-    def show(self, step: int, report: dict[str, float], evaluation: str) -> None:
-        """Say where the run is; a step with an evaluation always speaks."""
-        if step % self._every and step != self._total and not evaluation:
-            return
-        left = (time.perf_counter() - self._began) / (step - self._first) * (self._total - step)
-        parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
-        for name, label, form in (
-            ("critic/score/mean", "reward", ".3f"),
-            ("train/loss", "loss", ".3f"),
-            ("actor/ppo_kl", "kl", ".4f"),
-            ("actor/grad_norm", "grad", ".2f"),
-            ("perf/throughput", "tok/s", ",.0f"),
-        ):
-            if name in report:
-                parts.append(f"{label} {report[name]:{form}}")
-        parts.append(f"left {int(left // 60)}m{int(left % 60):02d}s")
-        self._say("  ".join(parts + ([evaluation] if evaluation else [])))
+@contextlib.contextmanager
+def stop_requests(say: Say) -> Iterator[list[int]]:
+    """A list that the first SIGINT or SIGTERM is put into; the second one acts at once."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def note(number: int, frame: Any) -> None:
+        asked.append(number)
+        say("stopping after this step; once more stops at once, without saving")
+        for one in before:
+            signal.signal(one, signal.default_int_handler)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

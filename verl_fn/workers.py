@@ -35,7 +35,7 @@ class Workers:
         rollout: the engine that samples.
         reward: ``(batch, problems) -> batch`` with scores.
         tokenizer: the model's.
-        call: applies a function to values or references; ``returns=k`` for k results.
+        call: applies a function to values, references or handles, where they lie; ``returns=k`` for k results.
         get: the value behind a reference, or behind all references of a nested value.
         wait: blocks until what is behind references is there, and passes them on.
     """

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl_fn.backends.protocol import Sampling, TrainBackend
-from verl_fn.rewards import encode_prompts
+from verl_fn.data import encode_prompts
 from verl_fn.schema import Config
 from verl_fn.state import Batch, Key, Max, Metrics, Min, Moments, TokenOutputs, Weighted
 from verl_fn.steps import Loss, aggregate, minibatches, scan
@@ -45,7 +45,7 @@ def collect(
     batch = clock.run(
         "gen",
         w.rollout.generate,
-        encode_prompts(problems, w.tokenizer),
+        encode_prompts(problems, w.tokenizer, cfg.data.max_prompt_length),
         sampling_of(cfg),
         key.fold_in("rollout"),
         ids=ids,
@@ -151,6 +151,9 @@ def batch_report(batch: Batch, max_response_length: int) -> dict[str, float]:
         "training/rollout_actor_probs_pearson_corr": Moments.of(ours, mask, theirs, stat="correlation"),
         "training/rollout_near_ties": Weighted.of(batch["near_ties"], rows),
     }
+    for name, values in batch.per_row.items():
+        if name.startswith("reward/"):
+            found[f"{name}/mean"] = Weighted.of(values, rows)
     report = {name: metric.value for name, metric in found.items()}
     return report | {"training/acc": float(batch["acc"].mean()), "perf/total_num_tokens": float(batch.num_tokens)}
 

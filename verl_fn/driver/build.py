@@ -117,12 +117,22 @@ def tokenizer(cfg: Config) -> Any:
         raise ModelError(f"{cfg.model.path} has no tokenizer that can be read: {error}") from error
 
 
-def reward(cfg: Config) -> Any:
-    """The reward of the config's task."""
-    from verl_fn.rewards import Reward
-    from verl_fn.tasks import TASKS
+def reward(cfg: Config, folder: str | None = None) -> Any:
+    """The reward by ``reward.functions``, or by the rules of the problems' data sources where there are none.
 
-    return Reward(TASKS[cfg.data.task], tokenizer(cfg))
+    Args:
+        folder: what the functions' modules and files are looked up from, by default the current directory.
+
+    Raises:
+        RewardError: a function cannot be found or called.
+    """
+    from verl_fn.reward_functions import RewardFunctions
+    from verl_fn.rewards import Reward
+    from verl_fn.rules import by_rules
+
+    r = cfg.reward
+    judge = RewardFunctions(r.functions, r.weights, r.timeout, r.num_workers, folder) if r.functions else by_rules
+    return Reward(judge, tokenizer(cfg))
 
 
 def roles(cfg: Config) -> tuple[str, ...]:

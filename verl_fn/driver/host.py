@@ -71,7 +71,7 @@ class Host:
 
     def call(self, fn: Callable[..., Any], kwargs: dict[str, Any], as_list: bool, *args: Any) -> Any:
         """Apply a function; a component's name as ``fn`` applies that component."""
-        found = (self.components[fn] if isinstance(fn, str) else fn)(*args, **kwargs)
+        found = (self.components[fn] if isinstance(fn, str) else fn)(*(self._open(a) for a in args), **kwargs)
         if not as_list:
             return found
         results = list(found)

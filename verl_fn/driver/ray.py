@@ -12,12 +12,13 @@ import attrs
 import ray
 from torch.utils import _pytree as pytree
 
+from verl_fn.errors import USER_ERRORS
 from verl_fn.schema import Config
 from verl_fn.workers import ActorDied, Workers
 
 from . import build
 from .host import Host
-from .remote import RemoteRollout, RemoteTrain
+from .remote import Remote, RemoteField, RemoteRollout, RemoteTrain
 
 LOG_TAIL_LINES = 20
 START_SECONDS = 300
@@ -62,8 +63,10 @@ class Cluster:
         self.get(self.members[member].host.build.remote(component, factory, *args))
 
     def call(self, fn: Callable[..., Any] | str, *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
-        """Apply a function where the rewards are computed; see ``Workers.call``."""
-        method = self.members["reward"].host.call
+        """Apply a function where the states lie that it is given, else where the rewards are computed."""
+        held = [arg for arg in args if isinstance(arg, (Remote, RemoteField))]
+        method = (held[0].host if held else self.members["reward"].host).call
+        args = tuple(arg.open() if isinstance(arg, (Remote, RemoteField)) else arg for arg in args)
         if returns is not None and returns > 1:
             method = method.options(num_returns=returns)
         found = method.remote(fn, kwargs, returns is not None, *args)
@@ -99,6 +102,8 @@ class Cluster:
         try:
             return ray.get(ref)
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, USER_ERRORS):
+                raise error.cause from None
             raise error.as_instanceof_cause() from None
         except ray.exceptions.RayActorError as error:
             for member in self.members.values():

@@ -25,6 +25,7 @@ class Remote:
     """
 
     stored: Stored
+    host: Any
     fate: str | None = None
 
     @property
@@ -44,6 +45,10 @@ class RemoteField:
 
     parent: Remote
     field: str
+
+    @property
+    def host(self) -> Any:
+        return self.parent.host
 
     def open(self) -> Stored:
         return attrs.evolve(self.parent.open(), field=self.field)
@@ -101,7 +106,7 @@ class RemoteTrain:
         return value
 
     def _new(self) -> Remote:
-        value = Remote(Stored(next(self._numbers)))
+        value = Remote(Stored(next(self._numbers)), self._host)
         weakref.finalize(value, self._dropped.append, value.stored.id)
         return value
 

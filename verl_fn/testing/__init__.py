@@ -17,7 +17,13 @@ causes it. The laws:
 * Layout: what one backend saves another restores.
 * Signature: names, shapes and dtypes are those of the protocol.
 * Of a loss also Finite, of an estimator Rows, of a rollout engine Version and Log-probs; each check explains its own.
+
+To test an algorithm without a model there are ``Mock``, a training backend, and ``MockRollout``, an engine that says
+what a script tells it to; ``sample_table`` is the script that draws from the weights of a ``Mock``.
 """
+
+from verl_fn.backends.mock import Mock
+from verl_fn.backends.mock_rollout import MockRollout, Request, Response, sample_table
 
 from .advantages import check_advantage
 from .backends import check_backend
@@ -27,5 +33,6 @@ from .rollouts import check_rollout
 from .violation import LawViolation
 
 __all__ = [
-    "LawViolation", "check_advantage", "check_backend", "check_loss", "check_rollout", "tiny_batch", "tiny_outputs",
+    "LawViolation", "Mock", "MockRollout", "Request", "Response", "check_advantage", "check_backend", "check_loss",
+    "check_rollout", "sample_table", "tiny_batch", "tiny_outputs",
 ]  # fmt: skip

@@ -1,0 +1,145 @@
+"""``kill -9`` at random moments of a run that saves after every step; every one must resume to the same bytes.
+
+Each trial starts a run, kills it at a moment drawn evenly over the time that a whole run takes, runs the same
+command again, and compares checkpoint, metrics, journal and kept answers with those of a run that nobody disturbed.
+Runs are forked from one process that has trained already, so that moments fall into the run, not into imports.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_fn import train as training
+from verl_fn.config import load
+from verl_fn.models import new_model
+from verl_fn.runs import TIMED, checkpoints, read_lines
+from verl_fn.schema import Config
+from verl_fn.tasks import TASKS
+
+from . import measure
+
+STEPS = 6
+
+
+def config(folder: Path, model: Path, seed: int) -> Config:
+    """A PPO run of some steps that saves and evaluates after each."""
+    return load(
+        None,
+        [
+            f"trainer.dir={folder}", f"model.path={model}", f"trainer.seed={seed}",
+            f"trainer.total_training_steps={STEPS}", "trainer.save_freq=1", "trainer.test_freq=2",
+            "trainer.journal=samples", "algorithm.name=ppo", "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_ctrl.type=adaptive", "data.train_batch_size=8", "algorithm.ppo_mini_batch_size=4",
+            "algorithm.shuffle=true", "data.max_response_length=8", "data.val_size=8", "actor.optim.lr=1e-3",
+            "actor.optim.lr_scheduler_type=cosine", "critic.optim.lr=1e-3", "driver.num_threads=1",
+            "driver.device=cpu",
+        ],
+    )  # fmt: skip
+
+
+def run(cfg: Config, kill_after: float | None = None) -> tuple[bool, float, bool]:
+    """Train in a process of its own, killed after so many seconds if it still runs.
+
+    Returns whether it ended by itself and well, its seconds, and whether a checkpoint was half written at the end.
+    """
+    began = time.perf_counter()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            log = os.open(Path(cfg.trainer.dir).with_suffix(".log"), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            training.train(cfg)
+            status = 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    _, found = os.waitpid(child, 0)
+    half = any(Path(cfg.trainer.dir).glob("checkpoints/.writing_*"))
+    return found == 0, time.perf_counter() - began, half
+
+
+def numbers(folder: Path) -> dict[str, Any]:
+    """All of a run that must not depend on how often it was killed."""
+    last = checkpoints(folder)[0]
+    found: dict[str, Any] = {str(p.relative_to(last)): p.read_bytes() for p in sorted(last.rglob("*")) if p.is_file()}
+    found |= {str(p.name): p.read_bytes() for p in sorted((folder / "samples").iterdir())}
+    for name in ("metrics.jsonl", "journal.jsonl", "generations.jsonl"):
+        rows = read_lines(folder / name)
+        found[name] = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
+    return found
+
+
+def trials(folder: Path, kills: int, seed: int) -> dict[str, Any]:
+    """Kill and resume ``kills`` times, each time from a fresh run."""
+    # Before anything computes: a process with threads must not be forked.
+    torch.set_num_threads(1)
+    model = new_model(folder / "model", chars=TASKS["reverse"].alphabet, hidden_size=16)
+    training.train(config(folder / "whole", model, seed), lambda line: None)
+    wanted = numbers(folder / "whole")
+    whole = []
+    for i in range(3):
+        ended, seconds, _ = run(config(folder / f"whole_{i}", model, seed))
+        if not ended or numbers(folder / f"whole_{i}") != wanted:
+            raise RuntimeError((folder / f"whole_{i}.log").read_text())
+        whole.append(seconds)
+    rng = random.Random(seed)
+    result: dict[str, Any] = {"kills": 0, "ended_before": 0, "while_saving": 0, "resumed_from": {}, "failures": []}
+    while result["kills"] < kills:
+        cfg = config(folder / "killed", model, seed)
+        shutil.rmtree(folder / "killed", ignore_errors=True)
+        after = rng.uniform(0, statistics.median(whole))
+        ended, _, half = run(cfg, after)
+        if ended:
+            result["ended_before"] += 1
+            continue
+        result["kills"] += 1
+        result["while_saving"] += half
+        at = checkpoints(folder / "killed")
+        name = at[0].name if at else "the beginning"
+        result["resumed_from"][name] = result["resumed_from"].get(name, 0) + 1
+        ended, _, _ = run(cfg)
+        if not ended:
+            log = (folder / "killed.log").read_text().splitlines()
+            result["failures"].append({"after_s": after, "why": log[-1] if log else "no output"})
+        elif odd := [k for k, v in numbers(folder / "killed").items() if wanted.get(k) != v]:
+            result["failures"].append({"after_s": after, "why": f"{odd[:3]} differ"})
+        (folder / "killed.log").unlink(missing_ok=True)
+    return result | {"steps": STEPS, "run_s": statistics.median(whole)}
+
+
+def main(argv: Sequence[str]) -> int:
+    """``verl-fn bench crash``: exit status 1 where a resume failed or gave other bytes."""
+    parser = measure.parser("crash", __doc__)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        result = trials(Path(folder), args.kills, args.seed)
+    measure.write(args.json, "crash", "cpu", result)
+    print(
+        f"{result['kills']} kills, {result['while_saving']} of them while a checkpoint was written; "
+        f"resumed from {dict(sorted(result['resumed_from'].items()))}"
+    )
+    for failure in result["failures"]:
+        print(f"after {failure['after_s']:.3f} s: {failure['why']}")
+    print(f"{len(result['failures'])} failures: {'held' if not result['failures'] else 'MISSED'}")
+    return 1 if result["failures"] else 0

@@ -1,0 +1,192 @@
+"""What the commands of ``verl-fn`` do; each takes its parsed arguments and returns the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from verl_fn import schema
+from verl_fn.config import ConfigError, describe, load, origins, without_effect
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train from a config."""
+    cfg = load(args.config, args.overrides)
+    return _train(cfg, list(origins(args.config, args.overrides)), args.quiet)
+
+
+def fork(args: argparse.Namespace) -> int:
+    """Train on from a checkpoint of another run."""
+    from verl_fn.replay import fork_config
+
+    cfg = fork_config(args.run, args.step, args.overrides)
+    return _train(cfg, list(origins(None, args.overrides)), args.quiet)
+
+
+def _train(cfg: schema.Config, keys: list[str], quiet: bool) -> int:
+    from verl_fn.train import Interrupted, train
+
+    say = (lambda line: None) if quiet else (lambda line: print(line, flush=True))
+    for line in without_effect(cfg, keys):
+        say(f"note: {line}")
+    try:
+        train(cfg, say, live=sys.stdout.isatty() and not quiet)
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        return 130
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Evaluate a model on held-out problems."""
+    from verl_fn.evaluate import evaluate_model
+
+    model, run = _model_of(args.model)
+    file = args.config or (run / "config.toml" if run is not None else None)
+    cfg = load(file, [*args.overrides, f"model.path={model}", "trainer.val_before_train=true"])
+    report, answers = evaluate_model(cfg, print)
+    for name, value in report.items():
+        print(f"{name:<48} {value:.4f}")
+    for answer in answers[:3]:
+        print(f"{answer['prompt']!r} -> {answer['response']!r} ({answer['score']:g}; expected {answer['answer']!r})")
+    if args.json:
+        Path(args.json).write_text(json.dumps({"model": str(model), "metrics": report, "answers": answers}, indent=1))
+    return 0
+
+
+def config(args: argparse.Namespace) -> int:
+    """Show the whole config."""
+    overrides = list(args.overrides)
+    file = args.config
+    if file is not None and "=" in file and not Path(file).exists():
+        file, overrides = None, [file, *overrides]
+    cfg, set_by = load(file, overrides), origins(file, overrides)
+    print(describe(cfg, set_by), end="")
+    for line in without_effect(cfg, set_by):
+        print(f"note: {line}", file=sys.stderr)
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write a page about runs."""
+    from verl_fn.report import report
+
+    page = report([Path(run) for run in args.runs], Path(args.out))
+    print(f"wrote {page} and {page.with_suffix('.png')}")
+    return 0
+
+
+def replay(args: argparse.Namespace) -> int:
+    """Execute a step again and compare."""
+    from verl_fn.replay import replay
+
+    found = replay(args.run, args.step, recorded=args.recorded)
+    if found.difference is not None:
+        print(f"step {found.step} differs; first in {found.difference}")
+        return 1
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.compared.items())
+    print(f"step {found.step} comes out bitwise the same: {kinds}")
+    if "state leaves" not in found.compared:
+        print("the state itself was not compared: the run kept no journal (trainer.journal) and no checkpoint of it")
+    return 0
+
+
+def new_model(args: argparse.Namespace) -> int:
+    """Write a tiny random model."""
+    from verl_fn.models import new_model
+    from verl_fn.tasks import TASKS
+
+    if args.task not in TASKS:
+        raise ConfigError(f"there is no task {args.task!r}; there are {', '.join(TASKS)}")
+    if any(Path(args.folder).glob("*")):
+        raise ConfigError(f"{args.folder} is not empty; choose another folder")
+    fields = dict(_field(text) for text in args.overrides)
+    try:
+        folder = new_model(
+            args.folder, chars=args.chars or TASKS[args.task].alphabet, arch=args.arch, seed=args.seed, **fields
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"transformers makes no {args.arch} of {fields}: {error}") from error
+    print(f"wrote {folder}")
+    return 0
+
+
+def _field(text: str) -> tuple[str, object]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is not of the form key=value")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def export(args: argparse.Namespace) -> int:
+    """Copy a model as a Hugging Face folder."""
+    from verl_fn.models import export_model
+
+    model, _ = _model_of(args.model)
+    print(f"wrote {export_model(model, args.out, args.dtype)}")
+    return 0
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Turn raw files into parquet."""
+    from verl_fn.prepare import prepare_gsm8k
+
+    rows = prepare_gsm8k(args.source, args.out)
+    print(f"wrote {args.out}: " + ", ".join(f"{split}.parquet with {count} rows" for split, count in rows.items()))
+    return 0
+
+
+def show_choices(args: argparse.Namespace) -> int:
+    """List what there is to choose from."""
+    from verl_fn import steps
+    from verl_fn.rules import SOURCES
+    from verl_fn.tasks import TASKS
+
+    losses = ("ppo_clip", "value_clip", "cross_entropy", "entropy", "kl_to_reference")
+    for kind, names in (
+        ("tasks", TASKS),
+        ("algorithms", schema.ESTIMATORS),
+        ("estimators", [one for several in schema.ESTIMATORS.values() for one in several]),
+        ("losses", [name for name in losses if hasattr(steps, name)]),
+        ("KL estimators", schema.KL_TYPES),
+        ("aggregation", (*schema.AGGREGATIONS, "seq")),
+        ("training backends", ("local", "mock")),
+        ("rollout engines", ("sampler", "mock")),
+        ("drivers", ("local", "ray")),
+        ("rewards by data source", SOURCES),
+        ("loggers", ("metrics.jsonl", "tensorboard", "wandb")),
+    ):
+        print(f"{kind:<24}{', '.join(names)}")
+    return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Run a benchmark."""
+    return importlib.import_module(f"verl_fn.benchmarks.{args.what}").main(args.rest)
+
+
+COMMANDS = {
+    "train": train, "eval": evaluate, "config": config, "report": report, "fork": fork, "replay": replay,
+    "new-model": new_model, "export": export, "prepare": prepare, "list": show_choices, "bench": bench,
+}  # fmt: skip
+
+
+def _model_of(path: str) -> tuple[Path, Path | None]:
+    """The model folder that a path means, and the run that it belongs to, if any."""
+    from verl_fn.runs import MANIFEST, RunError, checkpoints
+
+    folder = Path(path)
+    if (folder / "config.toml").is_file():
+        if not checkpoints(folder):
+            raise RunError(f"the run {folder} has no checkpoint yet")
+        return (folder / "model").resolve(), folder
+    if (folder / MANIFEST).is_file():
+        run = folder.parents[1]
+        return folder / "actor", run if (run / "config.toml").is_file() else None
+    return folder, None

@@ -1,0 +1,88 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Say = Callable[[str], None]
+
+NUMBERS = (
+    ("critic/score/mean", "reward", ".3f"),
+    ("train/loss", "loss", ".3f"),
+    ("actor/ppo_kl", "kl", ".4f"),
+    ("actor/grad_norm", "grad", ".2f"),
+    ("perf/throughput", "tok/s", ",.0f"),
+)
+
+
+def numbers(report: Mapping[str, float]) -> str:
+    """The few numbers that matter, of those that a step reported.
+
+    >>> numbers({"critic/score/mean": 0.51234, "perf/throughput": 12345.6})
+    'reward 0.512  tok/s 12,346'
+    """
+    return "  ".join(f"{label} {report[name]:{form}}" for name, label, form in NUMBERS if name in report)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person reads them.
+
+    >>> duration(75), duration(7260)
+    ('1m15s', '2h01m')
+    """
+    minutes, left = divmod(int(seconds), 60)
+    return f"{minutes}m{left:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+class Lines:
+    """A line every few steps; a step with an evaluation always speaks."""
+
+    def __init__(self, start: int, total: int, every: int, say: Say) -> None:
+        self._first, self._total, self._every, self._say = start, total, every, say
+        self._began = time.perf_counter()
+
+    def show(self, step: int, report: Mapping[str, float], evaluation: str) -> None:
+        """Tell of a step."""
+        if step % self._every and step != self._total and not evaluation:
+            return
+        each = (time.perf_counter() - self._began) / (step - self._first)
+        parts = [f"step {step:>{len(str(self._total))}}/{self._total}", numbers(report)]
+        parts.append(f"left {duration(each * (self._total - step))}")
+        self._say("  ".join(part for part in (*parts, evaluation) if part))
+
+    def __enter__(self) -> Lines:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+class Live:
+    """One line that is drawn anew after every step, with a bar and the time left; evaluations stay above it."""
+
+    def __init__(self, start: int, total: int) -> None:
+        from rich import progress
+
+        self._bar = progress.Progress(
+            progress.TextColumn("step {task.completed}/{task.total}"),
+            progress.BarColumn(bar_width=20),
+            progress.TextColumn("{task.fields[numbers]}"),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(compact=True),
+        )
+        self._task = self._bar.add_task("", total=total, completed=start, numbers="")
+
+    def show(self, step: int, report: Mapping[str, float], evaluation: str) -> None:
+        """Tell of a step."""
+        self._bar.update(self._task, completed=step, numbers=numbers(report))
+        if evaluation:
+            self._bar.print(f"step {step}  {evaluation}", highlight=False)
+
+    def __enter__(self) -> Live:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._bar.stop()
