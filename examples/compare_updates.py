@@ -63,10 +63,10 @@ def main(rows=8):
         of_grads = differences(grads[base], grads[name])
         of_updates = differences(change(state, states[base]), change(state, states[name]))
         tables[name] = {leaf: (*of_grads[leaf], *of_updates[leaf]) for leaf in of_grads}
-        print(f"\n{name}, against {base}\n{'':44}{'gradient':>18}{'update':>20}")
-        print(f"{'parameter':44}{'cosine':>8}{'rel. L2':>10}{'cosine':>10}{'rel. L2':>10}")
+        print(f"\n{name}, against {base}\n{'':48}{'gradient':>18}{'update':>20}")
+        print(f"{'parameter':48}{'cosine':>8}{'rel. L2':>10}{'cosine':>10}{'rel. L2':>10}")
         for leaf, (cosine, distance, cosine_after, distance_after) in list(tables[name].items())[:rows]:
-            print(f"{leaf:44}{cosine:8.4f}{distance:10.4f}{cosine_after:10.4f}{distance_after:10.4f}")
+            print(f"{leaf:48}{cosine:8.4f}{distance:10.4f}{cosine_after:10.4f}{distance_after:10.4f}")
     print(f"\nthe state is still that of step {state.step}, bitwise")
     return tables
 

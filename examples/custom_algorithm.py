@@ -32,7 +32,8 @@ def best_of_group(batch):
     """The estimator: 1 for the best answer to each prompt, 0 for the others and where all are equally good."""
     score = batch.sum_rows(batch["token_level_rewards"] * batch["response_mask"])
     same = batch["group"][:, None] == batch["group"]
-    best, worst = torch.where(same, score, -torch.inf).amax(1), torch.where(same, score, torch.inf).amin(1)
+    best = torch.where(same, score, -torch.inf).amax(1)
+    worst = torch.where(same, score, torch.inf).amin(1)
     chosen = (score == best) & (score > worst)
     advantages = batch.spread(chosen.float()) * batch["response_mask"]
     return batch.with_tokens(advantages=advantages, returns=advantages)
@@ -52,7 +53,8 @@ def reward(batch, problems):
 def step(state, problems, backend, engine, sampling, key):
     """One step of the algorithm: sample, judge, compare, update. ``state`` is donated: use the one returned."""
     engine.publish(state.step, backend.named_tensors(state.params))
-    prompts, ids = [TOKENIZER.encode(problem.prompt) for problem in problems], [problem.id for problem in problems]
+    prompts = [TOKENIZER.encode(problem.prompt) for problem in problems]
+    ids = [problem.id for problem in problems]
     batch = engine.generate(prompts, sampling, key.fold_in(state.step), ids=ids, version=state.step)
     batch = aggregate(best_of_group(reward(batch, problems)), "token-mean")
     grads, metrics = backend.forward_backward(state, batch, imitate)
@@ -71,9 +73,8 @@ def main(steps=40, prompts=16, answers=16, seed=0):
             problems = TASK.train(key, i * prompts, prompts)
             state, score, metrics = step(state, problems, backend, engine, sampling, key)
             scores.append(score)
-            print(
-                f"step {i:2}  learnt from {metrics['share_learnt'].value:4.0%}  reward {score:.3f}  {'#' * int(80 * score)}"
-            )
+            learnt = metrics["share_learnt"].value
+            print(f"step {i:2}  learnt from {learnt:4.0%}  reward {score:.3f}  {'#' * int(80 * score)}")
     return scores
 
 

@@ -332,6 +332,6 @@ def test_without_shuffling_the_order_is_the_files():
     assert [(p.id, p.prompt) for p in found] == [(2, "p2"), (3, "p0"), (4, "p1"), (5, "p2"), (6, "p0")]
 
 
-def test_data_without_problems_are_refused():
-    with pytest.raises(ValueError, match="training"):
-        FileData((), (), shuffle=True)
+def test_data_may_be_held_out_problems_alone():
+    held = (Problem("a>", "a"),)
+    assert FileData((), held, shuffle=True).held_out(9) == held

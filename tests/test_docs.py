@@ -1,26 +1,95 @@
-"""Every Python block of README and docs runs, in order, one namespace a file."""
+"""The pages are true: their Python runs, their commands parse, and what they name exists."""
 
 import re
+import shlex
+from functools import reduce
 from pathlib import Path
 
+import attrs
 import pytest
 
+from verl_fn import cli, steps
+from verl_fn.schema import Config
+
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCKS = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def blocks(page, *languages):
+    return [text for language, text in BLOCKS.findall(page.read_text()) if language in languages]
+
+
+def commands(page, program):
+    """Arguments of every line that runs ``program``, in shell blocks and in code spans, without comments."""
+    text = "\n".join(blocks(page, "", "bash", "sh")).replace("\\\n", " ")
+    lines = [line.strip().removeprefix("$ ").removeprefix(".venv/bin/") for line in text.splitlines()]
+    lines += re.findall(r"`((?:verl-fn|make) [^`\n]+)`", BLOCKS.sub("", page.read_text()))
+    return [shlex.split(line, comments=True)[1:] for line in lines if line.split(" ")[0] == program]
+
+
+@pages
 def test_python_blocks_run(page):
     names = {}
-    for i, block in enumerate(BLOCKS.findall(page.read_text())):
+    for i, block in enumerate(blocks(page, "python")):
         exec(compile(block, f"{page.name} block {i}", "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_links_and_recipes_exist(page):
+@pages
+def test_commands_parse(page):
+    for arguments in commands(page, "verl-fn"):
+        if len(arguments) == 1 and "--" not in arguments[0]:
+            continue  # a command that is spoken of, such as `verl-fn train`
+        try:
+            cli.parse(arguments)
+        except SystemExit as error:
+            pytest.fail(f"{page.name}: verl-fn {shlex.join(arguments)} exits with {error.code}")
+
+
+@pages
+def test_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for arguments in commands(page, "make"):
+        named = {argument for argument in arguments if "=" not in argument}
+        assert named <= targets, f"{page.name}: make {shlex.join(arguments)}"
+
+
+@pages
+def test_links_and_files_exist(page):
     text = page.read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
+    for target in re.findall(r"\]\(([^)#]+)\)", BLOCKS.sub("", text)):
         assert target.startswith("http") or (page.parent / target).exists(), target
-    for recipe in re.findall(r"recipes/\w+\.toml", text):
-        assert (ROOT / recipe).exists(), recipe
+    for file in re.findall(r"\b(?:recipes|examples)/\w+\.(?:toml|py)", text):
+        assert (ROOT / file).exists(), file
+
+
+def test_the_commands_of_the_pages_are_found():
+    assert ["setup"] in commands(ROOT / "CONTRIBUTING.md", "make")
+    assert any("recipes/ppo_reverse.toml" in found for found in commands(ROOT / "README.md", "verl-fn"))
+
+
+def test_algorithms_names_every_step():
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    functions = [name for name in steps.__all__ if name.islower() and callable(getattr(steps, name))]
+    classes = ["FixedKL", "AdaptiveKL"]
+    missing = [name for name in (*functions, *classes) if not re.search(rf"\b{name}\b", text)]
+    modes = [mode for mode in steps.aggregate.__globals__["MODES"] if f"`{mode}`" not in text]
+    assert not missing + modes, f"docs/algorithms.md says nothing of {missing + modes}"
+
+
+def test_algorithms_names_keys_that_exist():
+    sections = "|".join(field.name for field in attrs.fields(Config))
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    keys = set(re.findall(rf"(?<!verl )`((?:{sections})(?:\.\w+)+)", text)) - {"actor.optim", "critic.optim"}
+    assert len(keys) > 30
+    for key in sorted(keys):
+        assert reduce(lambda part, name: getattr(part, name, KeyError), key.split("."), Config()) is not KeyError, key
+
+
+def test_algorithms_names_every_key_of_its_section():
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    missing = [
+        field.name for field in attrs.fields(type(Config().algorithm)) if f"algorithm.{field.name}" not in text
+    ]
+    assert not missing, f"docs/algorithms.md says nothing of algorithm.{{{', '.join(missing)}}}"

@@ -70,7 +70,7 @@ def test_without_a_journal_the_checkpoint_stands_in(copy):
     found = replay(copy, 2, say=SILENT)
     assert found.difference is None and found.compared["state leaves"] > 50
     shutil.rmtree(copy / "samples")
-    with pytest.raises(RunError, match="no samples of step 1: they are kept with trainer.journal=samples"):
+    with pytest.raises(RunError, match=r"no samples of step 1: they are kept with trainer.journal=samples"):
         replay(copy, 2, recorded=True, say=SILENT)
     with pytest.raises(RunError, match=r"no step 9 to replay; its metrics.jsonl ends at step 3"):
         replay(copy, 9, say=SILENT)

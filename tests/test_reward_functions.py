@@ -164,6 +164,11 @@ def test_a_file_elsewhere_finds_its_neighbours(here, monkeypatch):
     assert scores(RewardFunctions([f"{here}/mine.py:exact"]), "good") == [1.0]
 
 
+def test_files_in_the_folder_do_not_stand_in_for_the_workers_own_libraries(here):
+    (here / "difflib.py").write_text("raise RuntimeError('not this one')\n")
+    assert scores(RewardFunctions(["mine.py:exact"]), "good") == [1.0]
+
+
 def test_what_functions_print_does_not_mix_with_results(here, capfd):
     assert scores(RewardFunctions(["mine.py:exact"]), "good") == [1.0]
     assert capfd.readouterr() == ("", "exact was here\n")

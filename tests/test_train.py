@@ -60,7 +60,7 @@ def test_a_resumed_run_is_the_uninterrupted_run(algorithm, model, tmp_path):
         shutil.rmtree(tmp_path / "resumed" / "checkpoints" / f"step_{step}")
     lines = []
     train(config(model, tmp_path / "resumed", algorithm, f"trainer.total_training_steps={steps}"), lines.append)
-    assert lines[0].endswith(f"after step {stop}")
+    assert f"after step {stop}, from" in lines[0]
     assert numbers(tmp_path / "resumed") == whole
     ours, theirs = (files(tmp_path / name / "checkpoints" / f"step_{steps}") for name in ("resumed", "whole"))
     assert ours.keys() == theirs.keys()
@@ -131,7 +131,7 @@ def test_stop_at_ends_the_run(model, tmp_path):
     train(config(model, tmp_path, "sft", *more), lambda line: None)
     rows = read_metrics(tmp_path)
     assert rows[-1]["step"] == 2
-    assert json.loads((tmp_path / "checkpoints/step_2/algorithm.json").read_text())["state"][".step"] == 2
+    assert json.loads((tmp_path / "checkpoints/step_2/checkpoint.json").read_text())["state"][".step"] == 2
 
 
 def test_a_folder_of_another_run_is_not_written_over(model, tmp_path):

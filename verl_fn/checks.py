@@ -19,7 +19,9 @@ def check(cfg: Config, source: Source) -> None:
         ModelError: the tokenizer's vocabulary is not the model's, or actor and critic differ in theirs.
         ConfigError: the longest row does not fit the token budget or the model's positions.
     """
-    longest = _longest_prompt(cfg, source) + cfg.data.max_response_length
+    # A made task has one token a character, and the bos token before them.
+    prompt = source.max_prompt + isinstance(source, Task)
+    longest = prompt + cfg.data.max_response_length
     for role in build.roles(cfg):
         folder = cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
         check_vocabulary(folder, build.tokenizer(cfg))
@@ -51,10 +53,3 @@ def check_vocabulary(folder: str | Path, tokenizer: Any) -> None:
         )
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {folder} has no eos token, so no response could end; set one")
-
-
-def _longest_prompt(cfg: Config, source: Source) -> int:
-    """In tokens; a made task has one token a character, and the bos token before them."""
-    if isinstance(source, Task):
-        return source.max_prompt + 1
-    return cfg.data.max_prompt_length

@@ -30,18 +30,20 @@ class FileData:
     """A source of problems that were read from files.
 
     Attributes:
-        training: the problems of an epoch, at least one.
+        training: the problems of an epoch; none where only the held-out ones are asked for.
         validation: the held-out problems.
         shuffle: another order of ``training`` in every epoch; otherwise the files' order in all.
+        max_prompt: tokens of the longest prompt.
 
     >>> data = FileData((Problem("a>", "a"), Problem("b>", "b")), (), shuffle=False)
     >>> [(p.id, p.answer) for p in data.train(Key.from_seed(0), 1, 3)]
     [(1, 'b'), (2, 'a'), (3, 'b')]
     """
 
-    training: tuple[Problem, ...] = attrs.field(validator=attrs.validators.min_len(1))
+    training: tuple[Problem, ...]
     validation: tuple[Problem, ...]
     shuffle: bool
+    max_prompt: int = 0
 
     def train(self, key: Key, start: int, count: int) -> tuple[Problem, ...]:
         """Problems ``start`` to ``start + count`` of the endless stream that ``key`` names, epoch after epoch.
@@ -78,19 +80,20 @@ def file_data(cfg: Config, tokenizer: Any, say: Callable[[str], None] = print) -
         DataError: a file cannot be used, a prompt is too long, or the filter leaves nothing.
     """
     d = cfg.data
-    training = _fitting("data.train_files", read_problems(d.train_files, prompt_key=d.prompt_key), d, tokenizer, say)
-    validation = _fitting("data.val_files", read_problems(d.val_files, prompt_key=d.prompt_key), d, tokenizer, say)
-    return FileData(training, validation, d.shuffle)
+    (training, a), (validation, b) = (
+        _fitting(name, read_problems(files, prompt_key=d.prompt_key), d, tokenizer, say)
+        for name, files in (("data.train_files", d.train_files), ("data.val_files", d.val_files))
+    )
+    return FileData(training, validation, d.shuffle, max(a, b))
 
 
 def _fitting(
     name: str, problems: tuple[Problem, ...], d: DataConfig, tokenizer: Any, say: Callable[[str], None]
-) -> tuple[Problem, ...]:
-    if not d.filter_overlong_prompts:
-        encode_prompts(problems, tokenizer, d.max_prompt_length)
-        return problems
-    prompts = encode_prompts(problems, tokenizer)
-    kept = tuple(p for p, ids in zip(problems, prompts, strict=True) if len(ids) <= d.max_prompt_length)
+) -> tuple[tuple[Problem, ...], int]:
+    """The problems that are short enough, and the tokens of the longest of them."""
+    prompts = encode_prompts(problems, tokenizer, None if d.filter_overlong_prompts else d.max_prompt_length)
+    fitting = [len(ids) <= d.max_prompt_length for ids in prompts]
+    kept = tuple(p for p, fits in zip(problems, fitting, strict=True) if fits)
     if problems and not kept:
         raise DataError(
             f"{name}: all {len(problems)} prompts are longer than {d.max_prompt_length} tokens; "
@@ -99,7 +102,7 @@ def _fitting(
     if len(kept) < len(problems):
         left_out = len(problems) - len(kept)
         say(f"{name}: left out {left_out} of {len(problems)} prompts, longer than {d.max_prompt_length} tokens")
-    return kept
+    return kept, max((len(ids) for ids, fits in zip(prompts, fitting, strict=True) if fits), default=0)
 
 
 def encode_prompts(problems: Sequence[Problem], tokenizer: Any, max_length: int | None = None) -> list[list[int]]:

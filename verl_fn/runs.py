@@ -251,7 +251,7 @@ def changed_keys(folder: Path, cfg: Config) -> list[str]:
     except (RunError, ConfigError):
         return []
     now = flat(to_table(cfg))
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "trainer.dir"]
     return [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in keys]
 
 

@@ -35,7 +35,13 @@ class Problem:
 
 
 class Source(Protocol):
-    """Where problems come from. Both are functions of their arguments, so a run can be continued anywhere."""
+    """Where problems come from. Both are functions of their arguments, so a run can be continued anywhere.
+
+    Attributes:
+        max_prompt: of the longest prompt: characters of a made task, tokens of files.
+    """
+
+    max_prompt: int
 
     def train(self, key: Key, start: int, count: int) -> tuple[Problem, ...]:
         """Training problems ``start`` to ``start + count`` of the stream that ``key`` names."""

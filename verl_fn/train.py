@@ -13,6 +13,7 @@ from typing import Any
 import attrs
 
 from verl_fn.algorithms import by_name
+from verl_fn.backends.model import read_config
 from verl_fn.checks import check
 from verl_fn.config import ConfigError
 from verl_fn.data import file_data
@@ -59,11 +60,9 @@ def train(cfg: Config, say: Say = print, *, live: bool = False) -> dict[str, flo
 def prepared(cfg: Config, say: Say) -> tuple[Config, Source]:
     """The config with its model's folder made and absolute, and the problems; all that can be checked is checked."""
     cfg = attrs.evolve(cfg, model=attrs.evolve(cfg.model, path=str(build.model_folder(cfg).resolve())))
-    source = (
-        file_data(cfg, build.tokenizer(cfg), say)
-        if cfg.data.train_files or cfg.data.val_files
-        else TASKS[cfg.data.task]
-    )
+    read_config(cfg.model.path)
+    from_files = cfg.data.train_files or cfg.data.val_files
+    source: Source = file_data(cfg, build.tokenizer(cfg), say) if from_files else TASKS[cfg.data.task]
     check(cfg, source)
     return cfg, source
 

@@ -111,6 +111,12 @@ def tokenizer(cfg: Config) -> Any:
 
     from verl_fn.backends.model import ModelError
 
+    folder = Path(cfg.model.path)
+    # Without any of them transformers makes an empty tokenizer for some architectures.
+    if not any(
+        file for pattern in ("tokenizer.json", "*.model", "vocab.*", "tekken.json") for file in folder.glob(pattern)
+    ):
+        raise ModelError(f"{folder} has no tokenizer that can be read: copy the tokenizer's files into it")
     try:
         return AutoTokenizer.from_pretrained(cfg.model.path)
     except (OSError, ValueError, KeyError) as error:

@@ -143,7 +143,8 @@ def ray_workers(cfg: Config) -> Iterator[Workers]:
             cluster.build("trainer", role, build.trainer, role)
             training[role] = RemoteTrain(cluster.members["trainer"].host, role, cluster.get)
         cluster.build("rollout", "rollout", build.rollout)
-        cluster.build("reward", "reward", build.reward)
+        # An actor may run in another folder than the driver, where a user's reward functions lie.
+        cluster.build("reward", "reward", build.reward, os.getcwd())
         yield Workers(
             rollout=RemoteRollout(cluster.members["rollout"].host, "rollout"),
             reward=lambda batch, problems: cluster.call("reward", batch, problems),
