@@ -224,7 +224,8 @@ def read_config(folder: str | Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{folder}/config.json cannot be read: {error}") from error
+        # transformers' advice on its own versions, on further lines, does not help here.
+        raise ModelError(f"{folder}/config.json cannot be read: {str(error).splitlines()[0]}") from error
     # Dropout of heads that transformers would put on top is never run here.
     dropout = {
         name: rate

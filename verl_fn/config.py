@@ -32,7 +32,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
     0.3
     >>> load(overrides=["algorithm.clip_ration=0.3"])
     Traceback (most recent call last):
-    verl_fn.config.ConfigError: unknown key algorithm.clip_ration; did you mean algorithm.clip_ratio?
+    verl_fn.schema.ConfigError: unknown key algorithm.clip_ration; did you mean algorithm.clip_ratio?
     """
     return structure(_table(path, overrides))
 
