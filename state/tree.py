@@ -46,12 +46,13 @@ def paths(tree: Any) -> dict[str, Any]:
 
 
 def first_difference(a: Any, b: Any) -> str | None:
-    """The path of the first leaf that is not bitwise the same, or None. NaN equals the same NaN."""
+    """The path of the first leaf that is not bitwise the same, ``structure``, or None. NaN equals the same NaN."""
     left, right = paths(a), paths(b)
     if list(left) != list(right):
         only = [p for p in (*left, *right) if (p in left) != (p in right)]
         return only[0] if only else "structure"
-    return next((path for path in left if not _same(left[path], right[path])), None)
+    odd = next((path for path in left if not _same(left[path], right[path])), None)
+    return odd or (None if pytree.tree_structure(a) == pytree.tree_structure(b) else "structure")
 
 
 def equal(a: Any, b: Any) -> bool:
