@@ -52,7 +52,9 @@ def first_difference(a: Any, b: Any) -> str | None:
         only = [p for p in (*left, *right) if (p in left) != (p in right)]
         return only[0] if only else "structure"
     odd = next((path for path in left if not _same(left[path], right[path])), None)
-    return odd or (None if pytree.tree_structure(a) == pytree.tree_structure(b) else "structure")
+    if odd is None and pytree.tree_structure(a) != pytree.tree_structure(b):
+        return "structure"
+    return odd
 
 
 def equal(a: Any, b: Any) -> bool:
