@@ -28,20 +28,23 @@ class Packing:
         cu_seqlens: row starts and the end, int32, on the model's device.
         longest: tokens of the longest row.
         slots: each token's place in a padded ``[B * longest]`` table.
+        sequence: the ranks that share the sequence, if any; each then has a share of its tokens.
     """
 
     cu_seqlens: Int[Tensor, " B1"]
     longest: int
     slots: Int[Tensor, " T"]
+    sequence: Any = None
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> Packing:
+    def of(cls, batch: Batch, device: torch.device, sequence: Any = None) -> Packing:
         """The packing of a batch that lies on the CPU."""
         lengths = batch.lengths
         longest = int(lengths.max())
         within = torch.arange(batch.num_tokens) - batch.cu_seqlens[:-1].long().repeat_interleave(lengths)
         slots = batch.row_ids * longest + within
-        return cls(batch.cu_seqlens.to(device, non_blocking=True), longest, slots.to(device, non_blocking=True))
+        cu_seqlens = batch.cu_seqlens.to(device, non_blocking=True)
+        return cls(cu_seqlens, longest, slots.to(device, non_blocking=True), sequence)
 
 
 def packed_attention(
@@ -64,9 +67,15 @@ def packed_attention(
             f"{type(module).__name__} uses soft-capped scores or attention sinks, which packed attention lacks"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        return _flash(q, k, v, packing, scaling, sliding_window)[None], None
-    return _padded(q, k, v, packing, scaling, sliding_window)[None], None
+    attend = _flash if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _padded
+
+    def whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, packing, scaling, sliding_window)
+
+    if packing.sequence is None:
+        return whole_rows(q, k, v)[None], None
+    shared = packing.sequence
+    return shared.to_tokens(whole_rows(*(shared.to_heads(x) for x in (q, k, v))))[None], None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:

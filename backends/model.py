@@ -15,6 +15,7 @@ from verl_fn.state import Batch, Key, TokenOutputs
 from . import attention
 from .attention import Packing
 from .logprobs import logprobs_and_entropy
+from .ulysses import Sequence
 
 SUPPORTED_NEEDS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
 
@@ -89,8 +90,8 @@ class Staged:
     temperature: Tensor | None
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device) -> Staged:
-        """Stage a batch that lies on the CPU.
+    def of(cls, batch: Batch, device: torch.device, group: Any = None) -> Staged:
+        """Stage a batch that lies on the CPU; ``group`` is of the ranks that share its sequence, if any do.
 
         Raises:
             ValueError: ``response_mask`` is set on a row's first token, which nothing precedes.
@@ -103,21 +104,33 @@ class Staged:
         temperature = None
         if "temperature" in batch and bool((batch["temperature"] != 1.0).any()):
             temperature = batch.spread(batch["temperature"].float())[targets].to(device)
-        return cls(batch.to(device), Packing.of(batch, device), targets.to(device, non_blocking=True), temperature)
+        sequence = None if group is None else Sequence(group, batch.num_tokens)
+        packing = Packing.of(batch, device, sequence)
+        return cls(batch.to(device), packing, targets.to(device, non_blocking=True), temperature)
 
 
 def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> TokenOutputs:
     """Run the model over a micro-batch and say what ``needs`` asks of each target token."""
-    batch, targets = staged.batch, staged.targets
-    hidden = skeleton.hidden_states(batch.tokens, batch.positions, staged.packing)
+    batch, targets, temperature = staged.batch, staged.targets, staged.temperature
+    tokens, positions, sequence = batch.tokens, batch.positions, staged.packing.sequence
     # What speaks of token t is read where the model has seen the tokens before t.
-    hidden = hidden.index_select(0, targets - 1)
+    seen = targets - 1
+    if sequence is not None:
+        tokens, positions = sequence.part(tokens), sequence.part(positions)
+        mine = (seen >= sequence.start) & (seen < sequence.start + sequence.each)
+        targets, seen = targets[mine], seen[mine] - sequence.start
+        temperature = None if temperature is None else temperature[mine]
+    hidden = skeleton.hidden_states(tokens, positions, staged.packing).index_select(0, seen)
     layer = skeleton.output_layer
-    spread = lambda x: x.new_zeros(batch.num_tokens).index_copy(0, targets, x)  # noqa: E731
+
+    def spread(x: Tensor) -> Tensor:
+        found = x.new_zeros(batch.num_tokens).index_copy(0, targets, x)
+        return found if sequence is None else sequence.whole(found)
+
     if skeleton.head == "value":
         return TokenOutputs({"values": spread(layer(hidden).float()[:, 0])})
     logprobs, entropy = logprobs_and_entropy(
-        hidden, layer.weight, layer.bias, batch.tokens[targets], staged.temperature, entropy="entropy" in needs
+        hidden, layer.weight, layer.bias, batch.tokens[targets], temperature, entropy="entropy" in needs
     )
     found = {"logprobs": spread(logprobs)}
     if entropy is not None:

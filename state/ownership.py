@@ -8,6 +8,7 @@ never changes a value under its holder, and without other holders it costs nothi
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any, TypeVar
 
@@ -116,13 +117,31 @@ def _copy_shared(tensors: list[torch.Tensor]) -> int:
     Donation waits for this loop while a GPU has nothing to do, so it calls nothing that it need not.
     """
     references, uses, count = sys.getrefcount, torch._C._storage_Use_Count, 0
+    parts: dict[int, list[int]] = {}
     for i in range(len(tensors)):
         if references(tensors[i]) == _ALONE:
             storage = tensors[i].untyped_storage()
             # Used by its tensor and by this very object; more uses are views. What torch did not allocate
             # (numpy's memory, a mapped file) is somebody else's.
-            if uses(storage._cdata) == 2 and storage.resizable():
+            if storage.resizable():
+                if uses(storage._cdata) == 2:
+                    continue
+                parts.setdefault(storage._cdata, []).append(i)
                 continue
         tensors[i] = tensors[i].clone()
         count += 1
+    for cdata, indices in parts.items():
+        # Views of one buffer, as FSDP hands out gradients: ours if nobody beside these tensors has one.
+        if uses(cdata) == len(indices) + 1 and _apart([tensors[i] for i in indices]):
+            continue
+        for i in indices:
+            tensors[i] = tensors[i].clone()
+            count += 1
     return count
+
+
+def _apart(tensors: list[torch.Tensor]) -> bool:
+    """Whether no two of these tensors, views of one storage, have memory in common."""
+    spans = sorted((t.storage_offset(), t.numel()) for t in tensors if t.numel())
+    dense = all(t.is_contiguous() for t in tensors)
+    return dense and all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))

@@ -90,6 +90,8 @@ def snapshot(tree: T) -> T:
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
+    # Of a shard, what this process holds.
+    t = t.to_local() if hasattr(t, "to_local") else t
     return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 

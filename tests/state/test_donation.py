@@ -205,3 +205,38 @@ def test_a_digest_costs_no_copy_at_the_next_donation():
     grads = Grads({"w": torch.zeros(2)})
     tree.digest(grads)
     assert donate(grads, "apply_update")[1] == 0
+
+
+def flat_views(count=3, size=4):
+    """Tensors that lie side by side in one buffer, each of which knows only its storage."""
+    flat = torch.arange(float(count * size))
+    storage = flat.untyped_storage()
+    return [torch.empty(0).set_(storage, i * size, (size,), (1,)) for i in range(count)]
+
+
+def test_views_that_share_a_buffer_among_themselves_alone_are_moved():
+    value = Grads(dict(zip("abc", flat_views(), strict=True)))
+    new, copies = donate(value, "test")
+    assert copies == 0
+    assert len({t.untyped_storage().data_ptr() for t in new.values()}) == 1
+
+
+@pytest.mark.parametrize("which", ["a leaf", "a view of it", "another view"])
+def test_views_of_a_buffer_that_somebody_else_sees_are_copied(which):
+    views = flat_views(4)
+    held = {"a leaf": views[0], "a view of it": views[0][:2], "another view": views[3]}[which]
+    value = Grads(dict(zip("abc", views[:3], strict=True)))
+    before = held.clone()
+    del views
+    new, copies = donate(value, "test")
+    assert copies >= 1
+    for t in new.values():
+        t.fill_(-1.0)
+    assert torch.equal(held, before)
+
+
+def test_views_that_overlap_are_copied():
+    storage = torch.arange(8.0).untyped_storage()
+    value = Grads({n: torch.empty(0).set_(storage, i, (4,), (1,)) for i, n in enumerate("ab")})
+    del storage
+    assert donate(value, "test")[1] == 2

@@ -120,7 +120,9 @@ def tokenizer(cfg: Config) -> Any:
     try:
         return AutoTokenizer.from_pretrained(cfg.model.path)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{cfg.model.path} has no tokenizer that can be read: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            f"{cfg.model.path} has no tokenizer that can be read: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def reward(cfg: Config, folder: str | None = None) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from verl_fn.state import (
 from verl_fn.steps import Loss, ppo_clip
 
 from .builders import some_splits, tiny_batch
-from .violation import LawViolation, repeatable, require, require_close, require_equal, untouched
+from .violation import LawViolation, repeatable, require, require_close, require_equal, shared_folder, untouched
 
 
 def check_backend(
@@ -290,7 +289,7 @@ def _restore(case: _Case, state: TrainState) -> None:
     backend = case.backend
     # A skipped update sets step and schedule apart.
     state, _ = backend.apply_update(state, case.gradients(state)[0].scale(float("nan")), donate=False)
-    with tempfile.TemporaryDirectory() as folder:
+    with shared_folder() as folder:
         with untouched("Restore", "save", state=state):
             backend.save(state, folder)
         found = backend.restore(folder)
@@ -303,7 +302,7 @@ def _restore(case: _Case, state: TrainState) -> None:
 
 
 def _layout(case: _Case, others: _Case, state: TrainState) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with shared_folder() as folder:
         there, back = Path(folder) / "there", Path(folder) / "back"
         case.backend.save(state, there)
         moved = others.backend.restore(there)

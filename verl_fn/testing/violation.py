@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -50,6 +51,7 @@ def require_equal(law: str, what: str, expected: Any, found: Any, cause: str) ->
     Traceback (most recent call last):
     verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] (1.0 and 1.5). Usual cause: chance.
     """
+    expected, found = _whole(expected), _whole(found)
     path = tree.first_difference(expected, found)
     if path is not None:
         by = _distance(tree.paths(expected).get(path), tree.paths(found).get(path))
@@ -69,7 +71,7 @@ def require_close(
     Traceback (most recent call last):
     verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5 where values reach 2.5, ...
     """
-    mine, theirs = tree.paths(expected), tree.paths(found)
+    mine, theirs = tree.paths(_whole(expected)), tree.paths(_whole(found))
     if mine.keys() != theirs.keys():
         raise LawViolation(law, f"{what} differs in its names: {sorted(mine.keys() ^ theirs.keys())[:5]}", cause)
     tops = {path: max(_top(mine[path]), _top(theirs[path])) for path in mine}
@@ -131,6 +133,26 @@ def seeded(seed: int) -> Iterator[None]:
 def _dice() -> tuple[object, ...]:
     """The state of every global random generator on the CPU."""
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state(legacy=False))
+
+
+def _whole(value: Any) -> Any:
+    """Shards put together, so that all ranks compare the same tensors and none is left waiting for another."""
+    return tree.map_tensors(lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t, value)
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[str]:
+    """A temporary folder; one for all ranks where there are several."""
+    import torch.distributed as dist
+
+    with tempfile.TemporaryDirectory() as folder:
+        if dist.is_available() and dist.is_initialized():
+            told = [folder]
+            dist.broadcast_object_list(told, src=0)
+            yield told[0]
+            dist.barrier()
+        else:
+            yield folder
 
 
 def _at(path: str) -> str:

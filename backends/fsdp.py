@@ -1,0 +1,345 @@
+"""Sharded training on PyTorch's ``fully_shard``: each rank of a process group holds a part of every tensor.
+
+All ranks call each method together, with the same batch, and get the same metrics. FSDP's modules own nothing:
+for as long as a call runs they point at the shards of the state that the call was given, so every state means what
+it means, whichever came before, and nothing is copied in or out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from verl_fn.state import Batch, Grads, Key, Metrics, Params, Sum, TokenOutputs, TrainState, donate, metrics, tree
+from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
+
+from . import checkpoint
+from .model import ModelError, Skeleton, Staged, build, check_needs, check_same_model, token_outputs
+from .sharding import Layout, deal, locals_of, whole_of, with_specs
+from .ulysses import LayoutError, check_heads
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Fsdp:
+    """Any Hugging Face causal language model, or a value model on its body, over the ranks of a process group.
+
+    Parameters, gradients and moments are DTensors under canonical names; the optimizer is the one of ``steps`` on
+    the local shards.
+
+    Args:
+        folder: a Hugging Face model folder that every rank can read.
+        optimizer: from ``verl_fn.steps``.
+        replicate: whole copies of the parameters; their gradients are summed.
+        sp: neighbouring ranks that share each row (Ulysses).
+        head: ``lm`` for a policy, ``value`` for a critic.
+        compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
+        max_tokens: strict budget of tokens a micro-batch; with ``sp``, of the ranks that share it together.
+        checkpointing: recompute each layer in the backward pass.
+        reshard_after_forward: drop a layer's gathered parameters between forward and backward.
+        device: ``cpu`` or ``cuda``; a rank computes on its current CUDA device.
+        deterministic: bitwise repeatable kernels on CUDA; the CPU's always are.
+
+    Raises:
+        LayoutError: ``replicate`` or ``sp`` does not divide the ranks, or ``sp`` the heads.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: Optimizer,
+        *,
+        replicate: int = 1,
+        sp: int = 1,
+        head: str = "lm",
+        compute_dtype: str = "float32",
+        max_tokens: int = 16384,
+        checkpointing: bool = False,
+        reshard_after_forward: bool = True,
+        device: str = "cpu",
+        deterministic: bool = False,
+    ) -> None:
+        if compute_dtype not in DTYPES:
+            raise ValueError(f"compute_dtype is {compute_dtype!r}; it must be one of {', '.join(DTYPES)}")
+        self.folder = Path(folder)
+        self.optimizer = optimizer
+        self.layout = Layout.of(device, replicate=replicate, sp=sp)
+        self.head = head
+        self.dtype = DTYPES[compute_dtype]
+        self.max_tokens = max_tokens
+        self.checkpointing = checkpointing
+        self.reshard_after_forward = reshard_after_forward
+        self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        self.deterministic = deterministic
+        self._skeleton: Skeleton | None = None
+        self._places: dict[str, Any] = {}
+
+    # Making states
+
+    def init(self, key: Key) -> TrainState:
+        """A state with random parameters drawn from ``key``, the same ones as on any other layout."""
+        return self._new_state(self.folder, key, pretrained=False)
+
+    def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
+        """A fresh state around the weights of ``folder``, by default the backend's own."""
+        return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
+
+    def save(self, state: TrainState, folder: str | Path) -> None:
+        """Write the state as ``Local`` would: canonical names, whole tensors."""
+        whole = whole_of(state)
+        if self.layout.rank == 0:
+            checkpoint.save_state(whole, self._built().model, folder, tokenizer_from=self.folder)
+        dist.barrier()
+
+    def restore(self, folder: str | Path) -> TrainState:
+        """The state that ``save`` of any backend wrote, bitwise."""
+        params = self._build(folder, Key.from_seed(0), pretrained=True)
+        like = TrainState(Params(params), self.optimizer.init(Params(params)), 0, Key.from_seed(0), 0)
+        whole = checkpoint.restore_state(folder, like)
+        cut = lambda t: self.layout.shard(t, self.device) if t.dim() else t  # noqa: E731
+        return tree.map_tensors(cut, whole)
+
+    def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
+        """The same state with parameters or optimizer tree on another device."""
+        move = lambda value, to: value if to is None else tree.map_tensors(lambda t: _moved(t, to), value)  # noqa: E731
+        return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
+
+    def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under canonical names, one after the other; all ranks go through them together."""
+        for name, t in params.items():
+            yield name, t.full_tensor()
+
+    # The two steps
+
+    @torch.no_grad()
+    def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
+        """What ``needs`` names for every token with ``response_mask``, of all rows on every rank, on the CPU."""
+        wanted = check_needs(self.head, needs)
+        found: list[tuple[list[int], dict[str, Tensor]]] = []
+        with self._pointing_at(params, trained=()):
+            for rows, part in self._mine(batch):
+                staged = Staged.of(part, self.device, self.layout.sequence)
+                outputs = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
+                found.append((rows, {name: t.cpu() for name, t in outputs.by_name.items()}))
+        told = _gathered(found if self.layout.speaks else [])
+        by_name = {name: torch.zeros(batch.num_tokens) for name in wanted}
+        starts = batch.cu_seqlens.tolist()
+        for rows, outputs in (one for rank in told for one in rank):
+            for name, t in outputs.items():
+                for row, values in zip(
+                    rows, t.split([starts[r + 1] - starts[r] for r in rows] or [len(t)]), strict=False
+                ):
+                    by_name[name][starts[row] : starts[row + 1]] = values
+        return TokenOutputs(by_name)
+
+    def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
+        """Gradients of the loss over the whole batch, fp32 shards, and its metrics, with the total as ``loss``.
+
+        Raises:
+            ValueError: the batch lacks ``loss_weight``, a row is longer than the token budget, or ranks were
+                given different batches.
+            DonatedError: the state was donated.
+        """
+        if "loss_weight" not in batch:
+            raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
+        wanted = check_needs(self.head, loss.needs)
+        found: Metrics = {}
+        with self._pointing_at(state.params, state.params.trained()) as held:
+            for rows, part in self._mine(batch):
+                staged = Staged.of(part, self.device, self.layout.sequence)
+
+                def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
+                    per_token, told = loss(token_outputs(model, staged, wanted), staged.batch)
+                    total = total_loss(staged.batch, per_token)
+                    return total, {"loss": Sum(total.detach().double()), **told}
+
+                total, told = self._built()(compute)
+                total.backward()
+                if rows:
+                    found = metrics.merge(found, tree.map_tensors(lambda t: t.detach().cpu(), told))
+            grads = {name: _gradient(held[name], state.params[name]) for name in state.params.trained()}
+        told = _gathered(found if self.layout.speaks else {})
+        return Grads(grads), metrics.merge(*told)
+
+    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
+        """The next state; see ``steps.apply_update``, which runs on the local shards."""
+        return _apply(self.optimizer, self.layout, state, grads, donate)
+
+    # What stays inside
+
+    def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
+        whole = self._build(folder, key, pretrained=pretrained)
+        params = Params({name: self.layout.shard(t, self.device) for name, t in whole.items()})
+        specs = {name: t._spec for name, t in params.items()}
+        optimizer = with_specs(self.optimizer.init(locals_of(params)), specs)
+        return TrainState(params, optimizer, 0, key.fold_in("train"), 0)
+
+    def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> dict[str, Tensor]:
+        """Whole parameters on the CPU."""
+        skeleton, params = build(
+            folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing
+        )
+        if self._skeleton is None and Path(folder) == self.folder:
+            check_heads(skeleton.config, self.layout.sp)
+            skeleton.move_buffers(self.device)
+            self._skeleton, self._places = skeleton, self._wrapped(skeleton, params)
+        else:
+            check_same_model(self._built(), skeleton, folder)
+        return params
+
+    def _wrapped(self, skeleton: Skeleton, params: Iterable[str]) -> dict[str, Any]:
+        """Shard the skeleton, layer by layer; FSDP's record of each parameter, by canonical name.
+
+        Raises:
+            ModelError: the model has no list of layers to shard by.
+        """
+        layers = getattr(skeleton.model.base_model, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise ModelError(f"{self.folder}: {type(skeleton.model).__name__} has no list of layers to shard by")
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if self.dtype == torch.float32 else self.dtype, reduce_dtype=torch.float32
+        )
+        for layer in layers:
+            fully_shard(
+                layer, mesh=self.layout.mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward
+            )
+        # The root's own parameters stay gathered until its backward pass: the output layer is used outside a module.
+        fully_shard(skeleton, mesh=self.layout.mesh, mp_policy=policy, reshard_after_forward=False)
+        names = {id(m): name for name, m in skeleton.model.named_modules(remove_duplicate=False)}
+        places = {}
+        for module in skeleton.modules():
+            if isinstance(module, FSDPModule):
+                # Rows of all ranks add up, and no denominator is anywhere but in loss_weight.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                group = module._get_fsdp_state()._fsdp_param_group
+                for place in group.fsdp_params if group is not None else ():
+                    places[_name_of(place, names, params)] = place
+        return places
+
+    def _built(self) -> Skeleton:
+        if self._skeleton is None:
+            self._build(self.folder, Key.from_seed(0), pretrained=False)
+        assert self._skeleton is not None
+        return self._skeleton
+
+    @contextlib.contextmanager
+    def _pointing_at(self, params: Params, trained: Iterable[str]) -> Iterator[dict[str, nn.Parameter]]:
+        """FSDP's modules on these shards; gradients gather in the parameters that are given."""
+        self._built()
+        if params.keys() != self._places.keys():
+            odd = sorted(params.keys() ^ self._places.keys())
+            raise ValueError(f"the state's parameters are not this model's: {odd[:5]}")
+        trained, held = set(trained), {}
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(before or self.deterministic)
+        try:
+            for name, place in self._places.items():
+                held[name] = nn.Parameter(_moved(params[name], self.device), requires_grad=name in trained)
+                place._setattr_on_modules(held[name])
+                place.reset_sharded_param()
+            yield held
+        finally:
+            torch.use_deterministic_algorithms(before)
+            for module in self._built().modules():
+                # What is gathered is of these shards; the next call's may be others.
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            for name, place in self._places.items():
+                # Let go of the shards, so that they can be donated.
+                empty = DTensor(torch.empty(0, device="meta"), params[name]._spec, requires_grad=False)
+                place._setattr_on_modules(nn.Parameter(empty, requires_grad=False))
+                place.sharded_param = getattr(place._module_info.module, place._module_info.param_name)
+                place._sharded_param_data = torch.empty(0, device=self.device)
+
+    def _mine(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
+        """This rank's micro-batches, as many as every other rank has; one to fill up is of no weight.
+
+        Raises:
+            ValueError: ranks were given different batches.
+        """
+        _check_alike(batch)
+        for rows in deal(batch, self.layout.shares, self.max_tokens)[self.layout.share]:
+            if rows:
+                yield rows, batch.take(torch.tensor(rows))
+            else:
+                filler = batch.take(torch.tensor([0]))
+                silent = {"loss_weight": torch.zeros(filler.num_tokens)} if "loss_weight" in batch else {}
+                yield rows, filler.with_tokens(**silent)
+
+
+def _apply(
+    optimizer: Optimizer, layout: Layout, state: TrainState, grads: Grads, donated: bool
+) -> tuple[TrainState, Metrics]:
+    specs = {name: t._spec for name, t in state.params.items()}
+    copies = 0
+    if donated:
+        # Twice: here the DTensors, in apply_update what they hold.
+        state, more = donate(state, "apply_update")
+        grads, again = donate(grads, "apply_update")
+        copies = more + again
+
+    def reduce(total: Tensor) -> Tensor:
+        dist.all_reduce(total, group=layout.shard_group)
+        return total
+
+    state, grads = locals_of(state), locals_of(grads)
+    state, found = apply_update(optimizer, state, grads, donate_inputs=donated, reduce=reduce)
+    return with_specs(state, specs), metrics.merge(found, {"perf/residency_copies": Sum(copies)})
+
+
+def _name_of(place: Any, names: dict[int, str], params: Iterable[str]) -> str:
+    """The canonical name of a parameter, of the several that a tied one has."""
+    info = place._module_info
+    modules = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    found = [f"{names[id(module)]}.{name}".lstrip(".") for module, name in modules]
+    return next(name for name in found if name in params)
+
+
+def _gradient(parameter: nn.Parameter, like: DTensor) -> DTensor:
+    """The gathered gradient as a value; zeros where the loss does not depend on the parameter."""
+    if parameter.grad is None:
+        return torch.zeros_like(like, dtype=torch.float32)
+    found = parameter.grad._local_tensor
+    # The same memory without autograd's tie to the buffer of all gradients of a layer, which would outlive it.
+    plain = found.new_empty(0).set_(found.untyped_storage(), found.storage_offset(), found.size(), found.stride())
+    return DTensor(plain, like._spec, requires_grad=False)
+
+
+def _moved(t: Tensor, device: str | torch.device) -> Tensor:
+    """A tensor, or a shard whose local part only, on another device."""
+    if not isinstance(t, DTensor):
+        return t.to(device)
+    return (
+        t
+        if t._local_tensor.device == torch.device(device)
+        else DTensor(t._local_tensor.to(device), t._spec, requires_grad=False)
+    )
+
+
+def _gathered(value: Any) -> list[Any]:
+    """The values of all ranks, by rank."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def _check_alike(batch: Batch) -> None:
+    h = hashlib.blake2b(digest_size=8)
+    for name in sorted({"tokens", "cu_seqlens", *batch.per_token, *batch.per_row}):
+        h.update(name.encode())
+        h.update(batch[name].contiguous().view(torch.uint8).numpy().data)
+    told = _gathered(h.hexdigest())
+    if len(set(told)) > 1:
+        odd = [rank for rank, one in enumerate(told) if one != told[0]]
+        raise LayoutError(f"ranks {odd[:8]} were given another batch than rank 0; all ranks take the whole batch")

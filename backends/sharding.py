@@ -1,0 +1,167 @@
+"""Values whose leaves are shards: DTensors over a mesh, made, taken apart and put together again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from verl_fn.state import Batch, tree
+
+from .ulysses import LayoutError
+
+T = TypeVar("T")
+
+
+@attrs.frozen(eq=False)
+class Layout:
+    """How the ranks of a process group share the work.
+
+    Attributes:
+        mesh: over which parameters are sharded: ``shard``, or ``replicate`` x ``shard``.
+        sequence: the ranks that share each row; None where every rank has rows of its own.
+        rank, size: of this process and of all.
+    """
+
+    mesh: DeviceMesh
+    sequence: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, device: str, *, replicate: int = 1, sp: int = 1) -> Layout:
+        """Lay out all ranks of the default process group.
+
+        Args:
+            replicate: whole copies of the parameters.
+            sp: neighbouring ranks that share each row.
+
+        Raises:
+            LayoutError: the sizes do not divide the number of ranks.
+        """
+        size = dist.get_world_size()
+        for name, value in (("replicate", replicate), ("sp", sp)):
+            if value < 1 or size % value:
+                raise LayoutError(f"{name} = {value} does not divide the {size} ranks of this run")
+        shape, names = (
+            ((size,), ("shard",)) if replicate == 1 else ((replicate, size // replicate), ("replicate", "shard"))
+        )
+        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+        sequence = None
+        if sp > 1:
+            sequence = init_device_mesh(device, (size // sp, sp), mesh_dim_names=("rows", "sequence"))[
+                "sequence"
+            ].get_group()
+        return cls(mesh, sequence, dist.get_rank(), size)
+
+    @property
+    def sp(self) -> int:
+        return 1 if self.sequence is None else dist.get_world_size(self.sequence)
+
+    @property
+    def shares(self) -> int:
+        """Parts that the rows of a batch are dealt into."""
+        return self.size // self.sp
+
+    @property
+    def share(self) -> int:
+        """This rank's part."""
+        return self.rank // self.sp
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells the metrics of its part; those that share rows all know the same."""
+        return self.rank % self.sp == 0
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that together hold every parameter once."""
+        return self.mesh["shard"].get_group() if self.mesh.ndim > 1 else self.mesh.get_group()
+
+    def spec(self, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
+        """What a whole tensor of this shape is over the mesh: cut along its first dimension, as FSDP cuts it."""
+        placements = (Shard(0),) if self.mesh.ndim == 1 else (Replicate(), Shard(0))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+    def bounds(self, rows: int) -> tuple[int, int]:
+        """The rows of a tensor that this rank holds."""
+        ranks, mine = dist.get_world_size(self.shard_group), dist.get_rank(self.shard_group)
+        each = -(-rows // ranks)
+        return min(mine * each, rows), min((mine + 1) * each, rows)
+
+    def shard(self, whole: Tensor, device: torch.device) -> DTensor:
+        """This rank's part of a tensor that every rank has."""
+        start, end = self.bounds(len(whole))
+        return DTensor(
+            whole[start:end].to(device, copy=True), self.spec(whole.shape, whole.dtype), requires_grad=False
+        )
+
+
+def locals_of(value: T) -> T:
+    """The same value with the local part of every shard in its place."""
+    return tree.map_tensors(lambda t: t._local_tensor if isinstance(t, DTensor) else t, value)
+
+
+def with_specs(value: T, specs: Mapping[str, DTensorSpec]) -> T:
+    """The shards of which ``value`` has the local parts; a leaf is told by the last name on its path."""
+
+    def wrap(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or (spec := specs.get(getattr(path[-1], "key", ""))) is None:
+            return leaf
+        return DTensor(leaf, spec, requires_grad=False)
+
+    return torch.utils._pytree.tree_map_with_path(wrap, value)
+
+
+def whole_of(value: T) -> T:
+    """The same value with whole tensors, on every rank; all ranks must call it together."""
+    return tree.map_tensors(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, value)
+
+
+def deal(batch: Batch, shares: int, max_tokens: int) -> list[list[list[int]]]:
+    """Deal the rows of a batch to ``shares`` ranks, each into equally many micro-batches under the budget.
+
+    Balanced by tokens. A function of the batch alone, so ranks agree without asking each other.
+
+    Returns:
+        For each rank, for each micro-batch, the rows; a micro-batch may be empty.
+
+    Raises:
+        ValueError: a row is longer than the budget.
+
+    >>> deal(Batch.from_rows([[1] * 3, [2] * 2, [3]]), 2, 4)
+    [[[0]], [[1, 2]]]
+    """
+    lengths = batch.lengths.tolist()
+    if (longest := max(lengths)) > max_tokens:
+        raise ValueError(
+            f"row {lengths.index(longest)} has {longest} tokens, more than the budget of {max_tokens} a micro-batch; "
+            f"raise ppo_max_token_len_per_gpu or shorten prompts and responses"
+        )
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    mine = _lightest_first(order, lengths, shares)
+    parts = max(1, -(-max(sum(lengths[i] for i in rows) for rows in mine) // max_tokens))
+    while True:
+        dealt = [_lightest_first(rows, lengths, parts) for rows in mine]
+        if all(sum(lengths[i] for i in part) <= max_tokens for parts_ in dealt for part in parts_):
+            return [[sorted(part) for part in parts_] for parts_ in dealt]
+        parts += 1
+
+
+def _lightest_first(order: list[int], lengths: list[int], bins: int) -> list[list[int]]:
+    """Rows, longest first, each to the bin with the fewest tokens."""
+    found: list[list[int]] = [[] for _ in range(bins)]
+    load = [0] * bins
+    for i in order:
+        lightest = load.index(min(load))
+        load[lightest] += lengths[i]
+        found[lightest].append(i)
+    return found

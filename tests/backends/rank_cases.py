@@ -1,0 +1,137 @@
+"""What the ranks of test_fsdp.py do; each function runs on all of them together."""
+
+import torch
+import torch.distributed as dist
+
+from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.local import Local
+from verl_fn.backends.sharding import whole_of
+from verl_fn.state import Grads, Key, snapshot, tree
+from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, entropy, ppo_clip, value_clip
+from verl_fn.testing import check_backend, tiny_batch
+
+KEY = Key.from_seed(0)
+
+
+def optimizer():
+    return chain(clip_by_global_norm(1.0), adamw(constant(1e-3), weight_decay=0.0))
+
+
+def loss_for(head):
+    return value_clip() if head == "value" else ppo_clip() - 0.01 * entropy()
+
+
+class Whole(Local):
+    """``Local`` in every rank at once; only one of them writes."""
+
+    def save(self, state, folder):
+        if dist.get_rank() == 0:
+            super().save(state, folder)
+        dist.barrier()
+
+
+def laws(folder, options, tolerance):
+    """All laws, and the layout against one process."""
+    common = {name: options[name] for name in ("head", "compute_dtype", "checkpointing") if name in options}
+    backend = Fsdp(folder, optimizer(), max_tokens=24, **options)
+    other = Whole(folder, optimizer(), max_tokens=24, **common)
+    check_backend(backend, other, loss=loss_for(options.get("head", "lm")), tolerance=tolerance)
+
+
+def first_step(folder, options, rows):
+    """Loss, norm, gradients and two updates beside ``Local``: relative errors."""
+    head = options.get("head", "lm")
+    loss, batch = loss_for(head), tiny_batch(rows=rows)
+    one, many = (
+        cls(folder, optimizer(), max_tokens=24, **o) for cls, o in ((Local, {"head": head}), (Fsdp, options))
+    )
+    worst = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "update": 0.0}
+    a, b = one.init(KEY), many.init(KEY)
+    for _ in range(2):
+        before = snapshot(a.params)
+        (ga, ma), (gb, mb) = one.forward_backward(a, batch, loss), many.forward_backward(b, batch, loss)
+        worst["loss"] = max(worst["loss"], abs(ma["loss"].value - mb["loss"].value))
+        gb = whole_of(gb)
+        for name, g in ga.items():
+            scale = max(float(g.norm()), 1e-3 * float(ga.global_norm()))
+            worst["gradient"] = max(worst["gradient"], float((gb[name] - g).norm()) / scale)
+        # Both apply the reference's gradients, so that a wrong optimizer cannot hide behind them.
+        shards = Grads({name: many.layout.shard(g, many.device) for name, g in ga.items()})
+        (a, ua), (b, ub) = one.apply_update(a, ga), many.apply_update(b, shards)
+        worst["grad_norm"] = max(worst["grad_norm"], abs(ua["grad_norm"].value / ub["grad_norm"].value - 1))
+        assert ub["perf/residency_copies"].value == 0
+        ours = whole_of(b.params)
+        for name, p in a.params.items():
+            step = p - before[name]
+            gap = float((ours[name] - p).norm()) / max(float(step.norm()), 1e-9)
+            worst["update"] = max(worst["update"], gap if float(step.norm()) else 0.0)
+    return worst
+
+
+def holds(folder):
+    """Values keep their meaning while others are computed with; a reference that shares leaves is copied for."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+    first, second = backend.init(KEY), backend.init(KEY.fold_in("other"))
+    grads, _ = backend.forward_backward(first, batch, ppo_clip())
+    kept = snapshot(grads)
+    other, _ = backend.forward_backward(second, batch, ppo_clip())
+    again, _ = backend.forward_backward(first, batch, ppo_clip())
+    assert tree.equal(grads, kept) and tree.equal(again, kept) and not tree.equal(other, kept)
+    reference = first.params
+    meant = snapshot(reference)
+    told = backend.forward(reference, batch)
+    new, found = backend.apply_update(first, grads)
+    assert found["perf/residency_copies"].value == len(reference)
+    assert tree.equal(reference, meant) and not tree.equal(new.params, meant)
+    assert tree.equal(backend.forward(reference, batch), told)
+    doubled = (again + again).scale(0.5)
+    assert abs(float(doubled.global_norm()) / float(kept.global_norm()) - 1) < 1e-6
+    return float(kept.global_norm())
+
+
+def few_rows(folder, options, rows):
+    """Fewer rows than ranks: some have nothing of their own and take part all the same."""
+    backend, one = Fsdp(folder, optimizer(), max_tokens=24, **options), Local(folder, optimizer(), max_tokens=24)
+    batch = tiny_batch().take(torch.arange(rows))
+    a, b = one.init(KEY), backend.init(KEY)
+    (ga, ma), (gb, mb) = one.forward_backward(a, batch, ppo_clip()), backend.forward_backward(b, batch, ppo_clip())
+    gb = whole_of(gb)
+    gap = max(float((gb[n] - g).abs().max()) for n, g in ga.items())
+    mine, theirs = backend.forward(b.params, batch), one.forward(a.params, batch)
+    out = float((mine.by_name["logprobs"] - theirs.by_name["logprobs"]).abs().max())
+    told = max(abs(v.value - mb[n].value) for n, v in ma.items())
+    return max(gap, out, told)
+
+
+def other_batches(folder):
+    """A batch of its own on each rank: told, not hung."""
+    backend = Fsdp(folder, optimizer(), max_tokens=24)
+    state = backend.init(KEY)
+    batch = tiny_batch(KEY.fold_in(dist.get_rank()))
+    try:
+        backend.forward_backward(state, batch, ppo_clip())
+    except ValueError as error:
+        return str(error)
+
+
+def refused(folder, options):
+    try:
+        Fsdp(folder, optimizer(), **options).init(KEY)
+    except ValueError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def save(folder, into, options):
+    """A trained state, written; its digests by the whole."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24, **options), tiny_batch()
+    state = backend.init(KEY)
+    for _ in range(2):
+        grads, _ = backend.forward_backward(state, batch, ppo_clip())
+        state, _ = backend.apply_update(state, grads)
+    backend.save(state, into)
+    return tree.digest(whole_of(state))
+
+
+def restore(folder, source, options):
+    backend = Fsdp(folder, optimizer(), max_tokens=24, **options)
+    return tree.digest(whole_of(backend.restore(source)))

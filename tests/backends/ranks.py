@@ -1,0 +1,74 @@
+"""Processes that stay: each is a rank of one process group and runs the functions that it is told to."""
+
+import importlib
+import multiprocessing
+import os
+import socket
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+
+def _rank(rank, size, port, pipe, folder):
+    import sys
+
+    sys.path.insert(0, folder)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    while (asked := pipe.recv()) is not None:
+        module, name, args = asked
+        try:
+            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
+        except BaseException as error:
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
+
+
+class RankFailed(AssertionError):
+    """A function failed on some rank; the message has the first one's traceback."""
+
+
+class Ranks:
+    """``size`` ranks over gloo on this machine."""
+
+    def __init__(self, size):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            here = str(Path(__file__).parent)
+            process = context.Process(target=_rank, args=(rank, size, port, theirs, here), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function, *args):
+        """Call a function of ``rank_cases.py`` on every rank; the results by rank.
+
+        Raises:
+            RankFailed: it raised somewhere.
+        """
+        for pipe in self.pipes:
+            pipe.send(("rank_cases", function, args))
+        told = [pipe.recv() for pipe in self.pipes]
+        for rank, (fine, result) in enumerate(told):
+            if not fine:
+                raise RankFailed(f"rank {rank}: {result}")
+        return [result for _, result in told]
+
+    def stop(self):
+        for pipe in self.pipes:
+            pipe.send(None)
+        for process in self.processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()

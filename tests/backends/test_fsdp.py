@@ -1,0 +1,103 @@
+"""The sharded backend on 1, 2 and 4 processes: the laws, the first step beside one process, and what it refuses."""
+
+import pytest
+from ranks import Ranks
+
+from verl_fn.backends.local import Local
+from verl_fn.models import new_model
+from verl_fn.state import tree
+
+FP32, BF16 = 1e-5, 0.02
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def two():
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def four():
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sp": 2}, {"replicate": 2}, {"checkpointing": True, "reshard_after_forward": False}, {"head": "value"}],
+    ids=str,
+)
+def test_laws_on_two_ranks(two, folder, options):
+    two.run("laws", folder, options, FP32)
+
+
+def test_laws_in_bf16(two, untied):
+    two.run("laws", untied, {"compute_dtype": "bfloat16", "head": "value"}, BF16)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sp": 2}, {"sp": 4}, {"replicate": 2}, {"replicate": 2, "sp": 2, "head": "value"}], ids=str
+)
+def test_the_first_steps_are_those_of_one_process(four, untied, options):
+    worst = four.run("first_step", untied, options, 9)[0]
+    assert worst["loss"] <= 1e-6 and worst["grad_norm"] <= 1e-6, worst
+    assert worst["gradient"] <= 1e-5 and worst["update"] <= 1e-5, worst
+
+
+def test_values_keep_their_meaning(two, folder):
+    norms = two.run("holds", folder)
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize(("rows", "options"), [(1, {}), (3, {}), (1, {"sp": 2})])
+def test_fewer_rows_than_ranks(four, folder, rows, options):
+    assert max(four.run("few_rows", folder, options, rows)) < 1e-6
+
+
+def test_ranks_with_different_batches_are_told(two, folder):
+    told = two.run("other_batches", folder)
+    assert told[0] == told[1] and "ranks [1] were given another batch than rank 0" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sp": 3}, "sp = 3 does not divide the 4 ranks"),
+        ({"replicate": 3}, "replicate = 3 does not divide the 4 ranks"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(four, folder, options, message):
+    assert all(message in told for told in four.run("refused", folder, options))
+
+
+def test_sequence_parallelism_wants_heads_to_share(four, tmp_path):
+    three = new_model(tmp_path, chars="abcd", hidden_size=24, num_attention_heads=6, num_key_value_heads=3)
+    assert all("does not divide the model's 6 attention heads" in t for t in four.run("refused", three, {"sp": 4}))
+    assert all("key-value heads: one must be a multiple" in t for t in four.run("refused", three, {"sp": 2}))
+
+
+@pytest.mark.parametrize("options", [{}, {"replicate": 2}], ids=str)
+def test_a_state_moves_between_one_two_and_four_ranks(two, four, folder, tmp_path, options):
+    """Saved by four, restored by two and by one process, saved again, and restored by four: bitwise."""
+    from rank_cases import optimizer
+
+    (digest, *others) = four.run("save", folder, tmp_path / "four", options)
+    assert others == [digest] * 3
+    assert two.run("restore", folder, tmp_path / "four", {}) == [digest] * 2
+    local = Local(folder, optimizer())
+    state = local.restore(tmp_path / "four")
+    assert tree.digest(state) == digest
+    local.save(state, tmp_path / "one")
+    assert four.run("restore", folder, tmp_path / "one", options) == [digest] * 4
