@@ -20,7 +20,7 @@ def _rank(rank, size, port, pipe, folder):
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     while (asked := pipe.recv()) is not None:
         module, name, args = asked
         try:

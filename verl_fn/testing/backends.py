@@ -26,7 +26,7 @@ from verl_fn.state import (
 from verl_fn.steps import Loss, ppo_clip
 
 from .builders import some_splits, tiny_batch
-from .violation import LawViolation, repeatable, require, require_close, require_equal, shared_folder, untouched
+from .violation import LawViolation, repeatable, require, require_close, require_equal, same, shared_folder, untouched
 
 
 def check_backend(
@@ -102,7 +102,7 @@ class _Case:
         """A state whose optimizer has seen something. Heads of value models start as zeros, where all look alike."""
         fresh = self.backend.init(self.key.fold_in(name))
         state = self.next(fresh)
-        if tree.equal(state.params, fresh.params):
+        if same(state.params, fresh.params):
             raise ValueError(
                 "the first update changed nothing; give the optimizer a learning rate above 0 from the start"
             )
@@ -196,9 +196,7 @@ def _persistence(case: _Case, first: TrainState, second: TrainState) -> None:
         meant = snapshot(kept)
         for what, state in {"another state": second, "the state after an update": third}.items():
             found = call(state)
-            require(
-                not tree.equal(found, meant), "Persistence", f"{name} gives {what} the result of the first", cached
-            )
+            require(not same(found, meant), "Persistence", f"{name} gives {what} the result of the first", cached)
             require_equal("Persistence", f"what {name} gave before it was called with {what}", meant, kept, reused)
             require_equal("Persistence", f"{name} with the first state, after {what},", meant, call(first), cached)
 

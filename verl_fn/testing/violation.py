@@ -135,6 +135,11 @@ def _dice() -> tuple[object, ...]:
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state(legacy=False))
 
 
+def same(a: Any, b: Any) -> bool:
+    """Whether two values are bitwise equal, on all ranks together."""
+    return tree.equal(_whole(a), _whole(b))
+
+
 def _whole(value: Any) -> Any:
     """Shards put together, so that all ranks compare the same tensors and none is left waiting for another."""
     return tree.map_tensors(lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t, value)
