@@ -126,7 +126,7 @@ class Fsdp:
         """What ``needs`` names for every token with ``response_mask``, of all rows on every rank, on the CPU."""
         wanted = check_needs(self.head, needs)
         found: list[tuple[list[int], dict[str, Tensor]]] = []
-        with self._pointing_at(params, trained=()):
+        with self._pointing_at(params):
             for rows, part in self._mine(batch):
                 staged = Staged.of(part, self.device, self.layout.sequence)
                 outputs = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
@@ -154,7 +154,7 @@ class Fsdp:
             raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
         wanted = check_needs(self.head, loss.needs)
         found: Metrics = {}
-        with self._pointing_at(state.params, state.params.trained()) as held:
+        with self._pointing_at(state.params) as held:
             for rows, part in self._mine(batch):
                 staged = Staged.of(part, self.device, self.layout.sequence)
 
@@ -234,13 +234,14 @@ class Fsdp:
         return self._skeleton
 
     @contextlib.contextmanager
-    def _pointing_at(self, params: Params, trained: Iterable[str]) -> Iterator[dict[str, nn.Parameter]]:
+    def _pointing_at(self, params: Params) -> Iterator[dict[str, nn.Parameter]]:
         """FSDP's modules on these shards; gradients gather in the parameters that are given."""
         self._built()
         if params.keys() != self._places.keys():
             odd = sorted(params.keys() ^ self._places.keys())
             raise ValueError(f"the state's parameters are not this model's: {odd[:5]}")
-        trained, held = set(trained), {}
+        # Also without gradients: FSDP decides in its first call which dtypes gradients will have.
+        trained, held = set(params.trained()), {}
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(before or self.deterministic)
         try:
