@@ -19,6 +19,7 @@ from verl_fn.state import Batch, Key, uniform_at
 from .decoder import Decoder
 from .llama import decoder_for
 from .local import DTYPES
+from .model import ModelError
 from .protocol import Sampling, StaleWeightsError
 
 # Logits of the same row in batches of different sizes differ by about this much; draws within it are near ties.
@@ -29,6 +30,10 @@ PREFILL_TOKENS = 16384
 REFILL_PART = 8
 # Probability 1 in fixed point: sums of whole numbers are exact, in whatever order a device adds them up.
 ONE = 2.0**50
+
+
+class NotFiniteError(ModelError, FloatingPointError):
+    """A model whose logits are NaN or infinite, so that no token can be drawn."""
 
 
 class Sampler:
@@ -110,7 +115,7 @@ class Sampler:
         Raises:
             StaleWeightsError: the engine holds another version than ``version``, or none.
             ValueError: a prompt that is empty, too long for the model or holds unknown tokens; ids that do not match.
-            FloatingPointError: the model's logits for a row are not finite.
+            NotFiniteError: the model's logits for a row are not finite.
         """
         if self.version is None or (version is not None and version != self.version):
             asked = "any version" if version is None else f"version {version}"
@@ -125,7 +130,7 @@ class Sampler:
         try:
             with torch.inference_mode():
                 run.loop()
-        except FloatingPointError:
+        except NotFiniteError:
             # What is left in the cache would poison the next request.
             self.decoder.drop_cache()
             raise
@@ -242,8 +247,9 @@ class _Run:
         if self.draws.nothing in told:
             row = self.rows[told.index(self.draws.nothing)]
             prompt, sample = divmod(row, self.sampling.n)
-            raise FloatingPointError(
-                f"row {row} (sample {sample} of prompt {prompt}): the model's logits are not finite"
+            raise NotFiniteError(
+                f"row {row} (sample {sample} of prompt {prompt}): the model's logits are not finite, so its weights "
+                "have diverged or were never whole; lower the learning rate (actor.optim.lr), or use other weights"
             )
         stops, step = self.stops, self.step
         done = [i for i, (t, end) in enumerate(zip(told, self.ends, strict=True)) if end == step or t in stops]

@@ -88,11 +88,19 @@ def weighted_sum(batch: Batch, per_token: Tensor) -> Sum:
 def total_loss(batch: Batch, per_token: Float[Tensor, " T"]) -> Float[Tensor, ""]:
     """What a backend differentiates; tokens of weight zero don't count, even when not finite.
 
+    Raises:
+        ValueError: the loss is not one value a token.
+
     >>> batch = Batch.from_rows([[1, 2]], {"loss_weight": [[0.0, 0.5]]})
     >>> total_loss(batch, torch.tensor([float("nan"), 4.0])).item()
     2.0
     """
     weight = batch["loss_weight"]
+    if per_token.shape != weight.shape:
+        raise ValueError(
+            f"the loss has the shape {tuple(per_token.shape)} where the batch has {len(weight)} tokens; a loss is one "
+            f"value a token, and sums and means are made by loss_weight"
+        )
     return torch.where(weight != 0, weight * per_token, 0.0).sum()
 
 

@@ -103,3 +103,85 @@ def test_a_run_continued_with_other_settings_says_which(run, tiny, copy):
     train(tiny_run(tiny, copy, *more, "actor.optim.lr=5e-4", "trainer.total_training_steps=4"), lines.append)
     assert "continuing with another setting: actor.optim.lr: 0.001 -> 0.0005" in lines
     assert "continuing with another setting: trainer.total_training_steps: 3 -> 4" in lines
+
+
+def test_a_finished_run_is_left_as_it_is(run, tiny, copy):
+    before = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
+    lines = []
+    more = ["algorithm.name=ppo", "trainer.journal=samples", "algorithm.use_kl_in_reward=true", "trainer.save_freq=2"]
+    train(tiny_run(tiny, copy, *more, "actor.optim.lr=0.5"), lines.append)
+    assert "finished before: 3 steps of 3; nothing was done or changed" in lines[-1]
+    assert {p: p.read_bytes() for p in copy.rglob("*") if p.is_file() and p.name != ".lock"} == {
+        p: data for p, data in before.items() if p.name != ".lock"
+    }
+
+
+def test_what_the_state_holds_cannot_be_changed_in_place(run, tiny, copy):
+    more = ["algorithm.name=ppo", "trainer.journal=samples", "algorithm.use_kl_in_reward=true", "trainer.save_freq=2"]
+    for other in ("trainer.seed=5", "algorithm.kl_ctrl.type=adaptive"):
+        with pytest.raises(RunError, match=r"cannot change in a run that is continued .* Fork the run"):
+            train(tiny_run(tiny, copy, *more, other, "trainer.total_training_steps=4"), SILENT)
+
+
+def test_a_fork_takes_up_another_seed_and_controller(run, tmp_path):
+    for name, other in (("seed", "trainer.seed=5"), ("kl", "algorithm.kl_ctrl.kl_coef=0.5")):
+        train(fork_config(run, 2, [f"trainer.dir={tmp_path}/{name}", other]), SILENT)
+    seed, kl, whole = (read_metrics(folder)[-1] for folder in (tmp_path / "seed", tmp_path / "kl", run))
+    assert seed["actor/entropy"] != whole["actor/entropy"]
+    assert kl["actor/entropy"] == whole["actor/entropy"]
+    name = "actor/reward_kl_penalty_coeff"
+    assert (kl[name], whole[name]) == (0.5, 0.001)
+
+
+def test_two_forks_of_one_step_do_not_share_a_folder(copy):
+    train(fork_config(copy, 2), SILENT)
+    assert fork_config(copy, 2).trainer.dir == f"{copy}_fork_2"
+    with pytest.raises(RunError, match=r"holds a fork with other settings \(actor.optim.lr: 0.001 -> 0.5\)"):
+        fork_config(copy, 2, ["actor.optim.lr=0.5"])
+
+
+def test_a_fork_is_replayed_from_where_it_began(copy, tmp_path):
+    train(fork_config(copy, 2, [f"trainer.dir={tmp_path}/b", "actor.optim.lr=1e-2", "trainer.save_freq=-1"]), SILENT)
+    found = replay(tmp_path / "b", 3, say=SILENT)
+    assert (found.step, found.difference) == (3, None)
+    with pytest.raises(RunError, match=r"step 2 is of the run that was forked: replay it in"):
+        replay(tmp_path / "b", 2, say=SILENT)
+
+
+def test_a_step_is_replayed_with_the_settings_of_its_time(tiny, copy):
+    more = ["algorithm.name=ppo", "trainer.journal=samples", "algorithm.use_kl_in_reward=true", "trainer.save_freq=1"]
+    train(tiny_run(tiny, copy, *more, "actor.optim.lr=5e-4", "trainer.total_training_steps=5"), SILENT)
+    for step in (2, 3, 4, 5):
+        assert replay(copy, step, say=SILENT).difference is None, step
+
+
+def test_a_moved_run_is_replayed_where_it_is(copy, tmp_path):
+    moved = copy.rename(tmp_path / "moved")
+    assert replay(moved, 3, say=SILENT).difference is None
+    assert not copy.exists()
+
+
+def test_a_folder_belongs_to_one_process_at_a_time(tiny, copy):
+    from verl_fn.runs import Run
+
+    cfg = tiny_run(tiny, copy, "algorithm.name=ppo")
+    with Run(cfg).locked(), pytest.raises(RunError, match="another process trains in"):
+        train(cfg, SILENT)
+
+
+def test_a_damaged_line_in_a_log_is_named_and_nothing_is_dropped(tiny, copy):
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    (copy / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:30], *lines[2:]]) + "\n")
+    before = (copy / "metrics.jsonl").read_text()
+    with pytest.raises(RunError, match=r"metrics.jsonl, line 2, is damaged"):
+        train(tiny_run(tiny, copy, "algorithm.name=ppo", "algorithm.use_kl_in_reward=true"), SILENT)
+    assert (copy / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_without_its_checkpoints_says_what_it_drops(tiny, copy):
+    shutil.rmtree(copy / "checkpoints")
+    lines = []
+    more = ["algorithm.name=ppo", "trainer.total_training_steps=1", "trainer.journal=samples"]
+    train(tiny_run(tiny, copy, *more), lines.append)
+    assert any("beginning anew; what was logged up to step 3 is dropped" in line for line in lines)
+    assert [p.name for p in (copy / "samples").iterdir()] == ["step_1.safetensors"]

@@ -6,6 +6,8 @@ Nothing here touches torch, so a config is read and checked in milliseconds.
 from __future__ import annotations
 
 import difflib
+import fnmatch
+import functools
 import sys
 import tomllib
 import types
@@ -59,37 +61,84 @@ def describe(cfg: Config, origins: Mapping[str, str]) -> str:
 
 
 def without_effect(cfg: Config, keys: Iterable[str]) -> list[str]:
-    """Of ``keys``, those that this config never looks at, each with the reason.
+    """Of ``keys``, those that this config never looks at, each with the reason; none that is at its default.
 
-    >>> without_effect(load(overrides=["algorithm.name=sft"]), ["algorithm.lam"])
+    >>> without_effect(load(overrides=["algorithm.name=sft", "algorithm.lam=0.9"]), ["algorithm.lam"])
     ['algorithm.lam has no effect with algorithm.name = "sft"']
     """
-    name, a = cfg.algorithm.name, cfg.algorithm
-    rules = [(prefix, name == "ppo", f'with algorithm.name = "{name}"') for prefix in _ONLY_PPO]
-    rules += [(prefix, name != "sft", 'with algorithm.name = "sft"') for prefix in _NOT_SFT]
-    rules += [
-        ("algorithm.kl_loss_", a.use_kl_loss, "without algorithm.use_kl_loss"),
-        ("algorithm.kl_penalty", a.use_kl_in_reward, "without algorithm.use_kl_in_reward"),
-        ("algorithm.kl_ctrl.", a.use_kl_in_reward, "without algorithm.use_kl_in_reward"),
-        ("algorithm.norm_adv_by_std_in_grpo", a.adv_estimator in (None, "grpo"), f"with {a.adv_estimator}"),
-        ("model.new.", not cfg.model.path, "with model.path"),
-        ("data.task", not cfg.data.train_files, "with data.train_files"),
-        ("data.prompt_key", bool(cfg.data.train_files), "without data.train_files"),
-        ("data.shuffle", bool(cfg.data.train_files), "without data.train_files"),
-        ("reward.weights", bool(cfg.reward.functions), "without reward.functions"),
-    ]
-    found = {}
-    for key in keys:
-        for prefix, used, why in rules:
-            if key.startswith(prefix) and not used:
-                found.setdefault(key, f"{key} has no effect {why}")
+    return list(_without_effect(cfg, keys).values())
+
+
+def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
+    """What to say of the keys that were set and have no effect.
+
+    A key of the file is passed over if it is an override that leaves it without effect.
+    """
+    cfg = load(path, overrides)
+    found = _without_effect(cfg, flat(_table(None, overrides)))
+    if path is not None:
+        try:
+            alone = load(path)
+        except ConfigError:
+            return list(found.values())
+        of_file = flat(_table(path, ()))
+        found = {k: v for k, v in _without_effect(cfg, of_file).items() if k in _without_effect(alone, of_file)} | found
     return list(found.values())
 
 
-_ONLY_PPO = ("critic.", "algorithm.lam", "algorithm.cliprange_value", "trainer.critic_warmup")
+def _without_effect(cfg: Config, keys: Iterable[str]) -> dict[str, str]:
+    values, defaults = flat(to_table(cfg)), flat(to_table(Config()))
+    rules = [(pattern, why) for pattern, used, why in _rules(cfg) if not used]
+    found: dict[str, str] = {}
+    for key in keys:
+        if values.get(key) != defaults.get(key):
+            for pattern, why in rules:
+                if fnmatch.fnmatchcase(key, pattern):
+                    found.setdefault(key, f"{key} has no effect {why}")
+    return found
+
+
+def _rules(cfg: Config) -> Iterator[tuple[str, bool, str]]:
+    """Patterns of keys, whether this config looks at them, and what they would need."""
+    a, d, r = cfg.algorithm, cfg.data, cfg.reward
+    with_name = f'with algorithm.name = "{a.name}"'
+    for pattern in _ONLY_PPO:
+        yield pattern, a.name == "ppo", with_name
+    for pattern in _NOT_SFT:
+        yield pattern, a.name != "sft", with_name
+    estimator = a.adv_estimator or {"ppo": "gae", "grpo": "grpo"}.get(a.name, "")
+    yield "algorithm.norm_adv_by_std_in_grpo", estimator == "grpo", f"with {estimator}"
+    yield "algorithm.gamma", estimator in ("gae", "reinforce_plus_plus"), f"with {estimator}"
+    yield "algorithm.kl_loss_*", a.use_kl_loss, "without algorithm.use_kl_loss"
+    yield "algorithm.kl_penalty", a.use_kl_in_reward, "without algorithm.use_kl_in_reward"
+    yield "algorithm.kl_ctrl.*", a.use_kl_in_reward, "without algorithm.use_kl_in_reward"
+    for name in ("target_kl", "horizon"):
+        yield f"algorithm.kl_ctrl.{name}", a.kl_ctrl.type == "adaptive", 'with algorithm.kl_ctrl.type = "fixed"'
+    both = a.clip_ratio_low is not None and a.clip_ratio_high is not None
+    yield "algorithm.clip_ratio", not both, "with algorithm.clip_ratio_low and algorithm.clip_ratio_high"
+    norm = "seq-mean-token-sum-norm"
+    yield "algorithm.loss_scale_factor", a.loss_agg_mode == norm, f'without algorithm.loss_agg_mode = "{norm}"'
+    whole = f"above data.train_batch_size = {d.train_batch_size}: every update takes the whole batch"
+    yield "algorithm.ppo_mini_batch_size", a.ppo_mini_batch_size <= d.train_batch_size, whole
+    for role, optim in (("actor", cfg.actor.optim), ("critic", cfg.critic.optim)):
+        constant = optim.lr_scheduler_type == "constant"
+        yield f"{role}.optim.min_lr_ratio", not constant, f'with {role}.optim.lr_scheduler_type = "constant"'
+    yield "model.new.*", not cfg.model.path, "with model.path"
+    yield "data.task", not d.train_files, "with data.train_files"
+    for name in ("prompt_key", "filter_overlong_prompts"):
+        yield f"data.{name}", bool(d.train_files or d.val_files), "without data.train_files"
+    yield "data.shuffle", bool(d.train_files), "without data.train_files"
+    for name in ("weights", "timeout", "num_workers"):
+        yield f"reward.{name}", bool(r.functions), "without reward.functions"
+    for name in ("project_name", "experiment_name"):
+        yield f"trainer.{name}", "wandb" in cfg.trainer.logger, "without wandb in trainer.logger"
+
+
+_ONLY_PPO = ("critic.*", "algorithm.lam", "algorithm.cliprange_value", "trainer.critic_warmup")
 _NOT_SFT = (
-    "algorithm.clip_ratio", "algorithm.entropy_coeff", "algorithm.ppo_", "algorithm.shuffle", "algorithm.gamma",
-    "algorithm.use_kl", "rollout.n", "rollout.temperature", "rollout.top_",
+    "algorithm.clip_ratio*", "algorithm.entropy_coeff", "algorithm.ppo_*", "algorithm.shuffle", "algorithm.gamma",
+    "algorithm.use_kl_*", "algorithm.kl_*", "algorithm.norm_adv_by_std_in_grpo", "rollout.n", "rollout.temperature",
+    "rollout.top_*",
 )  # fmt: skip
 
 
@@ -128,11 +177,18 @@ def _describe(value: Any, prefix: str, origins: Mapping[str, str], lines: list[s
         if f in tables:
             continue
         held, key = getattr(value, f.name), f"{prefix}.{f.name}"
-        text = tomli_w.dumps({f.name: held}).strip() if held is not None else f"# {f.name} ="
-        lines.append(f"{' '.join(text.split()):<36}  # {f.metadata['doc']} [{origins.get(key, 'default')}]")
+        text = f"{f.name} = {_toml(held)}" if held is not None else f"# {f.name} ="
+        lines.append(f"{text:<36}  # {f.metadata['doc']} [{origins.get(key, 'default')}]")
     lines.append("")
     for f in tables:
         _describe(getattr(value, f.name), f"{prefix}.{f.name}".lstrip("."), origins, lines)
+
+
+def _toml(value: Any) -> str:
+    """A value on one line."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
 
 
 def structure(table: Mapping[str, Any]) -> Config:
@@ -171,7 +227,9 @@ def _check_keys(table: Mapping[str, Any], cls: type, prefix: str) -> None:
     hints = typing.get_type_hints(cls)
     for name, value in table.items():
         if name not in hints:
-            raise _unknown(prefix + name)
+            # Down to the key that is meant, since it says more than the table that does not exist.
+            inner = next(iter(flat(value)), "") if isinstance(value, Mapping) else ""
+            raise _unknown(f"{prefix}{name}.{inner}".rstrip("."))
         if attrs.has(hints[name]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{prefix}{name} is a table of keys, not {value!r}")
@@ -180,8 +238,10 @@ def _check_keys(table: Mapping[str, Any], cls: type, prefix: str) -> None:
 
 def _unknown(key: str) -> ConfigError:
     known = list(keys())
-    last = key.rsplit(".", 1)[-1]
-    near = difflib.get_close_matches(key, known, 1, 0.8) or [k for k in known if k.rsplit(".", 1)[-1] == last]
+    near = difflib.get_close_matches(key, known, 1, 0.8)
+    parts = key.split(".")
+    for i in range(len(parts)):
+        near = near or [k for k in known if f".{k}".endswith("." + ".".join(parts[i:]))]
     near = near or difflib.get_close_matches(key, known, 1, 0.5)
     return ConfigError(f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else ""))
 
@@ -190,17 +250,46 @@ def _put(table: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{override!r} is not of the form key=value")
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-        value = parsed["value"] if list(parsed) == ["value"] else text
-    except (ValueError, RecursionError):
-        value = text
+    value = _value(key.strip(), text)
     *path, name = key.strip().split(".")
     for part in path:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(f"{key}: {part} is a value, not a table of keys")
     table[name] = value
+
+
+def _value(key: str, text: str) -> Any:
+    """What an override's text means: TOML, or else the text itself."""
+    kind = _kinds().get(key)
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if list(parsed) == ["value"] else text
+    except (ValueError, RecursionError):
+        if typing.get_origin(kind) is tuple and text.lstrip().startswith("["):
+            raise ConfigError(
+                f"{key}: {text} is not a list; texts in it need quotes, which the shell takes away "
+                f"unless all is quoted once more: '{key}=[\"...\"]'"
+            ) from None
+        return text
+    # A folder may be called 2027-01-05 or 7.
+    if kind in (str, str | None, tuple[str, ...]) and not isinstance(value, (str, list, dict)):
+        return text.strip()
+    return value
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """The type of every key."""
+
+    def walk(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+        for name, hint in typing.get_type_hints(cls).items():
+            if attrs.has(hint):
+                yield from walk(hint, f"{prefix}{name}.")
+            else:
+                yield prefix + name, hint
+
+    return dict(walk(Config, ""))
 
 
 def _messages(error: BaseException, prefix: str) -> Iterator[str]:
@@ -224,6 +313,8 @@ def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
             raise TypeError(f"expected {_KINDS[kind]}, got {value!r}")
         if kind is float and not -sys.float_info.max <= value <= sys.float_info.max:
             raise TypeError(f"expected a finite number, got {value!r}")
+        if kind is int and not -(2**63) <= value < 2**63:
+            raise TypeError("expected a whole number of at most 64 bits")
         return kind(value)
 
     return hook

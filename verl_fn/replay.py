@@ -16,6 +16,7 @@ from verl_fn.progress import Say
 from verl_fn.runs import (
     TIMED,
     RunError,
+    changed_keys,
     checkpoints,
     metrics_row,
     read_lines,
@@ -24,7 +25,7 @@ from verl_fn.runs import (
     step_of,
 )
 from verl_fn.schema import Config
-from verl_fn.train import advance, initial_state, prepared, restored_state, workers
+from verl_fn.train import absolute, advance, initial_state, prepared, restored_state, workers
 
 
 def fork_config(folder: str | Path, step: int, overrides: Iterable[str] = ()) -> Config:
@@ -33,6 +34,7 @@ def fork_config(folder: str | Path, step: int, overrides: Iterable[str] = ()) ->
     Raises:
         RunError: the run has no checkpoint of that step; those that it has are named.
     """
+    folder = Path(folder).resolve()
     run_config(folder)
     found = {step_of(p): p for p in checkpoints(folder)}
     if step not in found:
@@ -41,8 +43,12 @@ def fork_config(folder: str | Path, step: int, overrides: Iterable[str] = ()) ->
             f"{folder} has no checkpoint of step {step}; there are: {there} "
             f"(trainer.save_freq and trainer.max_ckpt_to_keep say how many are kept)"
         )
-    own = [f"trainer.dir={Path(folder)}_fork_{step}", f"trainer.resume_from_path={found[step]}"]
-    return load(Path(folder) / "config.toml", [*own, *overrides])
+    own = [f"trainer.dir={folder}_fork_{step}", f"trainer.resume_from_path={found[step]}"]
+    cfg = absolute(load(folder / "config.toml", [*own, *overrides]))
+    if changed := changed_keys(Path(cfg.trainer.dir), cfg):
+        told = "; ".join(f"{key}: {values}" for key, values in changed.items())
+        raise RunError(f"{cfg.trainer.dir} holds a fork with other settings ({told}); choose another trainer.dir")
+    return cfg
 
 
 @attrs.frozen
@@ -70,19 +76,24 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
         RunError: the run has no such step, or its journal has no samples.
     """
     folder = Path(folder).resolve()
-    cfg, source = prepared(run_config(folder), say)
+    cfg, since = run_config(folder, step)
     rows = {row["step"]: row for row in read_metrics(folder)}
     if step < 1 or step not in rows:
         raise RunError(
             f"{folder} has no step {step} to replay; its metrics.jsonl ends at step {max(rows, default=0)}"
         )
     journal = {line["step"]: line for line in read_lines(folder / "journal.jsonl")}
-    earlier = [p for p in checkpoints(folder) if (step_of(p) or 0) < step]
+    if recorded and cfg.algorithm.name == "sft":
+        raise RunError("sft draws no samples, so there are none to take from the journal")
+    origin = _beginning(folder, cfg, step, since)
+    cfg, source = prepared(cfg, say)
     with workers(cfg) as w:
-        state = restored_state(earlier[0], cfg, w) if earlier else initial_state(cfg, w)
-        say(f"executing steps {state.step + 1} to {step} again, from {earlier[0] if earlier else 'the beginning'}")
+        state = restored_state(origin, cfg, w) if origin is not None else initial_state(cfg, w)
+        say(f"executing steps {state.step + 1} to {step} again, from {origin or 'the beginning'}")
         while True:
             at = state.step + 1
+            if at not in rows:
+                raise RunError(f"{folder}/metrics.jsonl says nothing of step {at}")
             engine = attrs.evolve(w, rollout=Recorded(read_samples(folder, at))) if recorded else w
             seen = Recorder(engine)
             state, report = advance(by_name(cfg.algorithm.name), state, source, seen.workers, cfg)
@@ -103,6 +114,21 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
                 difference = difference or _against_checkpoint(folder, state, cfg, w, compared)
             if difference is not None or at == step:
                 return Replayed(at, difference, compared)
+
+
+def _beginning(folder: Path, cfg: Config, step: int, since: int) -> Path | None:
+    """The last checkpoint before ``step`` of the time in which its settings held; None for the run's beginning."""
+    forked = Path(cfg.trainer.resume_from_path) if cfg.trainer.resume_from_path else None
+    if forked is not None and step <= (step_of(forked) or 0):
+        raise RunError(f"step {step} is of the run that was forked: replay it in {forked.parents[1]}")
+    for found in (*checkpoints(folder), *([forked] if forked is not None else [])):
+        if since <= (step_of(found) or 0) < step and found.is_dir():
+            return found
+    if since or forked is not None:
+        raise RunError(
+            f"the settings of step {step} held since step {since}, and no checkpoint from there is left to replay from"
+        )
+    return None
 
 
 def _repeatable(row: dict[str, Any], evaluated: bool) -> dict[str, Any]:

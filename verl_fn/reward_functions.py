@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,16 +14,16 @@ from collections.abc import Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from signal import Signals
 from typing import Any
 
 import attrs
 
 from .reward_worker import Judged, Row, late
-from .rewards import Answer, RewardError, describe
+from .rewards import Answer, RewardError, describe, fingerprint
 
 START_SECONDS = 300.0
 GRACE_SECONDS = 1.0
+DEATH_SECONDS = 2.0
 
 
 class RewardFunctions:
@@ -30,7 +32,14 @@ class RewardFunctions:
     A function is called with the keywords ``data_source``, ``solution_str``, ``ground_truth`` and ``extra_info`` and
     returns a number, or a dict with ``score``. It may be ``async``: its rows then run concurrently. One whose
     parameters are verl's batched names (``data_sources`` and so on) is called once, with lists. Processes are kept
-    between calls, replaced after a failure, and end with this object or with the process that holds it.
+    between calls, replaced after a failure, and end with this object or with the process that holds it; subprocesses
+    that functions have started end with them, unless they have made a session of their own.
+
+    Scores can be repeated, whatever the number of workers and the order of rows: each call finds ``random`` and
+    ``numpy.random`` seeded from the problem's id and source and the text (a batched call from those of all its rows),
+    and hashes of texts are the same in every process. Other generators are for the function to seed. State that a
+    function keeps between calls is its own affair: each worker has its own, no checkpoint holds it, and scores that
+    depend on it break exact resume.
 
     Args:
         functions: ``module:function`` or ``FILE.py:function``, imported when this object is made.
@@ -77,9 +86,10 @@ class RewardFunctions:
             }
             for a in answers
         ]
+        seeds = [fingerprint(f"{a.problem.id} {a.problem.data_source} {a.text}") % 2**32 for a in answers]
         results: list[list[Judged]] = [[(0.0, None, None, {})] * len(rows) for _ in self._functions]
         try:
-            self._run(self._calls(len(rows)), answers, rows, results)
+            self._run(self._calls(len(rows)), answers, rows, seeds, results)
         except BaseException:
             # What the others have not yet answered must not be taken for answers to the next call.
             _stop(self._workers)
@@ -94,7 +104,12 @@ class RewardFunctions:
         return calls
 
     def _run(
-        self, calls: Sequence[_Call], answers: Sequence[Answer], rows: Sequence[Row], results: list[list[Judged]]
+        self,
+        calls: Sequence[_Call],
+        answers: Sequence[Answer],
+        rows: Sequence[Row],
+        seeds: Sequence[int],
+        results: list[list[Judged]],
     ) -> None:
         self._start(min(self._num_workers, len(calls)))
         idle, pending = list(self._workers), deque(calls)
@@ -105,7 +120,7 @@ class RewardFunctions:
                 busy[worker.connection] = worker, call
                 self._extend(call)
                 try:
-                    worker.connection.send((call.function, [rows[i] for i in call.rows]))
+                    worker.connection.send((call.function, [(rows[i], seeds[i]) for i in call.rows]))
                 except OSError:
                     raise self._failure(call, worker.death(), answers) from None
             first = min(call.deadline for _, call in busy.values())
@@ -116,21 +131,23 @@ class RewardFunctions:
                         raise self._failure(call, self._late(call), answers)
                     continue
                 try:
-                    call.current, outcome = connection.recv()
+                    i, outcome = connection.recv()
                 except (EOFError, OSError):
                     raise self._failure(call, worker.death(), answers) from None
                 self._extend(call)
                 if isinstance(outcome, str):
-                    raise self._failure(call, outcome, answers)
-                if outcome is not None:
-                    results[call.function][call.rows[call.current]] = outcome
-                    call.left -= 1
+                    raise self._failure(call, outcome, answers, i)
+                if outcome is None:
+                    call.left[i] = True
+                else:
+                    results[call.function][call.rows[i]] = outcome
+                    del call.left[i]
                 if not call.left:
                     del busy[connection]
                     idle.append(worker)
 
     def _extend(self, call: _Call) -> None:
-        # A worker ends coroutines itself; its parent comes in where one blocks all the others.
+        # A worker tells itself of coroutines that are late; its parent comes in where one blocks all the others.
         grace = GRACE_SECONDS if self._kinds[call.function] == "async" else 0.0
         call.deadline = time.monotonic() + self._timeout + grace
 
@@ -138,10 +155,13 @@ class RewardFunctions:
         blocks = " and let no other coroutine run" if self._kinds[call.function] == "async" else ""
         return late(self._timeout) + blocks
 
-    def _failure(self, call: _Call, what: str, answers: Sequence[Answer]) -> RewardError:
-        where = describe(answers[call.rows[call.current]])
+    def _failure(self, call: _Call, what: str, answers: Sequence[Answer], row: int | None = None) -> RewardError:
+        suspects = call.suspects() if row is None else [row]
+        where = describe(answers[call.rows[suspects[0]]])
         if self._kinds[call.function] == "batched" and len(call.rows) > 1:
             where = f"a batch of {len(call.rows)} with {where}"
+        elif len(suspects) > 1:
+            where += f" (or one of {len(suspects) - 1} others that had begun)"
         return RewardError(f"the reward function {self._functions[call.function]} {what}, judging {where}")
 
     def _combined(self, answer: Answer, judged: Sequence[Judged]) -> dict[str, Any]:
@@ -172,16 +192,19 @@ class RewardFunctions:
 
 @attrs.define(eq=False)
 class _Call:
-    """Rows that one worker judges by one function; ``current`` is the row last heard of."""
+    """Rows that one worker judges by one function; ``left`` are those not answered, and whether each has begun."""
 
     function: int
     rows: list[int]
-    current: int = 0
     deadline: float = 0.0
-    left: int = attrs.field(init=False)
+    left: dict[int, bool] = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.left = len(self.rows)
+        self.left = dict.fromkeys(range(len(self.rows)), False)
+
+    def suspects(self) -> list[int]:
+        """The rows that may be why no answer comes."""
+        return [i for i, begun in self.left.items() if begun] or list(self.left)[:1]
 
 
 class _Worker:
@@ -199,7 +222,9 @@ class _Worker:
                 stdout=2,
                 pass_fds=ends,
                 cwd=folder,
-                # Ctrl-C is for the driver, which then ends its workers.
+                # Else a score by way of a set's order could not be repeated.
+                env=os.environ | {"PYTHONHASHSEED": "0"},
+                # Ctrl-C is for the driver, which then ends its workers, each with its group.
                 process_group=0,
             )
 
@@ -218,18 +243,33 @@ class _Worker:
 
     def lives(self) -> bool:
         """Whether the process has not ended."""
-        return self._process.poll() is None
+        # Not poll: until stop has it reaped, no other process or group can be given its number.
+        try:
+            return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
 
     def death(self) -> str:
-        """End the process, and say how it had ended."""
+        """Say how the process, whose connection has closed, has ended; end it where it has not."""
+        # The connection closes a little before the process has ended: a kill now would hide how.
+        patience = time.monotonic() + DEATH_SECONDS
+        while (lives := self.lives()) and time.monotonic() < patience:
+            time.sleep(0.01)
         self.stop()
+        if lives:
+            return "closed the connection of its process (has it closed files that it had not opened?)"
         code = self._process.returncode
-        return "ended its process with " + (f"exit code {code}" if code >= 0 else Signals(-code).name)
+        names = {one.value: one.name for one in signal.Signals}
+        return "ended its process with " + (f"exit code {code}" if code >= 0 else names.get(-code, f"signal {-code}"))
 
     def stop(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.wait()
+        """End the process, and those that its functions have started."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            # It may have left its group.
+            self._process.kill()
+            self._process.wait()
         self.connection.close()
         self._alive.close()
 

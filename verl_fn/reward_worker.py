@@ -1,7 +1,7 @@
 """Runs reward functions in a process that its parent may kill: ``python -m verl_fn.reward_worker``.
 
 The parent sends what to load, then calls: the number of a function and its rows. Each row is answered twice, when
-it begins and when it has ended, so that the parent knows which one hangs. Nothing here imports torch.
+it begins and when it has ended, so that the parent knows which may hang. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -16,19 +16,25 @@ import io
 import math
 import numbers
 import os
+import random
 import select
+import signal
 import sys
 import sysconfig
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, coroutine
 from typing import Any
+
+import numpy as np
 
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 WANTED = 'it must return a finite number, or a dict with "score"'
+CONCURRENT_ROWS = 256
 LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 Row = Mapping[str, Any]
@@ -155,22 +161,61 @@ def _file(path: Path) -> ModuleType:
 
 def _raised(error: BaseException) -> str:
     """What was raised, and the last line of the user's own code that it came through."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__ and f.filename[0] != "<"]
+    files = [f for f in traceback.extract_tb(error.__traceback__) if f.filename and f.filename != __file__]
+    frames = [f for f in files if not f.filename.startswith("<")]
     own = [f for f in frames if not f.filename.startswith(LIBRARIES)] or frames
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except BaseException as other:
+        text = f"(its text cannot be had, __str__ raised {type(other).__name__})"
     what = f"raised {type(error).__name__}" + (f": {short(text, 400)}" if text else "")
     return what + (f" (at {own[-1].filename}:{own[-1].lineno})" if own else "")
+
+
+def _checked(value: Any) -> Outcome:
+    # Even to show a value may raise.
+    try:
+        return judged(value)
+    except BaseException as error:
+        return _raised(error)
+
+
+def _seed(*seeds: int) -> None:
+    # numpy is imported above: a function that imports it while it runs would find it seeded by chance.
+    random.seed(repr(seeds))
+    np.random.seed(seeds)
 
 
 async def _finish(value: Awaitable[Any]) -> Any:
     return await value
 
 
+@coroutine
+def _on_own_numbers(value: Awaitable[Any], seed: int) -> Generator[Any, None, Any]:
+    """Finish ``value`` on random numbers of its own, whatever others draw while it waits."""
+    inner = _finish(value)
+    step: Callable[[], Any] = partial(inner.send, None)
+    _seed(seed)
+    while True:
+        try:
+            waited = step()
+        except StopIteration as end:
+            return end.value
+        state = random.getstate(), np.random.get_state()
+        try:
+            yield waited
+            step = partial(inner.send, None)
+        except BaseException as error:
+            step = partial(inner.throw, error)
+        random.setstate(state[0])
+        np.random.set_state(state[1])
+
+
 class Server:
     """Answers the calls of one parent.
 
     Args:
-        timeout: seconds after which a coroutine is cancelled.
+        timeout: seconds after which a coroutine is late.
         runner: holds the event loop, one for all calls, so that a client kept between them stays usable.
         tell: sends a row's index with None where it begins, with its outcome where it has ended.
     """
@@ -178,8 +223,8 @@ class Server:
     def __init__(self, timeout: float, runner: asyncio.Runner, tell: Callable[[tuple[int, Outcome | None]], None]):
         self._timeout, self._runner, self._tell = timeout, runner, tell
 
-    def answer(self, function: Callable[..., Any], rows: Sequence[Row]) -> None:
-        """Judge every row and tell of each."""
+    def answer(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> None:
+        """Judge every row, each with a seed for its random numbers, and tell of each."""
         match kind(function):
             case "async":
                 self._runner.run(self._together(function, rows))
@@ -188,45 +233,56 @@ class Server:
                 for i, outcome in enumerate(self._batched(function, rows)):
                     self._tell((i, outcome))
             case _:
-                for i, row in enumerate(rows):
+                for i, (row, seed) in enumerate(rows):
                     self._tell((i, None))
-                    self._tell((i, self._one(function, row)))
+                    self._tell((i, self._one(function, row, seed)))
 
-    def _one(self, function: Callable[..., Any], row: Row) -> Outcome:
+    def _one(self, function: Callable[..., Any], row: Row, seed: int) -> Outcome:
+        _seed(seed)
         try:
             return judged(self._value(function(**row)))
         except BaseException as error:
             return _raised(error)
 
-    def _batched(self, function: Callable[..., Any], rows: Sequence[Row]) -> list[Outcome]:
-        lists = {many: [row[one] for row in rows] for many, one in zip(BATCHED, KEYWORDS, strict=True)}
+    def _batched(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> list[Outcome]:
+        _seed(*(seed for _, seed in rows))
+        lists = {many: [row[one] for row, _ in rows] for many, one in zip(BATCHED, KEYWORDS, strict=True)}
         try:
             values = list(self._value(function(**lists)))
         except BaseException as error:
             return [_raised(error)]
         if len(values) != len(rows):
             return [f"returned {len(values)} results for {len(rows)} responses"]
-        return [judged(value) for value in values]
+        return [_checked(value) for value in values]
 
     def _value(self, returned: Any) -> Any:
         # A decorator may hide that a function is a coroutine function.
         return self._runner.run(_finish(returned)) if inspect.isawaitable(returned) else returned
 
-    async def _together(self, function: Callable[..., Any], rows: Sequence[Row]) -> None:
-        async def one(i: int, row: Row) -> None:
-            self._tell((i, None))
-            self._tell((i, await self._within(function, row)))
+    async def _together(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> None:
+        # A batch of thousands would run out of files, or be turned away by the server that functions ask.
+        places = asyncio.Semaphore(CONCURRENT_ROWS)
 
-        await asyncio.gather(*(one(i, row) for i, row in enumerate(rows)))
+        async def one(i: int, row: Row, seed: int) -> None:
+            async with places:
+                self._tell((i, None))
+                self._tell((i, await self._within(function, row, seed)))
 
-    async def _within(self, function: Callable[..., Any], row: Row) -> Outcome:
+        await asyncio.gather(*(one(i, row, seed) for i, (row, seed) in enumerate(rows)))
+
+    async def _within(self, function: Callable[..., Any], row: Row, seed: int) -> Outcome:
+        task = asyncio.create_task(self._awaited(function, row, seed))
+        # Not wait_for or timeout: they wait for a coroutine to take its cancelling, which it may swallow.
+        if not (await asyncio.wait([task], timeout=self._timeout))[0]:
+            task.cancel()
+            return late(self._timeout)
+        return task.result()
+
+    async def _awaited(self, function: Callable[..., Any], row: Row, seed: int) -> Outcome:
         try:
-            # Not wait_for: this tells its own end from a TimeoutError of the function.
-            async with asyncio.timeout(self._timeout) as limit:
-                value = await function(**row)
+            return judged(await _on_own_numbers(function(**row), seed))
         except BaseException as error:
-            return late(self._timeout) if limit.expired() else _raised(error)
-        return judged(value)
+            return _raised(error)
 
 
 def late(timeout: float) -> str:
@@ -235,22 +291,29 @@ def late(timeout: float) -> str:
 
 
 def _die_with(lifeline: int) -> None:
-    """Have the kernel end this process when the other end of a pipe closes, even inside a regex that never ends."""
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    """Have the kernel end this process and its group when the other end of a pipe closes, even inside a regex."""
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
+    # Linux only; elsewhere the signal is SIGIO, which ends those that do not handle it.
+    if hasattr(fcntl, "F_SETSIG"):
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([lifeline], [], [], 0)[0]:
         sys.exit()
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Serve the parent at the other end of ``connection`` until it closes it; both are file descriptors."""
+    """Serve the parent, which made this process the leader of a group; both are file descriptors."""
     _die_with(lifeline)
+    # Subprocesses that held the connection would hide the end of this process.
+    for end in (connection, lifeline):
+        os.set_inheritable(end, False)
     # A kill loses no line that a function has printed.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     with Connection(connection) as parent, asyncio.Runner() as runner:
         folder, specs, timeout = parent.recv()
         sys.path.insert(0, folder)
+        _seed(0)
         try:
             functions = [load(spec, folder) for spec in specs]
         except LoadError as error:
@@ -262,6 +325,7 @@ def main(connection: int, lifeline: int) -> None:
             try:
                 number, rows = parent.recv()
             except EOFError:
+                os.killpg(os.getpid(), signal.SIGKILL)
                 return
             server.answer(functions[number], rows)
 

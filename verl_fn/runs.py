@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from verl_fn.workers import Workers
 S = TypeVar("S")
 ROLES = ("actor", "critic", "reference")
 MANIFEST = "checkpoint.json"
+LOGS = ("metrics.jsonl", "generations.jsonl", "journal.jsonl")
 TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput")
 
 
@@ -47,6 +49,22 @@ class Run:
         with self.written("the run's folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """The folder for this process alone.
+
+        Raises:
+            RunError: another process trains in it.
+        """
+        with self.written("the run's folder"), (self.folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(
+                    f"another process trains in {self.folder}; wait for it, or choose another trainer.dir"
+                ) from None
+            yield
+
     @property
     def metrics_file(self) -> Path:
         return self.folder / "metrics.jsonl"
@@ -55,7 +73,7 @@ class Run:
         """Begin after ``step``, new or from the checkpoint ``origin``.
 
         What was logged up to ``step`` is kept, or taken over from the run that is forked; what an earlier try
-        logged beyond it is dropped, since it will come again.
+        logged beyond it is dropped, since it will come again. Settings that no longer hold stay in ``configs/``.
 
         Raises:
             RunError: a new run would write over the checkpoints of another, or the folder cannot be written.
@@ -67,13 +85,19 @@ class Run:
                 f"choose another trainer.dir, remove it, or continue it with trainer.resume_mode=auto"
             )
         with self.written("the run's folder"):
+            if newest is not None and changed_keys(self.folder, self._cfg):
+                (self.folder / "configs").mkdir(exist_ok=True)
+                shutil.copy(self.folder / "config.toml", self.folder / "configs" / f"until_step_{step}.toml")
             _write(self.folder / "config.toml", tomli_w.dumps(to_table(self._cfg)))
+            for sample in self.folder.glob("samples/step_*.safetensors"):
+                if int(sample.stem.removeprefix("step_")) > step:
+                    sample.unlink()
             if newest is not None:
                 self._point_at(newest / "actor")
-            for name in ("metrics.jsonl", "generations.jsonl", "journal.jsonl"):
+            for name in LOGS:
                 source = origin.parents[1] / name if origin is not None else None
                 rows = [row for row in read_lines(source) if row["step"] <= step] if source is not None else []
-                if rows or name == "metrics.jsonl" or (self.folder / name).exists():
+                if rows or name == LOGS[0] or (self.folder / name).exists():
                     _write(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def log(self, step: int, report: Mapping[str, float]) -> None:
@@ -102,6 +126,9 @@ class Run:
             with self.written(f"the checkpoint of step {state.step}"):
                 aside.mkdir(parents=True)
                 self._fill(aside, state, w)
+                for name in LOGS:
+                    if (self.folder / name).exists():
+                        _sync(self.folder / name)
                 aside.rename(final)
                 _sync(final.parent)
                 self._point_at(final / "actor")
@@ -190,7 +217,10 @@ def restore(folder: Path, blank: S, w: Workers, cfg: Config) -> S:
                 f"{folder} is of {about['algorithm']} with {', '.join(held)}; "
                 f"the config asks for {cfg.algorithm.name} with {', '.join(roles(cfg))}"
             )
-        state = serial.unflatten(blank, {}, about["state"])
+        try:
+            state = serial.unflatten(blank, {}, about["state"])
+        except ValueError as error:
+            raise RunError(f"{folder} is of a run with other settings of algorithm.kl_ctrl: {error}") from error
         return attrs.evolve(state, **{role: getattr(w, role).restore(folder / role) for role in held})  # type: ignore[type-var]
     except CheckpointError as error:
         raise RunError(f"{error}; {_another(folder)}") from error
@@ -232,27 +262,33 @@ def _another(damaged: Path) -> str:
     return "no other checkpoint of this run is whole"
 
 
-def run_config(folder: str | Path, overrides: Any = ()) -> Config:
-    """The config that a run was made with.
+def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int]:
+    """The config that ``step`` of a run was made with, by default its last, and the step after which it held.
 
     Raises:
         RunError: the folder is no run.
     """
-    file = Path(folder) / "config.toml"
-    if not file.is_file():
+    folder = Path(folder)
+    if not (folder / "config.toml").is_file():
         raise RunError(f"{folder} is not a run's folder: it has no config.toml")
-    return load(file, overrides)
+    ends = sorted(int(p.stem.removeprefix("until_step_")) for p in folder.glob("configs/until_step_*.toml"))
+    later = [end for end in ends if step is not None and end >= step]
+    file = folder / "configs" / f"until_step_{later[0]}.toml" if later else folder / "config.toml"
+    cfg = load(file)
+    forked = step_of(Path(cfg.trainer.resume_from_path)) if cfg.trainer.resume_from_path else None
+    since = max((end for end in ends if not later or end < later[0]), default=forked or 0)
+    return attrs.evolve(cfg, trainer=attrs.evolve(cfg.trainer, dir=str(folder))), since
 
 
-def changed_keys(folder: Path, cfg: Config) -> list[str]:
-    """How ``cfg`` differs from the config that the folder was last trained with, a line a key."""
+def changed_keys(folder: Path, cfg: Config) -> dict[str, str]:
+    """How ``cfg`` differs from the config that the folder was last trained with: before and after, by key."""
     try:
-        before = flat(to_table(run_config(folder)))
+        before = flat(to_table(run_config(folder)[0]))
     except (RunError, ConfigError):
-        return []
+        return {}
     now = flat(to_table(cfg))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "trainer.dir"]
-    return [f"{key}: {before.get(key)!r} -> {now.get(key)!r}" for key in keys]
+    return {key: f"{before.get(key)!r} -> {now.get(key)!r}" for key in keys}
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
@@ -261,13 +297,19 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file up to the first that is not whole; none where there is no file."""
-    rows = []
-    for line in file.read_text().splitlines() if file.exists() else ():
+    """The rows of a JSONL file, less a last one that a kill cut short; none where there is no file.
+
+    Raises:
+        RunError: another line is damaged.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    for i, line in enumerate(lines):
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+        except ValueError as error:
+            if i < len(lines) - 1:
+                raise RunError(f"{file}, line {i + 1}, is damaged: {error}; mend or remove the line") from error
     return rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,23 @@ def opt(default: Any, doc: str, *checks: Callable[..., Any]) -> Any:
     return attrs.field(default=default, validator=check, metadata={"doc": doc})
 
 
+def home(value: Any) -> Any:
+    """A path, or each of several, with a leading ``~`` replaced by the home folder."""
+    if isinstance(value, tuple):
+        return tuple(map(home, value))
+    return os.path.expanduser(value) if isinstance(value, str) else value
+
+
+def paths(default: Any, doc: str) -> Any:
+    """A field of one or several paths."""
+    return attrs.field(default=default, converter=home, metadata={"doc": doc})
+
+
+def _all_or_some(instance: Any, attribute: Any, value: int) -> None:
+    if value != -1 and value < 1:
+        raise ValueError(f"must be -1, which keeps all, or at least 1 (got {value})")
+
+
 def _each_in(*choices: str) -> Callable[..., Any]:
     def check(instance: Any, attribute: Any, values: tuple[str, ...]) -> None:
         for value in values:
@@ -51,14 +69,16 @@ def sub(cls: type) -> Any:
 
 ESTIMATORS = {"ppo": ("gae",), "grpo": ("grpo", "rloo", "reinforce_plus_plus"), "sft": ()}
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+LARGEST_VAL_SIZE = 20_000  # more of a made task would take long to draw
+MOST = 1e6  # of factors and ranges; beyond it numbers overflow and mean nothing
 KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
 
 
 @attrs.frozen(kw_only=True)
 class KLCtrl:
     type: str = opt("fixed", "fixed or adaptive", in_(("fixed", "adaptive")))
-    kl_coef: float = opt(0.001, "coefficient of the KL penalty, the first one if adaptive", ge(0))
-    target_kl: float = opt(0.1, "KL that the adaptive controller steers to, in nats", gt(0))
+    kl_coef: float = opt(0.001, "coefficient of the KL penalty, the first one if adaptive", ge(0), le(MOST))
+    target_kl: float = opt(0.1, "KL that the adaptive controller steers to, in nats", gt(0), le(MOST))
     horizon: int = opt(10000, "rows over which the adaptive controller reacts", ge(1))
 
 
@@ -72,25 +92,25 @@ class AlgorithmConfig:
     gamma: float = opt(1.0, "discount of later rewards", ge(0), le(1))
     lam: float = opt(1.0, "GAE's lambda", ge(0), le(1))
     norm_adv_by_std_in_grpo: bool = opt(True, "divide by the group's standard deviation; off is Dr. GRPO")
-    clip_ratio: float = opt(0.2, "PPO's clip range", gt(0))
-    clip_ratio_low: float | None = opt(None, "lower clip range, by default clip_ratio", gt(0))
-    clip_ratio_high: float | None = opt(None, "upper clip range, by default clip_ratio", gt(0))
-    clip_ratio_c: float = opt(3.0, "bound of the dual clip", gt(1))
+    clip_ratio: float = opt(0.2, "PPO's clip range", gt(0), le(MOST))
+    clip_ratio_low: float | None = opt(None, "lower clip range, by default clip_ratio", gt(0), le(MOST))
+    clip_ratio_high: float | None = opt(None, "upper clip range, by default clip_ratio", gt(0), le(MOST))
+    clip_ratio_c: float = opt(3.0, "bound of the dual clip", gt(1), le(MOST))
     loss_agg_mode: str = opt(
         "token-mean", "how per-token losses are averaged",
         in_(AGGREGATIONS),
     )  # fmt: skip
     loss_scale_factor: float | None = opt(
-        None, "the constant of seq-mean-token-sum-norm, by default data.max_response_length", gt(0)
+        None, "the constant of seq-mean-token-sum-norm, by default data.max_response_length", gt(0), le(1e12)
     )
-    entropy_coeff: float = opt(0.0, "weight of the entropy bonus")
+    entropy_coeff: float = opt(0.0, "weight of the entropy bonus", ge(-MOST), le(MOST))
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: float = opt(0.001, "weight of that term", ge(0))
+    kl_loss_coef: float = opt(0.001, "weight of that term", ge(0), le(MOST))
     kl_loss_type: str = opt("low_var_kl", "its estimator: k1, k2, k3 (low_var_kl), abs, or one with +", in_(KL_TYPES))
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")
     kl_penalty: str = opt("kl", "its estimator", in_(KL_TYPES))
     kl_ctrl: KLCtrl = sub(KLCtrl)
-    cliprange_value: float = opt(0.5, "clip range of the value loss", gt(0))
+    cliprange_value: float = opt(0.5, "clip range of the value loss", gt(0), le(MOST))
     ppo_mini_batch_size: int = opt(256, "prompts an update", ge(1))
     ppo_epochs: int = opt(1, "passes over a batch", ge(1))
     shuffle: bool = opt(False, "another order of rows in every pass")
@@ -98,11 +118,11 @@ class AlgorithmConfig:
 
 @attrs.frozen(kw_only=True)
 class OptimConfig:
-    lr: float = opt(1e-6, "learning rate", ge(0))
+    lr: float = opt(1e-6, "learning rate", ge(0), le(MOST))
     betas: tuple[float, float] = opt((0.9, 0.999), "decay rates of AdamW's averages", _each_below_one)
-    eps: float = opt(1e-8, "AdamW's epsilon", gt(0))
-    weight_decay: float = opt(0.01, "decoupled weight decay", ge(0))
-    clip_grad: float = opt(1.0, "largest global gradient norm", gt(0))
+    eps: float = opt(1e-8, "AdamW's epsilon", gt(0), le(MOST))
+    weight_decay: float = opt(0.01, "decoupled weight decay", ge(0), le(MOST))
+    clip_grad: float = opt(1.0, "largest global gradient norm", gt(0), le(1e30))
     lr_scheduler_type: str = opt("constant", "constant, linear or cosine", in_(("constant", "linear", "cosine")))
     lr_warmup_steps: int = opt(0, "updates of linear warm-up from 0", ge(0))
     min_lr_ratio: float = opt(0.0, "share of the learning rate left at the end of a decay", ge(0), le(1))
@@ -118,20 +138,20 @@ class ActorConfig:
 
 @attrs.frozen(kw_only=True)
 class CriticOptimConfig(OptimConfig):
-    lr: float = opt(1e-5, "learning rate", ge(0))
+    lr: float = opt(1e-5, "learning rate", ge(0), le(MOST))
 
 
 @attrs.frozen(kw_only=True)
 class CriticConfig(ActorConfig):
     optim: CriticOptimConfig = sub(CriticOptimConfig)
-    path: str | None = opt(None, "model folder of the critic, by default the actor's")
+    path: str | None = paths(None, "model folder of the critic, by default the actor's")
 
 
 @attrs.frozen(kw_only=True)
 class ValConfig:
     n: int = opt(1, "responses a held-out prompt; above 1 gives best@N and maj@N too", ge(1))
-    temperature: float = opt(0.0, "sampling temperature; 0 takes the likeliest token", ge(0))
-    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", ge(-1))
+    temperature: float = opt(0.0, "sampling temperature; 0 takes the likeliest token", ge(0), le(MOST))
+    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", _all_or_some)
     top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))
 
 
@@ -139,10 +159,10 @@ class ValConfig:
 class RolloutConfig:
     name: str = opt("sampler", "the rollout engine", in_(("sampler",)))
     n: int = opt(1, "responses a prompt", ge(1))
-    temperature: float = opt(1.0, "sampling temperature", gt(0))
-    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", ge(-1))
+    temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST))
+    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", _all_or_some)
     top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))
-    slots: int = opt(64, "rows decoded at once", ge(1))
+    slots: int = opt(64, "rows decoded at once", ge(1), le(2**20))
     dtype: str = opt("float32", "dtype of the engine", in_(("float32", "bfloat16")))
     val_kwargs: ValConfig = sub(ValConfig)
 
@@ -152,10 +172,12 @@ class DataConfig:
     task: str = opt(
         "reverse", "problems made from a key, where train_files is empty", in_(("count", "reverse", "countdown"))
     )
-    train_files: tuple[str, ...] = opt((), "parquet or JSONL files in verl's RL columns; they replace the task")
-    val_files: tuple[str, ...] = opt((), "the same, of held-out problems")
+    train_files: tuple[str, ...] = paths((), "parquet or JSONL files in verl's RL columns; they replace the task")
+    val_files: tuple[str, ...] = paths((), "the same, of held-out problems")
     train_batch_size: int = opt(256, "prompts a step", ge(1))
-    val_size: int = opt(512, "held-out problems, at most", ge(1))
+    val_size: int | None = opt(
+        None, "held-out problems, at most; by default all of data.val_files, or 512 of a made task", ge(1)
+    )
     max_prompt_length: int = opt(512, "longest prompt in tokens", ge(1))
     max_response_length: int = opt(16, "longest response in tokens, the end token included", ge(1))
     prompt_key: str = opt("prompt", "the files' column of prompts: chat messages, or a text")
@@ -165,26 +187,26 @@ class DataConfig:
 
 @attrs.frozen(kw_only=True)
 class RewardConfig:
-    functions: tuple[str, ...] = opt(
+    functions: tuple[str, ...] = paths(
         (), "rewards as module:function or FILE.py:function; empty takes the data's own rule"
     )
     weights: tuple[float, ...] = opt((), "weight of each function, by default 1")
-    timeout: float = opt(30.0, "seconds that one call of a function may take", gt(0))
-    num_workers: int = opt(1, "processes that run the functions", ge(1))
+    timeout: float = opt(30.0, "seconds that one call of a function may take", gt(0), le(MOST))
+    num_workers: int = opt(1, "processes that run the functions", ge(1), le(4096))
 
 
 @attrs.frozen(kw_only=True)
 class NewModelConfig:
     arch: str = opt("qwen3", "transformers model type")
-    hidden_size: int = opt(64, "width", ge(1))
-    num_hidden_layers: int = opt(2, "depth", ge(1))
-    num_attention_heads: int = opt(4, "query heads", ge(1))
-    num_key_value_heads: int = opt(2, "key and value heads", ge(1))
+    hidden_size: int = opt(64, "width", ge(1), le(2**16))
+    num_hidden_layers: int = opt(2, "depth", ge(1), le(1024))
+    num_attention_heads: int = opt(4, "query heads", ge(1), le(1024))
+    num_key_value_heads: int = opt(2, "key and value heads", ge(1), le(1024))
 
 
 @attrs.frozen(kw_only=True)
 class ModelConfig:
-    path: str = opt("", "Hugging Face model folder; empty makes a random model for the task")
+    path: str = paths("", "Hugging Face model folder; empty makes a random model for the task")
     new: NewModelConfig = sub(NewModelConfig)
 
 
@@ -193,25 +215,25 @@ class DriverConfig:
     kind: str = opt(
         "local", "local: this process; ray: rollout, reward and training as actors", in_(("local", "ray"))
     )
-    num_threads: int = opt(0, "CPU threads of torch in each process; 0 takes all cores", ge(0))
+    num_threads: int = opt(0, "CPU threads of torch in each process; 0 takes all cores", ge(0), le(4096))
     device: str = opt("auto", "cpu, cuda, or auto", in_(("auto", "cpu", "cuda")))
     deterministic: bool = opt(True, "bitwise repeatable kernels")
 
 
 @attrs.frozen(kw_only=True)
 class TrainerConfig:
-    dir: str = opt("runs/run", "the run's folder")
+    dir: str = paths("runs/run", "the run's folder")
     seed: int = opt(0, "everything random derives from it", ge(0), le(2**63 - 1))
     total_training_steps: int = opt(100, "steps of the run", ge(1))
     val_before_train: bool = opt(True, "evaluate before the first step")
     test_freq: int = opt(-1, "steps between evaluations; -1 only at the end", ge(-1))
-    save_freq: int = opt(-1, "steps between checkpoints; -1 only at the end", ge(-1))
+    save_freq: int = opt(50, "steps between checkpoints; -1 only at the end", ge(-1))
     max_ckpt_to_keep: int = opt(2, "checkpoints kept", ge(1))
     critic_warmup: int = opt(0, "steps in which only the critic learns", ge(0))
     resume_mode: str = opt(
         "auto", "auto continues the folder's last checkpoint; disable starts anew", in_(("auto", "disable"))
     )
-    resume_from_path: str | None = opt(None, "checkpoint to begin from, of this or another run: a fork")
+    resume_from_path: str | None = paths(None, "checkpoint to begin from, of this or another run: a fork")
     stop_at: float | None = opt(None, "end when held-out exact match reaches this", ge(0), le(1))
     log_freq: int = opt(1, "steps between lines on the screen", ge(1))
     logger: tuple[str, ...] = opt((), "beside metrics.jsonl: tensorboard, wandb", _each_in("tensorboard", "wandb"))
@@ -258,7 +280,10 @@ class Config:
             raise ConfigError(
                 f"reward.weights has {len(r.weights)} values for the {len(r.functions)} of reward.functions"
             )
-        if (d.train_files or d.val_files) and not self.model.path:
+        from_files = d.train_files or d.val_files
+        if not from_files and d.val_size is not None and d.val_size > LARGEST_VAL_SIZE:
+            raise ConfigError(f"data.val_size is {d.val_size}; a made task gives at most {LARGEST_VAL_SIZE}")
+        if from_files and not self.model.path:
             raise ConfigError("data from files needs model.path: a random model knows only a task's characters")
         v = self.rollout.val_kwargs
         if v.n > 1 and v.temperature == 0:

@@ -13,6 +13,8 @@ import attrs
 from verl_fn.state import Key
 
 HELD_OUT_SHARE = 8
+HELD_OUT = 512  # held-out problems of a task where none are asked for
+VAIN_DRAWS = 1000
 
 
 @attrs.frozen
@@ -47,8 +49,8 @@ class Source(Protocol):
         """Training problems ``start`` to ``start + count`` of the stream that ``key`` names."""
         ...
 
-    def held_out(self, count: int) -> tuple[Problem, ...]:
-        """Up to ``count`` problems for evaluation."""
+    def held_out(self, count: int | None) -> tuple[Problem, ...]:
+        """Up to ``count`` problems for evaluation; None asks for the usual number of them."""
         ...
 
 
@@ -80,15 +82,19 @@ class Task:
         """Training problems ``start`` to ``start + count`` of the stream that ``key`` names."""
         return tuple(self._draw(key.fold_in("train").fold_in(i), i, False) for i in range(start, start + count))
 
-    def held_out(self, count: int) -> tuple[Problem, ...]:
-        """Up to ``count`` different problems that no training stream contains, the same for every run."""
+    def held_out(self, count: int | None) -> tuple[Problem, ...]:
+        """Up to ``count`` different problems that no training stream contains, the same for every run.
+
+        A task has only so many: the search ends after many draws in a row that found nothing new.
+        """
+        count = HELD_OUT if count is None else count
         found: dict[str, Problem] = {}
-        key = Key.from_seed(0).fold_in("held-out").fold_in(self.name)
-        for i in range(20 * count):
+        key, i, last = Key.from_seed(0).fold_in("held-out").fold_in(self.name), 0, 0
+        while len(found) < count and i - last < VAIN_DRAWS:
             problem = self._draw(key.fold_in(i), len(found), True)
-            found.setdefault(problem.prompt, problem)
-            if len(found) == count:
-                break
+            i += 1
+            if problem.prompt not in found:
+                found[problem.prompt], last = problem, i
         return tuple(found.values())
 
     def _draw(self, key: Key, name: int, held_out: bool) -> Problem:

@@ -22,7 +22,7 @@ from verl_fn.evaluate import accuracy, validate
 from verl_fn.journal import Recorder, entry, keep_samples
 from verl_fn.loggers import loggers
 from verl_fn.progress import Lines, Live, Say
-from verl_fn.runs import Run, RunError, changed_keys, read_metrics, restore
+from verl_fn.runs import Run, RunError, changed_keys, read_metrics, restore, run_config, step_of
 from verl_fn.schema import Config
 from verl_fn.state import Key
 from verl_fn.tasks import TASKS, Source
@@ -48,13 +48,56 @@ def train(cfg: Config, say: Say = print, *, live: bool = False) -> dict[str, flo
     """
     if cfg.data.val_files and not cfg.data.train_files:
         raise ConfigError("data.val_files is set without data.train_files, so there is nothing to train on")
+    cfg = absolute(cfg)
     run = Run(cfg)
-    if cfg.trainer.resume_mode == "auto" and run.latest() is not None:
-        for line in changed_keys(run.folder, cfg):
-            say(f"continuing with another setting: {line}")
-    cfg, source = prepared(cfg, say)
-    with workers(cfg) as w:
-        return _loop(cfg, run, w, source, say, live)
+    with run.locked():
+        if cfg.trainer.resume_mode == "auto" and run.latest() is not None:
+            _tell_changes(run, cfg, say)
+        cfg, source = prepared(cfg, say)
+        data = "files" if cfg.data.train_files else cfg.data.task
+        say(f"{cfg.algorithm.name} on {data}, {cfg.driver.kind} driver, {build.device(cfg)}; folder {run.folder}")
+        if cfg.driver.kind == "ray":
+            say("starting Ray actors")
+        with workers(cfg) as w:
+            return _loop(cfg, run, w, source, say, live)
+
+
+def absolute(cfg: Config) -> Config:
+    """The config with absolute paths, so that it means the same from any folder.
+
+    >>> absolute(Config()).trainer.dir == str(Path("runs/run").resolve())
+    True
+    """
+    path = lambda text: str(Path(text).expanduser().resolve()) if text else text  # noqa: E731
+
+    def function(text: str) -> str:
+        file, colon, name = text.rpartition(":")
+        return f"{path(file)}{colon}{name}" if file.endswith(".py") else text
+
+    d, t = cfg.data, cfg.trainer
+    return attrs.evolve(
+        cfg,
+        trainer=attrs.evolve(t, dir=path(t.dir), resume_from_path=path(t.resume_from_path)),
+        data=attrs.evolve(d, train_files=tuple(map(path, d.train_files)), val_files=tuple(map(path, d.val_files))),
+        model=attrs.evolve(cfg.model, path=path(cfg.model.path)),
+        critic=attrs.evolve(cfg.critic, path=path(cfg.critic.path)),
+        reward=attrs.evolve(cfg.reward, functions=tuple(map(function, cfg.reward.functions))),
+    )
+
+
+def _tell_changes(run: Run, cfg: Config, say: Say) -> None:
+    """Say which settings of a continued run are others now.
+
+    Raises:
+        RunError: one of them is part of the state, and would have no effect.
+    """
+    for key, values in changed_keys(run.folder, cfg).items():
+        if key == "trainer.seed" or key.startswith("algorithm.kl_ctrl."):
+            raise RunError(
+                f"{key} cannot change in a run that is continued ({values}): the state holds it. "
+                f"Fork the run (verl-fn fork {run.folder} --step N {key}=...), or choose another trainer.dir"
+            )
+        say(f"continuing with another setting: {key}: {values}")
 
 
 def prepared(cfg: Config, say: Say) -> tuple[Config, Source]:
@@ -89,9 +132,18 @@ def initial_state(cfg: Config, w: Workers) -> Any:
 
 
 def restored_state(folder: Path, cfg: Config, w: Workers) -> Any:
-    """The algorithm's state in a checkpoint."""
-    blank = by_name(cfg.algorithm.name).new(cfg, Key.from_seed(cfg.trainer.seed))
-    return restore(folder, blank, w, cfg)
+    """The algorithm's state in a checkpoint. In a fork, a seed or KL controller that is another is taken up."""
+    fresh = by_name(cfg.algorithm.name).new(cfg, Key.from_seed(cfg.trainer.seed))
+    source = folder.parents[1]
+    if source == Path(cfg.trainer.dir).resolve() or not (source / "config.toml").is_file():
+        return restore(folder, fresh, w, cfg)
+    before, _ = run_config(source, step_of(folder))
+    state = restore(folder, by_name(cfg.algorithm.name).new(before, Key.from_seed(before.trainer.seed)), w, cfg)
+    if before.trainer.seed != cfg.trainer.seed:
+        state = attrs.evolve(state, key=fresh.key)
+    if before.algorithm.kl_ctrl != cfg.algorithm.kl_ctrl and hasattr(state, "kl"):
+        state = attrs.evolve(state, kl=fresh.kl)
+    return state
 
 
 def advance(
@@ -110,6 +162,14 @@ def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: boo
         say(f"continuing {run.folder} after step {state.step}, from {origin}")
     else:
         state = initial_state(cfg, w)
+    evaluation = last_evaluation(origin.parents[1], state.step) if origin is not None else {}
+    if origin is not None and (state.step >= t.total_training_steps or _reached(evaluation, cfg)):
+        say(f"finished before: {state.step} steps of {t.total_training_steps}; nothing was done or changed")
+        return evaluation
+    if origin is None and (lost := read_metrics(run.folder)):
+        say(
+            f"no checkpoint in {run.folder}: beginning anew; what was logged up to step {lost[-1]['step']} is dropped"
+        )
     run.start(state.step, origin=origin)
     seen = Recorder(w)
     recorded = seen.workers if t.journal != "off" else w
@@ -117,7 +177,6 @@ def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: boo
 
     with contextlib.ExitStack() as stack:
         logs = [run.log, *stack.enter_context(loggers(cfg, run.folder, state.step))]
-        evaluation = last_evaluation(run, state.step) if origin is not None else {}
         if origin is None and t.val_before_train and held_out:
             evaluation = _evaluate(state, held_out, w, cfg, run)
             for log in logs:
@@ -144,9 +203,12 @@ def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: boo
                 raise Interrupted(
                     f"stopped after step {state.step} and saved {saved}; the same command continues from there"
                 )
+        if _reached(evaluation, cfg) and state.step < total:
+            say(f"trainer.stop_at = {t.stop_at} is reached at step {state.step}")
         if saved is None or saved.name != f"step_{state.step}":
             run.save(state, w)
-        return evaluation or (_evaluate(state, held_out, w, cfg, run) if held_out else {})
+        say(f"done: {state.step} steps; the model is {run.folder}/model")
+        return evaluation
 
 
 def _origin(cfg: Config, run: Run) -> Path | None:
@@ -178,9 +240,9 @@ def _write_journal(run: Run, state: Any, seen: Recorder, w: Workers, cfg: Config
         run.append("journal.jsonl", entry(state, seen, w))
 
 
-def last_evaluation(run: Run, step: int) -> dict[str, float]:
-    """What the run's log says of the evaluation after ``step``; empty where there was none."""
-    rows = [row for row in read_metrics(run.folder) if row["step"] == step]
+def last_evaluation(folder: Path, step: int) -> dict[str, float]:
+    """What a run's log says of the evaluation after ``step``; empty where there was none."""
+    rows = [row for row in read_metrics(folder) if row["step"] == step]
     return {k: v for row in rows for k, v in row.items() if k.startswith("val-")}
 
 

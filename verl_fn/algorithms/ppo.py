@@ -5,6 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from verl_fn.algorithms.experience import (
+    batch_report,
+    collect,
+    timing_report,
+    update,
+    update_batches,
+    update_report,
+    with_outputs,
+)
 from verl_fn.schema import Config
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import (
@@ -20,8 +29,6 @@ from verl_fn.steps import (
 )
 from verl_fn.tasks import Problem
 from verl_fn.workers import Clock, Workers
-
-from .experience import batch_report, collect, timing_report, update, update_batches, update_report, with_outputs
 
 
 @node
