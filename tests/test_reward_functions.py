@@ -2,6 +2,7 @@
 
 import gc
 import os
+import select
 import subprocess
 import sys
 from fractions import Fraction
@@ -18,7 +19,9 @@ from verl_fn.tasks import Problem
 MINE = """
 import asyncio
 import os
+import random
 import re
+import subprocess
 import time
 
 from helper import same
@@ -112,6 +115,114 @@ def returns(data_source, solution_str, ground_truth, extra_info=None):
     return eval(ground_truth) if solution_str == "bad" else 1
 
 
+def runs(data_source, solution_str, ground_truth, extra_info=None):
+    print("runs was here")
+    with open("held", "w") as held:
+        return 1 if solution_str != "bad" else subprocess.run(["sleep", "1000"], stdout=held)
+
+
+def leaves_a_process_and_exits(data_source, solution_str, ground_truth, extra_info=None):
+    with open("held", "w") as held:
+        subprocess.Popen(["sleep", "1000"], stdout=held)
+    os._exit(3)
+
+
+def disconnects_and_exits(data_source, solution_str, ground_truth, extra_info=None):
+    os.closerange(3, 100)
+    time.sleep(0.3)
+    os._exit(3)
+
+
+def disconnects(data_source, solution_str, ground_truth, extra_info=None):
+    os.closerange(3, 100)
+    time.sleep(1000)
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+def runs_code(data_source, solution_str, ground_truth, extra_info=None):
+    return 1 if solution_str != "bad" else exec(compile("1/0", "", "exec"))
+
+
+def raises_unspeakable(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "bad":
+        raise Unspeakable
+    return 1
+
+
+def unspeakable(data_source, solution_str, ground_truth, extra_info=None):
+    return Unspeakable() if solution_str == "bad" else 1
+
+
+async def unspeakable_async(data_source, solution_str, ground_truth, extra_info=None):
+    return Unspeakable() if solution_str == "bad" else 1
+
+
+def unspeakable_batched(data_sources, solution_strs, ground_truths, extra_infos):
+    return [Unspeakable() if text == "bad" else 1 for text in solution_strs]
+
+
+async def ignores_its_end(data_source, solution_str, ground_truth, extra_info=None):
+    await asyncio.sleep(0.1)
+    while solution_str == "bad":
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            pass
+    return 1
+
+
+async def blocks_after_a_while(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "good":
+        return 1
+    await asyncio.sleep(1000 if solution_str == "waits" else 0.1)
+    time.sleep(1000)
+
+
+async def ends_its_task(data_source, solution_str, ground_truth, extra_info=None):
+    raise asyncio.CancelledError if solution_str == "bad" else SystemExit(2)
+
+
+def draws(data_source, solution_str, ground_truth, extra_info=None):
+    import numpy
+
+    return {"score": random.random(), "numpy": numpy.random.random(), "hash": hash(solution_str) % 10**6}
+
+
+async def draws_async(data_source, solution_str, ground_truth, extra_info=None):
+    started = random.random()
+    await asyncio.sleep(0.02 * int(ground_truth))
+    return {"score": random.random(), "started": started}
+
+
+def draws_batched(data_sources, solution_strs, ground_truths, extra_infos):
+    return [random.random() for _ in solution_strs]
+
+
+DRAWN = random.random()
+
+
+def drawn_at_import(data_source, solution_str, ground_truth, extra_info=None):
+    return DRAWN
+
+
+running = 0
+
+
+async def counts(data_source, solution_str, ground_truth, extra_info=None):
+    global running
+    running += 1
+    at_once = running
+    await asyncio.sleep(0.05)
+    running -= 1
+    return at_once
+
+
 def three(data_source, solution_str, ground_truth):
     return 1
 """
@@ -134,6 +245,15 @@ def failure(functions, *texts, truth="good"):
     with pytest.raises(RewardError) as error:
         functions(answers(*texts, truth=truth))
     return str(error.value)
+
+
+@pytest.fixture
+def held(here):
+    """Tells whether all processes that opened the pipe ``held`` have ended, waiting for it."""
+    os.mkfifo(here / "held")
+    ours = os.open(here / "held", os.O_RDONLY | os.O_NONBLOCK)
+    yield lambda: bool(select.select([ours], [], [], 30)[0]) and os.read(ours, 1) == b""
+    os.close(ours)
 
 
 def scores(functions, *texts):
@@ -232,6 +352,48 @@ def test_a_batched_function_that_hangs_names_its_batch(here):
     assert "batch_sleeps took longer than reward.timeout (0.5 s), judging a batch of 2 with problem 10" in text
 
 
+def test_a_coroutine_that_ignores_its_end_is_named_though_others_end_after_it(here):
+    text = failure(RewardFunctions(["mine.py:ignores_its_end"], timeout=1.0), "good", "bad", "good", "last")
+    assert text == (
+        "the reward function mine.py:ignores_its_end took longer than reward.timeout (1 s), "
+        "judging problem 11 of 'src', response 'bad'"
+    )
+
+
+def test_a_coroutine_that_blocks_is_looked_for_among_those_not_answered(here):
+    functions = RewardFunctions(["mine.py:blocks_after_a_while"], timeout=1.0)
+    text = failure(functions, "good", "waits", "bad", "good")
+    assert "reward.timeout (1 s) and let no other coroutine run, judging problem 11 of 'src'" in text
+    assert text.endswith("response 'waits' (or one of 1 others that had begun)")
+
+
+def test_processes_that_a_function_runs_end_with_its_time(here, held):
+    functions = RewardFunctions(["mine.py:runs"], timeout=1.0)
+    assert "runs took longer than reward.timeout (1 s), judging problem 11" in failure(functions, "good", "bad")
+    assert held()
+
+
+def test_processes_that_a_function_left_end_after_its_own(here, held):
+    functions = RewardFunctions(["mine.py:leaves_a_process_and_exits"])
+    assert "ended its process with exit code 3" in failure(functions, "bad")
+    assert held()
+
+
+def test_processes_that_a_function_left_end_with_an_idle_worker(here, held):
+    (here / "leaves.py").write_text(
+        "import subprocess\n"
+        "def leaves(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    with open('held', 'w') as held:\n"
+        "        subprocess.Popen(['sleep', '1000'], stdout=held)\n"
+        "    return 1\n"
+    )
+    functions = RewardFunctions(["leaves.py:leaves"])
+    assert scores(functions, "good") == [1.0]
+    del functions
+    gc.collect()
+    assert held()
+
+
 def test_the_limit_is_of_a_call_not_of_the_batch(here):
     # Together these take longer than the limit.
     assert scores(RewardFunctions(["mine.py:takes_a_while"], timeout=1.5), *"abcde") == [1.0] * 5
@@ -254,12 +416,54 @@ def test_what_a_function_raises_is_told_with_the_line_of_its_author(here):
         ("crashes", "ended its process with SIGSEGV"),
         ("quits", "raised SystemExit: 1"),
         ("short_by_one", "returned 1 results for 2 responses"),
+        ("disconnects_and_exits", "ended its process with exit code 3"),
+        ("disconnects", "closed the connection of its process"),
+        ("ends_its_task", "raised SystemExit: 2"),
     ],
 )
 def test_other_failures_say_what_happened(here, name, message):
     functions = RewardFunctions([f"mine.py:{name}", "mine.py:exact"])
     for _ in range(2):  # the second meets a fresh process
         assert f"the reward function mine.py:{name} {message}" in failure(functions, "good", "bad")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("runs_code", "raised ZeroDivisionError: division by zero (at "),
+        ("raises_unspeakable", "raised Unspeakable: (its text cannot be had, __str__ raised ValueError) (at "),
+        ("unspeakable", "raised ValueError: no text (at "),
+        ("unspeakable_async", "raised ValueError: no text (at "),
+        ("unspeakable_batched", "raised ValueError: no text (at "),
+    ],
+)
+def test_what_cannot_be_shown_is_still_told_with_its_row(here, name, message):
+    functions = RewardFunctions([f"mine.py:{name}"])
+    text = failure(functions, "good", "bad")
+    assert text.startswith(f"the reward function mine.py:{name} {message}{here}/mine.py:")
+    assert text.endswith("problem 11 of 'src', response 'bad'")
+
+
+@pytest.mark.parametrize("name", ["draws", "draws_async"])
+def test_random_scores_are_repeated_in_any_order_on_any_number_of_workers(here, name):
+    rows = [Answer(Problem("q", str(i % 3), i // 2, "src"), f"text {i}") for i in range(8)]
+    first = RewardFunctions([f"mine.py:{name}"])
+    found = first(rows)
+    assert len({one["score"] for one in found}) == len(rows)
+    assert first(rows) == found
+    assert RewardFunctions([f"mine.py:{name}"])(rows[::-1]) == found[::-1]
+    assert RewardFunctions([f"mine.py:{name}"], num_workers=3)(rows) == found
+
+
+def test_random_scores_of_batches_and_imports_are_repeated(here):
+    specs = ["mine.py:draws_batched", "mine.py:drawn_at_import"]
+    first, second = (RewardFunctions(specs)(answers("a", "b")) for _ in range(2))
+    assert first == second
+    assert first[0]["draws_batched/score"] != first[1]["draws_batched/score"]
+
+
+def test_an_async_function_is_not_begun_for_all_of_many_rows_at_once(here):
+    assert max(scores(RewardFunctions(["mine.py:counts"]), *["x"] * 600)) == 256
 
 
 @pytest.mark.parametrize("score", [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2)])
@@ -340,17 +544,18 @@ def test_workers_end_with_their_object(here):
         os.kill(pid, 0)
 
 
-def test_even_a_worker_that_hangs_ends_when_its_trainer_is_killed(here):
+@pytest.mark.parametrize("name", ["backtracks", "runs"])
+def test_even_a_worker_that_hangs_ends_when_its_trainer_is_killed(here, name):
     (here / "trainer.py").write_text(
         "from verl_fn.reward_functions import RewardFunctions\n"
         "from verl_fn.rewards import Answer\n"
         "from verl_fn.tasks import Problem\n"
-        "RewardFunctions(['mine.py:backtracks'], timeout=1000)([Answer(Problem('q', 'good'), 'bad')])\n"
+        f"RewardFunctions(['mine.py:{name}'], timeout=1000)([Answer(Problem('q', 'good'), 'bad')])\n"
     )
     trainer = subprocess.Popen([sys.executable, "trainer.py"], stderr=subprocess.PIPE, text=True)
-    assert any(line == "backtracks was here\n" for line in trainer.stderr)
+    assert any(line == f"{name} was here\n" for line in trainer.stderr)
     trainer.kill()
-    # The worker holds the other end of this pipe for as long as it lives.
+    # The worker and what it runs hold the other end of this pipe for as long as they live.
     trainer.communicate(timeout=60)
 
 
