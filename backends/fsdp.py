@@ -1,6 +1,7 @@
 """Sharded training on PyTorch's ``fully_shard``: each rank of a process group holds a part of every tensor.
 
-All ranks call each method together, with the same batch, and get the same metrics. FSDP's modules own nothing:
+All ranks call each method together, with the same batch, and get the same metrics. On GPUs the process group has both
+backends, ``init_process_group("cpu:gloo,cuda:nccl")``: metrics and what is placed on the CPU travel over gloo. FSDP's modules own nothing:
 for as long as a call runs they point at the shards of the state that the call was given, so every state means what
 it means, whichever came before, and nothing is copied in or out.
 """

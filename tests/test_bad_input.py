@@ -11,6 +11,7 @@ from run_configs import TINY, tiny_run
 
 from verl_fn.cli import main
 from verl_fn.config import ConfigError
+from verl_fn.driver import build
 from verl_fn.models import char_tokenizer
 from verl_fn.runs import RunError, checkpoints, read_metrics
 from verl_fn.train import train
@@ -216,3 +217,99 @@ def test_new_model_and_export_and_eval(tmp_path, capsys):
         found
     )
     assert "val-core/count/acc/mean@4" in capsys.readouterr().out
+
+
+def test_sizes_of_a_random_model_that_do_not_go_together(refused, tmp_path):
+    new = lambda *more: refused("new-model", tmp_path / "m", *more, status=2)  # noqa: E731
+    assert "hidden_size must be a whole number of at least 1, not -4" in new("hidden_size=-4")
+    assert "num_attention_heads must be a whole number of at least 1, not 0" in new("num_attention_heads=0")
+    assert "3 does not divide num_attention_heads = 4" in new("num_key_value_heads=3")
+    assert "3 does not divide hidden_size = 64" in new("num_attention_heads=3", "num_key_value_heads=3")
+    assert "it must be even" in new("hidden_size=4")
+    assert len(new("intermediate_size=-3")) < 300
+    assert "--chars is empty" in new("--chars", "")
+    assert "given twice in 'aa'" in new("--chars", "aa")
+    assert not (tmp_path / "m").exists()
+    train = lambda key: refused(*start("", tmp_path / "run", key), status=2)  # noqa: E731
+    assert "transformers makes no nope language model" in train("model.new.arch=nope")
+    assert "4 does not divide hidden_size = 1" in train("model.new.hidden_size=1")
+
+
+def test_places_that_cannot_be_written(refused, tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "file is a file; choose a folder" in refused("new-model", tmp_path / "file", status=2)
+    assert "file is a file; choose a folder" in refused("export", tiny, tmp_path / "file", status=2)
+    assert "/proc/zz" in refused("new-model", "/proc/zz", status=2)
+    assert "--json" in refused("eval", tiny, "data.val_size=4", "--json", tmp_path / "none" / "x.json", status=2)
+    run = tmp_path / "run"
+    train(tiny_run(tiny, run, "algorithm.name=sft", "trainer.total_training_steps=1"), SILENT)
+    assert "/proc/x.html" in refused("report", run, "--out", "/proc/x.html")
+
+
+def test_a_full_disk_while_the_random_model_is_written(refused, tmp_path, monkeypatch):
+    import transformers
+    from safetensors import SafetensorError
+
+    def full(*args, **kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
+    found = refused(*start("", tmp_path / "run"), status=2)
+    assert str(tmp_path / "run") in found and "No space left" in found
+    assert not list((tmp_path / "run").glob("*new_model*"))
+
+
+def test_a_random_model_with_a_damaged_note_is_made_anew(tmp_path):
+    cfg = tiny_run("", tmp_path)
+    folder = build.model_folder(cfg)
+    for damaged in ("", '{"arch"', "[]", "\x00"):
+        (folder / "made_from.json").write_text(damaged)
+        (folder / "config.json").unlink()
+        assert build.model_folder(cfg) == folder and (folder / "config.json").is_file()
+
+
+def test_weights_that_are_not_finite(refused, tiny, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    odd = shutil.copytree(tiny, tmp_path / "odd")
+    weights = {name: torch.full_like(t, float("nan")) for name, t in load_file(odd / "model.safetensors").items()}
+    save_file(weights, odd / "model.safetensors", metadata={"format": "pt"})
+    found = refused(*start(odd, tmp_path / "run"))
+    assert "logits are not finite" in found and "lower the learning rate (actor.optim.lr)" in found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(refused, tiny, tmp_path):
+    assert "driver.device is cuda" in refused(*start(tiny, tmp_path / "run", "driver.device=cuda"), status=2)
+
+
+def test_what_fits_is_known_before_the_first_step(refused, tiny, tmp_path):
+    run = lambda *more: refused(*start(tiny, tmp_path / "run", *more), status=2)  # noqa: E731
+    assert "up to 10 tokens, more than data.max_prompt_length = 9" in run("data.max_prompt_length=9")
+    assert "19 tokens (prompt, answer and end token)" in run("actor.ppo_max_token_len_per_gpu=18")
+    long = write_rows(tmp_path / "long.jsonl", [row(answer="a" * 300), row()])
+    files = [f"data.train_files={long}", f"data.val_files={long}"]
+    assert "305 tokens (prompt, answer and end token), but" in run(*files)
+    assert "has only 256 positions" in run(*files)
+    assert "trainer.stop_at needs held-out problems; set data.val_files" in run(f"data.train_files={long}")
+
+
+def test_a_run_whose_newest_checkpoint_was_removed_is_still_a_model(tiny, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(tiny_run(tiny, run, "algorithm.name=sft"), SILENT)
+    shutil.rmtree(run / "checkpoints" / "step_3")
+    assert main(["eval", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert f"evaluating {run / 'checkpoints' / 'step_2' / 'actor'} on 8 held-out problems of reverse, greedy" in said
+    assert "(reward 0" in said
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+
+
+def test_an_evaluation_asks_the_held_out_files_alone(tiny, tmp_path, capsys):
+    """Training files may be gone, and their answers need not be what the model can say."""
+    held = write_rows(tmp_path / "held.jsonl", [row(), row("b>")])
+    args = [f"data.train_files={tmp_path}/gone.jsonl", f"data.val_files={held}", "rollout.val_kwargs.temperature=1"]
+    rewards = tmp_path / "one.py"
+    rewards.write_text("def one(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    assert main(["eval", str(tiny), *args, f"reward.functions={rewards}:one"]) == 0
+    assert "on all problems of held.jsonl, 1 at temperature 1" in capsys.readouterr().out

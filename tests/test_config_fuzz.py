@@ -77,6 +77,8 @@ def same(given, held):
     if isinstance(held, (list, tuple)):
         given = given if isinstance(given, (list, tuple)) else [given]
         return len(given) == len(held) and all(same(a, b) for a, b in zip(given, held, strict=True))
+    if isinstance(given, str) and given.startswith("~"):
+        return isinstance(held, str)
     return given == held or (isinstance(held, float) and math.isclose(given, held))
 
 

@@ -3,17 +3,21 @@
 import json
 from collections import Counter
 
+import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from verl_fn.config import load
 from verl_fn.data import DataError, FileData, encode_prompts, file_data, read_problems
-from verl_fn.models import char_tokenizer
+from verl_fn.models import char_tokenizer, new_model
+from verl_fn.rewards import pack_examples
+from verl_fn.schema import AlgorithmConfig
 from verl_fn.state import Key
-from verl_fn.tasks import Problem
+from verl_fn.tasks import TASKS, Problem
 
 # Pads of another length for each role, so that a role that is lost or mixed up shows in the tokens.
 TEMPLATE = (
@@ -330,6 +334,55 @@ def test_orders_differ_between_keys_and_epochs():
 def test_without_shuffling_the_order_is_the_files():
     found = stream(3, shuffle=False).train(Key.from_seed(1), 2, 5)
     assert [(p.id, p.prompt) for p in found] == [(2, "p2"), (3, "p0"), (4, "p1"), (5, "p2"), (6, "p0")]
+
+
+def test_as_many_held_out_problems_as_asked_for(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", row("a"), row("b"), row("c"))
+    data = file_data(config([file], [file]), chat_tokenizer())
+    assert [len(data.held_out(count)) for count in (None, 2, 9)] == [3, 2, 3]
+
+
+def test_a_task_gives_what_it_has_at_once():
+    assert len(TASKS["reverse"].held_out(None)) == 512
+    assert TASKS["countdown"].held_out(10**9) == TASKS["countdown"].held_out(None)
+
+
+def test_answers_that_are_trained_on_are_encoded_up_front(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", row("ab", "dc"), row("abc", ""), row("a", "abcdabcd"))
+    sft = lambda f: attrs.evolve(config([f]), algorithm=AlgorithmConfig(name="sft"))  # noqa: E731
+    data = file_data(sft(file), chat_tokenizer())
+    rows = pack_examples(data.training, chat_tokenizer())
+    assert data.max_row == max(rows.lengths) == 2 + 8 + 1
+    odd = jsonl(tmp_path / "odd.jsonl", row("ab"), row("ab", "xyz"))
+    assert file_data(config([odd]), chat_tokenizer()).max_row == 0
+    with pytest.raises(DataError, match=r"problem 1 of 'mine': the tokenizer does not know every .* answer 'xyz'"):
+        file_data(sft(odd), chat_tokenizer())
+    with pytest.raises(DataError, match="every character of the answer 'xyz'"):
+        pack_examples([Problem("ab", "xyz")], chat_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("bad", "column"),
+    [
+        (row("a\ud800"), "prompt"),
+        (row(messages("a", "\udfff")), "prompt"),
+        (row("a", "\ud800"), "reward_model"),
+    ],
+    ids=["prompt", "message", "answer"],
+)
+def test_half_of_a_surrogate_pair_is_refused(tmp_path, bad, column):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row("\U0001f600")) + "\n" + json.dumps(bad) + "\n")
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: {column} has '.ud[8f]..', half of a character"):
+        read_problems([file])
+
+
+def test_a_tiny_model_with_a_template_takes_messages(tmp_path):
+    folder = new_model(tmp_path / "m", chars="ab>", hidden_size=32, chat_template=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = encode_prompts([Problem(tuple(messages("ab", "b>")), "")], tokenizer)[0]
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab\nb>\n"
 
 
 def test_data_may_be_held_out_problems_alone():

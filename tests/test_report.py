@@ -158,6 +158,16 @@ def test_runs_without_a_common_evaluation_show_their_own_last(tmp_path):
     assert {"a, step 4", "b, step 3", "(empty)✓ right reward 1", "ba✓ right reward –"} <= set(found.cells)  # noqa: RUF001
 
 
+def test_runs_that_were_asked_other_things_have_tables_of_their_own(tmp_path):
+    a = write(tmp_path / "a", metrics(4), [answer(0), answer(4, response="a4")])
+    b = write(tmp_path / "b", metrics(2), [answer(0, prompt="1,2,3>"), answer(2, prompt="1,2,3>", response="b2")])
+    text, found = page(report([a, b], tmp_path / "page.html"))
+    assert {"a, step 4", "b, step 2", "a4✓ right reward 1", "b2✓ right reward 1"} <= set(found.cells)
+    assert "a: at step 4." in text and "b: at step 2." in text
+    samples = text[text.index("<h2>Held-out answers") : text.index("<h2>Config")]
+    assert "<td>–</td>" not in samples  # noqa: RUF001
+
+
 def test_only_the_first_prompts_are_shown(tmp_path):
     run = write(tmp_path / "a", metrics(4), [answer(4, prompt=f"p{i}>") for i in range(SHOWN + 3)])
     text, found = page(report([run], tmp_path / "page.html"))

@@ -195,9 +195,11 @@ def draws(data_source, solution_str, ground_truth, extra_info=None):
 
 
 async def draws_async(data_source, solution_str, ground_truth, extra_info=None):
-    started = random.random()
+    import numpy
+
+    started = random.random() + numpy.random.random()
     await asyncio.sleep(0.02 * int(ground_truth))
-    return {"score": random.random(), "started": started}
+    return {"score": random.random(), "started": started, "numpy": numpy.random.random()}
 
 
 def draws_batched(data_sources, solution_strs, ground_truths, extra_infos):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from verl_fn import __version__
 
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
+
+
+path = os.path.expanduser  # a shell leaves the ~ of --out=~/x
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,58 +25,64 @@ def parser() -> argparse.ArgumentParser:
         return commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".", **kwargs)  # type: ignore[arg-type]
 
     def overrides(to: argparse.ArgumentParser) -> None:
-        to.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+        to.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
 
     train = command("train", "train from a TOML config; the same command continues a run that was stopped")
-    train.add_argument("config", help="a TOML file, such as recipes/ppo_reverse.toml")
+    train.add_argument("config", type=path, help="a TOML file, such as recipes/ppo_reverse.toml")
     overrides(train)
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     evaluate = command(
         "eval", "evaluate a run, one of its checkpoints or any Hugging Face folder on held-out problems"
     )
-    evaluate.add_argument("model", help="a run's folder, a checkpoint, or a Hugging Face model folder")
+    evaluate.add_argument("model", type=path, help="a run's folder, a checkpoint, or a Hugging Face model folder")
     overrides(evaluate)
-    evaluate.add_argument("--config", help="a TOML file; by default the run's, where the model is of a run")
-    evaluate.add_argument("--json", metavar="FILE", help="write metrics and answers there too")
+    evaluate.add_argument(
+        "--config", type=path, help="a TOML file; by default the run's, where the model is of a run"
+    )
+    evaluate.add_argument("--json", type=path, metavar="FILE", help="write metrics and answers there too")
 
     config = command("config", "show the whole config: every key, its doc, and where its value came from")
-    config.add_argument("config", nargs="?", help="a TOML file; without one, the defaults")
+    config.add_argument("config", type=path, nargs="?", help="a TOML file; without one, the defaults")
     overrides(config)
 
     report = command("report", "one HTML page, and a PNG, about one or several runs")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    report.add_argument("--out", default="report.html", help="the page; by default %(default)s")
+    report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run's folder")
+    report.add_argument("--out", type=path, default="report.html", help="the page; by default %(default)s")
 
     fork = command("fork", "continue a run's state from a checkpoint under another config, in a new folder")
-    fork.add_argument("run", help="the run's folder")
+    fork.add_argument("run", type=path, help="the run's folder")
     fork.add_argument("--step", type=int, required=True, help="the step of the checkpoint")
     overrides(fork)
     fork.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     replay = command("replay", "execute a step of a run again and say whether it comes out bitwise the same")
-    replay.add_argument("run", help="the run's folder")
+    replay.add_argument("run", type=path, help="the run's folder")
     replay.add_argument("--step", type=int, required=True, help="the step")
     replay.add_argument(
         "--recorded", action="store_true", help="take the journal's samples instead of sampling again"
     )
 
     model = command("new-model", "write a tiny random model with a character tokenizer")
-    model.add_argument("folder", help="where to write it")
+    model.add_argument("folder", type=path, help="where to write it")
     model.add_argument("--task", default="reverse", help="the task whose characters it knows; by default %(default)s")
     model.add_argument("--chars", help="its characters, instead of a task's")
     model.add_argument("--arch", default="qwen3", help="transformers model type; by default %(default)s")
     model.add_argument("--seed", type=int, default=0, help="of the weights; by default %(default)s")
     model.add_argument(
+        "--chat-template", action="store_true", help="a minimal chat template, so that prompts may be chat messages"
+    )
+    model.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="key=value",
         help="fields of that architecture's config, such as hidden_size=64",
     )
 
     export = command("export", "copy a trained model, in another dtype if asked, as a Hugging Face folder")
-    export.add_argument("model", help="a run's folder, a checkpoint, or a Hugging Face model folder")
-    export.add_argument("out", help="the folder to write")
+    export.add_argument("model", type=path, help="a run's folder, a checkpoint, or a Hugging Face model folder")
+    export.add_argument("out", type=path, help="the folder to write")
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="by default as it is")
 
     prepare = command("prepare", "turn a dataset's raw files into parquet in verl's columns")
@@ -83,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
 
     bench = command("bench", "measure")
-    bench.add_argument("what", choices=("purity", "sampler", "imports", "crash"))
+    bench.add_argument("what", choices=("purity", "sampler", "imports", "crash", "first-step"))
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
     return top
 
@@ -113,9 +123,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         from verl_fn.errors import USER_ERRORS
 
-        if not isinstance(error, USER_ERRORS):
-            raise
-        return _refuse(error, 1)
+        if isinstance(error, USER_ERRORS):
+            return _refuse(error, 1)
+        # A file that cannot be read or written. An error that names none is this program's own.
+        if isinstance(error, OSError) and error.filename is not None:
+            return _refuse(f"{error.filename}: {error.strerror}", 1)
+        raise
     except KeyboardInterrupt:
         return _refuse("stopped at once; the same command continues from the last checkpoint, if there is one", 130)
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import attrs
 
 from verl_fn import schema
-from verl_fn.config import ConfigError, describe, load, origins, without_effect
+from verl_fn.config import ConfigError, describe, load, notes, origins
 
 
 def train(args: argparse.Namespace) -> int:
     """Train from a config."""
     cfg = load(args.config, args.overrides)
-    return _train(cfg, list(origins(args.config, args.overrides)), args.quiet)
+    return _train(cfg, notes(args.config, args.overrides), args.quiet)
 
 
 def fork(args: argparse.Namespace) -> int:
@@ -23,14 +28,14 @@ def fork(args: argparse.Namespace) -> int:
     from verl_fn.replay import fork_config
 
     cfg = fork_config(args.run, args.step, args.overrides)
-    return _train(cfg, list(origins(None, args.overrides)), args.quiet)
+    return _train(cfg, notes(Path(args.run) / "config.toml", args.overrides), args.quiet)
 
 
-def _train(cfg: schema.Config, keys: list[str], quiet: bool) -> int:
+def _train(cfg: schema.Config, hints: Sequence[str], quiet: bool) -> int:
     from verl_fn.train import Interrupted, train
 
     say = (lambda line: None) if quiet else (lambda line: print(line, flush=True))
-    for line in without_effect(cfg, keys):
+    for line in hints:
         say(f"note: {line}")
     try:
         train(cfg, say, live=sys.stdout.isatty() and not quiet)
@@ -46,15 +51,38 @@ def evaluate(args: argparse.Namespace) -> int:
 
     model, run = _model_of(args.model)
     file = args.config or (run / "config.toml" if run is not None else None)
-    cfg = load(file, [*args.overrides, f"model.path={model}", "trainer.val_before_train=true"])
+    own = [f"model.path={model}", "trainer.val_before_train=true"]
+    cfg = load(file, [*args.overrides, *own])
+    if cfg.data.train_files and not cfg.data.val_files:
+        raise ConfigError("there are no held-out problems: set data.val_files")
+    # Nothing is trained, so training files need not be there.
+    cfg = attrs.evolve(cfg, data=attrs.evolve(cfg.data, train_files=()))
+    out = Path(args.json) if args.json else None
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise ConfigError(f"--json: {out} cannot be written; name a file in a folder that is there")
+    print(f"evaluating {model} on {_evaluated(cfg)}", flush=True)
     report, answers = evaluate_model(cfg, print)
     for name, value in report.items():
         print(f"{name:<48} {value:.4f}")
     for answer in answers[:3]:
-        print(f"{answer['prompt']!r} -> {answer['response']!r} ({answer['score']:g}; expected {answer['answer']!r})")
-    if args.json:
-        Path(args.json).write_text(json.dumps({"model": str(model), "metrics": report, "answers": answers}, indent=1))
+        told = f"reward {answer['score']:.3g}; expected {answer['answer']!r}"
+        print(f"{answer['prompt']!r} -> {answer['response']!r} ({told})")
+    if out is not None:
+        out.write_text(json.dumps({"model": str(model), "metrics": report, "answers": answers}, indent=1))
     return 0
+
+
+def _evaluated(cfg: schema.Config) -> str:
+    """What an evaluation asks, and how it answers."""
+    from verl_fn.tasks import TASKS
+
+    d, v = cfg.data, cfg.rollout.val_kwargs
+    if d.val_files:
+        names = ", ".join(Path(file).name for file in d.val_files)
+        problems = f"{'all' if d.val_size is None else f'up to {d.val_size}'} problems of {names}"
+    else:
+        problems = f"{len(TASKS[d.task].held_out(d.val_size))} held-out problems of {d.task}"
+    return f"{problems}, " + (f"{v.n} at temperature {v.temperature:g}" if v.temperature else "greedy")
 
 
 def config(args: argparse.Namespace) -> int:
@@ -65,7 +93,7 @@ def config(args: argparse.Namespace) -> int:
         file, overrides = None, [file, *overrides]
     cfg, set_by = load(file, overrides), origins(file, overrides)
     print(describe(cfg, set_by), end="")
-    for line in without_effect(cfg, set_by):
+    for line in notes(file, overrides):
         print(f"note: {line}", file=sys.stderr)
     return 0
 
@@ -96,25 +124,26 @@ def replay(args: argparse.Namespace) -> int:
 
 def new_model(args: argparse.Namespace) -> int:
     """Write a tiny random model."""
-    from verl_fn.models import new_model
+    from verl_fn.models import check_empty, new_model
     from verl_fn.tasks import TASKS
 
     if args.task not in TASKS:
         raise ConfigError(f"there is no task {args.task!r}; there are {', '.join(TASKS)}")
-    if any(Path(args.folder).glob("*")):
-        raise ConfigError(f"{args.folder} is not empty; choose another folder")
+    if args.chars == "":
+        raise ConfigError("--chars is empty; name the characters, or leave it out to take those of --task")
+    check_empty(Path(args.folder))
     fields = dict(_field(text) for text in args.overrides)
-    try:
-        folder = new_model(
-            args.folder, chars=args.chars or TASKS[args.task].alphabet, arch=args.arch, seed=args.seed, **fields
-        )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"transformers makes no {args.arch} of {fields}: {error}") from error
+    if own := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):
+        raise ConfigError(f"{own[0]} is no field of a model's config; see verl-fn new-model --help")
+    chars = TASKS[args.task].alphabet if args.chars is None else args.chars
+    folder = new_model(
+        args.folder, chars=chars, arch=args.arch, seed=args.seed, chat_template=args.chat_template, **fields
+    )
     print(f"wrote {folder}")
     return 0
 
 
-def _field(text: str) -> tuple[str, object]:
+def _field(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ConfigError(f"{text!r} is not of the form key=value")
@@ -168,7 +197,7 @@ def show_choices(args: argparse.Namespace) -> int:
 
 def bench(args: argparse.Namespace) -> int:
     """Run a benchmark."""
-    return importlib.import_module(f"verl_fn.benchmarks.{args.what}").main(args.rest)
+    return importlib.import_module(f"verl_fn.benchmarks.{args.what.replace('-', '_')}").main(args.rest)
 
 
 COMMANDS = {
@@ -185,7 +214,9 @@ def _model_of(path: str) -> tuple[Path, Path | None]:
     if (folder / "config.toml").is_file():
         if not checkpoints(folder):
             raise RunError(f"the run {folder} has no checkpoint yet")
-        return (folder / "model").resolve(), folder
+        # The link dangles where the newest checkpoint was removed by hand.
+        link = folder / "model"
+        return link.resolve() if link.exists() else checkpoints(folder)[0] / "actor", folder
     if (folder / MANIFEST).is_file():
         run = folder.parents[1]
         return folder / "actor", run if (run / "config.toml").is_file() else None

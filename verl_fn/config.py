@@ -81,8 +81,8 @@ def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
             alone = load(path)
         except ConfigError:
             return list(found.values())
-        of_file = flat(_table(path, ()))
-        found = {k: v for k, v in _without_effect(cfg, of_file).items() if k in _without_effect(alone, of_file)} | found
+        of_file = _without_effect(alone, flat(_table(path, ())))
+        found = _without_effect(cfg, of_file) | found
     return list(found.values())
 
 

@@ -34,6 +34,7 @@ class FileData:
         validation: the held-out problems.
         shuffle: another order of ``training`` in every epoch; otherwise the files' order in all.
         max_prompt: tokens of the longest prompt.
+        max_row: tokens of the longest training row, prompt, answer and end token, where answers are trained on.
 
     >>> data = FileData((Problem("a>", "a"), Problem("b>", "b")), (), shuffle=False)
     >>> [(p.id, p.answer) for p in data.train(Key.from_seed(0), 1, 3)]
@@ -44,6 +45,7 @@ class FileData:
     validation: tuple[Problem, ...]
     shuffle: bool
     max_prompt: int = 0
+    max_row: int = 0
 
     def train(self, key: Key, start: int, count: int) -> tuple[Problem, ...]:
         """Problems ``start`` to ``start + count`` of the endless stream that ``key`` names, epoch after epoch.
@@ -59,9 +61,9 @@ class FileData:
             found.append(attrs.evolve(self.training[orders[epoch][place]], id=i))
         return tuple(found)
 
-    def held_out(self, count: int) -> tuple[Problem, ...]:
-        """All problems of the validation files, which may be none; ``count`` is for tasks, which never run out."""
-        return self.validation
+    def held_out(self, count: int | None) -> tuple[Problem, ...]:
+        """The first ``count`` problems of the validation files, which may be none; all of them for None."""
+        return self.validation[:count]
 
     def _order(self, key: Key, epoch: int) -> Sequence[int]:
         if not self.shuffle:
@@ -77,14 +79,19 @@ def file_data(cfg: Config, tokenizer: Any, say: Callable[[str], None] = print) -
     ``data.filter_overlong_prompts`` such prompts are left out instead, and ``say`` gets how many.
 
     Raises:
-        DataError: a file cannot be used, a prompt is too long, or the filter leaves nothing.
+        DataError: a file cannot be used, a prompt is too long, the filter leaves nothing, or an answer that is to
+            be trained on has characters that the tokenizer does not know.
     """
     d = cfg.data
     (training, a), (validation, b) = (
         _fitting(name, read_problems(files, prompt_key=d.prompt_key), d, tokenizer, say)
         for name, files in (("data.train_files", d.train_files), ("data.val_files", d.val_files))
     )
-    return FileData(training, validation, d.shuffle, max(a, b))
+    row = 0
+    if cfg.algorithm.name == "sft" and training:
+        pairs = zip(encode_prompts(training, tokenizer), encode_answers(training, tokenizer), strict=True)
+        row = max(len(prompt) + len(answer) for prompt, answer in pairs)
+    return FileData(training, validation, d.shuffle, max(a, b), row)
 
 
 def _fitting(
@@ -131,8 +138,7 @@ def _encode(problem: Problem, tokenizer: Any, max_length: int | None) -> list[in
         ids = start + tokenizer.encode(problem.prompt, add_special_tokens=False)
     else:
         ids = _encode_messages(problem, tokenizer)
-    # Byte-level tokenizers know every text, and some of them (GPT-2's) name their bos or eos as unk.
-    if tokenizer.unk_token_id in set(ids) - {tokenizer.bos_token_id, tokenizer.eos_token_id}:
+    if _has_unknown(ids, tokenizer):
         raise DataError(f"the tokenizer does not know every character of the prompt {problem.prompt!r}")
     if max_length is not None and len(ids) > max_length:
         raise DataError(
@@ -140,6 +146,30 @@ def _encode(problem: Problem, tokenizer: Any, max_length: int | None) -> list[in
             "raise data.max_prompt_length, or set data.filter_overlong_prompts to leave such prompts out"
         )
     return ids
+
+
+def encode_answers(problems: Sequence[Problem], tokenizer: Any) -> list[list[int]]:
+    """Token ids of each problem's answer, the end token included.
+
+    Raises:
+        DataError: an answer has characters that the tokenizer does not know.
+
+    >>> from verl_fn.models import char_tokenizer
+    >>> encode_answers([Problem("", "cab")], char_tokenizer("abc"))
+    [[6, 4, 5, 2]]
+    """
+    answers = [tokenizer.encode(problem.answer, add_special_tokens=False) for problem in problems]
+    for problem, ids in zip(problems, answers, strict=True):
+        if _has_unknown(ids, tokenizer):
+            raise DataError(
+                f"{_name(problem)}: the tokenizer does not know every character of the answer {problem.answer!r}"
+            )
+    return [[*ids, tokenizer.eos_token_id] for ids in answers]
+
+
+def _has_unknown(ids: Sequence[int], tokenizer: Any) -> bool:
+    # Byte-level tokenizers know every text, and some of them (GPT-2's) name their bos or eos as unk.
+    return tokenizer.unk_token_id in set(ids) - {tokenizer.bos_token_id, tokenizer.eos_token_id}
 
 
 def _encode_messages(problem: Problem, tokenizer: Any) -> list[int]:
@@ -284,7 +314,22 @@ def _json_lines(path: Path, needed: Sequence[str], more: Sequence[str], hint: st
             if not isinstance(row, dict):
                 raise DataError(f"{place} is not a JSON object, one a line: {row!r:.80}")
             _check_columns(place, list(row), needed, hint)
-            yield place, {name: row[name] for name in (*needed, *more) if name in row}
+            row = {name: row[name] for name in (*needed, *more) if name in row}
+            if "\\ud" in line.lower():
+                _check_characters(place, row)
+            yield place, row
+
+
+def _check_characters(place: str, row: Row) -> None:
+    """JSON can write one half of a surrogate pair, which is no character: no tokenizer takes it."""
+    for name, value in row.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise DataError(
+                f"{place}: {name} has {half!a}, half of a character's surrogate pair; write the whole character"
+            ) from error
 
 
 _READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".json": _json_lines}

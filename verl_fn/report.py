@@ -216,10 +216,24 @@ def _samples(runs: Sequence[Evaluated]) -> str:
     logged = [run for run in runs if run.answers]
     if not logged:
         return ""
+    # Runs that were asked other things are not compared: each kind has its table, and no empty cells.
+    groups: dict[frozenset[tuple[str, str]], list[Evaluated]] = {}
+    for run in logged:
+        groups.setdefault(frozenset(run.answers[max(run.answers)]), []).append(run)
+    return "<h2>Held-out answers</h2>\n" + "".join(_sample(group, len(groups) == 1) for group in groups.values())
+
+
+def _sample(logged: Sequence[Evaluated], alone: bool) -> str:
+    """The answers of runs that were asked the same, side by side; ``alone`` if there are no others."""
     common = set.intersection(*(set(run.answers) for run in logged))
     last = {run.label: max(common or run.answers) for run in logged}
     prompts = list(dict.fromkeys(key for run in logged for key in run.answers[last[run.label]]))
-    head = ["prompt", "expected", *(run.label + ("" if common else f", step {last[run.label]:,}") for run in logged)]
+    stepless = common and alone
+    head = [
+        "prompt",
+        "expected",
+        *(run.label + ("" if stepless else f", step {last[run.label]:,}") for run in logged),
+    ]
     rows = []
     for key in prompts[:SHOWN]:
         held = [run.answers[last[run.label]].get(key) for run in logged]
@@ -228,8 +242,9 @@ def _samples(runs: Sequence[Evaluated]) -> str:
     when = f"At step {max(common):,}" if common else "At each run's last evaluation, as none is common to all"
     cut = f"; the first {SHOWN} of {len(prompts)} prompts" if len(prompts) > SHOWN else ""
     changes = "".join(_change(run, last[run.label], prompts[:SHOWN]) for run in logged)
+    whose = "" if alone else _text(", ".join(run.label for run in logged)) + ": "
     table = _table(head, rows, "samples", "Held-out answers")
-    return f'<h2>Held-out answers</h2>\n<p class="soft">{when}{cut}.</p>\n{table}{changes}'
+    return f'<p class="soft">{whose}{when if alone else when[0].lower() + when[1:]}{cut}.</p>\n{table}{changes}'
 
 
 def _change(run: Evaluated, last: int, prompts: Iterable[tuple[str, str]]) -> str:

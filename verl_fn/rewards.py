@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.data import encode_prompts
+from verl_fn.data import encode_answers, encode_prompts
 from verl_fn.reward_worker import short
 from verl_fn.state import Batch
 from verl_fn.steps.aggregate import last_of_rows
@@ -120,8 +120,12 @@ def response_texts(batch: Batch, tokenizer: Any) -> list[str]:
 
 
 def pack_examples(problems: Sequence[Problem], tokenizer: Any) -> Batch:
-    """Prompt, answer and end token of each problem as a row; ``response_mask`` marks answer and end."""
+    """Prompt, answer and end token of each problem as a row; ``response_mask`` marks answer and end.
+
+    Raises:
+        DataError: a text has characters that the tokenizer does not know.
+    """
     prompts = encode_prompts(problems, tokenizer)
-    answers = [[*tokenizer.encode(p.answer, add_special_tokens=False), tokenizer.eos_token_id] for p in problems]
+    answers = encode_answers(problems, tokenizer)
     mask = [[0.0] * len(p) + [1.0] * len(a) for p, a in zip(prompts, answers, strict=True)]
     return Batch.from_rows([p + a for p, a in zip(prompts, answers, strict=True)], {"response_mask": mask})

@@ -35,7 +35,10 @@ def home(value: Any) -> Any:
     """A path, or each of several, with a leading ``~`` replaced by the home folder."""
     if isinstance(value, tuple):
         return tuple(map(home, value))
-    return os.path.expanduser(value) if isinstance(value, str) else value
+    try:
+        return os.path.expanduser(value) if isinstance(value, str) else value
+    except ValueError:  # no user has such a name
+        return value
 
 
 def paths(default: Any, doc: str) -> Any:

@@ -11,6 +11,7 @@ from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, entropy, 
 from verl_fn.testing import check_backend, tiny_batch
 
 KEY = Key.from_seed(0)
+SHARED = ("head", "compute_dtype", "checkpointing", "device", "deterministic")  # what Local takes too
 
 
 def optimizer():
@@ -32,7 +33,7 @@ class Whole(Local):
 
 def laws(folder, options, tolerance):
     """All laws, and the layout against one process."""
-    common = {name: options[name] for name in ("head", "compute_dtype", "checkpointing") if name in options}
+    common = {name: options[name] for name in SHARED if name in options}
     backend = Fsdp(folder, optimizer(), max_tokens=24, **options)
     other = Whole(folder, optimizer(), max_tokens=24, **common)
     check_backend(backend, other, loss=loss_for(options.get("head", "lm")), tolerance=tolerance)

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 
-def _rank(rank, size, port, pipe, folder):
+def _rank(rank, size, port, pipe, folder, device):
     import sys
 
     sys.path.insert(0, folder)
@@ -20,7 +20,10 @@ def _rank(rank, size, port, pipe, folder):
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    if device == "cuda":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+        torch.cuda.set_device(rank)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=60))
     while (asked := pipe.recv()) is not None:
         module, name, args = asked
         try:
@@ -35,9 +38,9 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """``size`` ranks over gloo on this machine."""
+    """``size`` ranks on this machine, over gloo on CPUs, over NCCL with a GPU each."""
 
-    def __init__(self, size):
+    def __init__(self, size, device="cpu"):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -46,7 +49,7 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             here = str(Path(__file__).parent)
-            process = context.Process(target=_rank, args=(rank, size, port, theirs, here), daemon=True)
+            process = context.Process(target=_rank, args=(rank, size, port, theirs, here, device), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)

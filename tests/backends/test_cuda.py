@@ -103,3 +103,23 @@ def test_sampler_on_the_gpu_agrees_with_the_trainer(model):
     batch = engine.generate(prompts, Sampling(40, n=4, temperature=0.8), Key.from_seed(0), version=0)
     gap = (backend.forward(state.params, batch).logprobs - batch["rollout_log_probs"]).abs()
     assert float((gap * batch["response_mask"]).max()) < 1e-4
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    from ranks import Ranks
+
+    ranks = Ranks(min(2, torch.cuda.device_count()), "cuda")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"compute_dtype": "bfloat16", "checkpointing": True}, {"head": "value"}, {"sp": 2}], ids=str
+)
+def test_sharded_laws_on_gpus(gpus, tmp_path, options):
+    if options.get("sp", 1) > len(gpus.processes):
+        pytest.skip("sequence parallelism wants two GPUs")
+    folder = new_model(tmp_path, chars="abcd", hidden_size=64)
+    tolerance = 0.05 if "compute_dtype" in options else 1e-4
+    gpus.run("laws", folder, {"device": "cuda", "deterministic": True, **options}, tolerance)

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from verl_fn.schema import ActorConfig, Config, OptimConfig
+from verl_fn.schema import ActorConfig, Config, ConfigError, OptimConfig
 
 
 def set_up_process(cfg: Config) -> None:
@@ -40,19 +40,32 @@ def model_folder(cfg: Config) -> Path:
     from verl_fn.tasks import TASKS
 
     if cfg.model.path:
-        return Path(cfg.model.path)
+        return Path(cfg.model.path).expanduser()
     wanted = attrs.asdict(cfg.model.new) | {"chars": TASKS[cfg.data.task].alphabet, "seed": cfg.trainer.seed}
     folder = Path(cfg.trainer.dir) / "new_model"
     note = folder / "made_from.json"
-    if not note.exists() or json.loads(note.read_text()) != wanted:
+    if _made_from(note) != wanted:
         # Aside and renamed, so that a folder of this name is whole.
         aside = folder.with_name(".new_model.writing")
         shutil.rmtree(aside, ignore_errors=True)
-        new_model(aside, **wanted)
-        (aside / note.name).write_text(json.dumps(wanted))
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
+        try:
+            new_model(aside, **wanted)
+            (aside / note.name).write_text(json.dumps(wanted))
+            shutil.rmtree(folder, ignore_errors=True)
+            aside.rename(folder)
+        except OSError as error:
+            raise ConfigError(f"the random model cannot be written to {folder}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     return folder
+
+
+def _made_from(note: Path) -> Any:
+    """What the random model that is there was made from; None where that cannot be read."""
+    try:
+        return json.loads(note.read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def optimizer(o: OptimConfig, total_steps: int) -> Any:
