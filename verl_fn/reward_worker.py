@@ -197,10 +197,11 @@ def _on_own_numbers(value: Awaitable[Any], seed: int) -> Generator[Any, None, An
     step: Callable[[], Any] = partial(inner.send, None)
     # Another generator in its place costs numpy much less time than another state.
     own = np.random.MT19937(seed)
-    np.random.set_bit_generator(own)
+    use = np.random.set_bit_generator  # type: ignore[attr-defined]
+    use(own)
     _seed(seed)
     while True:
-        np.random.set_bit_generator(own)
+        use(own)
         try:
             waited = step()
         except StopIteration as end:
