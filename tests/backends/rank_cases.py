@@ -2,13 +2,14 @@
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.local import Local
-from verl_fn.backends.sharding import whole_of
-from verl_fn.state import Grads, Key, snapshot, tree
+from verl_fn.backends.sharding import locals_of, whole_of
+from verl_fn.state import Grads, Key, Weighted, snapshot, tree
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, entropy, ppo_clip, value_clip
-from verl_fn.testing import check_backend, tiny_batch
+from verl_fn.testing import LawViolation, check_backend, tiny_batch
 
 KEY = Key.from_seed(0)
 SHARED = ("head", "compute_dtype", "checkpointing", "device", "deterministic")  # what Local takes too
@@ -136,3 +137,70 @@ def save(folder, into, options):
 def restore(folder, source, options):
     backend = Fsdp(folder, optimizer(), max_tokens=24, **options)
     return tree.digest(whole_of(backend.restore(source)))
+
+
+class IgnoresParameters(Fsdp):
+    """Points at the first state that it ever saw."""
+
+    def _pointing_at(self, params):
+        self.__dict__.setdefault("first", params)
+        return super()._pointing_at(self.first)
+
+
+class DropsARank(Fsdp):
+    """The last rank's rows count for nothing."""
+
+    def _mine(self, batch):
+        for rows, part in super()._mine(batch):
+            last = self.layout.rank == self.layout.size - 1
+            yield (
+                rows,
+                part.with_tokens(loss_weight=part["loss_weight"] * (not last)) if "loss_weight" in part else part,
+            )
+
+
+class Averages(Fsdp):
+    """Gradients are divided by the number of ranks, as FSDP does by itself."""
+
+    def _wrapped(self, skeleton, params):
+        places = super()._wrapped(skeleton, params)
+        for module in skeleton.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(float(self.layout.size))
+        return places
+
+
+class NormOfOneRank(Fsdp):
+    """Every rank clips by the norm of its own shards."""
+
+    def apply_update(self, state, grads, *, donate=True):
+        new, found = super().apply_update(state, grads, donate=donate)
+        return new, found | {"grad_norm": Weighted(float(self.own_norm), 1.0)}
+
+    def forward_backward(self, state, batch, loss):
+        grads, found = super().forward_backward(state, batch, loss)
+        self.own_norm = locals_of(grads).global_norm()
+        return grads, found
+
+
+class AliasedGradients(Fsdp):
+    """Gives the same buffers out again while the first are held."""
+
+    def forward_backward(self, state, batch, loss):
+        grads, found = super().forward_backward(state, batch, loss)
+        kept = self.__dict__.setdefault("kept", grads)
+        for name, g in kept.items():
+            g._local_tensor.copy_(grads[name]._local_tensor)
+        return kept, found
+
+
+MUTANTS = (IgnoresParameters, DropsARank, Averages, NormOfOneRank, AliasedGradients)
+
+
+def mutant(folder, name):
+    """The law that a broken backend is told to break."""
+    backend = globals()[name](folder, optimizer(), max_tokens=24)
+    try:
+        check_backend(backend, Whole(folder, optimizer(), max_tokens=24), loss=loss_for("lm"), tolerance=1e-5)
+    except LawViolation as error:
+        return error.law

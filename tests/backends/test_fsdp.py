@@ -101,3 +101,18 @@ def test_a_state_moves_between_one_two_and_four_ranks(two, four, folder, tmp_pat
     assert tree.digest(state) == digest
     local.save(state, tmp_path / "one")
     assert four.run("restore", folder, tmp_path / "one", options) == [digest] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "laws"),
+    [
+        ("IgnoresParameters", {"Purity", "Persistence"}),
+        ("DropsARank", {"Purity", "Split invariance", "Layout"}),
+        ("Averages", {"Layout"}),
+        ("NormOfOneRank", {"Layout"}),
+        ("AliasedGradients", {"Purity", "Persistence", "Donation"}),
+    ],
+)
+def test_broken_sharded_backends_are_caught(two, folder, name, laws):
+    told = two.run("mutant", folder, name)
+    assert set(told) <= laws and None not in told, told

@@ -320,14 +320,16 @@ def _layout(case: _Case, others: _Case, state: TrainState) -> None:
         "Layout", "forward on the other backend", case.outputs(state.params).by_name,
         others.outputs(moved.params).by_name, rounding, tolerance=case.tolerance,
     )  # fmt: skip
-    _agree(
-        case,
-        "Layout",
-        "forward_backward on the other backend:",
-        case.gradients(state),
-        others.gradients(moved),
-        rounding,
-    )
+    mine, theirs = case.gradients(state), others.gradients(moved)
+    _agree(case, "Layout", "forward_backward on the other backend:", mine, theirs, rounding)
+    norms = [
+        one.backend.apply_update(held, grads, donate=False)[1]["grad_norm"].value
+        for one, held, (grads, _) in ((case, state, mine), (others, moved, theirs))
+    ]
+    require_close(
+        "Layout", "the norm that apply_update finds on the other backend", norms[0], norms[1],
+        "a norm of one rank's shards alone, or of replicated ones twice", tolerance=case.tolerance,
+    )  # fmt: skip
 
 
 def _agree(
