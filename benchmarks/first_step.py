@@ -282,7 +282,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder, args.shape, args.losses, args.rows, args.longest, args.device)
-        print(f"{'layout':<22}{'loss':<7}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'cosine':>12}{'update':>10}"
+        print(f"{'layout':<24}{'loss':<7}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'cosine':>12}{'update':>10}"
               f"{'from ref.':>11}{'2nd loss':>10}{'time':>9}   bars")  # fmt: skip
         for loss in args.losses:
             wanted = run_layout(folder, "local", loss, args.device)
@@ -299,7 +299,7 @@ def main(argv: Sequence[str]) -> int:
                 told = {k: v for k, v in found.items() if k not in ("tensors", "scale")}
                 results.append({"layout": text, "loss": loss, "errors": errors, "found": told, "missed": missed})
                 print(
-                    f"{text:<22}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
+                    f"{text:<24}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
                     f"{1 - errors['cosine']:12.1e}{errors['update']:10.1e}{errors['update_from_reference']:11.1e}"
                     f"{errors['second_loss']:10.1e}{found['seconds']:8.2f}s   {'MISSED ' + ', '.join(missed) if missed else 'held'}",
                     flush=True,
