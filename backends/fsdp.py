@@ -1,9 +1,10 @@
 """Sharded training on PyTorch's ``fully_shard``: each rank of a process group holds a part of every tensor.
 
 All ranks call each method together, with the same batch, and get the same metrics. On GPUs the process group has both
-backends, ``init_process_group("cpu:gloo,cuda:nccl")``: metrics and what is placed on the CPU travel over gloo. FSDP's modules own nothing:
-for as long as a call runs they point at the shards of the state that the call was given, so every state means what
-it means, whichever came before, and nothing is copied in or out.
+backends, ``init_process_group("cpu:gloo,cuda:nccl")``: metrics and what is placed on the CPU travel over gloo.
+
+FSDP's modules own nothing: for as long as a call runs they point at the shards of the state that the call was given,
+so every state means what it means, whichever came before, and nothing is copied in or out.
 """
 
 from __future__ import annotations
@@ -21,15 +22,37 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl_fn.state import Batch, Grads, Key, Metrics, Params, Sum, TokenOutputs, TrainState, donate, metrics, tree
+from verl_fn.state import (
+    Batch,
+    Grads,
+    Key,
+    Metrics,
+    Params,
+    Split,
+    Sum,
+    TokenOutputs,
+    TrainState,
+    deal,
+    donate,
+    metrics,
+    tree,
+)
 from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from . import checkpoint
-from .model import ModelError, Skeleton, Staged, build, check_needs, check_same_model, token_outputs
-from .sharding import Layout, deal, locals_of, whole_of, with_specs
+from .model import (
+    ModelError,
+    Skeleton,
+    Staged,
+    build,
+    check_needs,
+    check_same_model,
+    dtype_of,
+    repeatable,
+    token_outputs,
+)
+from .sharding import Layout, locals_of, whole_of, with_specs
 from .ulysses import LayoutError, check_heads
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Fsdp:
@@ -70,13 +93,11 @@ class Fsdp:
         device: str = "cpu",
         deterministic: bool = False,
     ) -> None:
-        if compute_dtype not in DTYPES:
-            raise ValueError(f"compute_dtype is {compute_dtype!r}; it must be one of {', '.join(DTYPES)}")
         self.folder = Path(folder)
         self.optimizer = optimizer
         self.layout = Layout.of(device, replicate=replicate, sp=sp)
         self.head = head
-        self.dtype = DTYPES[compute_dtype]
+        self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
         self.reshard_after_forward = reshard_after_forward
@@ -127,21 +148,15 @@ class Fsdp:
         """What ``needs`` names for every token with ``response_mask``, of all rows on every rank, on the CPU."""
         wanted = check_needs(self.head, needs)
         found: list[tuple[list[int], dict[str, Tensor]]] = []
-        with self._pointing_at(params):
+        with repeatable(self.deterministic), self._pointing_at(params):
             for rows, part in self._mine(batch):
                 staged = Staged.of(part, self.device, self.layout.sequence)
                 outputs = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
-                found.append((rows, {name: t.cpu() for name, t in outputs.by_name.items()}))
-        told = _gathered(found if self.layout.speaks else [])
-        by_name = {name: torch.zeros(batch.num_tokens) for name in wanted}
-        starts = batch.cu_seqlens.tolist()
-        for rows, outputs in (one for rank in told for one in rank):
-            for name, t in outputs.items():
-                for row, values in zip(
-                    rows, t.split([starts[r + 1] - starts[r] for r in rows] or [len(t)]), strict=False
-                ):
-                    by_name[name][starts[row] : starts[row + 1]] = values
-        return TokenOutputs(by_name)
+                if rows:
+                    found.append((rows, {name: t.cpu() for name, t in outputs.by_name.items()}))
+        told = [one for rank in _gathered(found if self.layout.speaks else []) for one in rank]
+        split = Split(batch, tuple(torch.tensor(rows) for rows, _ in told))
+        return TokenOutputs({name: split.join([outputs[name] for _, outputs in told]) for name in wanted})
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
         """Gradients of the loss over the whole batch, fp32 shards, and its metrics, with the total as ``loss``.
@@ -155,7 +170,7 @@ class Fsdp:
             raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
         wanted = check_needs(self.head, loss.needs)
         found: Metrics = {}
-        with self._pointing_at(state.params) as held:
+        with repeatable(self.deterministic), self._pointing_at(state.params) as held:
             for rows, part in self._mine(batch):
                 staged = Staged.of(part, self.device, self.layout.sequence)
 
@@ -243,8 +258,6 @@ class Fsdp:
             raise ValueError(f"the state's parameters are not this model's: {odd[:5]}")
         # Also without gradients: FSDP decides in its first call which dtypes gradients will have.
         trained, held = set(params.trained()), {}
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(before or self.deterministic)
         try:
             for name, place in self._places.items():
                 held[name] = nn.Parameter(_moved(params[name], self.device), requires_grad=name in trained)
@@ -252,7 +265,6 @@ class Fsdp:
                 place.reset_sharded_param()
             yield held
         finally:
-            torch.use_deterministic_algorithms(before)
             for module in self._built().modules():
                 # What is gathered is of these shards; the next call's may be others.
                 if isinstance(module, FSDPModule):
@@ -322,11 +334,9 @@ def _moved(t: Tensor, device: str | torch.device) -> Tensor:
     """A tensor, or a shard whose local part only, on another device."""
     if not isinstance(t, DTensor):
         return t.to(device)
-    return (
-        t
-        if t._local_tensor.device == torch.device(device)
-        else DTensor(t._local_tensor.to(device), t._spec, requires_grad=False)
-    )
+    if t._local_tensor.device == torch.device(device):
+        return t
+    return DTensor(t._local_tensor.to(device), t._spec, requires_grad=False)
 
 
 def _gathered(value: Any) -> list[Any]:

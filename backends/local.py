@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -30,9 +29,7 @@ from verl_fn.state import (
 from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from . import checkpoint
-from .model import Skeleton, Staged, build, check_needs, check_same_model, token_outputs
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from .model import Skeleton, Staged, build, check_needs, check_same_model, dtype_of, repeatable, token_outputs
 
 
 class Local:
@@ -77,12 +74,10 @@ class Local:
         device: str | torch.device = "cpu",
         deterministic: bool = False,
     ) -> None:
-        if compute_dtype not in DTYPES:
-            raise ValueError(f"compute_dtype is {compute_dtype!r}; it must be one of {', '.join(DTYPES)}")
         self.folder = Path(folder)
         self.optimizer = optimizer
         self.head = head
-        self.dtype = DTYPES[compute_dtype]
+        self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
         self.device = torch.device(device)
@@ -128,7 +123,7 @@ class Local:
         tensors = self._compute_tensors(params)
         split = split_by_tokens(batch, self.max_tokens)
         found: list[TokenOutputs] = []
-        with self._repeatable():
+        with repeatable(self.deterministic):
             for part in split:
                 staged = Staged.of(part, self.device)
                 outputs = self._built().run(tensors, lambda model, s=staged: token_outputs(model, s, wanted))
@@ -149,7 +144,7 @@ class Local:
         leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
         tensors |= leaves
         found: Metrics = {}
-        with self._repeatable():
+        with repeatable(self.deterministic):
             for part in split_by_tokens(batch, self.max_tokens):
                 staged = Staged.of(part, self.device)
 
@@ -213,15 +208,6 @@ class Local:
             torch._foreach_copy_([self._cast[name] for name in params], list(params.values()))
             self._cast_of = weakref.ref(params)
         return dict(self._cast)
-
-    @contextlib.contextmanager
-    def _repeatable(self) -> Iterator[None]:
-        before = torch.are_deterministic_algorithms_enabled()
-        torch.use_deterministic_algorithms(before or self.deterministic)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(before)
 
 
 def _device(part: Any) -> torch.device | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,31 @@ from .logprobs import logprobs_and_entropy
 from .ulysses import Sequence
 
 SUPPORTED_NEEDS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def dtype_of(name: str, option: str) -> torch.dtype:
+    """The dtype that a backend's ``option`` names.
+
+    >>> dtype_of("bfloat16", "compute_dtype")
+    torch.bfloat16
+    """
+    if name not in DTYPES:
+        raise ValueError(f"{option} is {name!r}; it must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+@contextlib.contextmanager
+def repeatable(asked: bool) -> Iterator[None]:
+    """Deterministic kernels inside, if asked for or on already; outside as before."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(before or asked)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 class ModelError(ValueError):

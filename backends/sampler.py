@@ -18,8 +18,7 @@ from verl_fn.state import Batch, Key, uniform_at
 
 from .decoder import Decoder
 from .llama import decoder_for
-from .local import DTYPES
-from .model import ModelError
+from .model import ModelError, dtype_of
 from .protocol import Sampling, StaleWeightsError
 
 # Logits of the same row in batches of different sizes differ by about this much; draws within it are near ties.
@@ -63,13 +62,11 @@ class Sampler:
     def __init__(
         self, folder: str | Path, *, device: str | torch.device = "cpu", dtype: str = "float32", slots: int = 64
     ) -> None:
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
         if slots < 1:
             raise ValueError(f"slots is {slots}; it must be at least 1")
         self.folder = Path(folder)
         self.device = torch.device(device)
-        self.dtype = DTYPES[dtype]
+        self.dtype = dtype_of(dtype, "dtype")
         self.slots = slots
         self.version: int | None = None
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)

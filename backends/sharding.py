@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from verl_fn.state import Batch, tree
+from verl_fn.state import tree
 
 from .ulysses import LayoutError
 
@@ -50,15 +50,14 @@ class Layout:
         for name, value in (("replicate", replicate), ("sp", sp)):
             if value < 1 or size % value:
                 raise LayoutError(f"{name} = {value} does not divide the {size} ranks of this run")
-        shape, names = (
-            ((size,), ("shard",)) if replicate == 1 else ((replicate, size // replicate), ("replicate", "shard"))
-        )
-        mesh = init_device_mesh(device, shape, mesh_dim_names=names)
+        if replicate == 1:
+            mesh = init_device_mesh(device, (size,), mesh_dim_names=("shard",))
+        else:
+            mesh = init_device_mesh(device, (replicate, size // replicate), mesh_dim_names=("replicate", "shard"))
         sequence = None
         if sp > 1:
-            sequence = init_device_mesh(device, (size // sp, sp), mesh_dim_names=("rows", "sequence"))[
-                "sequence"
-            ].get_group()
+            neighbours = init_device_mesh(device, (size // sp, sp), mesh_dim_names=("rows", "sequence"))
+            sequence = neighbours["sequence"].get_group()
         return cls(mesh, sequence, dist.get_rank(), size)
 
     @property
@@ -124,44 +123,3 @@ def with_specs(value: T, specs: Mapping[str, DTensorSpec]) -> T:
 def whole_of(value: T) -> T:
     """The same value with whole tensors, on every rank; all ranks must call it together."""
     return tree.map_tensors(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, value)
-
-
-def deal(batch: Batch, shares: int, max_tokens: int) -> list[list[list[int]]]:
-    """Deal the rows of a batch to ``shares`` ranks, each into equally many micro-batches under the budget.
-
-    Balanced by tokens. A function of the batch alone, so ranks agree without asking each other.
-
-    Returns:
-        For each rank, for each micro-batch, the rows; a micro-batch may be empty.
-
-    Raises:
-        ValueError: a row is longer than the budget.
-
-    >>> deal(Batch.from_rows([[1] * 3, [2] * 2, [3]]), 2, 4)
-    [[[0]], [[1, 2]]]
-    """
-    lengths = batch.lengths.tolist()
-    if (longest := max(lengths)) > max_tokens:
-        raise ValueError(
-            f"row {lengths.index(longest)} has {longest} tokens, more than the budget of {max_tokens} a micro-batch; "
-            f"raise ppo_max_token_len_per_gpu or shorten prompts and responses"
-        )
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    mine = _lightest_first(order, lengths, shares)
-    parts = max(1, -(-max(sum(lengths[i] for i in rows) for rows in mine) // max_tokens))
-    while True:
-        dealt = [_lightest_first(rows, lengths, parts) for rows in mine]
-        if all(sum(lengths[i] for i in part) <= max_tokens for parts_ in dealt for part in parts_):
-            return [[sorted(part) for part in parts_] for parts_ in dealt]
-        parts += 1
-
-
-def _lightest_first(order: list[int], lengths: list[int], bins: int) -> list[list[int]]:
-    """Rows, longest first, each to the bin with the fewest tokens."""
-    found: list[list[int]] = [[] for _ in range(bins)]
-    load = [0] * bins
-    for i in order:
-        lightest = load.index(min(load))
-        load[lightest] += lengths[i]
-        found[lightest].append(i)
-    return found

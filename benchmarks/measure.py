@@ -96,7 +96,8 @@ def write(path: str | None, name: str, device: str, result: dict[str, Any]) -> N
     """Write a result with its machine and command, if a path was given."""
     if path is None:
         return
-    options = [a for i, a in enumerate(sys.argv) if i > 2 and a != "--json" and sys.argv[i - 1] != "--json"]
+    files = ("--json", "--png")
+    options = [a for i, a in enumerate(sys.argv) if i > 2 and a not in files and sys.argv[i - 1] not in files]
     command = " ".join(["verl-fn bench", name, *options])
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({"command": command, "machine": machine(device), **result}, indent=1) + "\n")

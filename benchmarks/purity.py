@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from verl_fn.backends import model as models
-from verl_fn.backends.local import DTYPES, Local
-from verl_fn.backends.model import Staged, token_outputs
+from verl_fn.backends.local import Local
+from verl_fn.backends.model import DTYPES, Staged, token_outputs
 from verl_fn.state import Batch, Grads, Key, split_by_tokens
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip
 

@@ -65,14 +65,31 @@ def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None) 
     longest = max(range(len(groups)), key=sizes.__getitem__)
     if sizes[longest] > max_tokens:
         what = f"row {groups[longest][0]}" if len(groups[longest]) == 1 else f"the group of row {groups[longest][0]}"
-        raise ValueError(
-            f"{what} has {sizes[longest]} tokens, more than the budget of {max_tokens} a micro-batch; "
-            f"raise ppo_max_token_len_per_gpu or shorten prompts and responses"
-        )
-    parts = -(-sum(sizes) // max_tokens)
-    while (bins := _balance(sizes, parts, max_tokens)) is None:
-        parts += 1
-    return Split(batch, tuple(torch.tensor(sorted(row for g in chosen for row in groups[g])) for chosen in bins))
+        raise _over_budget(what, sizes[longest], max_tokens)
+    bins = _under_budget([sizes], max_tokens)[0]
+    return Split(batch, tuple(torch.tensor(sorted(row for g in part for row in groups[g])) for part in bins if part))
+
+
+def deal(batch: Batch, shares: int, max_tokens: int) -> list[list[list[int]]]:
+    """Deal the rows of a batch to ``shares`` ranks, each into equally many micro-batches under the budget.
+
+    Balanced by tokens. A function of the batch alone, so ranks agree without asking each other.
+
+    Returns:
+        For each rank, for each micro-batch, the rows; a micro-batch may be empty.
+
+    Raises:
+        ValueError: a row is longer than the budget.
+
+    >>> deal(Batch.from_rows([[1] * 3, [2] * 2, [3]]), 2, 4)
+    [[[0]], [[1, 2]]]
+    """
+    lengths = batch.lengths.tolist()
+    if (longest := max(lengths)) > max_tokens:
+        raise _over_budget(f"row {lengths.index(longest)}", longest, max_tokens)
+    mine = [sorted(rows) for rows in _balance(lengths, shares)]
+    dealt = _under_budget([[lengths[row] for row in rows] for rows in mine], max_tokens)
+    return [[sorted(rows[i] for i in part) for part in parts] for rows, parts in zip(mine, dealt, strict=True)]
 
 
 def split_by_count(batch: Batch, max_rows: int, together: str | None = None) -> Split:
@@ -105,14 +122,31 @@ def _groups(batch: Batch, together: str | None) -> list[list[int]]:
     return list(groups.values())
 
 
-def _balance(sizes: list[int], parts: int, limit: int) -> list[list[int]] | None:
-    """Longest first, each to the lightest part; None where a part would pass the limit."""
+def _over_budget(what: str, tokens: int, max_tokens: int) -> ValueError:
+    return ValueError(
+        f"{what} has {tokens} tokens, more than the budget of {max_tokens} a micro-batch; "
+        f"raise ppo_max_token_len_per_gpu or shorten prompts and responses"
+    )
+
+
+def _under_budget(shares: list[list[int]], limit: int) -> list[list[list[int]]]:
+    """The sizes of each share in bins of at most ``limit``, as few as let every share have equally many."""
+    parts = max(1, *(-(-sum(sizes) // limit) for sizes in shares))
+    while True:
+        found = [_balance(sizes, parts) for sizes in shares]
+        if all(
+            sum(sizes[i] for i in part) <= limit for sizes, bins in zip(shares, found, strict=True) for part in bins
+        ):
+            return found
+        parts += 1
+
+
+def _balance(sizes: list[int], parts: int) -> list[list[int]]:
+    """Longest first, each to the lightest part."""
     bins: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         lightest = min(range(parts), key=load.__getitem__)
         load[lightest] += sizes[item]
-        if load[lightest] > limit:
-            return None
         bins[lightest].append(item)
-    return [b for b in bins if b]
+    return bins

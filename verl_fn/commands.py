@@ -51,8 +51,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
     model, run = _model_of(args.model)
     file = args.config or (run / "config.toml" if run is not None else None)
-    own = [f"model.path={model}", "trainer.val_before_train=true"]
-    cfg = load(file, [*args.overrides, *own])
+    cfg = load(file, [*args.overrides, f"model.path={model}"])
     if cfg.data.train_files and not cfg.data.val_files:
         raise ConfigError("there are no held-out problems: set data.val_files")
     # Nothing is trained, so training files need not be there.
@@ -173,7 +172,6 @@ def prepare(args: argparse.Namespace) -> int:
 
 def show_choices(args: argparse.Namespace) -> int:
     """List what there is to choose from."""
-    from verl_fn import steps
     from verl_fn.rules import SOURCES
     from verl_fn.tasks import TASKS
 
@@ -182,10 +180,10 @@ def show_choices(args: argparse.Namespace) -> int:
         ("tasks", TASKS),
         ("algorithms", schema.ESTIMATORS),
         ("estimators", [one for several in schema.ESTIMATORS.values() for one in several]),
-        ("losses", [name for name in losses if hasattr(steps, name)]),
+        ("losses", losses),
         ("KL estimators", schema.KL_TYPES),
         ("aggregation", (*schema.AGGREGATIONS, "seq")),
-        ("training backends", ("local", "mock")),
+        ("training backends", ("local", "fsdp", "mock")),
         ("rollout engines", ("sampler", "mock")),
         ("drivers", ("local", "ray")),
         ("rewards by data source", SOURCES),

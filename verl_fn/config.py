@@ -60,19 +60,13 @@ def describe(cfg: Config, origins: Mapping[str, str]) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def without_effect(cfg: Config, keys: Iterable[str]) -> list[str]:
-    """Of ``keys``, those that this config never looks at, each with the reason; none that is at its default.
-
-    >>> without_effect(load(overrides=["algorithm.name=sft", "algorithm.lam=0.9"]), ["algorithm.lam"])
-    ['algorithm.lam has no effect with algorithm.name = "sft"']
-    """
-    return list(_without_effect(cfg, keys).values())
-
-
 def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
     """What to say of the keys that were set and have no effect.
 
-    A key of the file is passed over if it is an override that leaves it without effect.
+    A key at its default is passed over, and one of the file if it is an override that leaves it without effect.
+
+    >>> notes(None, ["algorithm.name=sft", "algorithm.lam=0.9"])
+    ['algorithm.lam has no effect with algorithm.name = "sft"']
     """
     cfg = load(path, overrides)
     found = _without_effect(cfg, flat(_table(None, overrides)))

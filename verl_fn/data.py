@@ -89,15 +89,14 @@ def file_data(cfg: Config, tokenizer: Any, say: Callable[[str], None] = print) -
     )
     row = 0
     if cfg.algorithm.name == "sft" and training:
-        pairs = zip(encode_prompts(training, tokenizer), encode_answers(training, tokenizer), strict=True)
-        row = max(len(prompt) + len(answer) for prompt, answer in pairs)
-    return FileData(training, validation, d.shuffle, max(a, b), row)
+        row = max(prompt + len(answer) for prompt, answer in zip(a, encode_answers(training, tokenizer), strict=True))
+    return FileData(training, validation, d.shuffle, max((*a, *b), default=0), row)
 
 
 def _fitting(
     name: str, problems: tuple[Problem, ...], d: DataConfig, tokenizer: Any, say: Callable[[str], None]
-) -> tuple[tuple[Problem, ...], int]:
-    """The problems that are short enough, and the tokens of the longest of them."""
+) -> tuple[tuple[Problem, ...], list[int]]:
+    """The problems that are short enough, and the tokens of the prompt of each."""
     prompts = encode_prompts(problems, tokenizer, None if d.filter_overlong_prompts else d.max_prompt_length)
     fitting = [len(ids) <= d.max_prompt_length for ids in prompts]
     kept = tuple(p for p, fits in zip(problems, fitting, strict=True) if fits)
@@ -109,7 +108,7 @@ def _fitting(
     if len(kept) < len(problems):
         left_out = len(problems) - len(kept)
         say(f"{name}: left out {left_out} of {len(problems)} prompts, longer than {d.max_prompt_length} tokens")
-    return kept, max((len(ids) for ids, fits in zip(prompts, fitting, strict=True) if fits), default=0)
+    return kept, [len(ids) for ids in prompts if len(ids) <= d.max_prompt_length]
 
 
 def encode_prompts(problems: Sequence[Problem], tokenizer: Any, max_length: int | None = None) -> list[list[int]]:
