@@ -132,11 +132,25 @@ class OptimConfig:
 
 
 @attrs.frozen(kw_only=True)
+class FsdpConfig:
+    replicate: int = opt(1, "whole copies of the parameters among the ranks", ge(1), le(4096))
+    ulysses_sequence_parallel_size: int = opt(1, "neighbouring ranks that share each row", ge(1), le(4096))
+    reshard_after_forward: bool = opt(True, "drop a layer's gathered parameters between forward and backward")
+    offload_policy: bool = opt(False, "keep parameters and optimizer on the CPU between the passes")
+    use_torch_compile: bool = opt(False, "compile each layer; the first steps take longer")
+
+
+@attrs.frozen(kw_only=True)
 class ActorConfig:
     optim: OptimConfig = sub(OptimConfig)
+    strategy: str = opt("local", "local: one process; fsdp: sharded over all ranks", in_(("local", "fsdp")))
+    fsdp_config: FsdpConfig = sub(FsdpConfig)
     ppo_max_token_len_per_gpu: int = opt(16384, "strict budget of tokens a micro-batch", ge(1))
     dtype: str = opt("float32", "compute dtype; masters are fp32", in_(("float32", "bfloat16")))
     enable_gradient_checkpointing: bool = opt(False, "recompute each layer in the backward pass")
+    lora_rank: int = opt(0, "rank of the LoRA adapters; 0 trains all parameters", ge(0), le(2**16))
+    lora_alpha: float = opt(16.0, "adapters are scaled by lora_alpha / lora_rank", gt(0), le(MOST))
+    target_modules: tuple[str, ...] = opt(("all-linear",), "layers that get adapters, by the end of their names")
 
 
 @attrs.frozen(kw_only=True)
@@ -224,6 +238,21 @@ class DriverConfig:
 
 
 @attrs.frozen(kw_only=True)
+class RayConfig:
+    ranks: int = opt(1, "training processes, each with a GPU where there are GPUs", ge(1), le(4096))
+    separate: tuple[str, ...] = opt(
+        (), "training roles with processes of their own, as many again; the others share theirs",
+        _each_in("critic", "reference"),
+    )  # fmt: skip
+    address: str = opt("", "a running cluster to use: auto, or host:port; empty starts one")
+    runtime_env: str = paths("", "YAML file with Ray's runtime environment for the workers")
+    placement: str = opt(
+        "PACK", "how Ray places the ranks on nodes", in_(("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"))
+    )
+    timeout: float = opt(600.0, "seconds after which a rank that others wait for counts as hung", gt(0), le(MOST))
+
+
+@attrs.frozen(kw_only=True)
 class TrainerConfig:
     dir: str = paths("runs/run", "the run's folder")
     seed: int = opt(0, "everything random derives from it", ge(0), le(2**63 - 1))
@@ -269,6 +298,7 @@ class Config:
     rollout: RolloutConfig = sub(RolloutConfig)
     reward: RewardConfig = sub(RewardConfig)
     driver: DriverConfig = sub(DriverConfig)
+    ray: RayConfig = sub(RayConfig)
 
     def __attrs_post_init__(self) -> None:
         a = self.algorithm
