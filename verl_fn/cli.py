@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
 
     bench = command("bench", "measure")
-    bench.add_argument("what", choices=("purity", "sampler", "imports", "crash", "first-step"))
+    bench.add_argument("what", choices=("purity", "sampler", "imports", "crash", "first-step", "throughput", "residency"))
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
     return top
 

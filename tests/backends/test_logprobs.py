@@ -74,3 +74,39 @@ def test_memory_never_holds_all_logits():
         )
         (lp.sum() + entropy.sum()).backward()
     assert max(sizes) <= max(16 * 400, hidden.numel(), weight.numel())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("heated", [False, True])
+def test_kernels_agree_with_plain_torch(dtype, entropy, heated):
+    from verl_fn.backends import kernels, logprobs
+
+    generator = torch.Generator().manual_seed(0)
+    rows, vocab = 37, 9001
+    logits = (4 * torch.randn(rows, vocab, generator=generator)).to(dtype)
+    logits[0, 5:] = -torch.inf
+    targets = torch.randint(0, 5, (rows,), generator=generator)
+    temperature = torch.rand(rows, generator=generator) + 0.5 if heated else None
+    d_logprobs, d_entropies = torch.randn(2, rows, generator=generator)
+
+    def run(module, names, device):
+        there = lambda t: None if t is None else t.to(device, copy=True)  # noqa: E731
+        found = torch.full((3, rows), torch.nan, device=device)
+        told = found[2] if entropy else None
+        given = there(logits), there(targets), there(temperature)
+        getattr(module, names[0])(*given, found[0], found[1], told)
+        again = there(logits)
+        getattr(module, names[1])(again, *given[1:], found[1], there(d_logprobs), told, there(d_entropies))
+        return found[: 3 if entropy else 2].cpu(), again.float().cpu()
+
+    kept = torch.ones(rows, dtype=torch.bool)
+    if entropy:
+        kept[0] = False  # plain torch has 0 * inf there
+    mine, ours = run(kernels, ("reduce_rows", "gradient_in_place"), "cuda")
+    plain, theirs = run(logprobs, ("_reduce_rows", "_gradient_in_place"), "cpu")
+    assert torch.isfinite(mine).all() and torch.isfinite(ours).all()
+    torch.testing.assert_close(mine[:, kept], plain[:, kept], rtol=1e-5, atol=1e-5)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(ours[kept], theirs[kept], rtol=tolerance, atol=1e-5)

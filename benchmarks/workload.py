@@ -1,0 +1,63 @@
+"""The workload of the GPU benchmarks: Qwen2.5's shapes with random weights, and one ragged PPO batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl_fn.models import new_model
+from verl_fn.state import Batch
+from verl_fn.steps import aggregate
+
+BUDGET = 16384  # tokens a micro-batch
+PROMPT, SHORTEST, LONGEST, ROWS = 256, 128, 1792, 64
+H200_FLOPS = 989e12  # dense bf16, a second
+
+_QWEN2 = {
+    "arch": "qwen2", "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
+    "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "num_hidden_layers": 2},
+    "0.5b": _QWEN2
+    | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5b": _QWEN2
+    | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
+}
+
+
+def write_model(folder: Path, shape: str) -> Path:
+    """A random model of a shape, with a tokenizer of the printable characters."""
+    return new_model(folder, chars="".join(map(chr, range(33, 127))), **SHAPES[shape])
+
+
+def vocabulary(shape: str) -> int:
+    """Token ids that rows are drawn from."""
+    return SHAPES[shape].get("vocab_size", 64)
+
+
+def rows(vocab: int) -> tuple[list[int], list[torch.Tensor]]:
+    """Lengths of the responses and the rows: 64 prompts of 256 tokens with 128 to 1792 of response."""
+    lengths = np.random.RandomState(0).randint(SHORTEST, LONGEST + 1, size=ROWS).tolist()
+    generator = torch.Generator().manual_seed(0)
+    return lengths, [torch.randint(0, vocab, (PROMPT + n,), generator=generator) for n in lengths]
+
+
+def advantages(lengths: list[int]) -> torch.Tensor:
+    """``[rows, longest response]``, standard normal."""
+    return torch.randn(len(lengths), max(lengths), generator=torch.Generator().manual_seed(1))
+
+
+def batch(vocab: int) -> Batch:
+    """The rows with advantages, weighted by token-mean; ``old_log_probs`` are still to come."""
+    lengths, tokens = rows(vocab)
+    fields = {
+        "response_mask": [[0.0] * PROMPT + [1.0] * n for n in lengths],
+        "advantages": [
+            torch.cat([torch.zeros(PROMPT), a[:n]]) for a, n in zip(advantages(lengths), lengths, strict=True)
+        ],
+    }
+    return aggregate(Batch.from_rows(tokens, fields), "token-mean")
