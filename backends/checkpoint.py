@@ -1,7 +1,8 @@
-"""A training state as a folder that is also a Hugging Face model folder.
+"""A training state as a folder that is also a Hugging Face model folder, written and read by all ranks at once.
 
 ``model.safetensors``, ``config.json`` and the tokenizer are what ``from_pretrained`` wants;
-``train_state.safetensors`` and ``train_state.json`` hold the rest, under canonical names.
+``train_state.safetensors`` and ``train_state.json`` hold the rest, under canonical names. Which ranks wrote it
+cannot be seen: the same state gives the same bytes.
 """
 
 from __future__ import annotations
@@ -11,64 +12,117 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
-import attrs
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from verl_fn.state import Params, TrainState
-from verl_fn.state.serial import flatten, unflatten
+from verl_fn.state import tree
+from verl_fn.state.serial import Scalar, flatten, unflatten
 
+from . import tensor_file
 from .model import quiet
+from .tensor_file import Part, Rows
 
-TENSORS, SCALARS = "train_state.safetensors", "train_state.json"
+MODEL, TENSORS, SCALARS = "model.safetensors", "train_state.safetensors", "train_state.json"
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*", "*.model")
+
+T = TypeVar("T")
+Gather: TypeAlias = Callable[[Any], list[Any]]
 
 
 class CheckpointError(ValueError):
     """A folder that does not hold a whole training state."""
 
 
-def save_state(state: TrainState, model: Any, folder: str | Path, *, tokenizer_from: str | Path) -> None:
-    """Write ``state`` into ``folder``. ``model`` is the transformers model that its names belong to."""
+def alone(value: Any) -> list[Any]:
+    """What a gathering of all ranks' values gives where there is one."""
+    return [value]
+
+
+def save_state(
+    folder: str | Path,
+    model: Mapping[str, Part],
+    rest: Mapping[str, Part],
+    scalars: Mapping[str, Scalar],
+    describe: Callable[[Path], None] = lambda folder: None,
+    *,
+    gather: Gather = alone,
+    rank: int = 0,
+) -> None:
+    """Write a state into ``folder``; every rank of ``gather`` calls it, with its own parts.
+
+    Args:
+        model: what ``model.safetensors`` shall hold: tensors under the names that transformers knows.
+        rest: the other tensors, under any names.
+        describe: writes what belongs beside the weights, on the first rank.
+        gather: the values of all ranks, by rank.
+
+    Raises:
+        OSError: some rank cannot write; all of them raise it.
+    """
     folder = Path(folder)
-    with disk_errors(folder):
-        _save(state, model, folder, Path(tokenizer_from))
+    files = {MODEL: model, TENSORS: rest}
+    with agreed(gather):
+        if rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            describe(folder)
+            for name, parts in files.items():
+                tensor_file.start(folder / name, parts)
+            (folder / SCALARS).write_text(json.dumps(scalars, indent=1))
+    with agreed(gather):
+        for name, parts in files.items():
+            tensor_file.fill(folder / name, parts)
 
 
-def _save(state: TrainState, model: Any, folder: Path, tokenizer_from: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: t.detach().cpu().contiguous() for name, t in state.params.items()}
-    persistent = model.state_dict(keep_vars=True)
-    weights |= {name: b.cpu() for name, b in model.named_buffers() if name in persistent}
+def read_state(
+    folder: str | Path,
+    model: Mapping[str, Tensor],
+    rest: T,
+    *,
+    rows: Rows = lambda count: (0, count),
+    device: str | torch.device = "cpu",
+    gather: Gather = alone,
+) -> tuple[dict[str, Tensor], T]:
+    """The tensors of ``model.safetensors`` and the rest of the state in ``folder``, bitwise.
+
+    Args:
+        model: what the model's file must hold; tensors on the meta device are read, others must be the same there.
+        rest: the structure of the rest, with whole tensors on the meta device.
+        rows: the rows of a tensor that this rank wants, by the number of all.
+        device: where they go.
+        gather: the values of all ranks, by rank.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or belongs to another model or optimizer; where some rank
+            finds so, all of them raise it.
+    """
+    folder, device = Path(folder), torch.device(device)
+    with agreed(gather):
+        try:
+            weights = tensor_file.read(folder / MODEL, model, rows, device)
+            tensors = tensor_file.read(folder / TENSORS, flatten(rest)[0], rows, device)
+            scalars = json.loads((folder / SCALARS).read_text())
+            hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
+    fill = lambda path, leaf: tensors.get(pytree.keystr(path), leaf)  # noqa: E731
+    return weights, pytree.tree_map_with_path(fill, hollow)
+
+
+def describe_model(folder: Path, model: Any, tokenizer_from: Path) -> None:
+    """Write the config of a transformers model, and copy the tokenizer that it goes with."""
     with quiet():
-        model.save_pretrained(folder, state_dict=weights)
+        # With no weights, it writes all that belongs beside them.
+        model.save_pretrained(folder, state_dict={})
     for pattern in _TOKENIZER_FILES:
         for file in tokenizer_from.glob(pattern):
             if not (folder / file.name).exists():
                 shutil.copy(file, folder / file.name)
-    tensors, scalars = flatten(_rest(state))
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, folder / TENSORS)
-    (folder / SCALARS).write_text(json.dumps(scalars, indent=1))
-
-
-def restore_state(folder: str | Path, like: TrainState) -> TrainState:
-    """The state in ``folder``; ``like`` holds its parameters already, and the structure of the rest.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model or optimizer.
-    """
-    folder = Path(folder)
-    try:
-        tensors = load_file(folder / TENSORS)
-        scalars = json.loads((folder / SCALARS).read_text())
-        rest = unflatten(_rest(like), tensors, scalars)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
-    return attrs.evolve(rest, params=like.params)
 
 
 @contextlib.contextmanager
@@ -82,6 +136,16 @@ def disk_errors(folder: Path) -> Iterator[None]:
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
 
 
-def _rest(state: TrainState) -> TrainState:
-    """All but what ``model.safetensors`` holds."""
-    return attrs.evolve(state, params=Params({}))
+@contextlib.contextmanager
+def agreed(gather: Gather) -> Iterator[None]:
+    """What goes wrong inside on some rank is raised on all of them, so that none waits for one that gave up."""
+    mine = None
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        mine = error
+    told = gather(mine)
+    if mine is not None:
+        raise mine
+    if (theirs := next((error for error in told if error is not None), None)) is not None:
+        raise theirs

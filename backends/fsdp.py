@@ -37,6 +37,7 @@ from verl_fn.state import (
     metrics,
     tree,
 )
+from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from . import checkpoint
@@ -46,12 +47,13 @@ from .model import (
     Staged,
     build,
     check_needs,
+    check_same_config,
     check_same_model,
     dtype_of,
     repeatable,
     token_outputs,
 )
-from .sharding import Layout, locals_of, whole_of, with_specs
+from .sharding import Layout, locals_of, with_specs
 from .ulysses import LayoutError, check_heads
 
 
@@ -105,6 +107,7 @@ class Fsdp:
         self.deterministic = deterministic
         self._skeleton: Skeleton | None = None
         self._places: dict[str, Any] = {}
+        self._blank: dict[str, Tensor] = {}
 
     # Making states
 
@@ -117,19 +120,31 @@ class Fsdp:
         return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
     def save(self, state: TrainState, folder: str | Path) -> None:
-        """Write the state as ``Local`` would: canonical names, whole tensors."""
-        whole = whole_of(state)
-        if self.layout.rank == 0:
-            checkpoint.save_state(whole, self._built().model, folder, tokenizer_from=self.folder)
-        dist.barrier()
+        """Write the state as ``Local`` would, each rank what it holds: nothing is gathered."""
+        skeleton = self._built()
+        rest, scalars = flatten(attrs.evolve(state, params=Params({})))
+        model, others = (
+            {name: self.layout.part(t) for name, t in tensors.items()}
+            for tensors in ({**state.params, **skeleton.constants}, rest)
+        )
+        describe = lambda folder: checkpoint.describe_model(folder, skeleton.model, self.folder)  # noqa: E731
+        checkpoint.save_state(
+            folder, model, others, scalars, describe, gather=_gathered, rank=self.layout.rank
+        )  # fmt: skip
 
     def restore(self, folder: str | Path) -> TrainState:
-        """The state that ``save`` of any backend wrote, bitwise."""
-        params = self._build(folder, Key.from_seed(0), pretrained=True)
-        like = TrainState(Params(params), self.optimizer.init(Params(params)), 0, Key.from_seed(0), 0)
-        whole = checkpoint.restore_state(folder, like)
-        cut = lambda t: self.layout.shard(t, self.device) if t.dim() else t  # noqa: E731
-        return tree.map_tensors(cut, whole)
+        """The state that ``save`` of any backend wrote, bitwise; each rank reads what it will hold."""
+        skeleton = self._built()
+        with checkpoint.agreed(_gathered):
+            check_same_config(skeleton, folder)
+        params = Params(self._blank)
+        rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        weights, rest = checkpoint.read_state(
+            folder, {**params, **skeleton.constants}, rest, rows=self.layout.bounds, device=self.device,
+            gather=_gathered,
+        )  # fmt: skip
+        specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
+        return with_specs(attrs.evolve(rest, params=Params(weights)), specs)
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """The same state with parameters or optimizer tree on another device."""
@@ -208,6 +223,7 @@ class Fsdp:
         if self._skeleton is None and Path(folder) == self.folder:
             check_heads(skeleton.config, self.layout.sp)
             skeleton.move_buffers(self.device)
+            self._blank = {name: t.to("meta") for name, t in params.items()}
             self._skeleton, self._places = skeleton, self._wrapped(skeleton, params)
         else:
             check_same_model(self._built(), skeleton, folder)

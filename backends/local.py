@@ -26,10 +26,22 @@ from verl_fn.state import (
     split_by_tokens,
     tree,
 )
+from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from . import checkpoint
-from .model import Skeleton, Staged, build, check_needs, check_same_model, dtype_of, repeatable, token_outputs
+from .model import (
+    Skeleton,
+    Staged,
+    build,
+    check_needs,
+    check_same_config,
+    check_same_model,
+    dtype_of,
+    repeatable,
+    token_outputs,
+)
+from .tensor_file import Part
 
 
 class Local:
@@ -83,6 +95,7 @@ class Local:
         self.device = torch.device(device)
         self.deterministic = deterministic
         self._skeleton: Skeleton | None = None
+        self._blank: dict[str, Tensor] = {}
         self._cast_of: weakref.ref[Params] | None = None
         self._cast: dict[str, Tensor] = {}
 
@@ -98,12 +111,25 @@ class Local:
 
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Write the state into ``folder``, which is then also a Hugging Face model folder."""
-        checkpoint.save_state(state, self._built().model, folder, tokenizer_from=self.folder)
+        skeleton = self._built()
+        rest, scalars = flatten(attrs.evolve(state, params=Params({})))
+        model, others = (
+            {name: Part.whole(t) for name, t in tensors.items()}
+            for tensors in ({**state.params, **skeleton.constants}, rest)
+        )
+        describe = lambda folder: checkpoint.describe_model(folder, skeleton.model, self.folder)  # noqa: E731
+        checkpoint.save_state(folder, model, others, scalars, describe)
 
     def restore(self, folder: str | Path) -> TrainState:
         """The state that ``save`` wrote, bitwise."""
-        like = self._new_state(folder, Key.from_seed(0), pretrained=True)
-        return checkpoint.restore_state(folder, like)
+        skeleton = self._built()
+        check_same_config(skeleton, folder)
+        params = Params(self._blank)
+        rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        weights, rest = checkpoint.read_state(
+            folder, {**params, **skeleton.constants}, rest, device=self.device
+        )  # fmt: skip
+        return attrs.evolve(rest, params=Params(weights))
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """The same state with parameters or optimizer tree on another device."""
@@ -184,6 +210,7 @@ class Local:
         if self._skeleton is None and Path(folder) == self.folder:
             skeleton.move_buffers(self.device)
             self._skeleton = skeleton
+            self._blank = {name: t.to("meta") for name, t in params.items()}
         else:
             # States of this backend are all of one model: what they mean must not follow the last folder read.
             check_same_model(self._built(), skeleton, folder)

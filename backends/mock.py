@@ -6,7 +6,6 @@ than a millisecond a call, and failures on demand.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import attrs
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from verl_fn.state import (
@@ -33,9 +32,9 @@ from verl_fn.state import (
 from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
-from .checkpoint import SCALARS, TENSORS, restore_state
+from .checkpoint import MODEL, read_state, save_state
+from .tensor_file import Part
 
-WEIGHTS = "model.safetensors"
 NEEDS = frozenset({"logprobs", "entropy", "values"})
 METHODS = (
     "init", "load_pretrained", "forward", "forward_backward", "apply_update", "place", "save", "restore",
@@ -108,17 +107,16 @@ class Mock:
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Write the state, under the file names of ``Local``."""
         self._called("save")
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors, scalars = flatten(attrs.evolve(state, params=Params({})))
-        save_file(dict(state.params), folder / WEIGHTS)
-        save_file(tensors, folder / TENSORS)
-        (folder / SCALARS).write_text(json.dumps(scalars))
+        rest, scalars = flatten(attrs.evolve(state, params=Params({})))
+        model, others = ({name: Part.whole(t) for name, t in held.items()} for held in (state.params, rest))
+        save_state(folder, model, others, scalars)
 
     def restore(self, folder: str | Path) -> TrainState:
         """The state that ``save`` wrote, bitwise."""
         self._called("restore")
-        return restore_state(folder, self._fresh(_tables(folder), Key.from_seed(0)))
+        blank = tree.map_tensors(lambda t: t.to("meta"), self._fresh(_tables(folder), Key.from_seed(0)))
+        params, rest = read_state(folder, blank.params, attrs.evolve(blank, params=Params({})))
+        return attrs.evolve(rest, params=Params(params))
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """The same state with parameters or optimizer tree on another device."""
@@ -248,7 +246,7 @@ class _Lookup:
 
 def _tables(folder: str | Path) -> dict[str, Tensor]:
     # Copies: tensors of one file share its memory, and no update could reuse that.
-    return {name: t.clone() for name, t in load_file(Path(folder) / WEIGHTS).items()}
+    return {name: t.clone() for name, t in load_file(Path(folder) / MODEL).items()}
 
 
 def _check_needs(needs: Iterable[str]) -> list[str]:

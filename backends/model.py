@@ -85,6 +85,12 @@ class Skeleton(nn.Module):
         return self.model.config
 
     @property
+    def constants(self) -> dict[str, Tensor]:
+        """The buffers that belong into a model's file."""
+        held = self.model.state_dict(keep_vars=True)
+        return {name: b for name, b in self.model.named_buffers() if name in held}
+
+    @property
     def output_layer(self) -> nn.Linear:
         """The language-model head or the value head."""
         if self.head == "lm":
@@ -229,15 +235,24 @@ def build(
     return skeleton, params
 
 
+def check_same_config(mine: Skeleton, folder: str | Path) -> None:
+    """Whether the config in ``folder`` is that of a skeleton, but for what names it.
+
+    Raises:
+        ModelError: it is another, or there is none.
+    """
+    ours, theirs = (_meaningful(config.to_dict()) for config in (mine.config, read_config(folder)))
+    if odd := sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)):
+        raise ModelError(f"{folder} holds another model than the one this backend was made for: {odd[:4]} differ")
+
+
 def check_same_model(mine: Skeleton, other: Skeleton, folder: str | Path) -> None:
     """Whether ``other``, of ``folder``, computes what ``mine`` does with the same parameters.
 
     Raises:
         ModelError: their configs or their constants differ.
     """
-    ours, theirs = (_meaningful(s.config.to_dict()) for s in (mine, other))
-    if odd := sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)):
-        raise ModelError(f"{folder} holds another model than the one this backend was made for: {odd[:4]} differ")
+    check_same_config(mine, folder)
     constants = dict(mine.named_buffers())
     for name, b in other.named_buffers():
         if not torch.equal(b.cpu(), constants[name].cpu()):

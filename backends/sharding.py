@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from verl_fn.state import tree
 
+from .tensor_file import Part
 from .ulysses import LayoutError
 
 T = TypeVar("T")
@@ -95,6 +96,16 @@ class Layout:
         ranks, mine = dist.get_world_size(self.shard_group), dist.get_rank(self.shard_group)
         each = -(-rows // ranks)
         return min(mine * each, rows), min((mine + 1) * each, rows)
+
+    def part(self, t: Tensor) -> Part:
+        """What this rank writes of a tensor: its share of its shard, or all of what every rank has, on the first."""
+        if not isinstance(t, DTensor):
+            return Part(t.detach().reshape(-1)[: None if self.rank == 0 else 0], 0, t.shape)
+        held = t._local_tensor.reshape(-1)
+        first = self.bounds(t.shape[0])[0] * t.shape[1:].numel()
+        copies, mine = (1, 0) if self.mesh.ndim == 1 else (self.mesh.size(0), self.mesh.get_local_rank(0))
+        start, end = len(held) * mine // copies, len(held) * (mine + 1) // copies
+        return Part(held[start:end], first + start, t.shape)
 
     def shard(self, whole: Tensor, device: torch.device) -> DTensor:
         """This rank's part of a tensor that every rank has."""
