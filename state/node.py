@@ -7,7 +7,7 @@ value, never when a transformation rebuilds one around tracers or placeholders.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import attrs
@@ -91,6 +91,10 @@ class Named(Node, Mapping[str, torch.Tensor]):
 
     __slots__ = ()
     leaves: dict[str, torch.Tensor]
+
+    def written(self) -> Iterable[str]:
+        """Names of the leaves that an update may write; the others may be shared for ever."""
+        return self.leaves
 
     # Identity, not Mapping's item-wise comparison, which tensors do not support; see tree.equal.
     __eq__ = object.__eq__

@@ -3,7 +3,8 @@
 Ownership is per leaf buffer, in the manner of Swift's copy-on-write: a tensor that only the donated value
 holds is moved out of it; a tensor that anything else still holds (a reference policy taken from the actor,
 a second state made with ``attrs.evolve``, a tensor in a local variable, a view) is copied first. So donation
-never changes a value under its holder, and without other holders it costs nothing.
+never changes a value under its holder, and without other holders it costs nothing. Leaves that no update writes
+(parameters that are not trained) pass on as they are, whoever else holds them.
 """
 
 from __future__ import annotations
@@ -58,6 +59,25 @@ def donate(value: N, to: str) -> tuple[N, int]:
     return _take(box, copies), copies[0]
 
 
+def spare(value: N) -> N:
+    """A value that can be donated in place of this one: a copy that shares only what no update writes.
+
+    >>> from .train import Params
+    >>> params = Params({"a": torch.ones(1), "b": torch.ones(1)}, trainable=frozenset({"a"}))
+    >>> copy = spare(params)
+    >>> copy["a"] is params["a"], copy["b"] is params["b"]
+    (False, True)
+    """
+
+    def own(part: Any) -> Any:
+        if isinstance(part, Named):
+            written = set(part.written())
+            return attrs.evolve(part, leaves={n: t.clone() if n in written else t for n, t in part.leaves.items()})
+        return part.clone() if isinstance(part, torch.Tensor) else part
+
+    return torch.utils._pytree.tree_map(own, value, is_leaf=lambda part: isinstance(part, Named))
+
+
 def is_donated(value: Node) -> bool:
     """Whether this node has been donated.
 
@@ -83,11 +103,13 @@ def _take(box: list[Any], copies: list[int]) -> Any:
         copies[0] += _copy_shared(box)
         return box.pop()
     if issubclass(kind, Named):
-        names = list(box[0].leaves)
+        names, written = list(box[0].leaves), list(box[0].written())
         fixed = {f.name: getattr(box[0], f.name) for f in attrs.fields(kind) if f.name != "leaves"}
-        tensors = list(box.pop().leaves.values())
+        leaves = dict(box.pop().leaves)
+        tensors = [leaves.pop(name) for name in written]
         copies[0] += _copy_shared(tensors)
-        return rebuild(kind, {"leaves": dict(zip(names, tensors, strict=True))} | fixed)
+        leaves |= zip(written, tensors, strict=True)
+        return rebuild(kind, {"leaves": {name: leaves[name] for name in names}} | fixed)
     if issubclass(kind, Node):
         names = [f.name for f in attrs.fields(kind)]
         items = [[getattr(box[0], name)] for name in names]

@@ -21,8 +21,9 @@ class Params(Named):
         leaves: the tensors.
         trainable: names of the leaves that are trained, or None for all.
 
-    >>> Params({"a": torch.ones(1), "b": torch.ones(1)}, trainable=frozenset({"a"})).trained()
-    ['a']
+    >>> params = Params({"a": torch.ones(1), "b": torch.ones(1)}, trainable=frozenset({"a"}))
+    >>> params.trained(), list(params.base)
+    (['a'], ['b'])
     """
 
     leaves: dict[str, Tensor]
@@ -31,6 +32,21 @@ class Params(Named):
     def trained(self) -> list[str]:
         """The names of trainable leaves, in order."""
         return [name for name in self.leaves if self.trainable is None or name in self.trainable]
+
+    def written(self) -> list[str]:
+        return self.trained()
+
+    @property
+    def base(self) -> Params:
+        """The leaves that are not trained, shared: with LoRA the model before training, as no update changes them.
+
+        Raises:
+            ValueError: all leaves are trained.
+        """
+        trained = set(self.trained())
+        if len(trained) == len(self.leaves):
+            raise ValueError("all of these parameters are trained, so they have no frozen base; it comes with LoRA")
+        return Params({name: t for name, t in self.leaves.items() if name not in trained}, frozenset())
 
 
 @named

@@ -27,7 +27,7 @@ from verl_fn.state import (
     Weighted,
     donate,
     node,
-    snapshot,
+    spare,
     sum_of_squares,
 )
 
@@ -247,7 +247,7 @@ def apply_update(
         grads, grad_copies = donate(grads, "apply_update")
         copies = state_copies + grad_copies
     else:
-        state, grads = snapshot(state), snapshot(grads)
+        state, grads = spare(state), spare(grads)
     update = Update.of(norm, state.scheduler)
     params, opt_state, metrics = optimizer.update(grads, state.optimizer, state.params, update)
     found: Metrics = {"grad_norm": Weighted(float(norm), 1.0), "perf/residency_copies": Sum(copies)}

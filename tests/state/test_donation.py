@@ -9,15 +9,16 @@ import pytest
 import torch
 from state_builders import grads, train_state
 
-from verl_fn.state import DonatedError, Grads, Params, donate, is_donated, snapshot, tree
+from verl_fn.state import DonatedError, Grads, Params, donate, is_donated, snapshot, spare, tree
 
-TENSORS = 6
+TENSORS, FROZEN = 6, "['embed.weight']"
+WRITTEN = TENSORS - 1
 
 
 def overwrite(value) -> None:
-    """What a kernel does with the buffers it was given."""
-    for leaf in tree.leaves(value):
-        if isinstance(leaf, torch.Tensor):
+    """What a kernel does with the buffers it was given: it leaves alone what is frozen."""
+    for path, leaf in tree.paths(value).items():
+        if isinstance(leaf, torch.Tensor) and not path.endswith(FROZEN):
             leaf.fill_(-99.0)
 
 
@@ -89,11 +90,11 @@ def test_an_unknown_field_of_a_live_value_is_a_plain_attribute_error():
 
 
 HOLDERS = {
-    "tensor": lambda s: s.params["embed.weight"],
-    "view": lambda s: s.params["embed.weight"][1],
-    "transpose": lambda s: s.params["embed.weight"].t(),
-    "detached": lambda s: s.params["embed.weight"].detach(),
-    "numpy": lambda s: torch.as_tensor(s.params["embed.weight"].numpy()),
+    "tensor": lambda s: s.params["head.weight"],
+    "view": lambda s: s.params["head.weight"][1],
+    "transpose": lambda s: s.params["head.weight"].t(),
+    "detached": lambda s: s.params["head.weight"].detach(),
+    "numpy": lambda s: torch.as_tensor(s.params["head.weight"].numpy()),
     "params": lambda s: s.params,
     "leaves": lambda s: s.params.leaves,
     "lora view": lambda s: Params(s.params.leaves, frozenset()),
@@ -127,14 +128,14 @@ def test_whoever_holds_a_part_keeps_its_values(holder):
     [
         ("tensor", 1),
         ("view", 1),
-        ("params", 2),
-        ("reference", 2),
+        ("params", 1),
+        ("reference", 1),
         ("optimizer", 3),
         ("slots", 1),
         ("node", 1),
         ("buffers", 1),
-        ("evolved state", TENSORS),
-        ("shallow copy", TENSORS),
+        ("evolved state", WRITTEN),
+        ("shallow copy", WRITTEN),
         ("snapshot", 0),
     ],
 )
@@ -149,11 +150,30 @@ def test_every_copy_is_counted_and_no_other_is_made(holder, copies):
     assert held is not None
 
 
+@pytest.mark.parametrize("holder", ["base", "leaf", "numpy"])
+def test_a_frozen_leaf_passes_on_whoever_holds_it(holder):
+    """A reference policy made of the frozen base shares it for ever."""
+    state = train_state()
+    leaf = state.params["embed.weight"]
+    held = {"base": state.params.base, "leaf": leaf, "numpy": leaf.numpy()}[holder]
+    for _ in range(3):
+        state, copies = donate(state, "apply_update")
+        assert copies == 0 and state.params["embed.weight"] is leaf
+    kept = spare(state)
+    assert kept.params["embed.weight"] is leaf and kept.params["head.weight"] is not state.params["head.weight"]
+    assert tree.equal(kept, state) and held is not None
+
+
+def test_parameters_that_are_all_trained_have_no_base():
+    with pytest.raises(ValueError, match="they have no frozen base"):
+        Params({"w": torch.ones(1)}).base  # noqa: B018
+
+
 def test_letting_go_of_the_holder_makes_the_next_donation_free():
     state = train_state()
     held = attrs.evolve(state, step=100)
     state, copies = donate(state, "f")
-    assert copies == TENSORS
+    assert copies == WRITTEN
     del held
     assert donate(state, "f")[1] == 0
 
@@ -162,7 +182,7 @@ def test_of_two_states_that_share_the_last_one_moves():
     first = train_state()
     second = attrs.evolve(first, step=100)
     moved, copies = donate(first, "f")
-    assert copies == TENSORS
+    assert copies == WRITTEN
     before = pointers(second)
     again, copies = donate(second, "f")
     assert copies == 0 and pointers(again) == before
