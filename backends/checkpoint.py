@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -25,6 +25,7 @@ from verl_fn.state import tree
 from verl_fn.state.serial import Scalar, flatten, unflatten
 
 from . import tensor_file
+from .agreement import Gather, agreed, alone
 from .model import quiet
 from .tensor_file import Part, Rows
 
@@ -32,16 +33,10 @@ MODEL, TENSORS, SCALARS = "model.safetensors", "train_state.safetensors", "train
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*", "*.model")
 
 T = TypeVar("T")
-Gather: TypeAlias = Callable[[Any], list[Any]]
 
 
 class CheckpointError(ValueError):
     """A folder that does not hold a whole training state."""
-
-
-def alone(value: Any) -> list[Any]:
-    """What a gathering of all ranks' values gives where there is one."""
-    return [value]
 
 
 def save_state(
@@ -134,18 +129,3 @@ def disk_errors(folder: Path) -> Iterator[None]:
         if (found := re.search(r"os error (\d+)", str(error))) is None:
             raise
         raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
-
-
-@contextlib.contextmanager
-def agreed(gather: Gather) -> Iterator[None]:
-    """What goes wrong inside on some rank is raised on all of them, so that none waits for one that gave up."""
-    mine = None
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        mine = error
-    told = gather(mine)
-    if mine is not None:
-        raise mine
-    if (theirs := next((error for error in told if error is not None), None)) is not None:
-        raise theirs

@@ -10,7 +10,6 @@ so every state means what it means, whichever came before, and nothing is copied
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +40,7 @@ from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from . import checkpoint
+from .agreement import agreed, gathered, of_batch, require_same, sample, settings
 from .model import (
     ModelError,
     Skeleton,
@@ -53,8 +53,9 @@ from .model import (
     repeatable,
     token_outputs,
 )
-from .sharding import Layout, locals_of, with_specs
-from .ulysses import LayoutError, check_heads
+from .placing import beside
+from .sharding import Layout, locals_of, moved, with_specs
+from .ulysses import check_heads
 
 
 class Fsdp:
@@ -77,7 +78,8 @@ class Fsdp:
         deterministic: bitwise repeatable kernels on CUDA; the CPU's always are.
 
     Raises:
-        LayoutError: ``replicate`` or ``sp`` does not divide the ranks, or ``sp`` the heads.
+        LayoutError: ``replicate`` or ``sp`` does not divide the ranks, or ``sp`` the heads; or ranks were given
+            different settings, optimizers or models.
     """
 
     def __init__(
@@ -95,6 +97,9 @@ class Fsdp:
         device: str = "cpu",
         deterministic: bool = False,
     ) -> None:
+        # Before ranks do anything together, since they would wait for each other.
+        options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
+        require_same(settings(Path(folder), optimizer, options))
         self.folder = Path(folder)
         self.optimizer = optimizer
         self.layout = Layout.of(device, replicate=replicate, sp=sp)
@@ -121,6 +126,7 @@ class Fsdp:
 
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Write the state as ``Local`` would, each rank what it holds: nothing is gathered."""
+        self.layout.check(state.params)
         skeleton = self._built()
         rest, scalars = flatten(attrs.evolve(state, params=Params({})))
         model, others = (
@@ -129,26 +135,31 @@ class Fsdp:
         )
         describe = lambda folder: checkpoint.describe_model(folder, skeleton.model, self.folder)  # noqa: E731
         checkpoint.save_state(
-            folder, model, others, scalars, describe, gather=_gathered, rank=self.layout.rank
+            folder, model, others, scalars, describe, gather=gathered, rank=self.layout.rank
         )  # fmt: skip
 
     def restore(self, folder: str | Path) -> TrainState:
         """The state that ``save`` of any backend wrote, bitwise; each rank reads what it will hold."""
         skeleton = self._built()
-        with checkpoint.agreed(_gathered):
+        with agreed():
             check_same_config(skeleton, folder)
         params = Params(self._blank)
         rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
         weights, rest = checkpoint.read_state(
             folder, {**params, **skeleton.constants}, rest, rows=self.layout.bounds, device=self.device,
-            gather=_gathered,
+            gather=gathered,
         )  # fmt: skip
         specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
         return with_specs(attrs.evolve(rest, params=Params(weights)), specs)
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
-        """The same state with parameters or optimizer tree on another device."""
-        move = lambda value, to: value if to is None else tree.map_tensors(lambda t: _moved(t, to), value)  # noqa: E731
+        """The same state with parameters or optimizer tree on another device.
+
+        Raises:
+            LayoutError: ranks were asked for different devices.
+        """
+        require_same({"params for place": params, "optimizer for place": optimizer})
+        move = lambda value, to: value if to is None else tree.map_tensors(lambda t: moved(t, to), value)  # noqa: E731
         return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
 
     def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
@@ -169,7 +180,7 @@ class Fsdp:
                 outputs = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
                 if rows:
                     found.append((rows, {name: t.cpu() for name, t in outputs.by_name.items()}))
-        told = [one for rank in _gathered(found if self.layout.speaks else []) for one in rank]
+        told = [one for rank in gathered(found if self.layout.speaks else []) for one in rank]
         split = Split(batch, tuple(torch.tensor(rows) for rows, _ in told))
         return TokenOutputs({name: split.join([outputs[name] for _, outputs in told]) for name in wanted})
 
@@ -199,17 +210,27 @@ class Fsdp:
                 if rows:
                     found = metrics.merge(found, tree.map_tensors(lambda t: t.detach().cpu(), told))
             grads = {name: _gradient(held[name], state.params[name]) for name in state.params.trained()}
-        told = _gathered(found if self.layout.speaks else {})
+        told = gathered(found if self.layout.speaks else {})
         return Grads(grads), metrics.merge(*told)
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
-        """The next state; see ``steps.apply_update``, which runs on the local shards."""
+        """The next state; see ``steps.apply_update``, which runs on the local shards where the parameters are.
+
+        Raises:
+            ValueError: parameters and optimizer lie on different devices.
+            LayoutError: the state or the gradients are of another layout.
+        """
+        self.layout.check(state.params)
+        self.layout.check(grads)
+        grads = beside(state, grads, moved)
         return _apply(self.optimizer, self.layout, state, grads, donate)
 
     # What stays inside
 
     def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
-        whole = self._build(folder, key, pretrained=pretrained)
+        with agreed():
+            whole = self._build(folder, key, pretrained=pretrained)
+        require_same({"key or weights": sample(whole)})
         params = Params({name: self.layout.shard(t, self.device) for name, t in whole.items()})
         specs = {name: t._spec for name, t in params.items()}
         optimizer = with_specs(self.optimizer.init(locals_of(params)), specs)
@@ -272,11 +293,14 @@ class Fsdp:
         if params.keys() != self._places.keys():
             odd = sorted(params.keys() ^ self._places.keys())
             raise ValueError(f"the state's parameters are not this model's: {odd[:5]}")
+        self.layout.check(params)
+        if odd := [name for name, t in params.items() if t.shape != self._blank[name].shape]:
+            raise ValueError(f"the state's parameters have other shapes than this model's: {odd[:5]}")
         # Also without gradients: FSDP decides in its first call which dtypes gradients will have.
         trained, held = set(params.trained()), {}
         try:
             for name, place in self._places.items():
-                held[name] = nn.Parameter(_moved(params[name], self.device), requires_grad=name in trained)
+                held[name] = nn.Parameter(moved(params[name], self.device), requires_grad=name in trained)
                 place._setattr_on_modules(held[name])
                 place.reset_sharded_param()
             yield held
@@ -298,7 +322,7 @@ class Fsdp:
         Raises:
             ValueError: ranks were given different batches.
         """
-        _check_alike(batch)
+        require_same({"batch": of_batch(batch)})
         for rows in deal(batch, self.layout.shares, self.max_tokens)[self.layout.share]:
             if rows:
                 yield rows, batch.take(torch.tensor(rows))
@@ -344,30 +368,3 @@ def _gradient(parameter: nn.Parameter, like: DTensor) -> DTensor:
     # The same memory without autograd's tie to the buffer of all gradients of a layer, which would outlive it.
     plain = found.new_empty(0).set_(found.untyped_storage(), found.storage_offset(), found.size(), found.stride())
     return DTensor(plain, like._spec, requires_grad=False)
-
-
-def _moved(t: Tensor, device: str | torch.device) -> Tensor:
-    """A tensor, or a shard whose local part only, on another device."""
-    if not isinstance(t, DTensor):
-        return t.to(device)
-    if t._local_tensor.device == torch.device(device):
-        return t
-    return DTensor(t._local_tensor.to(device), t._spec, requires_grad=False)
-
-
-def _gathered(value: Any) -> list[Any]:
-    """The values of all ranks, by rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
-def _check_alike(batch: Batch) -> None:
-    h = hashlib.blake2b(digest_size=8)
-    for name in sorted({"tokens", "cu_seqlens", *batch.per_token, *batch.per_row}):
-        h.update(name.encode())
-        h.update(batch[name].contiguous().view(torch.uint8).numpy().data)
-    told = _gathered(h.hexdigest())
-    if len(set(told)) > 1:
-        odd = [rank for rank, one in enumerate(told) if one != told[0]]
-        raise LayoutError(f"ranks {odd[:8]} were given another batch than rank 0; all ranks take the whole batch")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import attrs
 import torch
@@ -16,8 +15,6 @@ from verl_fn.state import (
     Grads,
     Key,
     Metrics,
-    Named,
-    Node,
     Params,
     Sum,
     TokenOutputs,
@@ -41,6 +38,7 @@ from .model import (
     repeatable,
     token_outputs,
 )
+from .placing import beside
 from .tensor_file import Part
 
 
@@ -189,12 +187,7 @@ class Local:
         Raises:
             ValueError: parameters and optimizer lie on different devices.
         """
-        # One tensor speaks for its tree, since place moves whole trees; a look at all costs more than donation.
-        params, moments, gradient = (_device(part) for part in (state.params, state.optimizer, grads))
-        if moments not in (None, params):
-            raise ValueError(f"parameters lie on {params}, the optimizer on {moments}; place them together to update")
-        if gradient not in (None, params):
-            grads = tree.map_tensors(lambda g: g.to(params), grads)
+        grads = beside(state, grads)
         return apply_update(self.optimizer, state, grads, donate_inputs=donate)
 
     # What stays inside
@@ -235,16 +228,6 @@ class Local:
             torch._foreach_copy_([self._cast[name] for name in params], list(params.values()))
             self._cast_of = weakref.ref(params)
         return dict(self._cast)
-
-
-def _device(part: Any) -> torch.device | None:
-    """Where the first tensor of a tree lies."""
-    if isinstance(part, Tensor):
-        return part.device
-    if isinstance(part, Named):
-        return next((t.device for t in part.leaves.values()), None)
-    inside = (getattr(part, f.name) for f in attrs.fields(type(part))) if isinstance(part, Node) else ()
-    return next((found for found in map(_device, inside) if found is not None), None)
 
 
 def _leaf(t: Tensor) -> Tensor:

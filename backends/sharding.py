@@ -97,6 +97,22 @@ class Layout:
         each = -(-rows // ranks)
         return min(mine * each, rows), min((mine + 1) * each, rows)
 
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Refuse values of another layout.
+
+        Raises:
+            LayoutError: they are not shards over this mesh.
+        """
+        # One tensor speaks for all, since values are made as a whole.
+        t = next(iter(tensors.values()), None)
+        mesh = t._spec.mesh if isinstance(t, DTensor) else None
+        if t is not None and mesh is not self.mesh and mesh != self.mesh:
+            theirs = "held as whole tensors" if mesh is None else f"of the layout {_shape(mesh)}"
+            raise LayoutError(
+                f"a value {theirs} was given to a backend of the layout {_shape(self.mesh)}; save the state there "
+                f"and restore it here"
+            )
+
     def part(self, t: Tensor) -> Part:
         """What this rank writes of a tensor: its share of its shard, or all of what every rank has, on the first."""
         if not isinstance(t, DTensor):
@@ -113,6 +129,20 @@ class Layout:
         return DTensor(
             whole[start:end].to(device, copy=True), self.spec(whole.shape, whole.dtype), requires_grad=False
         )
+
+
+def _shape(mesh: DeviceMesh) -> str:
+    """A mesh in words: ``replicate=2, shard=4``."""
+    return ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+def moved(t: Tensor, device: str | torch.device) -> Tensor:
+    """A tensor, or a shard whose local part only, on another device."""
+    if not isinstance(t, DTensor):
+        return t.to(device)
+    if t._local_tensor.device == torch.device(device):
+        return t
+    return DTensor(t._local_tensor.to(device), t._spec, requires_grad=False)
 
 
 def locals_of(value: T) -> T:
