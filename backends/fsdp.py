@@ -10,7 +10,7 @@ so every state means what it means, whichever came before, and nothing is copied
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,10 @@ class Fsdp:
         """Whole tensors under canonical names, one after the other; all ranks go through them together."""
         for name, t in params.items():
             yield name, t.full_tensor()
+
+    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
+        """``fn(*values)``: of this rank's shards; all ranks call it together."""
+        return fn(*values)
 
     # The two steps
 

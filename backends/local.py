@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import attrs
@@ -137,6 +137,10 @@ class Local:
     def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under canonical names."""
         yield from params.items()
+
+    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
+        """``fn(*values)``: values lie in this process."""
+        return fn(*values)
 
     # The two steps
 

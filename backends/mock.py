@@ -7,8 +7,9 @@ than a millisecond a call, and failures on demand.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -128,6 +129,10 @@ class Mock:
         """Both tables."""
         self._called("named_tensors")
         return iter(params.items())
+
+    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
+        """``fn(*values)``: values lie in this process."""
+        return fn(*values)
 
     # The two steps
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import attrs
 from torch import Tensor
@@ -50,6 +50,13 @@ class TrainBackend(Protocol):
 
     def named_tensors(self, params: Params) -> Iterable[tuple[str, Tensor]]:
         """Whole tensors under canonical names, for ``RolloutBackend.publish``."""
+        ...
+
+    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
+        """``fn(*values)`` where the values lie, on every shard: to compare, edit, add or digest them.
+
+        Where values stay with their workers, so does the result of ``fn`` with ``keep``; else it is returned.
+        """
         ...
 
 

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from verl_fn.backends.model import ModelError, read_config
+from verl_fn.backends.ulysses import LayoutError, check_heads
 from verl_fn.config import ConfigError
 from verl_fn.driver import build
+from verl_fn.driver.ranks import torchrun_size
 from verl_fn.schema import Config
 from verl_fn.tasks import Source, Task
 
@@ -25,6 +27,7 @@ def check(cfg: Config, source: Source) -> None:
     """
     d = cfg.data
     _check_device(cfg)
+    check_ranks(cfg, cfg.ray.ranks if cfg.driver.kind == "ray" else torchrun_size())
     if cfg.trainer.stop_at is not None and d.train_files and not d.val_files:
         raise ConfigError("trainer.stop_at needs held-out problems; set data.val_files")
     tokenizer = build.tokenizer(cfg)
@@ -57,18 +60,53 @@ def check(cfg: Config, source: Source) -> None:
                 f"a row may have {longest} tokens ({of}), but {folder} has only "
                 f"{positions} positions; lower data.max_response_length or data.max_prompt_length"
             )
-        settings, table = (cfg.critic, "critic") if role == "critic" else (cfg.actor, "actor")
-        if trained > settings.ppo_max_token_len_per_gpu:
+        settings = build.settings(cfg, role)
+        if trained > build.token_budget(settings):
+            table, sp = "critic" if role == "critic" else "actor", settings.fsdp_config.ulysses_sequence_parallel_size
+            shared = (
+                f" on {sp} ranks together"
+                if build.token_budget(settings) > settings.ppo_max_token_len_per_gpu
+                else ""
+            )
             raise ConfigError(
-                f"a row may have {trained} tokens ({parts}), more than "
-                f"{table}.ppo_max_token_len_per_gpu = {settings.ppo_max_token_len_per_gpu}; raise that budget"
+                f"a row may have {trained} tokens ({parts}), more than {table}.ppo_max_token_len_per_gpu = "
+                f"{settings.ppo_max_token_len_per_gpu}{shared}; raise that budget"
             )
 
 
+def check_ranks(cfg: Config, ranks: int) -> None:
+    """Whether every role's layout goes with the number of ranks and with its model.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    for role in build.roles(cfg):
+        settings = build.settings(cfg, role)
+        owns = role == "critic" and cfg.critic.strategy is not None
+        table = "critic" if owns else "actor"
+        if settings.strategy == "local":
+            if ranks > 1:
+                started = "ray.ranks is" if cfg.driver.kind == "ray" else "torchrun's number of processes is"
+                raise ConfigError(
+                    f"{table}.strategy is local, which is one process, but {started} {ranks}; set {table}.strategy=fsdp"
+                )
+            continue
+        f, folder = settings.fsdp_config, cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
+        for name in ("replicate", "ulysses_sequence_parallel_size"):
+            if ranks % getattr(f, name):
+                raise ConfigError(
+                    f"{table}.fsdp_config.{name} = {getattr(f, name)} does not divide the {ranks} training ranks"
+                )
+        try:
+            check_heads(read_config(folder), f.ulysses_sequence_parallel_size)
+        except LayoutError as error:
+            raise ConfigError(f"{table}.fsdp_config.ulysses_sequence_parallel_size: {error}") from error
+
+
 def _check_device(cfg: Config) -> None:
-    # A Ray cluster that is connected already may have GPUs that this process does not see.
+    # A Ray cluster may have GPUs that this process does not see.
     ray = sys.modules.get("ray") if cfg.driver.kind == "ray" else None
-    connected = ray is not None and ray.is_initialized()
+    connected = (ray is not None and ray.is_initialized()) or (cfg.driver.kind == "ray" and bool(cfg.ray.address))
     if cfg.driver.device == "cuda" and not connected and not torch.cuda.is_available():
         raise ConfigError("driver.device is cuda, but torch finds no GPU here; set driver.device=cpu or auto")
 

@@ -24,12 +24,13 @@ from verl_fn.workers import Workers
 
 
 def digests(value: Any) -> dict[str, str]:
-    """A short hash of every leaf of a value, by path.
+    """A short hash of every leaf of a value, by path; of shards, those of the whole leaves, one after the other.
 
     >>> digests({"w": torch.zeros(2)}) == digests({"w": torch.zeros(2)})
     True
     """
-    return {path: tree.digest(leaf)[:16] for path, leaf in tree.paths(value).items()}
+    whole = lambda leaf: leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf  # noqa: E731
+    return {path: tree.digest(whole(leaf))[:16] for path, leaf in tree.paths(value).items()}
 
 
 class Recorder:
@@ -110,7 +111,7 @@ def entry(state: Any, seen: Recorder, w: Workers) -> dict[str, Any]:
     rest = state
     for role in ROLES:
         if getattr(state, role, None) is not None:
-            line["state"][role] = w.get(w.call(digests, getattr(state, role)))
+            line["state"][role] = w.get(getattr(w, role).map(digests, getattr(state, role)))
             rest = attrs.evolve(rest, **{role: None})
     line["state"]["rest"] = serial.flatten(rest)[1]
     return line

@@ -152,7 +152,7 @@ def _against_checkpoint(folder: Path, state: Any, cfg: Config, w: Any, compared:
     there = restored_state(saved, cfg, w)
     for role in ("actor", "critic"):
         if getattr(state, role, None) is not None:
-            before, now = (w.get(w.call(digests, getattr(s, role))) for s in (there, state))
+            before, now = (w.get(getattr(w, role).map(digests, getattr(s, role))) for s in (there, state))
             compared["state leaves"] = compared.get("state leaves", 0) + len(before)
             for name, digest in before.items():
                 if now.get(name) != digest:

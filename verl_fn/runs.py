@@ -119,13 +119,14 @@ class Run:
         Raises:
             RunError: it cannot be written; the checkpoints before it are as they were.
         """
-        final = self.folder / "checkpoints" / f"step_{state.step}"
-        aside = final.with_name(f".writing_{final.name}")
+        final = self._checkpoint(state.step)
+        aside = _aside(final)
         shutil.rmtree(aside, ignore_errors=True)
         try:
             with self.written(f"the checkpoint of step {state.step}"):
                 aside.mkdir(parents=True)
-                self._fill(aside, state, w)
+                _save_roles(state, aside, w)
+                self._fill(aside, state)
                 for name in LOGS:
                     if (self.folder / name).exists():
                         _sync(self.folder / name)
@@ -138,11 +139,11 @@ class Run:
             shutil.rmtree(old)
         return final
 
-    def _fill(self, aside: Path, state: Any, w: Workers) -> None:
+    def _fill(self, aside: Path, state: Any) -> None:
+        """The rest of a checkpoint, and what tells whether all of it is whole."""
         rest = state
         for role in ROLES:
             if getattr(state, role, None) is not None:
-                getattr(w, role).save(getattr(state, role), aside / role)
                 if not (aside / role).is_dir():
                     raise RunError(
                         f"the worker of {role} wrote its checkpoint elsewhere than {aside}: no shared folder?"
@@ -169,12 +170,47 @@ class Run:
                 f"Make room or mend the folder, then run the same command to continue"
             ) from error
 
+    def _checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step_{step}"
+
     def _point_at(self, actor: Path) -> None:
         """Let ``model`` in the run's folder be its newest model."""
         link, aside = self.folder / "model", self.folder / ".model.writing"
         aside.unlink(missing_ok=True)
         aside.symlink_to(actor.relative_to(self.folder))
         aside.replace(link)
+
+
+class Follower(Run):
+    """The folder of a run whose first process writes it: this one reads, and saves its part of the state with it."""
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        yield
+
+    def start(self, step: int, *, origin: Path | None) -> None:
+        pass
+
+    def append(self, name: str, *rows: Mapping[str, Any]) -> None:
+        pass
+
+    def save(self, state: Any, w: Workers) -> Path:
+        final = self._checkpoint(state.step)
+        _save_roles(state, _aside(final), w)
+        return final
+
+
+def _aside(final: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return final.with_name(f".writing_{final.name}")
+
+
+def _save_roles(state: Any, aside: Path, w: Workers) -> None:
+    # Where several processes save, the folder is there before any of them writes.
+    w.agree(None)
+    for role in ROLES:
+        if getattr(state, role, None) is not None:
+            getattr(w, role).save(getattr(state, role), aside / role)
 
 
 def metrics_row(step: int, report: Mapping[str, float]) -> dict[str, Any]:

@@ -143,7 +143,7 @@ class FsdpConfig:
 @attrs.frozen(kw_only=True)
 class ActorConfig:
     optim: OptimConfig = sub(OptimConfig)
-    strategy: str = opt("local", "local: one process; fsdp: sharded over all ranks", in_(("local", "fsdp")))
+    strategy: str | None = opt("local", "local: one process; fsdp: sharded over all ranks", in_(("local", "fsdp")))
     fsdp_config: FsdpConfig = sub(FsdpConfig)
     ppo_max_token_len_per_gpu: int = opt(16384, "strict budget of tokens a micro-batch", ge(1))
     dtype: str = opt("float32", "compute dtype; masters are fp32", in_(("float32", "bfloat16")))
@@ -161,6 +161,7 @@ class CriticOptimConfig(OptimConfig):
 @attrs.frozen(kw_only=True)
 class CriticConfig(ActorConfig):
     optim: CriticOptimConfig = sub(CriticOptimConfig)
+    strategy: str | None = opt(None, "by default that of the actor, with its fsdp_config", in_(("local", "fsdp")))
     path: str | None = paths(None, "model folder of the critic, by default the actor's")
 
 

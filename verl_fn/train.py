@@ -17,12 +17,12 @@ from verl_fn.backends.model import read_config
 from verl_fn.checks import check
 from verl_fn.config import ConfigError
 from verl_fn.data import file_data
-from verl_fn.driver import build
+from verl_fn.driver import build, ranks
 from verl_fn.evaluate import accuracy, validate
 from verl_fn.journal import Recorder, entry, keep_samples
 from verl_fn.loggers import loggers
 from verl_fn.progress import Lines, Live, Say
-from verl_fn.runs import Run, RunError, changed_keys, read_metrics, restore, run_config, step_of
+from verl_fn.runs import Follower, Run, RunError, changed_keys, read_metrics, restore, run_config, step_of
 from verl_fn.schema import Config
 from verl_fn.state import Key
 from verl_fn.tasks import TASKS, Source
@@ -49,17 +49,31 @@ def train(cfg: Config, say: Say = print, *, live: bool = False) -> dict[str, flo
     if cfg.data.val_files and not cfg.data.train_files:
         raise ConfigError("data.val_files is set without data.train_files, so there is nothing to train on")
     cfg = absolute(cfg)
-    run = Run(cfg)
-    with run.locked():
+    # Under torchrun all processes run this same loop on the same values, and the first one writes and speaks.
+    first = ranks.torchrun_rank() == 0
+    if not first:
+        say, live = (lambda line: None), False
+    run = Run(cfg) if first else Follower(cfg)
+    with ranks.process_group(cfg), run.locked():
         if cfg.trainer.resume_mode == "auto" and run.latest() is not None:
             _tell_changes(run, cfg, say)
-        cfg, source = prepared(cfg, say)
-        data = "files" if cfg.data.train_files else cfg.data.task
-        say(f"{cfg.algorithm.name} on {data}, {cfg.driver.kind} driver, {build.device(cfg)}; folder {run.folder}")
-        if cfg.driver.kind == "ray":
-            say("starting Ray actors")
+        with ranks.first_alone():
+            cfg, source = prepared(cfg, say)
+        say(f"{_headline(cfg)}; folder {run.folder}")
         with workers(cfg) as w:
+            if w.about:
+                say(w.about)
             return _loop(cfg, run, w, source, say, live)
+
+
+def _headline(cfg: Config) -> str:
+    """What is trained, on what and where."""
+    what = f"{cfg.algorithm.name} on {'files' if cfg.data.train_files else cfg.data.task}"
+    if cfg.driver.kind == "ray":
+        processes = "process" if cfg.ray.ranks == 1 else "processes"
+        return f"{what}, starting Ray actors with {cfg.ray.ranks} training {processes}"
+    size = ranks.torchrun_size()
+    return f"{what}, local driver, {build.device(cfg)}" + (f", {size} processes" if size > 1 else "")
 
 
 def absolute(cfg: Config) -> Config:
@@ -97,6 +111,12 @@ def _tell_changes(run: Run, cfg: Config, say: Say) -> None:
                 f"{key} cannot change in a run that is continued ({values}): the state holds it. "
                 f"Fork the run (verl-fn fork {run.folder} --step N {key}=...), or choose another trainer.dir"
             )
+        role, _, setting = key.partition(".")
+        if setting in ("lora_rank", "lora_alpha", "target_modules"):
+            raise RunError(
+                f"{key} cannot change in a run that is continued ({values}): the state holds the adapters. Choose "
+                f"another trainer.dir; {role}'s merged model is in {run.latest() / role}"
+            )
         say(f"continuing with another setting: {key}: {values}")
 
 
@@ -128,7 +148,17 @@ def initial_state(cfg: Config, w: Workers) -> Any:
     for role in build.roles(cfg):
         folder = cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
         loaded[role] = getattr(w, role).load_pretrained(folder, blank.key.fold_in(role))
-    return attrs.evolve(blank, **loaded)
+    return _offloaded(attrs.evolve(blank, **loaded), cfg, w)
+
+
+def _offloaded(state: Any, cfg: Config, w: Workers) -> Any:
+    """The state with the roles on the CPU that are to stay there; what an update makes lies where its input lay."""
+    moved = {}
+    for role in build.roles(cfg):
+        settings = build.settings(cfg, role)
+        if settings.strategy == "fsdp" and settings.fsdp_config.offload_policy:
+            moved[role] = getattr(w, role).place(getattr(state, role), params="cpu", optimizer="cpu")
+    return attrs.evolve(state, **moved)
 
 
 def restored_state(folder: Path, cfg: Config, w: Workers) -> Any:
@@ -136,14 +166,14 @@ def restored_state(folder: Path, cfg: Config, w: Workers) -> Any:
     fresh = by_name(cfg.algorithm.name).new(cfg, Key.from_seed(cfg.trainer.seed))
     source = folder.parents[1]
     if source == Path(cfg.trainer.dir).resolve() or not (source / "config.toml").is_file():
-        return restore(folder, fresh, w, cfg)
+        return _offloaded(restore(folder, fresh, w, cfg), cfg, w)
     before, _ = run_config(source, step_of(folder))
     state = restore(folder, by_name(cfg.algorithm.name).new(before, Key.from_seed(before.trainer.seed)), w, cfg)
     if before.trainer.seed != cfg.trainer.seed:
         state = attrs.evolve(state, key=fresh.key)
     if before.algorithm.kl_ctrl != cfg.algorithm.kl_ctrl and hasattr(state, "kl"):
         state = attrs.evolve(state, kl=fresh.kl)
-    return state
+    return _offloaded(state, cfg, w)
 
 
 def advance(
@@ -156,13 +186,13 @@ def advance(
 
 def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: bool) -> dict[str, float]:
     t, algorithm, held_out = cfg.trainer, by_name(cfg.algorithm.name), source.held_out(cfg.data.val_size)
-    origin = _origin(cfg, run)
+    origin = w.agree(_origin(cfg, run))
     if origin is not None:
         state = restored_state(origin, cfg, w)
         say(f"continuing {run.folder} after step {state.step}, from {origin}")
     else:
         state = initial_state(cfg, w)
-    evaluation = last_evaluation(origin.parents[1], state.step) if origin is not None else {}
+    evaluation = w.agree(last_evaluation(origin.parents[1], state.step)) if origin is not None else {}
     if origin is not None and (state.step >= t.total_training_steps or _reached(evaluation, cfg)):
         say(f"finished before: {state.step} steps of {t.total_training_steps}; nothing was done or changed")
         return evaluation
@@ -176,7 +206,9 @@ def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: boo
     saved = origin if origin is not None and origin.parent.parent == run.folder else None
 
     with contextlib.ExitStack() as stack:
-        logs = [run.log, *stack.enter_context(loggers(cfg, run.folder, state.step))]
+        logs = [run.log]
+        if not isinstance(run, Follower):
+            logs += stack.enter_context(loggers(cfg, run.folder, state.step))
         if origin is None and t.val_before_train and held_out:
             evaluation = _evaluate(state, held_out, w, cfg, run)
             for log in logs:
@@ -197,9 +229,10 @@ def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: boo
             _write_journal(run, state, seen, w, cfg)
             progress.show(state.step, report, evaluation_line(report))
             _end_if_skipping(skipped, report, state.step, cfg, run)
-            if asked or (t.save_freq > 0 and state.step % t.save_freq == 0):
+            stop = w.agree(bool(asked))
+            if stop or (t.save_freq > 0 and state.step % t.save_freq == 0):
                 saved = run.save(state, w)
-            if asked and not last:
+            if stop and not last:
                 raise Interrupted(
                     f"stopped after step {state.step} and saved {saved}; the same command continues from there"
                 )
@@ -230,7 +263,7 @@ def _evaluate(state: Any, held_out: Any, w: Workers, cfg: Config, run: Run) -> d
     report, answers = validate(state, held_out, w, cfg)
     if answers:
         run.append("generations.jsonl", *({"step": state.step} | answer for answer in answers))
-    return report
+    return w.agree(report)
 
 
 def _write_journal(run: Run, state: Any, seen: Recorder, w: Workers, cfg: Config) -> None:

@@ -38,6 +38,8 @@ class Workers:
         call: applies a function to values, references or handles, where they lie; ``returns=k`` for k results.
         get: the value behind a reference, or behind all references of a nested value.
         wait: blocks until what is behind references is there, and passes them on.
+        agree: the value that the first of several processes has which run this same loop.
+        about: a line on what the workers run, for the screen.
     """
 
     actor: TrainBackend
@@ -49,10 +51,20 @@ class Workers:
     call: Callable[..., Any] = call_here
     get: Callable[[Any], Any] = get_here
     wait: Callable[[Any], Any] = get_here
+    agree: Callable[[Any], Any] = get_here
+    about: str = ""
 
 
 class ActorDied(RuntimeError):
     """A worker's process ended; the message holds its own error and the end of its log."""
+
+
+class ActorHangs(RuntimeError):
+    """A worker that others wait for does nothing any more; the message says where it is."""
+
+
+class Freed(LookupError):
+    """A handle stands for a value that its worker does not hold."""
 
 
 class Clock:

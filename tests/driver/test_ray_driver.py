@@ -103,7 +103,7 @@ def test_handles_stand_for_values(remote, model, tmp_path):
 
 def test_values_go_when_their_handles_go(remote, model):
     w = remote
-    host = w.actor._host
+    host = w.actor._group.members[0].host
     states = [w.actor.load_pretrained(model, Key.from_seed(i)) for i in range(3)]
     numbers = [s.stored.id for s in states]
     del states
@@ -129,6 +129,6 @@ def test_a_dead_actor_ends_the_run_at_once(cluster, model, tmp_path):
         w.get(members[victim].host.call.remote(print, {"flush": True}, False, "the last words"))
         waiting = members["reward"].host.call.remote(time.sleep, {}, False, 600)
         os.kill(members[victim].pid, signal.SIGKILL)
-        with pytest.raises(ActorDied, match=rf"the {victim} actor \(pid {members[victim].pid}\) died") as error:
+        with pytest.raises(ActorDied, match=rf"{victim} \(pid {members[victim].pid}\) died") as error:
             w.get(waiting)
         assert "the last words" in str(error.value)

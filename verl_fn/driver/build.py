@@ -80,23 +80,57 @@ def optimizer(o: OptimConfig, total_steps: int) -> Any:
     return chain(clip_by_global_norm(o.clip_grad), adamw(schedule, o.betas, o.eps, o.weight_decay))
 
 
+def settings(cfg: Config, role: str) -> ActorConfig:
+    """The table of a training role. The reference has the actor's; so has the critic its layout, unless it has its own.
+
+    >>> cfg = Config(actor=ActorConfig(strategy="fsdp"))
+    >>> [settings(cfg, role).strategy for role in ("actor", "critic", "reference")]
+    ['fsdp', 'fsdp', 'fsdp']
+    """
+    if role != "critic":
+        return cfg.actor
+    if cfg.critic.strategy is not None:
+        return cfg.critic
+    return attrs.evolve(cfg.critic, strategy=cfg.actor.strategy, fsdp_config=cfg.actor.fsdp_config)
+
+
 def trainer(cfg: Config, role: str) -> Any:
-    """The training backend of ``actor``, ``critic`` or ``reference``."""
+    """The training backend of ``actor``, ``critic`` or ``reference``; ``fsdp`` wants a process group."""
     from verl_fn.backends.local import Local
+    from verl_fn.backends.lora import Lora
     from verl_fn.steps import frozen
 
-    settings: ActorConfig = cfg.critic if role == "critic" else cfg.actor
+    s = settings(cfg, role)
     updates = cfg.trainer.total_training_steps * updates_a_step(cfg)
-    return Local(
-        cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path,
-        frozen() if role == "reference" else optimizer(settings.optim, updates),
-        head="value" if role == "critic" else "lm",
-        compute_dtype=settings.dtype,
-        max_tokens=settings.ppo_max_token_len_per_gpu,
-        checkpointing=settings.enable_gradient_checkpointing,
-        device=device(cfg),
-        deterministic=cfg.driver.deterministic,
+    folder = cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
+    tx = frozen() if role == "reference" else optimizer(s.optim, updates)
+    common: dict[str, Any] = {
+        "head": "value" if role == "critic" else "lm",
+        "compute_dtype": s.dtype,
+        "checkpointing": s.enable_gradient_checkpointing,
+        "lora": Lora(s.lora_rank, s.lora_alpha, s.target_modules) if s.lora_rank else None,
+        "device": device(cfg),
+        "deterministic": cfg.driver.deterministic,
+    }
+    if s.strategy != "fsdp":
+        return Local(folder, tx, max_tokens=s.ppo_max_token_len_per_gpu, **common)
+    from verl_fn.backends.fsdp import Fsdp
+
+    f = s.fsdp_config
+    return Fsdp(
+        folder,
+        tx,
+        max_tokens=token_budget(s),
+        replicate=f.replicate,
+        sp=f.ulysses_sequence_parallel_size,
+        reshard_after_forward=f.reshard_after_forward,
+        **common,
     )
+
+
+def token_budget(s: ActorConfig) -> int:
+    """Tokens a micro-batch: ranks that share rows have their budgets together."""
+    return s.ppo_max_token_len_per_gpu * (s.fsdp_config.ulysses_sequence_parallel_size if s.strategy == "fsdp" else 1)
 
 
 def updates_a_step(cfg: Config) -> int:
@@ -162,6 +196,7 @@ def roles(cfg: Config) -> tuple[str, ...]:
     found = ["actor"]
     if a.name == "ppo":
         found.append("critic")
-    if a.name != "sft" and (a.use_kl_loss or a.use_kl_in_reward):
+    # With LoRA the actor's own base is the reference.
+    if a.name != "sft" and (a.use_kl_loss or a.use_kl_in_reward) and not cfg.actor.lora_rank:
         found.append("reference")
     return tuple(found)

@@ -3,60 +3,122 @@
 from __future__ import annotations
 
 import faulthandler
+import operator
 import os
-from collections.abc import Callable, Iterable
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import attrs
 
 from verl_fn.schema import Config
+from verl_fn.workers import Freed
+
+from . import identity
 
 
 @attrs.frozen
 class Stored:
-    """Stands for a value that stays in its actor: its number, and a field of it if only that is meant."""
+    """Stands for a value that stays in its actor: its number, and a field (or a field's field) if that is meant."""
 
     id: int
     field: str | None = None
 
 
+@attrs.frozen
+class Pulse:
+    """What a rank is at.
+
+    Attributes:
+        busy: whether it is in a call of the driver.
+        calls: how many it has begun and ended.
+        collectives: how many it has begun, of all process groups.
+    """
+
+    busy: bool
+    calls: int
+    collectives: int
+
+
 class Host:
     """Holds components and values; every method is called by the driver through Ray.
 
-    The driver numbers the values and says with each call which numbers nobody holds any more, so what is
-    alive is decided in one place.
+    The driver numbers the values and says which numbers nobody holds any more, so what is alive is decided in one
+    place.
     """
 
-    def __init__(self, cfg: Config) -> None:
-        from . import build
-
+    def __init__(self) -> None:
         faulthandler.enable()
-        build.set_up_process(cfg)
-        self.cfg = cfg
         self.components: dict[str, Any] = {}
         self.values: dict[int, Any] = {}
-
-    def build(self, name: str, factory: Callable[..., Any], *args: Any) -> None:
-        """Make a component: ``factory(cfg, *args)``."""
-        self.components[name] = factory(self.cfg, *args)
+        self._speaks = True
+        self._thread: int | None = None
+        self._calls = 0
 
     def about(self) -> dict[str, Any]:
-        """This process, and the files that its output goes to."""
+        """This process, the files that its output goes to, and what it imports."""
+        import ray
+
         logs = []
         for fd in (1, 2):
             try:
                 logs.append(os.readlink(f"/proc/self/fd/{fd}"))
             except OSError:
                 continue
-        return {"pid": os.getpid(), "logs": logs}
+        node = ray.get_runtime_context().get_node_id()
+        return {"pid": os.getpid(), "logs": logs, "node": node, "identity": identity.identity()}
+
+    def run(self, method: str, returns: int, *args: Any) -> tuple[Any, ...]:
+        """Call a method of this class: its results, and None as a last one, which is quick to fetch.
+
+        Ranks after the first return nothing else.
+        """
+        self._thread = threading.get_ident()
+        self._calls += 1
+        try:
+            found = getattr(self, method)(*args)
+        finally:
+            self._thread = None
+            self._calls += 1
+        results = found if returns > 1 else (found,)
+        return (*(results if self._speaks else [None] * returns), None)
+
+    def set_up(self, cfg: Config) -> None:
+        """Take the config, and make this process as it asks."""
+        from . import build
+
+        build.set_up_process(cfg)
+        self.cfg = cfg
+
+    def open_store(self, address: str, size: int, timeout: float) -> tuple[str, int]:
+        """Where the ranks of a process group can meet, which this process holds: address and port."""
+        from . import ranks
+
+        self._store = ranks.open_store(address, size, timeout)
+        return address, self._store.port
+
+    def join(self, place: tuple[str, int], rank: int, size: int, timeout: float) -> None:
+        """Become a rank of the process group that meets there."""
+        from . import build, ranks
+
+        self._speaks = rank == 0
+        ranks.join(place, rank, size, timeout, build.device(self.cfg), getattr(self, "_store", None))
+
+    def build(self, name: str, factory: Callable[..., Any], *args: Any) -> None:
+        """Make a component: ``factory(cfg, *args)``."""
+        self.components[name] = factory(self.cfg, *args)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Let go of values."""
+        for number in numbers:
+            self.values.pop(number, None)
 
     def invoke(
-        self, component: str, method: str, keep: tuple[int | None, ...], drop: Iterable[int], kwargs: dict[str, Any],
-        *args: Any,
-    ) -> Any:  # fmt: skip
+        self, component: str, method: str, keep: tuple[int | None, ...], kwargs: dict[str, Any], *args: Any
+    ) -> Any:
         """Call a component's method. Results with a number in ``keep`` stay here, the others are returned."""
-        for number in drop:
-            self.values.pop(number, None)
         found = getattr(self.components[component], method)(*(self._open(a) for a in args), **kwargs)
         if not keep:
             return found
@@ -69,17 +131,30 @@ class Host:
                 self.values[number] = result
         return returned[0] if returned else None
 
-    def call(self, fn: Callable[..., Any], kwargs: dict[str, Any], as_list: bool, *args: Any) -> Any:
+    def map(self, fn: Callable[..., Any], keep: int | None, *args: Any) -> Any:
+        """Apply a function to values that are here. Its result stays under the number ``keep``, if there is one."""
+        found = fn(*(self._open(a) for a in args))
+        if keep is None:
+            return found
+        self.values[keep] = found
+        return None
+
+    def call(self, fn: Callable[..., Any] | str, kwargs: dict[str, Any], as_list: bool, *args: Any) -> Any:
         """Apply a function; a component's name as ``fn`` applies that component."""
-        found = (self.components[fn] if isinstance(fn, str) else fn)(*(self._open(a) for a in args), **kwargs)
+        found = (self.components[fn] if isinstance(fn, str) else fn)(*args, **kwargs)
         if not as_list:
             return found
         results = list(found)
         return results[0] if len(results) == 1 else results
 
-    def named_tensors(self, component: str, params: Stored) -> list[tuple[str, Any]]:
-        """Whole tensors under canonical names, for an engine in another process."""
-        return [(name, t.cpu()) for name, t in self.components[component].named_tensors(self._open(params))]
+    def named_tensors(self, component: str, params: Stored) -> list[tuple[str, Any]] | None:
+        """Whole tensors under canonical names, for an engine in another process; all ranks go through them."""
+        found: Iterator[tuple[str, Any]] = self.components[component].named_tensors(self._open(params))
+        if self._speaks:
+            return [(name, t.cpu()) for name, t in found]
+        for _ in found:
+            pass
+        return None
 
     def alive(self) -> list[int]:
         """The numbers of the values held here."""
@@ -87,12 +162,23 @@ class Host:
 
     def watch(self) -> None:
         """Never returns: its end tells the driver that this process has ended."""
-        import threading
-
         threading.Event().wait()
+
+    def pulse(self) -> Pulse:
+        """What this rank is at, told while a call runs."""
+        from . import ranks
+
+        return Pulse(self._thread is not None, self._calls, ranks.collectives())
+
+    def stack(self) -> traceback.StackSummary:
+        """Where the call that runs is, outermost line first; empty where none runs."""
+        frame = sys._current_frames().get(self._thread or 0)
+        return traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
 
     def _open(self, value: Any) -> Any:
         if not isinstance(value, Stored):
             return value
+        if value.id not in self.values:
+            raise Freed(f"value {value.id} is not here: the call that should have made it failed, or it was dropped")
         held = self.values[value.id]
-        return held if value.field is None else getattr(held, value.field)
+        return held if value.field is None else operator.attrgetter(value.field)(held)

@@ -8,12 +8,19 @@ from collections.abc import Iterator
 from verl_fn.schema import Config
 from verl_fn.workers import Workers
 
-from . import build
+from . import build, ranks
 
 
 @contextlib.contextmanager
 def local_workers(cfg: Config) -> Iterator[Workers]:
-    """The parts that ``cfg`` asks for, in this process."""
+    """The parts that ``cfg`` asks for, in this process; under torchrun, in each of its processes."""
     build.set_up_process(cfg)
-    training = {role: build.trainer(cfg, role) for role in build.roles(cfg)}
-    yield Workers(rollout=build.rollout(cfg), reward=build.reward(cfg), tokenizer=build.tokenizer(cfg), **training)
+    with ranks.process_group(cfg):
+        training = {role: build.trainer(cfg, role) for role in build.roles(cfg)}
+        yield Workers(
+            rollout=build.rollout(cfg),
+            reward=build.reward(cfg),
+            tokenizer=build.tokenizer(cfg),
+            agree=ranks.of_first,
+            **training,
+        )

@@ -4,157 +4,202 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import ray
-from torch.utils import _pytree as pytree
 
-from verl_fn.errors import USER_ERRORS
-from verl_fn.schema import Config
+from verl_fn.schema import Config, ConfigError
 from verl_fn.workers import ActorDied, Workers
 
 from . import build
-from .host import Host
-from .remote import Remote, RemoteField, RemoteRollout, RemoteTrain
+from .cluster import Cluster, Seat
+from .remote import RemoteRollout, RemoteTrain
 
-LOG_TAIL_LINES = 20
-START_SECONDS = 300
+__all__ = ["ActorDied", "connected", "ray_workers"]
 
-
-@attrs.frozen(eq=False)
-class Member:
-    """One actor of the run: its handle, a reference that ends when it does, and its process."""
-
-    name: str
-    host: Any
-    sentinel: Any
-    pid: int
-    logs: tuple[str, ...]
-
-
-class Cluster:
-    """The actors of one run. ``get`` and ``wait`` fail as soon as any of them has died."""
-
-    def __init__(self, cfg: Config) -> None:
-        self._cfg = cfg
-        self.members: dict[str, Member] = {}
-
-    def start(self, names: tuple[str, ...], gpus: dict[str, float]) -> None:
-        """Start one actor a name, together."""
-        actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1})(Host)
-        hosts = {name: actor.options(num_gpus=gpus.get(name, 0)).remote(self._cfg) for name in names}
-        about = {name: host.about.remote() for name, host in hosts.items()}
-        for name, host in hosts.items():
-            try:
-                told = ray.get(about[name], timeout=START_SECONDS)
-            except ray.exceptions.GetTimeoutError:
-                asked = f"{gpus[name]} of a GPU" if name in gpus else "no GPU"
-                raise ActorDied(f"the {name} actor did not start in {START_SECONDS} s; it asks for {asked}") from None
-            except ray.exceptions.RayActorError as error:
-                raise ActorDied(f"the {name} actor did not start: {error}") from None
-            sentinel = host.watch.options(concurrency_group="watch").remote()
-            self.members[name] = Member(name, host, sentinel, told["pid"], tuple(told["logs"]))
-
-    def build(self, member: str, component: str, factory: Callable[..., Any], *args: Any) -> None:
-        """Make a component inside an actor."""
-        self.get(self.members[member].host.build.remote(component, factory, *args))
-
-    def call(self, fn: Callable[..., Any] | str, *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
-        """Apply a function where the states lie that it is given, else where the rewards are computed."""
-        held = [arg for arg in args if isinstance(arg, (Remote, RemoteField))]
-        method = (held[0].host if held else self.members["reward"].host).call
-        args = tuple(arg.open() if isinstance(arg, (Remote, RemoteField)) else arg for arg in args)
-        if returns is not None and returns > 1:
-            method = method.options(num_returns=returns)
-        found = method.remote(fn, kwargs, returns is not None, *args)
-        return [found] if returns == 1 else found
-
-    def wait(self, value: Any) -> Any:
-        """Block until everything that ``value`` refers to is there, and return ``value``.
-
-        Raises:
-            ActorDied: an actor ended meanwhile, whichever it was.
-        """
-        pending = list({leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, ray.ObjectRef)})
-        watched = {member.sentinel: member for member in self.members.values()}
-        while pending:
-            ready, _ = ray.wait([*pending, *watched], num_returns=1, fetch_local=False)
-            if ready[0] in watched:
-                raise self._died(watched[ready[0]])
-            pending.remove(ready[0])
-        return value
-
-    def get(self, value: Any) -> Any:
-        """``value`` with every reference replaced by what it refers to. A worker's error is raised as its own."""
-        self.wait(value)
-        return pytree.tree_map(lambda leaf: self._fetch(leaf) if isinstance(leaf, ray.ObjectRef) else leaf, value)
-
-    def stop(self) -> None:
-        """End the actors."""
-        for member in self.members.values():
-            ray.kill(member.host)
-        self.members.clear()
-
-    def _fetch(self, ref: Any) -> Any:
-        try:
-            return ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, USER_ERRORS):
-                raise error.cause from None
-            raise error.as_instanceof_cause() from None
-        except ray.exceptions.RayActorError as error:
-            for member in self.members.values():
-                if ray.wait([member.sentinel], timeout=1.0)[0]:
-                    raise self._died(member) from None
-            raise ActorDied(str(error)) from None
-
-    def _died(self, member: Member) -> ActorDied:
-        try:
-            ray.get(member.sentinel)
-            reason = "it returned"
-        except ray.exceptions.RayError as error:
-            reason = str(error)
-        tail = []
-        for log in member.logs:
-            with contextlib.suppress(OSError):
-                lines = Path(log).read_text(errors="replace").splitlines()
-                tail += [line for line in lines if not line.startswith(":")][-LOG_TAIL_LINES:]
-        end = "\n  ".join(tail) or "(empty)"
-        return ActorDied(f"the {member.name} actor (pid {member.pid}) died: {reason}\nits log ends:\n  {end}")
+# A process without a GPU still needs a place; cores are shared, as many processes wait for others.
+ROOM = 0.01
+# A share each, so that training and rollout sit on one GPU.
+TRAINER_SHARE, ROLLOUT_SHARE = 0.5, 0.4
 
 
 @contextlib.contextmanager
 def ray_workers(cfg: Config) -> Iterator[Workers]:
-    """The parts that ``cfg`` asks for, as actors of a cluster that is started unless one is connected."""
-    started = not ray.is_initialized()
-    if started:
+    """The parts that ``cfg`` asks for, as actors of a cluster: the one that is connected, or ``ray.address``, or a new one.
+
+    Raises:
+        ConfigError: the cluster cannot be reached, or has not what the config asks for.
+    """
+    with connected(cfg):
+        cfg = on_cluster(cfg)
+        cluster = Cluster(cfg.ray.timeout)
+        try:
+            seats, bundles = seating(cfg)
+            check_room(bundles, cfg)
+            cluster.reserve(bundles, cfg.ray.placement)
+            cluster.start(seats, cfg)
+            training = {}
+            for name, roles in training_groups(cfg).items():
+                group = cluster.groups[name]
+                if any(build.settings(cfg, role).strategy == "fsdp" for role in roles):
+                    cluster.join(group)
+                for role in roles:
+                    cluster.build(name, role, build.trainer, role)
+                    training[role] = RemoteTrain(cluster, group, role)
+            cluster.build("rollout", "rollout", build.rollout)
+            # An actor may run in another folder than the driver, where a user's reward functions lie.
+            cluster.build("reward", "reward", build.reward, os.getcwd())
+            yield Workers(
+                rollout=RemoteRollout(cluster.groups["rollout"], "rollout"),
+                reward=lambda batch, problems: cluster.call("reward", batch, problems),
+                tokenizer=build.tokenizer(cfg),
+                call=cluster.call,
+                get=cluster.get,
+                wait=cluster.wait,
+                about=f"{len(cluster.members)} processes on {cfg.driver.device} run {cluster.code}",
+                **training,
+            )
+        finally:
+            cluster.stop()
+
+
+@contextlib.contextmanager
+def connected(cfg: Config) -> Iterator[None]:
+    """A cluster: the one that is connected already, or that of ``ray.address``, or one of this machine alone.
+
+    Raises:
+        ConfigError: there is none at that address, or the runtime environment cannot be used.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    if cfg.ray.runtime_env:
+        options["runtime_env"] = runtime_env(Path(cfg.ray.runtime_env))
+    if cfg.ray.address:
+        check_address(cfg.ray.address)
+        options["address"] = cfg.ray.address
+    else:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        ray.init(include_dashboard=False, log_to_driver=False, logging_level="error", num_cpus=os.cpu_count())
-    cluster = Cluster(cfg)
+        options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
     try:
-        # A share each, so that training and rollout sit on one GPU.
-        share = {"trainer": 0.5, "rollout": 0.4} if build.device(cfg) == "cuda" else {}
-        cluster.start(("trainer", "rollout", "reward"), share)
-        training = {}
-        for role in build.roles(cfg):
-            cluster.build("trainer", role, build.trainer, role)
-            training[role] = RemoteTrain(cluster.members["trainer"].host, role, cluster.get)
-        cluster.build("rollout", "rollout", build.rollout)
-        # An actor may run in another folder than the driver, where a user's reward functions lie.
-        cluster.build("reward", "reward", build.reward, os.getcwd())
-        yield Workers(
-            rollout=RemoteRollout(cluster.members["rollout"].host, "rollout"),
-            reward=lambda batch, problems: cluster.call("reward", batch, problems),
-            tokenizer=build.tokenizer(cfg),
-            call=cluster.call,
-            get=cluster.get,
-            wait=cluster.wait,
-            **training,
-        )
+        ray.init(**options)
+    except ray.exceptions.RuntimeEnvSetupError as error:
+        raise ConfigError(f"ray.runtime_env: {cfg.ray.runtime_env} cannot be set up: {error}") from error
+    except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
+        keys = [f"{key} = {value!r}" for key, value in attrs.asdict(cfg.ray).items() if key in options and value]
+        raise ConfigError(f"Ray does not start with {', '.join(keys) or 'its defaults'}: {error}") from error
+    try:
+        yield
     finally:
-        cluster.stop()
-        if started:
-            ray.shutdown()
+        ray.shutdown()
+
+
+def runtime_env(file: Path) -> dict[str, Any]:
+    """Ray's runtime environment from a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read or is no mapping.
+    """
+    import yaml
+
+    try:
+        found = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"ray.runtime_env: {file} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"ray.runtime_env: {file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"ray.runtime_env: {file} must be a mapping, with keys such as env_vars or py_modules")
+    return found
+
+
+def check_address(address: str) -> None:
+    """Refuse an address where nothing answers, at which Ray would try for long.
+
+    Raises:
+        ConfigError: nothing does.
+
+    >>> check_address("nowhere")
+    Traceback (most recent call last):
+    verl_fn.schema.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
+    """
+    if address == "auto" or "://" in address:
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"ray.address is {address!r}; it must be auto, or host:port as 10.0.0.1:6379")
+    try:
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"ray.address: no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or leave "
+            "the key empty to use this machine alone"
+        ) from error
+
+
+def on_cluster(cfg: Config) -> Config:
+    """The config with the device that the cluster has, since the driver's machine may have another."""
+    if cfg.driver.device != "auto":
+        return cfg
+    device = "cuda" if _total("GPU") >= 1 else "cpu"
+    return attrs.evolve(cfg, driver=attrs.evolve(cfg.driver, device=device))
+
+
+def training_groups(cfg: Config) -> dict[str, tuple[str, ...]]:
+    """The groups of ranks and the roles that each trains.
+
+    >>> from verl_fn.config import load
+    >>> training_groups(load(overrides=["ray.separate=critic"]))
+    {'trainer': ('actor',), 'critic': ('critic',)}
+    """
+    roles = build.roles(cfg)
+    apart = [role for role in roles if role in cfg.ray.separate]
+    return {"trainer": tuple(r for r in roles if r not in apart)} | {role: (role,) for role in apart}
+
+
+def seating(cfg: Config) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
+    """Where each group's actors go, and the room that the run asks the cluster for, a bundle for each rank."""
+    gpu = cfg.driver.device == "cuda"
+    seats, bundles = {}, []
+    for name in training_groups(cfg):
+        seats[name] = [Seat(len(bundles) + rank, float(gpu)) for rank in range(cfg.ray.ranks)]
+        bundles += [{"CPU": ROOM, "GPU": 1} if gpu else {"CPU": ROOM}] * cfg.ray.ranks
+    seats["trainer"][0] = Seat(0, TRAINER_SHARE if gpu else 0.0)
+    seats["rollout"], seats["reward"] = [Seat(0, ROLLOUT_SHARE if gpu else 0.0)], [Seat(0)]
+    return seats, bundles
+
+
+def check_room(bundles: Sequence[Mapping[str, float]], cfg: Config) -> None:
+    """Refuse what this cluster can never give.
+
+    Raises:
+        ConfigError: it has too few GPUs, or too few nodes for the placement.
+    """
+    gpus, asked = _total("GPU"), sum(bundle.get("GPU", 0) for bundle in bundles)
+    if asked > gpus:
+        apart = f" and ray.separate = {list(cfg.ray.separate)}" if cfg.ray.separate else ""
+        raise ConfigError(
+            f"ray.ranks = {cfg.ray.ranks}{apart} ask for {asked:g} GPUs, and the cluster has {gpus:g}; lower ray.ranks, "
+            "or set driver.device=cpu"
+        )
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if cfg.ray.placement == "STRICT_SPREAD" and len(nodes) < len(bundles):
+        raise ConfigError(
+            f"ray.placement = STRICT_SPREAD wants a node for each of {len(bundles)} training processes, and the cluster "
+            f"has {len(nodes)}; take SPREAD, or lower ray.ranks"
+        )
+    largest = max(node.get("GPU", 0) for node in nodes)
+    if cfg.ray.placement == "STRICT_PACK" and asked > largest:
+        raise ConfigError(
+            f"ray.placement = STRICT_PACK wants {asked:g} GPUs on one node, and the largest has {largest:g}; take PACK, "
+            "or lower ray.ranks"
+        )
+
+
+def _total(resource: str) -> float:
+    return ray.cluster_resources().get(resource, 0.0)

@@ -4,33 +4,36 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
+import ray
 
 from verl_fn.backends.protocol import Sampling
 from verl_fn.state import DonatedError, Key
 from verl_fn.steps import Loss
 
+from .cluster import Cluster
+from .group import Group
 from .host import Stored
 
 
 @attrs.define(eq=False, slots=True, weakref_slot=True)
 class Remote:
-    """An immutable handle to a value in an actor. When the last handle goes, so does the value.
+    """An immutable handle to a value on every rank of a group. When the last handle goes, so does the value.
 
     A donated handle raises ``DonatedError``, as the value itself would.
     """
 
     stored: Stored
-    host: Any
     fate: str | None = None
 
     @property
     def params(self) -> RemoteField:
         """The parameters of a training state."""
+        self.open()
         return RemoteField(self, "params")
 
     def open(self) -> Stored:
@@ -47,21 +50,21 @@ class RemoteField:
     field: str
 
     @property
-    def host(self) -> Any:
-        return self.parent.host
+    def base(self) -> RemoteField:
+        """The parameters that are not trained."""
+        return attrs.evolve(self, field=f"{self.field}.base")
 
     def open(self) -> Stored:
         return attrs.evolve(self.parent.open(), field=self.field)
 
 
 class RemoteTrain:
-    """``TrainBackend`` over a component of an actor. States and gradients stay there."""
+    """``TrainBackend`` over a component of a group's ranks. States and gradients stay there, each rank's part."""
 
     _numbers = itertools.count()
 
-    def __init__(self, host: Any, component: str, get: Any) -> None:
-        self._host, self._component, self._get = host, component, get
-        self._dropped: list[int] = []
+    def __init__(self, cluster: Cluster, group: Group, component: str) -> None:
+        self._cluster, self._group, self._component = cluster, group, component
 
     def init(self, key: Key) -> Remote:
         return self._keep_one("init", key)
@@ -76,9 +79,10 @@ class RemoteTrain:
         return self._keep_one("place", state, params=params, optimizer=optimizer)
 
     def save(self, state: Remote, folder: str | Path) -> None:
-        self._get(self._invoke("save", (), state, str(folder)))
+        self._invoke("save", (), state, str(folder))
+        self._cluster.finish(self._group)
 
-    def forward(self, params: RemoteField, batch: Any, needs: Iterable[str] = ("logprobs",)) -> Any:
+    def forward(self, params: RemoteField | Remote, batch: Any, needs: Iterable[str] = ("logprobs",)) -> Any:
         return self._invoke("forward", (), params, batch, tuple(needs))
 
     def forward_backward(self, state: Remote, batch: Any, loss: Loss) -> tuple[Remote, Any]:
@@ -96,37 +100,69 @@ class RemoteTrain:
                 )
         return new, metrics
 
-    def named_tensors(self, params: RemoteField) -> Any:
+    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
+        """``fn`` of every rank's part of ``values``: a handle if ``keep``, else a reference to the first rank's result.
+
+        Where the parts are shards, ``fn`` may put them together (``full_tensor``): all ranks run it at once.
+        """
+        opened = [_opened(value) for value in values]
+        if not keep:
+            return self._group.run("map", fn, None, *opened)
+        value = self._new()
+        self._group.run("map", fn, value.stored.id, *opened)
+        return value
+
+    def named_tensors(self, params: RemoteField | Remote) -> Any:
         """A reference to the tensors, which go to the engine without passing through the driver."""
-        return self._host.named_tensors.remote(self._component, params.open())
+        return self._group.run("named_tensors", self._component, params.open())
 
     def _keep_one(self, method: str, *args: Any, **kwargs: Any) -> Remote:
         value = self._new()
-        self._get(self._invoke(method, (value.stored.id,), *args, **kwargs))
+        self._invoke(method, (value.stored.id,), *args, **kwargs)
+        self._cluster.finish(self._group)
         return value
 
     def _new(self) -> Remote:
-        value = Remote(Stored(next(self._numbers)), self._host)
-        weakref.finalize(value, self._dropped.append, value.stored.id)
+        value = Remote(Stored(next(self._numbers)))
+        weakref.finalize(value, self._group.dropped.append, value.stored.id)
         return value
 
     def _invoke(self, method: str, keep: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
-        opened = [a.open() if isinstance(a, (Remote, RemoteField)) else a for a in args]
-        drop = self._dropped[:]
-        del self._dropped[: len(drop)]
-        return self._host.invoke.remote(self._component, method, keep, drop, kwargs, *opened)
+        return self._group.run("invoke", self._component, method, keep, kwargs, *map(_opened, args))
+
+
+def _opened(value: Any) -> Any:
+    return value.open() if isinstance(value, (Remote, RemoteField)) else value
 
 
 class RemoteRollout:
     """``RolloutBackend`` over a component of an actor; batches come back as references."""
 
-    def __init__(self, host: Any, component: str) -> None:
-        self._host, self._component = host, component
-        self.version: int | None = None
+    def __init__(self, group: Group, component: str) -> None:
+        self._group, self._component = group, component
+        self._version: int | None = None
+        self._publishing: tuple[int, Any] | None = None
+
+    @property
+    def version(self) -> int | None:
+        """The version that the engine is known to hold; None while another is on its way."""
+        if self._publishing is not None:
+            version, ref = self._publishing
+            if ray.wait([ref], timeout=0)[0]:
+                self._publishing = None
+                try:
+                    ray.get(ref)
+                    self._version = version
+                except ray.exceptions.RayError:
+                    # Whoever waits for the reference is told; here it only means that nothing is known.
+                    self._version = None
+        return self._version
 
     def publish(self, version: int, named_tensors: Any) -> Any:
-        self.version = version
-        return self._invoke("publish", version, named_tensors)
+        self._version = None
+        ref = self._invoke("publish", version, named_tensors)
+        self._publishing = version, ref
+        return ref
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: Key, *, ids: Sequence[int] | None = None,
@@ -135,11 +171,11 @@ class RemoteRollout:
         return self._invoke("generate", prompts, sampling, key, ids=ids, version=version)
 
     def sleep(self) -> Any:
-        self.version = None
+        self._version = self._publishing = None
         return self._invoke("sleep")
 
     def wake(self) -> Any:
         return self._invoke("wake")
 
     def _invoke(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._host.invoke.remote(self._component, method, (), (), kwargs, *args)
+        return self._group.run("invoke", self._component, method, (), kwargs, *args)

@@ -1,0 +1,285 @@
+"""The actors of one run: starting them, waiting for them, and telling what went wrong with which one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from torch.utils import _pytree as pytree
+
+from verl_fn.errors import USER_ERRORS
+from verl_fn.schema import Config
+from verl_fn.workers import ActorDied, Freed
+
+from . import identity
+from .group import Group, Member
+from .host import Host
+from .watch import Watch
+
+LOG_TAIL_LINES = 20
+START_SECONDS = 300
+NODE_SECONDS = 20
+# How long errors of collectives wait for the death or the error of another rank that caused them.
+GRACE_SECONDS = 10
+
+
+@attrs.frozen
+class Seat:
+    """Where an actor goes: a bundle of the run's placement group, and its share of a GPU there."""
+
+    bundle: int
+    gpus: float = 0.0
+
+
+class Cluster:
+    """The actors of one run. ``get`` and ``wait`` fail as soon as any of them fails, dies or hangs.
+
+    Args:
+        timeout: seconds after which one that others wait for hangs.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.groups: dict[str, Group] = {}
+        self.code: identity.Identity | None = None
+        self._timeout = timeout
+        self._watch = Watch(timeout)
+        self._place: Any = None
+        self._hosts: list[Any] = []
+
+    @property
+    def members(self) -> dict[str, Member]:
+        """All actors by name."""
+        return {member.name: member for group in self.groups.values() for member in group.members}
+
+    def reserve(self, bundles: Sequence[Mapping[str, float]], strategy: str) -> None:
+        """Take room for the actors.
+
+        Raises:
+            ActorDied: others use it.
+        """
+        self._place = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+        if not self._place.wait(START_SECONDS):
+            free = {name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")}
+            raise ActorDied(
+                f"no room for {len(bundles)} training processes in {START_SECONDS} s: each asks for {dict(bundles[-1])}, "
+                f"and of the cluster's resources {free} are free"
+            )
+
+    def start(self, seats: Mapping[str, Sequence[Seat]], cfg: Config) -> None:
+        """Start one group a name, with an actor a seat, all together.
+
+        Raises:
+            ActorDied: an actor did not start.
+            ConfigError: an actor runs other code than the driver.
+        """
+        actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1, "ask": 1})(Host)
+        hosts: dict[str, list[Any]] = {name: [] for name in seats}
+        for name, places in seats.items():
+            for seat in places:
+                where = PlacementGroupSchedulingStrategy(self._place, seat.bundle)
+                hosts[name].append(actor.options(num_gpus=seat.gpus, scheduling_strategy=where).remote())
+                self._hosts.append(hosts[name][-1])
+        for name, ranks in hosts.items():
+            names = [name] if len(ranks) == 1 else [f"{name} rank {i}" for i in range(len(ranks))]
+            told = [(one, host, host.about.remote()) for one, host in zip(names, ranks, strict=True)]
+            self.groups[name] = Group(name, tuple(self._met(one, host, about) for one, host, about in told))
+        for group in self.groups.values():
+            self._run(group, "set_up", cfg)
+
+    def join(self, group: Group) -> None:
+        """Make a group's members the ranks of one process group."""
+        nodes = {member.node for member in group.members}
+        address = "127.0.0.1" if len(nodes) == 1 else _address(group.members[0].node)
+        size = len(group.members)
+        alone = Group(group.name, group.members[:1])
+        place = self._fetch(alone.run("open_store", address, size, self._timeout))
+        # Each has a rank of its own, so this is no call of the group.
+        joins = [
+            member.host.run.options(num_returns=2).remote("join", 1, place, rank, size, self._timeout)
+            for rank, member in enumerate(group.members)
+        ]
+        self.get([end for _, end in joins])
+
+    def build(self, group: str, component: str, factory: Callable[..., Any], *args: Any) -> None:
+        """Make a component in every member of a group."""
+        self._run(self.groups[group], "build", component, factory, *args)
+
+    def call(self, fn: Callable[..., Any] | str, *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
+        """Apply a function to values or references where the rewards are computed."""
+        found = self.groups["reward"].run("call", fn, kwargs, returns is not None, *args, returns=returns or 1)
+        return [found] if returns == 1 else found
+
+    def wait(self, value: Any) -> Any:
+        """Block until everything that ``value`` refers to is there, and return ``value``.
+
+        Raises:
+            ActorDied: an actor ended meanwhile, whichever it was.
+            ActorHangs: an actor that others wait for does nothing.
+            Exception: a call to any actor failed; the error is the call's own.
+        """
+        self._until(lambda: [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, ray.ObjectRef)])
+        return value
+
+    def get(self, value: Any) -> Any:
+        """``value`` with every reference replaced by what it refers to."""
+        self.wait(value)
+        return pytree.tree_map(lambda leaf: self._fetch(leaf) if isinstance(leaf, ray.ObjectRef) else leaf, value)
+
+    def finish(self, group: Group) -> None:
+        """Block until every member has ended every call."""
+        self._until(lambda: group.ends)
+
+    def stop(self) -> None:
+        """End the actors, stopped ones too, and give their room back."""
+        members = self.members.values()
+        for host in self._hosts:
+            ray.kill(host)
+        sentinels = {member.sentinel: member for member in members}
+        if sentinels:
+            _, left = ray.wait(list(sentinels), num_returns=len(sentinels), timeout=2.0)
+            for sentinel in left:
+                # A stopped process does not hear Ray.
+                member = sentinels[sentinel]
+                _on_node(member.node, _kill, member.pid)
+        if self._place is not None:
+            remove_placement_group(self._place)
+        self.groups.clear()
+        self._hosts.clear()
+
+    def _run(self, group: Group, method: str, *args: Any) -> None:
+        group.run(method, *args)
+        self.finish(group)
+
+    def _met(self, name: str, host: Any, about: Any) -> Member:
+        """A started actor, once it has told of itself."""
+        try:
+            told = ray.get(about, timeout=START_SECONDS)
+        except ray.exceptions.GetTimeoutError:
+            raise ActorDied(f"{name} did not start in {START_SECONDS} s") from None
+        except ray.exceptions.RayError as error:
+            raise ActorDied(
+                f"{name} did not start: {error}\nIf it cannot import verl_fn, install it on every node, or send it with "
+                "the run: py_modules or working_dir in the file of ray.runtime_env"
+            ) from None
+        self.code = self.code or identity.identity()
+        if (odd := identity.difference(self.code, told["identity"], name)) is not None:
+            raise ActorDied(odd)
+        sentinel = host.watch.options(concurrency_group="watch").remote()
+        return Member(name, host, sentinel, told["pid"], told["node"], tuple(told["logs"]))
+
+    def _until(self, wanted: Callable[[], list[Any]]) -> None:
+        """Block until what ``wanted`` gives is there, and look after all actors meanwhile."""
+        sentinels = {member.sentinel: member for member in self.members.values()}
+        while True:
+            self._settle()
+            refs = list(set(wanted()))
+            left = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1] if refs else []
+            if not left:
+                return
+            ends = [end for group in self.groups.values() for end in group.ends]
+            found, _ = ray.wait(
+                list(dict.fromkeys([*sentinels, *ends, *left])), timeout=self._watch.interval, fetch_local=False
+            )
+            if found and found[0] in sentinels:
+                raise self._died(sentinels[found[0]])
+            self._watch.look(self.groups.values())
+
+    def _settle(self) -> None:
+        """Raise the error that began it, if any call has failed."""
+        errors: dict[Member, Exception] = {}
+        deadline = None
+        while True:
+            for group in self.groups.values():
+                errors = group.settle() | errors
+            if not errors:
+                return
+            for member in self.members.values():
+                if ray.wait([member.sentinel], timeout=0)[0]:
+                    raise self._died(member)
+            own = {member: error for member, error in errors.items() if not _of_others(error)}
+            deadline = deadline or time.monotonic() + GRACE_SECONDS
+            if own or time.monotonic() > deadline:
+                member = next(m for m in self.members.values() if m in (own or errors))
+                raise _unwrapped(errors[member], member.name)
+            time.sleep(0.1)
+
+    def _fetch(self, ref: Any) -> Any:
+        try:
+            return ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            for member in self.members.values():
+                if ray.wait([member.sentinel], timeout=1.0)[0]:
+                    raise self._died(member) from None
+            raise ActorDied(str(error)) from None
+        except ray.exceptions.RayTaskError as error:
+            raise _unwrapped(error) from None
+
+    def _died(self, member: Member) -> ActorDied:
+        try:
+            ray.get(member.sentinel)
+            reason = "it returned"
+        except ray.exceptions.RayError as error:
+            reason = str(error)
+        tail = _on_node(member.node, _tails, member.logs) or ["(its log cannot be read)"]
+        end = "\n  ".join(tail)
+        return ActorDied(f"{member.name} (pid {member.pid}) died: {reason}\nits log ends:\n  {end}")
+
+
+def _of_others(error: Exception) -> bool:
+    """Whether this error only says that something is wrong with another rank."""
+    import torch.distributed as dist
+
+    if isinstance(error, ray.exceptions.RayActorError):
+        return True
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    text = str(cause).lower()
+    return isinstance(cause, (dist.DistError, Freed)) or "gloo" in text or "nccl" in text
+
+
+def _unwrapped(error: Exception, name: str = "") -> Exception:
+    """A worker's error as its own."""
+    if not isinstance(error, ray.exceptions.RayTaskError):
+        return ActorDied(f"{name}: {error}")
+    found = error.cause if isinstance(error.cause, USER_ERRORS) else error.as_instanceof_cause()
+    if name:
+        found.add_note(f"raised in {name}")
+    return found
+
+
+def _address(node: str) -> str:
+    return next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
+
+
+def _on_node(node: str, fn: Callable[..., Any], *args: Any) -> Any:
+    """``fn(*args)`` on a node of the cluster; None where that cannot be had."""
+    if node == ray.get_runtime_context().get_node_id():
+        return fn(*args)
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    with contextlib.suppress(ray.exceptions.RayError):
+        task = ray.remote(num_cpus=0, max_retries=0)(fn).options(scheduling_strategy=there)
+        return ray.get(task.remote(*args), timeout=NODE_SECONDS)
+    return None
+
+
+def _tails(logs: Sequence[str]) -> list[str]:
+    """The last lines of log files, without Ray's own marks."""
+    found = []
+    for log in logs:
+        with contextlib.suppress(OSError):
+            lines = Path(log).read_text(errors="replace").splitlines()
+            found += [line for line in lines if not line.startswith(":")][-LOG_TAIL_LINES:]
+    return found or ["(empty)"]
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,97 @@
+"""Actors that take every call together, and what of their calls is still under way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import ray
+
+from verl_fn.state import Batch
+
+
+@attrs.frozen(eq=False)
+class Member:
+    """One actor of the run: its handle, a reference that ends when it does, and its process."""
+
+    name: str
+    host: Any
+    sentinel: Any
+    pid: int
+    node: str
+    logs: tuple[str, ...]
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """What a group was asked to do.
+
+    Attributes:
+        open: for each member that has not ended it, a reference that is there when it has.
+        needs: the references among its arguments; members begin when these are there.
+    """
+
+    open: dict[Member, Any]
+    needs: tuple[Any, ...]
+
+
+class Group:
+    """The ranks that hold one set of components, or a single actor.
+
+    Calls go to all members with the same arguments and in the same order. What a call returns comes from the first.
+    """
+
+    def __init__(self, name: str, members: tuple[Member, ...]) -> None:
+        self.name = name
+        self.members = members
+        self.calls: list[Call] = []
+        self.dropped: list[int] = []
+
+    def run(self, method: str, *args: Any, returns: int = 1) -> Any:
+        """Call a method of ``Host``; references to its results, as a list if there are several."""
+        self._send_drops()
+        if len(self.members) > 1:
+            # Batches go to the store once, not once for every rank.
+            args = tuple(ray.put(arg) if isinstance(arg, Batch) else arg for arg in args)
+        first, ends = None, {}
+        for member in self.members:
+            *results, end = member.host.run.options(num_returns=returns + 1).remote(method, returns, *args)
+            ends[member] = end
+            first = first if first is not None else results
+        self.calls.append(Call(ends, tuple(arg for arg in args if isinstance(arg, ray.ObjectRef))))
+        assert first is not None
+        return first if returns > 1 else first[0]
+
+    @property
+    def ends(self) -> list[Any]:
+        """What is there when all calls have ended."""
+        return [end for call in self.calls for end in call.open.values()]
+
+    @property
+    def reachable(self) -> bool:
+        """Whether members can hear a question: not while a call before it waits for its arguments."""
+        needs = [need for call in self.calls for need in call.needs]
+        return len(ray.wait(needs, num_returns=len(needs), timeout=0)[0]) == len(needs) if needs else True
+
+    def settle(self) -> dict[Member, Exception]:
+        """Forget calls that have ended; the first error of each member, in the order of its calls."""
+        ends = self.ends
+        ready = set(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) if ends else set()
+        errors: dict[Member, Exception] = {}
+        for call in self.calls:
+            for member, end in list(call.open.items()):
+                if end in ready:
+                    del call.open[member]
+                    try:
+                        ray.get(end)
+                    except ray.exceptions.RayError as error:
+                        errors.setdefault(member, error)
+        self.calls = [call for call in self.calls if call.open]
+        return errors
+
+    def _send_drops(self) -> None:
+        # By themselves: a call whose arguments failed never reaches the actor.
+        if drops := self.dropped[:]:
+            del self.dropped[: len(drops)]
+            for member in self.members:
+                member.host.drop.remote(drops)

@@ -1,0 +1,87 @@
+"""Which code a process runs: the package's version, path and sources, and the versions that results depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import attrs
+
+from verl_fn import __version__
+
+PACKAGES = ("verl_fn", "verl_fn.state", "verl_fn.steps", "verl_fn.backends", "verl_fn.benchmarks")
+LIBRARIES = ("torch", "ray", "transformers")
+
+
+@attrs.frozen
+class Identity:
+    """What a process imports.
+
+    Attributes:
+        path: the package's folder.
+        sources: a digest of its source files.
+        versions: of the package, Python and the libraries that results depend on.
+    """
+
+    path: str
+    sources: str
+    versions: Mapping[str, str]
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{told}, sources {self.sources[:8]} from {self.path}"
+
+
+def identity() -> Identity:
+    """What this process imports.
+
+    >>> identity() == identity(), sorted(identity().versions)
+    (True, ['python', 'ray', 'torch', 'transformers', 'verl_fn'])
+    """
+    versions = {"verl_fn": __version__, "python": platform.python_version()}
+    versions |= {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return Identity(str(_folder("verl_fn")), _sources(), versions)
+
+
+def difference(mine: Identity, other: Identity, whose: str) -> str | None:
+    """What to say where another process runs other code than this one; None where both run the same.
+
+    >>> mine = identity()
+    >>> difference(mine, mine, "rank 1") is None
+    True
+    >>> print(difference(mine, attrs.evolve(mine, sources="0123456789"), "rank 1"))
+    rank 1 does not run the driver's code.
+      driver: ...
+      rank 1: ...
+    Install the same versions on every node, or ...
+    """
+    if (mine.versions, mine.sources) == (other.versions, other.sources):
+        return None
+    return (
+        f"{whose} does not run the driver's code.\n  driver: {mine}\n  {whose}: {other}\n"
+        "Install the same versions on every node, or send the driver's sources with the run: py_modules or "
+        "working_dir in the file of ray.runtime_env"
+    )
+
+
+def _sources() -> str:
+    """A digest of the names and bytes of all source files, wherever the packages lie."""
+    files: dict[str, Path] = {}
+    for package in PACKAGES:
+        folder = _folder(package)
+        files |= {f"{package.replace('.', '/')}/{file.relative_to(folder)}": file for file in folder.rglob("*.py")}
+    h = hashlib.blake2b(digest_size=16)
+    for name in sorted(files):
+        h.update(name.encode())
+        h.update(files[name].read_bytes())
+    return h.hexdigest()
+
+
+def _folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.submodule_search_locations is not None
+    return Path(next(iter(spec.submodule_search_locations))).resolve()

@@ -1,0 +1,123 @@
+"""Which rank hangs: members are asked for a pulse while the driver waits.
+
+A group is judged by its collectives, which its ranks go through together, several in each micro-batch: where none
+begins on any rank for ``ray.timeout`` seconds while a call runs, nothing will ever go on.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from verl_fn.workers import ActorHangs
+
+from .group import Group, Member
+from .host import Pulse
+
+ANSWER_SECONDS = 5.0
+TORCH = str(Path(torch.__file__).parent)
+
+
+class Watch:
+    """Looks after groups, a few times in ``timeout`` seconds.
+
+    Attributes:
+        interval: seconds between looks.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._timeout = timeout
+        self.interval = min(timeout / 4, 10.0)
+        self._next = 0.0
+        self._asked: dict[Member, tuple[Any, float]] = {}
+        self._told: dict[Member, Pulse] = {}
+        self._since: dict[Group, tuple[list[Pulse], float]] = {}
+
+    def look(self, groups: Iterable[Group]) -> None:
+        """Read the answers that came and ask anew, if it is time.
+
+        Raises:
+            ActorHangs: a member does not answer, or a group does not go on.
+        """
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self.interval
+        for group in groups:
+            silent = [member for member in group.members if self._waited(member, now) > self._timeout]
+            reachable = group.reachable
+            for member in group.members:
+                if member not in self._asked and reachable:
+                    self._asked[member] = (ask(member, "pulse"), now)
+            if silent:
+                raise self._hangs(group, silent[0], "does not answer", silent)
+            if len(group.members) > 1 and self._stands_still(group, now):
+                raise self._culprit(group)
+
+    def _waited(self, member: Member, now: float) -> float:
+        """Seconds since this member was asked what it has not answered."""
+        if member not in self._asked:
+            return 0.0
+        ref, since = self._asked[member]
+        if not ray.wait([ref], timeout=0)[0]:
+            return now - since
+        del self._asked[member]
+        self._told[member] = ray.get(ref)
+        return 0.0
+
+    def _stands_still(self, group: Group, now: float) -> bool:
+        pulses = [self._told[member] for member in group.members if member in self._told]
+        before, since = self._since.get(group, ([], now))
+        if pulses != before or not any(pulse.busy for pulse in pulses):
+            since = now
+        self._since[group] = (pulses, since)
+        return now - since > self._timeout
+
+    def _culprit(self, group: Group) -> ActorHangs:
+        """Of the ranks that are not in a collective, the one that has begun fewest."""
+        asked = {member: ask(member, "stack") for member in group.members}
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)
+        stacks: dict[Member, traceback.StackSummary] = {}
+        for member, ref in asked.items():
+            if not ray.wait([ref], timeout=0)[0]:
+                return self._hangs(group, member, "does not answer", [member])
+            stacks[member] = ray.get(ref)
+        pulses = {member: self._told[member] for member in group.members}
+        acting = [m for m in group.members if pulses[m].busy and not waits(stacks[m])] or list(group.members)
+        guilty = min(acting, key=lambda member: pulses[member].collectives)
+        place = "".join(stacks[guilty].format()).rstrip()
+        return self._hangs(group, guilty, f"is here in its main thread:\n{place}", [guilty])
+
+    def _hangs(self, group: Group, guilty: Member, what: str, not_waiting: list[Member]) -> ActorHangs:
+        others = ", ".join(member.name for member in group.members if member not in not_waiting)
+        waiting = f"; {others} wait{'s' if ',' not in others else ''} for it" if others else ""
+        return ActorHangs(
+            f"{guilty.name} (pid {guilty.pid}) hangs: for ray.timeout = {self._timeout:g} s nothing went on{waiting}. "
+            f"It {what}\nThe same command continues from the last checkpoint. If this was only slow, raise ray.timeout"
+        )
+
+
+def ask(member: Member, method: str) -> Any:
+    """A reference to what a member tells of itself, beside whatever it does."""
+    return getattr(member.host, method).options(concurrency_group="ask").remote()
+
+
+def waits(stack: traceback.StackSummary) -> bool:
+    """Whether a thread sits in a collective: the innermost line that is not torch's arithmetic is torch.distributed's.
+
+    >>> here = traceback.extract_stack()
+    >>> waits(here)
+    False
+    """
+    for line in reversed(stack):
+        if line.filename.startswith(f"{TORCH}/distributed"):
+            return True
+        if not line.filename.startswith(TORCH):
+            return False
+    return False
