@@ -41,6 +41,7 @@ from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from . import checkpoint
 from .agreement import agreed, gathered, of_batch, require_same, sample, settings
+from .lora import Lora, canonical
 from .model import (
     ModelError,
     Skeleton,
@@ -49,6 +50,7 @@ from .model import (
     check_needs,
     check_same_config,
     check_same_model,
+    compile_layer,
     dtype_of,
     repeatable,
     token_outputs,
@@ -73,7 +75,9 @@ class Fsdp:
         compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
         max_tokens: strict budget of tokens a micro-batch; with ``sp``, of the ranks that share it together.
         checkpointing: recompute each layer in the backward pass.
-        reshard_after_forward: drop a layer's gathered parameters between forward and backward.
+        lora: adapters to train; all else but a value head is then frozen.
+        compile: compile each layer with ``torch.compile``, which takes a minute at the first calls.
+        reshard_after_forward: drop a layer's gathered parameters after each use; otherwise they stay for the call.
         device: ``cpu`` or ``cuda``; a rank computes on its current CUDA device.
         deterministic: bitwise repeatable kernels on CUDA; the CPU's always are.
 
@@ -93,6 +97,8 @@ class Fsdp:
         compute_dtype: str = "float32",
         max_tokens: int = 16384,
         checkpointing: bool = False,
+        lora: Lora | None = None,
+        compile: bool = False,
         reshard_after_forward: bool = True,
         device: str = "cpu",
         deterministic: bool = False,
@@ -107,12 +113,14 @@ class Fsdp:
         self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
+        self.lora = lora
+        self.compile = compile
         self.reshard_after_forward = reshard_after_forward
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
         self._skeleton: Skeleton | None = None
         self._places: dict[str, Any] = {}
-        self._blank: dict[str, Tensor] = {}
+        self._blank = Params({})
 
     # Making states
 
@@ -127,13 +135,15 @@ class Fsdp:
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Write the state as ``Local`` would, each rank what it holds: nothing is gathered."""
         self.layout.check(state.params)
-        skeleton = self._built()
-        rest, scalars = flatten(attrs.evolve(state, params=Params({})))
+        skeleton, params = self._built(), state.params
+        rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(params)))
+        merged = skeleton.adapters.merged(params, rows=lambda t: t._local_tensor, whole=lambda t: t.full_tensor())
+        weights = {name: DTensor(t, params[name]._spec, requires_grad=False) for name, t in merged}
         model, others = (
             {name: self.layout.part(t) for name, t in tensors.items()}
-            for tensors in ({**state.params, **skeleton.constants}, rest)
+            for tensors in ({**weights, **skeleton.constants}, rest)
         )
-        describe = lambda folder: checkpoint.describe_model(folder, skeleton.model, self.folder)  # noqa: E731
+        describe = lambda folder: checkpoint.describe_model(folder, skeleton, self.folder)  # noqa: E731
         checkpoint.save_state(
             folder, model, others, scalars, describe, gather=gathered, rank=self.layout.rank
         )  # fmt: skip
@@ -143,14 +153,15 @@ class Fsdp:
         skeleton = self._built()
         with agreed():
             check_same_config(skeleton, folder)
-        params = Params(self._blank)
-        rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+            skeleton.adapters.check(Path(folder))
+        adapters, params = skeleton.adapters, self._blank
+        rest = TrainState(adapters.kept(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        model = {**adapters.without(params), **skeleton.constants}
         weights, rest = checkpoint.read_state(
-            folder, {**params, **skeleton.constants}, rest, rows=self.layout.bounds, device=self.device,
-            gather=gathered,
-        )  # fmt: skip
+            folder, model, rest, rows=self.layout.bounds, device=self.device, gather=gathered
+        )
         specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
-        return with_specs(attrs.evolve(rest, params=Params(weights)), specs)
+        return with_specs(attrs.evolve(rest, params=adapters.joined(params, weights, rest.params)), specs)
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """The same state with parameters or optimizer tree on another device.
@@ -163,9 +174,9 @@ class Fsdp:
         return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
 
     def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under canonical names, one after the other; all ranks go through them together."""
-        for name, t in params.items():
-            yield name, t.full_tensor()
+        """Whole tensors under canonical names, with the adapters merged in, one after the other on all ranks."""
+        whole = lambda t: t.full_tensor()  # noqa: E731
+        yield from self._built().adapters.merged(params, whole, whole)
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """``fn(*values)``: of this rank's shards; all ranks call it together."""
@@ -178,12 +189,13 @@ class Fsdp:
         """What ``needs`` names for every token with ``response_mask``, of all rows on every rank, on the CPU."""
         wanted = check_needs(self.head, needs)
         found: list[tuple[list[int], dict[str, Tensor]]] = []
+        parts = self._mine(batch)
         with repeatable(self.deterministic), self._pointing_at(params):
-            for rows, part in self._mine(batch):
-                staged = Staged.of(part, self.device, self.layout.sequence)
+            for rows, staged in parts:
                 outputs = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
                 if rows:
-                    found.append((rows, {name: t.cpu() for name, t in outputs.by_name.items()}))
+                    found.append((rows, dict(outputs.by_name)))
+        found = tree.map_tensors(lambda t: t.cpu(), found)
         told = [one for rank in gathered(found if self.layout.speaks else []) for one in rank]
         split = Split(batch, tuple(torch.tensor(rows) for rows, _ in told))
         return TokenOutputs({name: split.join([outputs[name] for _, outputs in told]) for name in wanted})
@@ -200,9 +212,9 @@ class Fsdp:
             raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
         wanted = check_needs(self.head, loss.needs)
         found: Metrics = {}
+        parts = self._mine(batch)
         with repeatable(self.deterministic), self._pointing_at(state.params) as held:
-            for rows, part in self._mine(batch):
-                staged = Staged.of(part, self.device, self.layout.sequence)
+            for rows, staged in parts:
 
                 def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
                     per_token, told = loss(token_outputs(model, staged, wanted), staged.batch)
@@ -212,9 +224,9 @@ class Fsdp:
                 total, told = self._built()(compute)
                 total.backward()
                 if rows:
-                    found = metrics.merge(found, tree.map_tensors(lambda t: t.detach().cpu(), told))
+                    found = metrics.merge(found, tree.map_tensors(lambda t: t.detach(), told))
             grads = {name: _gradient(held[name], state.params[name]) for name in state.params.trained()}
-        told = gathered(found if self.layout.speaks else {})
+        told = gathered(tree.map_tensors(lambda t: t.cpu(), found) if self.layout.speaks else {})
         return Grads(grads), metrics.merge(*told)
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
@@ -235,7 +247,8 @@ class Fsdp:
         with agreed():
             whole = self._build(folder, key, pretrained=pretrained)
         require_same({"key or weights": sample(whole)})
-        params = Params({name: self.layout.shard(t, self.device) for name, t in whole.items()})
+        shards = {name: self.layout.shard(t, self.device) for name, t in whole.items()}
+        params = Params(shards, self._built().trainable)
         specs = {name: t._spec for name, t in params.items()}
         optimizer = with_specs(self.optimizer.init(locals_of(params)), specs)
         return TrainState(params, optimizer, 0, key.fold_in("train"), 0)
@@ -243,12 +256,13 @@ class Fsdp:
     def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> dict[str, Tensor]:
         """Whole parameters on the CPU."""
         skeleton, params = build(
-            folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing
-        )
+            folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing,
+            lora=self.lora,
+        )  # fmt: skip
         if self._skeleton is None and Path(folder) == self.folder:
             check_heads(skeleton.config, self.layout.sp)
             skeleton.move_buffers(self.device)
-            self._blank = {name: t.to("meta") for name, t in params.items()}
+            self._blank = Params({name: t.to("meta") for name, t in params.items()}, skeleton.trainable)
             self._skeleton, self._places = skeleton, self._wrapped(skeleton, params)
         else:
             check_same_model(self._built(), skeleton, folder)
@@ -267,6 +281,8 @@ class Fsdp:
             param_dtype=None if self.dtype == torch.float32 else self.dtype, reduce_dtype=torch.float32
         )
         for layer in layers:
+            if self.compile:
+                compile_layer(layer)
             fully_shard(
                 layer, mesh=self.layout.mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward
             )
@@ -276,9 +292,11 @@ class Fsdp:
         places = {}
         for module in skeleton.modules():
             if isinstance(module, FSDPModule):
-                # Rows of all ranks add up, and no denominator is anywhere but in loss_weight.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+                if self.layout.size > 1:
+                    # Rows of all ranks add up, and no denominator is anywhere but in loss_weight.
+                    module.set_gradient_divide_factor(1.0)
+                    module.set_force_sum_reduction_for_comms(True)
+                module.set_reshard_after_backward(self.reshard_after_forward)
                 group = module._get_fsdp_state()._fsdp_param_group
                 for place in group.fsdp_params if group is not None else ():
                     places[_name_of(place, names, params)] = place
@@ -293,18 +311,19 @@ class Fsdp:
     @contextlib.contextmanager
     def _pointing_at(self, params: Params) -> Iterator[dict[str, nn.Parameter]]:
         """FSDP's modules on these shards; gradients gather in the parameters that are given."""
-        self._built()
-        if params.keys() != self._places.keys():
-            odd = sorted(params.keys() ^ self._places.keys())
+        zeros = lambda shape: self.layout.shard(torch.zeros(shape), self.device)  # noqa: E731
+        leaves = self._built().adapters.completed(params, zeros)
+        if leaves.keys() != self._places.keys():
+            odd = sorted(leaves.keys() ^ self._places.keys())
             raise ValueError(f"the state's parameters are not this model's: {odd[:5]}")
         self.layout.check(params)
         if odd := [name for name, t in params.items() if t.shape != self._blank[name].shape]:
             raise ValueError(f"the state's parameters have other shapes than this model's: {odd[:5]}")
         # Also without gradients: FSDP decides in its first call which dtypes gradients will have.
-        trained, held = set(params.trained()), {}
+        trained, held = {*params.trained(), *(leaves.keys() - params.keys())}, {}
         try:
             for name, place in self._places.items():
-                held[name] = nn.Parameter(moved(params[name], self.device), requires_grad=name in trained)
+                held[name] = nn.Parameter(moved(leaves[name], self.device), requires_grad=name in trained)
                 place._setattr_on_modules(held[name])
                 place.reset_sharded_param()
             yield held
@@ -315,25 +334,27 @@ class Fsdp:
                     module.reshard()
             for name, place in self._places.items():
                 # Let go of the shards, so that they can be donated.
-                empty = DTensor(torch.empty(0, device="meta"), params[name]._spec, requires_grad=False)
+                empty = DTensor(torch.empty(0, device="meta"), leaves[name]._spec, requires_grad=False)
                 place._setattr_on_modules(nn.Parameter(empty, requires_grad=False))
                 place.sharded_param = getattr(place._module_info.module, place._module_info.param_name)
                 place._sharded_param_data = torch.empty(0, device=self.device)
 
-    def _mine(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
+    def _mine(self, batch: Batch) -> list[tuple[list[int], Staged]]:
         """This rank's micro-batches, as many as every other rank has; one to fill up is of no weight.
+
+        All are staged before any is computed on: a copy to a GPU waits for what the GPU does.
 
         Raises:
             ValueError: ranks were given different batches.
         """
         require_same({"batch": of_batch(batch)})
+        found = []
         for rows in deal(batch, self.layout.shares, self.max_tokens)[self.layout.share]:
-            if rows:
-                yield rows, batch.take(torch.tensor(rows))
-            else:
-                filler = batch.take(torch.tensor([0]))
-                silent = {"loss_weight": torch.zeros(filler.num_tokens)} if "loss_weight" in batch else {}
-                yield rows, filler.with_tokens(**silent)
+            part = batch.take(torch.tensor(rows or [0]))
+            if not rows and "loss_weight" in batch:
+                part = part.with_tokens(loss_weight=torch.zeros(part.num_tokens))
+            found.append((rows, Staged.of(part, self.device, self.layout.sequence)))
+        return found
 
 
 def _apply(
@@ -360,7 +381,7 @@ def _name_of(place: Any, names: dict[int, str], params: Iterable[str]) -> str:
     """The canonical name of a parameter, of the several that a tied one has."""
     info = place._module_info
     modules = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
-    found = [f"{names[id(module)]}.{name}".lstrip(".") for module, name in modules]
+    found = [canonical(f"{names[id(module)]}.{name}".lstrip(".")) for module, name in modules]
     return next(name for name in found if name in params)
 
 

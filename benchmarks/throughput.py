@@ -16,6 +16,7 @@ import socket
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,27 +72,34 @@ ENGINES: dict[str, Callable[..., Any]] = {"ours": Ours, "verl": peer}
 
 def _serve(pipe: Any, name: str, port: int, device: str, arguments: tuple[Any, ...]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    engine = ENGINES[name](*arguments, device)
+    try:
+        engine = ENGINES[name](*arguments, device)
+        pipe.send({})
+        while (asked := pipe.recv()) is not None:
+            pipe.send(_timed(getattr(engine, asked), device))
+    except Exception:
+        pipe.send({"error": traceback.format_exc()})
+
+
+def _timed(call: Callable[[], dict[str, float]], device: str) -> dict[str, float]:
     gc.collect()
-    pipe.send(None)
-    while (asked := pipe.recv()) is not None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        told = getattr(engine, asked)()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        told["seconds"] = time.perf_counter() - began
-        told["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-        pipe.send(told)
-    pipe.send(None)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    told = call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    told["seconds"] = time.perf_counter() - began
+    told["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return told
 
 
 class Process:
     """An engine in a process of its own."""
 
     def __init__(self, name: str, device: str, *arguments: Any) -> None:
+        self.name = name
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -99,13 +107,28 @@ class Process:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, name, port, device, arguments), daemon=True)
         self.process.start()
-        theirs.close()
-        self.pipe.recv()
+        self._hear()
 
-    def call(self, what: str | None) -> Any:
-        """What the engine tells of one ``update`` or ``logprobs``; None ends it."""
+    def call(self, what: str) -> dict[str, float]:
+        """What the engine tells of one ``update`` or ``logprobs``.
+
+        Raises:
+            RuntimeError: it failed; its traceback is in the message.
+        """
         self.pipe.send(what)
-        return self.pipe.recv()
+        return self._hear()
+
+    def stop(self) -> None:
+        """End the process."""
+        self.pipe.send(None)
+        self.process.join(20)
+        self.process.kill()
+
+    def _hear(self) -> dict[str, float]:
+        told = self.pipe.recv()
+        if "error" in told:
+            raise RuntimeError(f"the engine {self.name} failed\n{told['error']}")
+        return told
 
 
 def measured(shape: str, names: Sequence[str], checkpointing: bool, device: str, rounds: int) -> dict[str, Any]:
@@ -122,7 +145,7 @@ def measured(shape: str, names: Sequence[str], checkpointing: bool, device: str,
                     if i >= 0 or (what == "update" and i == -WARM_UPS):
                         found[name][what].append(told)
         for engine in engines.values():
-            engine.call(None)
+            engine.stop()
     return found
 
 
