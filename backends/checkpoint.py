@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -26,7 +26,7 @@ from verl_fn.state.serial import Scalar, flatten, unflatten
 
 from . import tensor_file
 from .agreement import Gather, agreed, alone
-from .model import quiet
+from .model import Skeleton, quiet
 from .tensor_file import Part, Rows
 
 MODEL, TENSORS, SCALARS = "model.safetensors", "train_state.safetensors", "train_state.json"
@@ -109,13 +109,14 @@ def read_state(
     return weights, pytree.tree_map_with_path(fill, hollow)
 
 
-def describe_model(folder: Path, model: Any, tokenizer_from: Path) -> None:
-    """Write the config of a transformers model, and copy the tokenizer that it goes with."""
+def describe_model(folder: Path, skeleton: Skeleton, made_from: Path) -> None:
+    """Write a model's config and a note of its adapters, and copy the tokenizer of the folder it was made from."""
     with quiet():
         # With no weights, it writes all that belongs beside them.
-        model.save_pretrained(folder, state_dict={})
+        skeleton.model.save_pretrained(folder, state_dict={})
+    skeleton.adapters.write(folder, made_from)
     for pattern in _TOKENIZER_FILES:
-        for file in tokenizer_from.glob(pattern):
+        for file in made_from.glob(pattern):
             if not (folder / file.name).exists():
                 shutil.copy(file, folder / file.name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -27,6 +28,7 @@ from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from . import checkpoint
+from .lora import Lora
 from .model import (
     Skeleton,
     Staged,
@@ -56,6 +58,7 @@ class Local:
         compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
         max_tokens: strict budget of tokens a micro-batch.
         checkpointing: recompute each layer in the backward pass.
+        lora: adapters to train; all else but a value head is then frozen.
         device: where it computes, and where states are made.
         deterministic: bitwise repeatable kernels on CUDA; the CPU's always are.
 
@@ -81,6 +84,7 @@ class Local:
         compute_dtype: str = "float32",
         max_tokens: int = 16384,
         checkpointing: bool = False,
+        lora: Lora | None = None,
         device: str | torch.device = "cpu",
         deterministic: bool = False,
     ) -> None:
@@ -90,12 +94,14 @@ class Local:
         self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
+        self.lora = lora
         self.device = torch.device(device)
         self.deterministic = deterministic
         self._skeleton: Skeleton | None = None
-        self._blank: dict[str, Tensor] = {}
-        self._cast_of: weakref.ref[Params] | None = None
+        self._blank = Params({})
         self._cast: dict[str, Tensor] = {}
+        self._cast_params: weakref.ref[Params] | None = None
+        self._cast_frozen: dict[str, weakref.ref[Tensor]] = {}
 
     # Making states
 
@@ -110,24 +116,24 @@ class Local:
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Write the state into ``folder``, which is then also a Hugging Face model folder."""
         skeleton = self._built()
-        rest, scalars = flatten(attrs.evolve(state, params=Params({})))
+        rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(state.params)))
         model, others = (
             {name: Part.whole(t) for name, t in tensors.items()}
-            for tensors in ({**state.params, **skeleton.constants}, rest)
+            for tensors in ({**dict(skeleton.adapters.merged(state.params)), **skeleton.constants}, rest)
         )
-        describe = lambda folder: checkpoint.describe_model(folder, skeleton.model, self.folder)  # noqa: E731
+        describe = lambda folder: checkpoint.describe_model(folder, skeleton, self.folder)  # noqa: E731
         checkpoint.save_state(folder, model, others, scalars, describe)
 
     def restore(self, folder: str | Path) -> TrainState:
         """The state that ``save`` wrote, bitwise."""
         skeleton = self._built()
         check_same_config(skeleton, folder)
-        params = Params(self._blank)
-        rest = TrainState(Params({}), self.optimizer.init(params), 0, Key.from_seed(0), 0)
-        weights, rest = checkpoint.read_state(
-            folder, {**params, **skeleton.constants}, rest, device=self.device
-        )  # fmt: skip
-        return attrs.evolve(rest, params=Params(weights))
+        adapters, params = skeleton.adapters, self._blank
+        adapters.check(Path(folder))
+        rest = TrainState(adapters.kept(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        model = {**adapters.without(params), **skeleton.constants}
+        weights, rest = checkpoint.read_state(folder, model, rest, device=self.device)
+        return attrs.evolve(rest, params=adapters.joined(params, weights, rest.params))
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """The same state with parameters or optimizer tree on another device."""
@@ -135,8 +141,8 @@ class Local:
         return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
 
     def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under canonical names."""
-        yield from params.items()
+        """Whole tensors under canonical names, with the adapters merged in, one after the other."""
+        yield from self._built().adapters.merged(params)
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """``fn(*values)``: values lie in this process."""
@@ -202,17 +208,18 @@ class Local:
 
     def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
         skeleton, params = build(
-            folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing
-        )
+            folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing,
+            lora=self.lora,
+        )  # fmt: skip
         if self._skeleton is None and Path(folder) == self.folder:
             skeleton.move_buffers(self.device)
             self._skeleton = skeleton
-            self._blank = {name: t.to("meta") for name, t in params.items()}
+            self._blank = Params({name: t.to("meta") for name, t in params.items()}, skeleton.trainable)
         else:
             # States of this backend are all of one model: what they mean must not follow the last folder read.
             check_same_model(self._built(), skeleton, folder)
         # Copies, since what a file gave may share a storage or lie where kernels round otherwise.
-        return Params({name: t.to(self.device, copy=True) for name, t in params.items()})
+        return Params({name: t.to(self.device, copy=True) for name, t in params.items()}, skeleton.trainable)
 
     def _built(self) -> Skeleton:
         if self._skeleton is None:
@@ -222,15 +229,21 @@ class Local:
 
     def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
         """The parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
+        leaves = self._built().adapters.completed(params, lambda shape: torch.zeros(shape, device=self.device))
         if self.dtype == torch.float32:
-            return {name: t.to(self.device) for name, t in params.items()}
-        if self._cast_of is None or self._cast_of() is not params:
-            self._cast_of = None
-            for name, t in params.items():
+            return {name: t.to(self.device) for name, t in leaves.items()}
+        if self._cast_params is None or self._cast_params() is not params:
+            trained, seen = set(params.trained()), self._cast_frozen
+            # A frozen leaf is never written, so its copy holds for every value that shares it.
+            stale = {n: t for n, t in leaves.items() if n in trained or n not in seen or seen[n]() is not t}
+            self._cast_params = None
+            for name, t in stale.items():
+                seen.pop(name, None)
                 if name not in self._cast:
                     self._cast[name] = torch.empty_like(t, dtype=self.dtype, device=self.device)
-            torch._foreach_copy_([self._cast[name] for name in params], list(params.values()))
-            self._cast_of = weakref.ref(params)
+            torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
+            seen.update({name: weakref.ref(t) for name, t in stale.items() if name not in trained})
+            self._cast_params = weakref.ref(params)
         return dict(self._cast)
 
 

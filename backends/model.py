@@ -16,6 +16,7 @@ from verl_fn.state import Batch, Key, TokenOutputs
 from . import attention
 from .attention import Packing
 from .logprobs import logprobs_and_entropy
+from .lora import Adapters, Lora, canonical, inject
 from .ulysses import Sequence
 
 SUPPORTED_NEEDS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
@@ -59,20 +60,41 @@ class Skeleton(nn.Module):
     Attributes:
         model: the transformers model.
         head: ``lm`` for a language model, ``value`` for a scalar a token.
+        adapters: of LoRA, if it has any.
     """
 
     def __init__(self, model: nn.Module, head: str) -> None:
         super().__init__()
         self.model = model
         self.head = head
+        self.adapters = Adapters()
+        self._inside: dict[str, str] = {}
 
     def forward(self, fn: Callable[[Skeleton], Any]) -> Any:
         return fn(self)
 
     def run(self, tensors: dict[str, Tensor], fn: Callable[[Skeleton], Any]) -> Any:
         """``fn(skeleton)`` with the model's parameters and buffers replaced by ``tensors``."""
-        renamed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        renamed = {f"model.{self._inside.get(name, name)}": tensor for name, tensor in tensors.items()}
         return torch.func.functional_call(self, renamed, (fn,), tie_weights=True)
+
+    def adapt(self, lora: Lora, key: Key, folder: str | Path) -> None:
+        """Put adapters in, drawn from ``key``; parameters keep their names. ``folder`` is named in errors.
+
+        Raises:
+            LoraError: this model cannot have them.
+        """
+        self.adapters = inject(self.model, lora, self.output_layer, key, folder)
+        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        self._inside = {canonical(name): name for name in names}
+
+    @property
+    def trainable(self) -> frozenset[str] | None:
+        """What is trained: the adapters and a value head, or None for all parameters."""
+        if self.adapters.lora is None:
+            return None
+        head = set(self.output_layer.parameters()) if self.head == "value" else set()
+        return frozenset(self.adapters.names()) | {n for n, p in self.model.named_parameters() if p in head}
 
     def move_buffers(self, device: torch.device) -> None:
         """Put the model's constants (rotary frequencies) where it computes."""
@@ -188,17 +210,25 @@ def check_needs(head: str, needs: Iterable[str]) -> frozenset[str]:
 
 
 def build(
-    folder: str | Path, head: str, *, pretrained: bool, key: Key, checkpointing: bool = False
+    folder: str | Path,
+    head: str,
+    *,
+    pretrained: bool,
+    key: Key,
+    checkpointing: bool = False,
+    lora: Lora | None = None,
 ) -> tuple[Skeleton, dict[str, Tensor]]:
-    """The skeleton and the parameters of a Hugging Face folder, fp32, on the CPU.
+    """The skeleton and the parameters of a Hugging Face folder, fp32, on the CPU; adapters come last.
 
     Args:
         head: ``lm``, or ``value`` for a scalar head; a folder without one gets a head of zeros.
         pretrained: read the weights; otherwise draw them from ``key``.
         checkpointing: recompute each layer in the backward pass.
+        lora: adapters to put in, drawn from ``key``.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
+        LoraError: the model cannot have such adapters.
     """
     import transformers
 
@@ -231,6 +261,10 @@ def build(
             nn.init.zeros_(skeleton.output_layer.bias)
     _check(skeleton, folder)
     params = {name: p.detach() for name, p in model.named_parameters()}
+    if lora is not None:
+        skeleton.adapt(lora, key.fold_in("lora"), folder)
+        held = {canonical(name): p.detach() for name, p in model.named_parameters()}
+        params |= {name: held[name] for name in skeleton.adapters.names()}
     _to_meta(model)
     return skeleton, params
 
@@ -318,6 +352,15 @@ def _check(skeleton: Skeleton, folder: str | Path) -> None:
     ).logits[0]  # fmt: skip
     if (skeleton.output_layer(together) - logits).abs().max() > 1e-3 * logits.abs().max().clamp(min=1.0):
         raise ModelError(f"{folder}: {type(skeleton.model).__name__} changes its logits after the output layer")
+
+
+def compile_layer(layer: nn.Module) -> None:
+    """Let ``torch.compile`` make the kernels of a decoder layer, one set for all layers and all numbers of tokens."""
+    for module in layer.modules():
+        if hasattr(module, "layer_idx"):
+            # Only caches ask for it, and compiled code would be of one layer alone.
+            module.layer_idx = 0
+    layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
 
 
 def _to_meta(model: nn.Module) -> None:

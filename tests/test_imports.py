@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = {"ray", "vllm", "megatron"}
+HEAVY = {"ray", "vllm", "megatron", "peft"}
 ALLOWED = {
     "state": {"torch", "attrs", "numpy", "jaxtyping", "verl_fn.state"},
     "steps": {"torch", "attrs", "jaxtyping", "verl_fn.state", "verl_fn.steps"},
     "backends": {
-        "torch", "attrs", "jaxtyping", "numpy", "transformers", "safetensors",
+        "torch", "attrs", "jaxtyping", "numpy", "transformers", "safetensors", "peft",
         "verl_fn.state", "verl_fn.steps", "verl_fn.backends",
     },
 }  # fmt: skip

@@ -84,6 +84,9 @@ def parser() -> argparse.ArgumentParser:
     export.add_argument("model", type=path, help="a run's folder, a checkpoint, or a Hugging Face model folder")
     export.add_argument("out", type=path, help="the folder to write")
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="by default as it is")
+    export.add_argument(
+        "--adapter", action="store_true", help="of a LoRA run, only the adapters, as PEFT's PeftModel loads them"
+    )
 
     prepare = command("prepare", "turn a dataset's raw files into parquet in verl's columns")
     prepare.add_argument("dataset", choices=("gsm8k",))
@@ -93,7 +96,9 @@ def parser() -> argparse.ArgumentParser:
     command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
 
     bench = command("bench", "measure")
-    bench.add_argument("what", choices=("purity", "sampler", "imports", "crash", "first-step", "throughput", "residency"))
+    bench.add_argument(
+        "what", choices=("purity", "sampler", "imports", "crash", "first-step", "throughput", "residency")
+    )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
     return top
 

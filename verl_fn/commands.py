@@ -153,11 +153,12 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Copy a model as a Hugging Face folder."""
-    from verl_fn.models import export_model
+    """Copy a model as a Hugging Face folder, or its adapters as PEFT's."""
+    from verl_fn.models import export_adapter, export_model
 
     model, _ = _model_of(args.model)
-    print(f"wrote {export_model(model, args.out, args.dtype)}")
+    write = export_adapter if args.adapter else export_model
+    print(f"wrote {write(model, args.out, args.dtype)}")
     return 0
 
 

@@ -43,8 +43,9 @@ def evaluate_model(cfg: Config, say: Say) -> Evaluation:
     """
     from verl_fn.train import initial_state, prepared, workers
 
-    # Of all algorithms, sft has the fewest roles: the actor, whose weights the rollout engine takes.
-    cfg, source = prepared(attrs.evolve(cfg, algorithm=AlgorithmConfig(name="sft")), say)
+    # Of all algorithms, sft has the fewest roles: the actor, whose weights the rollout engine takes. They are merged.
+    cfg = attrs.evolve(cfg, algorithm=AlgorithmConfig(name="sft"), actor=attrs.evolve(cfg.actor, lora_rank=0))
+    cfg, source = prepared(cfg, say)
     if not (held_out := source.held_out(cfg.data.val_size)):
         raise ConfigError("there are no held-out problems: set data.val_files")
     with workers(cfg) as w:

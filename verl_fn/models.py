@@ -180,3 +180,38 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(f"{source} cannot be copied to {out}: {error}") from error
     return out
+
+
+def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None) -> Path:
+    """Write the adapters of a checkpoint's model into ``out`` in PEFT's format, cast to ``dtype`` if given.
+
+    ``peft.PeftModel.from_pretrained(model, out)`` puts them into the model that the run began with.
+
+    Raises:
+        ConfigError: ``out`` holds something already, or ``source`` has no adapters.
+        LoraError: PEFT is not installed, or the checkpoint is damaged.
+    """
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    from verl_fn.backends import lora
+    from verl_fn.backends.checkpoint import TENSORS
+
+    out = Path(out)
+    check_empty(out)
+    found = lora.read(Path(source))
+    if found is None:
+        raise ConfigError(
+            f"{source} has no adapters: it is no checkpoint of a run with actor.lora_rank above 0; "
+            f"leave out --adapter to copy the model"
+        )
+    adapters, base = found
+    try:
+        with safe_open(Path(source) / TENSORS, "pt") as file:
+            tensors = {name: file.get_tensor(f".params['{name}']") for name in adapters.names()}
+        if dtype is not None:
+            tensors = {name: t.to(getattr(torch, dtype)) for name, t in tensors.items()}
+        lora.write_adapter(tensors, adapters, base, out)
+    except (OSError, SafetensorError) as error:
+        raise lora.LoraError(f"the adapters of {source} cannot be written to {out}: {error}") from error
+    return out

@@ -1,5 +1,6 @@
 """What the ranks of test_fsdp.py do; each function runs on all of them together."""
 
+import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
@@ -12,7 +13,7 @@ from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, entropy, 
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 
 KEY = Key.from_seed(0)
-SHARED = ("head", "compute_dtype", "checkpointing", "device", "deterministic")  # what Local takes too
+SHARED = ("head", "compute_dtype", "checkpointing", "lora", "device", "deterministic")  # what Local takes too
 
 
 def optimizer():
@@ -41,15 +42,13 @@ def laws(folder, options, tolerance):
 
 
 def first_step(folder, options, rows):
-    """Loss, norm, gradients and two updates beside ``Local``: relative errors."""
-    head = options.get("head", "lm")
-    loss, batch = loss_for(head), tiny_batch(rows=rows)
-    one, many = (
-        cls(folder, optimizer(), max_tokens=24, **o) for cls, o in ((Local, {"head": head}), (Fsdp, options))
-    )
+    """Loss, norm, gradients and updates beside ``Local``: relative errors. LoRA's factors need three to move all."""
+    loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
+    alone = {name: options[name] for name in ("head", "lora") if name in options}
+    one, many = (cls(folder, optimizer(), max_tokens=24, **o) for cls, o in ((Local, alone), (Fsdp, options)))
     worst = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "update": 0.0}
     a, b = one.init(KEY), many.init(KEY)
-    for _ in range(2):
+    for _ in range(3 if "lora" in options else 2):
         before = snapshot(a.params)
         (ga, ma), (gb, mb) = one.forward_backward(a, batch, loss), many.forward_backward(b, batch, loss)
         worst["loss"] = max(worst["loss"], abs(ma["loss"].value - mb["loss"].value))
@@ -139,6 +138,28 @@ def restore(folder, source, options):
     return tree.digest(whole_of(backend.restore(source)))
 
 
+def adapters_off(folder, options):
+    """The reference is the actor's base, from the first call on; updates share it and copy nothing."""
+    common = {name: options[name] for name in SHARED if name in options}
+    plain, backend = Local(folder, optimizer(), **common | {"lora": None}), Fsdp(folder, optimizer(), **options)
+    want, state, batch = plain.forward(plain.init(KEY).params, tiny_batch()), backend.init(KEY), tiny_batch()
+    reference, gaps = state.params.base, []
+    for _ in range(3):
+        told = backend.forward(reference, batch).by_name["logprobs"]
+        gaps.append(float((told - want.by_name["logprobs"]).abs().max()))
+        grads, _ = backend.forward_backward(state, batch, ppo_clip())
+        assert list(grads) == state.params.trained() and all(g.dtype == torch.float32 for g in grads.values())
+        state, found = backend.apply_update(state, grads)
+        assert found["perf/residency_copies"].value == 0
+    assert all(t._local_tensor is state.params[name]._local_tensor for name, t in reference.items())
+    moved = backend.forward(state.params, batch).by_name["logprobs"]
+    assert float((moved - want.by_name["logprobs"]).abs().max()) > 1e-3
+    whole, merged = whole_of(state.params), dict(backend.named_tensors(state.params))
+    for name, t in Local(folder, optimizer(), lora=options["lora"]).named_tensors(whole):
+        assert torch.equal(t, merged[name])
+    return max(gaps)
+
+
 class IgnoresParameters(Fsdp):
     """Points at the first state that it ever saw."""
 
@@ -151,12 +172,11 @@ class DropsARank(Fsdp):
     """The last rank's rows count for nothing."""
 
     def _mine(self, batch):
-        for rows, part in super()._mine(batch):
-            last = self.layout.rank == self.layout.size - 1
-            yield (
-                rows,
-                part.with_tokens(loss_weight=part["loss_weight"] * (not last)) if "loss_weight" in part else part,
-            )
+        found = super()._mine(batch)
+        if self.layout.rank == self.layout.size - 1 and "loss_weight" in batch:
+            silent = lambda b: b.with_tokens(loss_weight=torch.zeros(b.num_tokens))  # noqa: E731
+            found = [(rows, attrs.evolve(staged, batch=silent(staged.batch))) for rows, staged in found]
+        return found
 
 
 class Averages(Fsdp):

@@ -4,10 +4,12 @@ import pytest
 from ranks import Ranks
 
 from verl_fn.backends.local import Local
+from verl_fn.backends.lora import Lora
 from verl_fn.models import new_model
 from verl_fn.state import tree
 
 FP32, BF16 = 1e-5, 0.02
+LORA = Lora(rank=3, alpha=6.0)  # a rank that no layout here divides
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +38,12 @@ def four():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sp": 2}, {"replicate": 2}, {"checkpointing": True, "reshard_after_forward": False}, {"head": "value"}],
+    [
+        {}, {"sp": 2}, {"replicate": 2}, {"checkpointing": True, "reshard_after_forward": False}, {"head": "value"},
+        {"lora": LORA}, {"lora": LORA, "head": "value", "checkpointing": True},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_laws_on_two_ranks(two, folder, options):
     two.run("laws", folder, options, FP32)
 
@@ -48,12 +53,24 @@ def test_laws_in_bf16(two, untied):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"sp": 2}, {"sp": 4}, {"replicate": 2}, {"replicate": 2, "sp": 2, "head": "value"}], ids=str
-)
+    "options",
+    [
+        {}, {"sp": 2}, {"sp": 4}, {"replicate": 2}, {"replicate": 2, "sp": 2, "head": "value"},
+        {"lora": LORA}, {"lora": LORA, "sp": 2, "replicate": 2}, {"lora": LORA, "head": "value"},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_the_first_steps_are_those_of_one_process(four, untied, options):
     worst = four.run("first_step", untied, options, 9)[0]
     assert worst["loss"] <= 1e-6 and worst["grad_norm"] <= 1e-6, worst
     assert worst["gradient"] <= 1e-5 and worst["update"] <= 1e-5, worst
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"), [({}, 1e-6), ({"sp": 2}, 1e-6), ({"compute_dtype": "bfloat16"}, BF16)], ids=str
+)
+def test_without_adapters_the_parameters_are_the_base_model(two, folder, options, tolerance):
+    assert max(two.run("adapters_off", folder, options | {"lora": LORA})) <= tolerance
 
 
 def test_values_keep_their_meaning(two, folder):

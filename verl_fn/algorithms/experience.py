@@ -54,11 +54,22 @@ def collect(
     batch = clock.run("reward", w.reward, batch, problems)
     outputs = clock.run("old_log_prob", w.actor.forward, actor.params, batch, ("logprobs", "entropy"))
     batch = w.call(with_outputs, batch, outputs, logprobs="old_log_probs", entropy="entropys")
-    if reference is not None:
-        assert w.reference is not None
-        outputs = clock.run("ref", w.reference.forward, reference.params, batch, ("logprobs",))
+    if (policy := reference_policy(actor, reference, w, cfg)) is not None:
+        backend, params = policy
+        outputs = clock.run("ref", backend.forward, params, batch, ("logprobs",))
         batch = w.call(with_outputs, batch, outputs, logprobs="ref_log_prob")
     return batch
+
+
+def reference_policy(actor: Any, reference: Any, w: Workers, cfg: Config) -> tuple[TrainBackend, Any] | None:
+    """The reference's backend and parameters: with LoRA the actor's without adapters; None without a KL term."""
+    a = cfg.algorithm
+    if reference is not None:
+        assert w.reference is not None
+        return w.reference, reference.params
+    if cfg.actor.lora_rank and (a.use_kl_loss or a.use_kl_in_reward):
+        return w.actor, actor.params.base
+    return None
 
 
 def with_outputs(batch: Batch, outputs: TokenOutputs, **names: str) -> Batch:

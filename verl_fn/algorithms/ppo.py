@@ -36,7 +36,8 @@ class PPOState(Node):
     """All that a PPO run is; saving it saves everything.
 
     Attributes:
-        actor, critic, reference: training states, or handles to them; reference is None without a KL term.
+        actor, critic, reference: training states, or handles to them; reference is None without a KL term, and with
+            LoRA, where the actor holds it.
         kl: the controller of the KL penalty in the reward.
         key: of the run; a step derives its own from it and ``step``.
         step: steps done.

@@ -1,0 +1,258 @@
+"""LoRA on ``local``: the laws, the frozen base, what is merged, written and exported, and what is refused."""
+
+import json
+
+import attrs
+import pytest
+import torch
+from test_local import ragged
+from transformers import AutoModelForCausalLM
+
+from verl_fn.backends.local import Local
+from verl_fn.backends.lora import Lora, LoraError
+from verl_fn.backends.model import ModelError
+from verl_fn.models import export_adapter, export_model, new_model
+from verl_fn.schema import ConfigError
+from verl_fn.state import Batch, Key, tree
+from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cross_entropy, entropy, ppo_clip, value_clip
+from verl_fn.testing import check_backend, tiny_batch
+
+TX = chain(clip_by_global_norm(1.0), adamw(constant(1e-2), weight_decay=0.0))
+LORA = Lora(rank=4, alpha=8.0)
+KEY = Key.from_seed(3)
+
+
+def trained(backend, state, steps=3, loss=None):
+    for _ in range(steps):
+        grads, _ = backend.forward_backward(state, ragged(), loss or cross_entropy())
+        state, found = backend.apply_update(state, grads)
+        assert found["perf/residency_copies"].value == 0
+    return state
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"head": "value"}, {"checkpointing": True}, {"compute_dtype": "bfloat16"}], ids=str
+)
+def test_laws(tiny, options):
+    loss = value_clip() if options.get("head") == "value" else ppo_clip() - 0.01 * entropy()
+    one, other = (Local(tiny, TX, max_tokens=24, lora=LORA, **options) for _ in range(2))
+    check_backend(one, other, loss=loss, tolerance=0.05 if "compute_dtype" in options else 1e-5)
+
+
+def test_only_adapters_are_trained_and_names_are_those_of_the_model(tiny):
+    plain, backend = Local(tiny, TX), Local(tiny, TX, lora=LORA)
+    full, state = plain.load_pretrained(), backend.load_pretrained()
+    layers = [f"model.layers.{i}.{layer}" for i in range(2) for layer in (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+        "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+    )]  # fmt: skip
+    adapters = [f"{layer}.lora_{ab}.weight" for layer in layers for ab in "AB"]
+    assert list(state.params) == [*full.params, *adapters]
+    assert state.params.trained() == adapters == list(state.optimizer.exp_avg)
+    assert tree.equal(state.params.base.leaves, full.params.leaves)
+    grads, _ = backend.forward_backward(state, ragged(), cross_entropy())
+    assert list(grads) == adapters
+    again, other = (backend.load_pretrained(key=key).params[adapters[0]] for key in (Key.from_seed(0), KEY))
+    assert torch.equal(again, state.params[adapters[0]]) and not torch.equal(again, other)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_adapters_the_parameters_are_the_base_model(tiny, dtype):
+    """The reference policy needs no second copy: it is the frozen leaves, which updates share and never touch."""
+    plain, backend = (Local(tiny, TX, compute_dtype=dtype, lora=lora) for lora in (None, LORA))
+    want, state = plain.forward(plain.load_pretrained().params, ragged()), backend.load_pretrained()
+    reference = state.params.base
+    assert tree.equal(backend.forward(state.params, ragged()), want)
+    state = trained(backend, state)
+    for _ in range(2):
+        assert not tree.equal(backend.forward(state.params, ragged()), want)
+        assert tree.equal(backend.forward(reference, ragged()), want)
+    assert all(t is state.params[name] for name, t in reference.items())
+
+
+def test_what_shares_adapters_is_copied_for_and_the_base_is_not(tiny):
+    backend = Local(tiny, TX, lora=LORA)
+    state = trained(backend, backend.load_pretrained())
+    held, meant = state.params, tree.snapshot(state.params)
+    grads, _ = backend.forward_backward(state, ragged(), cross_entropy())
+    new, found = backend.apply_update(state, grads)
+    assert found["perf/residency_copies"].value == len(held.trained())
+    assert tree.equal(held, meant) and all(new.params[name] is t for name, t in held.base.items())
+
+
+def test_bf16_copies_of_the_base_are_made_once(tiny, monkeypatch):
+    """Going to and fro between policy and reference casts the adapters anew, and nothing else."""
+    backend = Local(tiny, TX, compute_dtype="bfloat16", lora=LORA)
+    state, counts = backend.load_pretrained(), []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, tensors: (counts.append(len(to)), copy(to, tensors)))
+    for params in (state.params, state.params.base, state.params, state.params):
+        backend.forward(params, ragged())
+    adapters = len(state.params.trained())
+    assert counts == [len(state.params), adapters, adapters]
+
+
+@pytest.mark.parametrize("arch", ["qwen3", "gpt2"])
+def test_peft_and_the_merged_folder_say_what_we_say(arch, tmp_path):
+    """gpt2 keeps its weights as [in, out]."""
+    from peft import PeftModel
+
+    odd = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_head": 4, "n_embd": 32, "n_layer": 2}
+    fields = {"qwen3": {}, "gpt2": odd}[arch]
+    folder = new_model(tmp_path / "model", chars="abcdefgh>", arch=arch, hidden_size=32, **fields)
+    backend = Local(folder, TX, lora=LORA)
+    state = trained(backend, backend.load_pretrained(), steps=6)
+    ours = backend.forward(state.params, ragged()).logprobs
+    backend.save(state, tmp_path / "saved")
+    export_adapter(tmp_path / "saved", tmp_path / "adapter")
+    export_model(tmp_path / "saved", tmp_path / "merged")
+    load = lambda path: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()  # noqa: E731
+    models = {
+        "adapter": PeftModel.from_pretrained(load(folder), tmp_path / "adapter").eval(),
+        "saved": load(tmp_path / "saved"),
+        "merged": load(tmp_path / "merged"),
+    }
+    with torch.no_grad():
+        for row, mine in zip(ragged().rows(), ours.split(ragged().lengths.tolist()), strict=True):
+            logits = {name: model(input_ids=row[None]).logits[0] for name, model in models.items()}
+            for name, found in logits.items():
+                told = found.log_softmax(-1)[:-1].gather(1, row[1:, None])[:, 0]
+                assert (told - mine[1:]).abs().max() < 1e-5, name
+                assert (found - logits["adapter"]).abs().max() < 1e-5, name
+    base = load(folder)
+    with torch.no_grad():
+        assert (base(input_ids=row[None]).logits[0] - logits["adapter"]).abs().max() > 1e-2
+
+
+def test_the_rollout_engine_gets_merged_weights_one_at_a_time(tiny):
+    backend = Local(tiny, TX, lora=LORA)
+    state = trained(backend, backend.load_pretrained())
+    found, name = backend.named_tensors(state.params), "model.layers.0.mlp.up_proj"
+    assert iter(found) is found
+    merged = dict(found)
+    assert list(merged) == list(Local(tiny, TX).load_pretrained().params)
+    p = {end: state.params[f"{name}.{end}weight"].double() for end in ("", "lora_A.", "lora_B.")}
+    want = p[""] + 8.0 / 4 * p["lora_B."] @ p["lora_A."]
+    assert merged[f"{name}.weight"].dtype == torch.float32
+    assert (merged[f"{name}.weight"] - want).abs().max() < 1e-6
+    assert merged["model.norm.weight"] is state.params["model.norm.weight"]
+    assert tree.equal(dict(backend.named_tensors(state.params.base)), state.params.base.leaves)
+
+
+def test_a_state_comes_back_bitwise_and_its_folder_is_the_policy(tiny, tmp_path):
+    backend = Local(tiny, TX, lora=LORA)
+    state = trained(backend, backend.load_pretrained())
+    backend.save(state, tmp_path)
+    assert tree.equal(Local(tiny, TX, lora=LORA).restore(tmp_path), state)
+    policy = Local(tmp_path, TX)
+    gap = policy.forward(policy.load_pretrained().params, ragged()).logprobs
+    assert (gap - backend.forward(state.params, ragged()).logprobs).abs().max() < 1e-5
+    on_top = Local(tmp_path, TX, lora=Lora(rank=1)).load_pretrained()
+    assert tree.equal(on_top.params.base.leaves, policy.load_pretrained().params.leaves)
+
+
+@pytest.mark.parametrize("other", [None, Lora(rank=2, alpha=8.0), attrs.evolve(LORA, alpha=16.0)], ids=str)
+def test_a_state_with_other_adapters_is_refused(tiny, tmp_path, other):
+    backend = Local(tiny, TX, lora=LORA)
+    backend.save(backend.load_pretrained(), tmp_path)
+    with pytest.raises(LoraError, match=r"with LoRA of rank 4, alpha 8, on all-linear \(14 layers\), and was to be"):
+        Local(tiny, TX, lora=other).restore(tmp_path)
+    plain = Local(tiny, TX)
+    plain.save(plain.load_pretrained(), tmp_path / "plain")
+    with pytest.raises(LoraError, match="a training state without LoRA, and was to be restored with LoRA of rank 4"):
+        backend.restore(tmp_path / "plain")
+    assert not (tmp_path / "plain" / "lora.json").exists()
+
+
+def test_a_value_head_is_trained_with_the_adapters(tiny):
+    backend = Local(tiny, TX, head="value", lora=LORA)
+    state = backend.load_pretrained()
+    assert [name for name in state.params.trained() if "lora" not in name] == ["score.weight", "score.bias"]
+    batch = tiny_batch()
+    before = tree.snapshot(state.params)
+    for _ in range(3):
+        grads, _ = backend.forward_backward(state, batch, value_clip())
+        state, _ = backend.apply_update(state, grads)
+    assert {name for name in before if not torch.equal(before[name], state.params[name])} == set(
+        state.params.trained()
+    )
+
+
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        (("q_proj", "v_proj"), ["self_attn.q_proj", "self_attn.v_proj"]),
+        (("layers.1.mlp.up_proj",), ["mlp.up_proj"]),
+    ],
+)
+def test_targets_name_layers_by_their_ends(tiny, targets, told):
+    state = Local(tiny, TX, lora=Lora(rank=1, targets=targets)).load_pretrained()
+    adapted = {name.split(".", 3)[3].removesuffix(".lora_A.weight") for name in state.params.trained()[::2]}
+    assert sorted(adapted) == told
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (
+            ("wq",),
+            r"names 'wq', .* there are all-linear, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+        ),
+        (("q_proj", "proj"), "names 'proj'"),
+        (("embed_tokens",), "names 'embed_tokens'"),
+        (("lm_head",), "names 'lm_head'"),
+        ((), "target_modules is empty; there are all-linear, q_proj"),
+    ],
+)
+def test_targets_that_match_nothing_are_refused_with_what_there_is(tiny, targets, message):
+    with pytest.raises(LoraError, match=message):
+        Local(tiny, TX, lora=Lora(rank=1, targets=targets)).load_pretrained()
+
+
+def test_a_model_without_linear_layers_is_refused():
+    from verl_fn.backends.lora import inject
+
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(2, 2), "lm_head": torch.nn.Linear(2, 2)})
+    with pytest.raises(LoraError, match="somewhere: ModuleDict has no linear layers"):
+        inject(model, LORA, model["lm_head"], KEY, "somewhere")
+
+
+def test_peft_is_asked_for_where_it_is_missing(tiny, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(LoraError, match=r"pip install 'verl_fn\[lora\]'"):
+        Local(tiny, TX, lora=LORA).load_pretrained()
+    assert len(Local(tiny, TX).load_pretrained().params) > 0
+
+
+def test_what_has_no_adapters_is_not_exported_as_some(tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"has no adapters: it is no checkpoint of a run with actor\.lora_rank"):
+        export_adapter(tiny, tmp_path / "out")
+    backend = Local(tiny, TX, lora=LORA)
+    backend.save(backend.load_pretrained(), tmp_path / "saved")
+    export_adapter(tmp_path / "saved", tmp_path / "half", "bfloat16")
+    from safetensors.torch import load_file
+
+    tensors = load_file(tmp_path / "half" / "adapter_model.safetensors")
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16} and len(tensors) == 28
+    with pytest.raises(ConfigError, match="not empty"):
+        export_adapter(tmp_path / "saved", tmp_path / "half")
+    about = tmp_path / "saved" / "lora.json"
+    about.write_text(json.dumps({"rank": 4}))
+    with pytest.raises(LoraError, match=r"lora\.json cannot be read"):
+        export_adapter(tmp_path / "saved", tmp_path / "other")
+
+
+def test_another_model_is_still_told_before_its_adapters(tiny, tmp_path):
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        Local(tiny, TX, lora=LORA).restore(tmp_path / "nowhere")
+
+
+def test_a_batch_of_one_token_rows_has_gradients_of_zero(tiny):
+    """No token to learn from: the adapters' gradients are zeros, not missing."""
+    backend = Local(tiny, TX, lora=LORA)
+    state = backend.load_pretrained()
+    batch = Batch.from_rows([[4, 5]], {"response_mask": [[0.0, 1.0]], "loss_weight": [[0.0, 0.0]]})
+    grads, _ = backend.forward_backward(state, batch, cross_entropy())
+    assert list(grads) == state.params.trained() and float(grads.global_norm()) == 0.0
