@@ -42,6 +42,7 @@ from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 from . import checkpoint
 from .agreement import agreed, gathered, of_batch, require_same, sample, settings
 from .lora import Lora, canonical
+from .memory import fits
 from .model import (
     ModelError,
     Skeleton,
@@ -191,8 +192,9 @@ class Fsdp:
         found: list[tuple[list[int], dict[str, Tensor]]] = []
         parts = self._mine(batch)
         with repeatable(self.deterministic), self._pointing_at(params):
-            for rows, staged in parts:
-                outputs = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
+            for i, (rows, staged) in enumerate(parts):
+                with fits(staged.batch, i, len(parts), self.max_tokens):
+                    outputs = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
                 if rows:
                     found.append((rows, dict(outputs.by_name)))
         found = tree.map_tensors(lambda t: t.cpu(), found)
@@ -207,6 +209,7 @@ class Fsdp:
             ValueError: the batch lacks ``loss_weight``, a row is longer than the token budget, or ranks were
                 given different batches.
             DonatedError: the state was donated.
+            OutOfMemory: a micro-batch does not fit into this rank's memory; the others may wait for it.
         """
         if "loss_weight" not in batch:
             raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
@@ -214,15 +217,16 @@ class Fsdp:
         found: Metrics = {}
         parts = self._mine(batch)
         with repeatable(self.deterministic), self._pointing_at(state.params) as held:
-            for rows, staged in parts:
+            for i, (rows, staged) in enumerate(parts):
 
                 def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
                     per_token, told = loss(token_outputs(model, staged, wanted), staged.batch)
                     total = total_loss(staged.batch, per_token)
                     return total, {"loss": Sum(total.detach().double()), **told}
 
-                total, told = self._built()(compute)
-                total.backward()
+                with fits(staged.batch, i, len(parts), self.max_tokens):
+                    total, told = self._built()(compute)
+                    total.backward()
                 if rows:
                     found = metrics.merge(found, tree.map_tensors(lambda t: t.detach(), told))
             grads = {name: _gradient(held[name], state.params[name]) for name in state.params.trained()}

@@ -29,6 +29,7 @@ from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from . import checkpoint
 from .lora import Lora
+from .memory import fits
 from .model import (
     Skeleton,
     Staged,
@@ -158,9 +159,10 @@ class Local:
         split = split_by_tokens(batch, self.max_tokens)
         found: list[TokenOutputs] = []
         with repeatable(self.deterministic):
-            for part in split:
+            for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
-                outputs = self._built().run(tensors, lambda model, s=staged: token_outputs(model, s, wanted))
+                with fits(part, i, len(split), self.max_tokens):
+                    outputs = self._built().run(tensors, lambda model, s=staged: token_outputs(model, s, wanted))
                 found.append(tree.map_tensors(lambda t: t.cpu(), outputs))
         return TokenOutputs({name: split.join([o.by_name[name] for o in found]) for name in wanted})
 
@@ -169,6 +171,7 @@ class Local:
 
         Raises:
             ValueError: the batch lacks ``loss_weight``, or a row is longer than the token budget.
+            OutOfMemory: a micro-batch does not fit into the device's memory.
             DonatedError: the state was donated.
         """
         if "loss_weight" not in batch:
@@ -178,8 +181,9 @@ class Local:
         leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
         tensors |= leaves
         found: Metrics = {}
+        split = split_by_tokens(batch, self.max_tokens)
         with repeatable(self.deterministic):
-            for part in split_by_tokens(batch, self.max_tokens):
+            for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
 
                 def backward(model: Skeleton, staged: Staged = staged) -> Metrics:
@@ -188,7 +192,8 @@ class Local:
                     total.backward()
                     return {"loss": Sum(total.detach().double()), **told}
 
-                found = metrics.merge(found, self._built().run(tensors, backward))
+                with fits(part, i, len(split), self.max_tokens):
+                    found = metrics.merge(found, self._built().run(tensors, backward))
         return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), found
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:

@@ -2,6 +2,7 @@
 
 from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.backends.lora import LoraError
+from verl_fn.backends.memory import OutOfMemory
 from verl_fn.backends.model import ModelError
 from verl_fn.backends.ulysses import LayoutError
 from verl_fn.config import ConfigError
@@ -12,6 +13,6 @@ from verl_fn.runs import RunError
 from verl_fn.workers import ActorDied, ActorHangs
 
 USER_ERRORS = (
-    ActorDied, ActorHangs, CheckpointError, ConfigError, DataError, LayoutError, LoraError, ModelError, ReportError, RewardError,
-    RunError,
+    ActorDied, ActorHangs, CheckpointError, ConfigError, DataError, LayoutError, LoraError, ModelError, OutOfMemory,
+    ReportError, RewardError, RunError,
 )  # fmt: skip

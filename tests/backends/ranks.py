@@ -55,18 +55,24 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, function, *args):
-        """Call a function of ``rank_cases.py`` on every rank; the results by rank.
+        """Call a function of ``rank_cases.py``, or of a module that is named, on every rank; the results by rank.
 
         Raises:
             RankFailed: it raised somewhere.
         """
+        module, _, name = function.rpartition(".")
         for pipe in self.pipes:
-            pipe.send(("rank_cases", function, args))
+            pipe.send((module or "rank_cases", name, args))
         told = [pipe.recv() for pipe in self.pipes]
         for rank, (fine, result) in enumerate(told):
             if not fine:
                 raise RankFailed(f"rank {rank}: {result}")
         return [result for _, result in told]
+
+    def kill(self):
+        """End ranks that may wait for each other."""
+        for process in self.processes:
+            process.kill()
 
     def stop(self):
         for pipe in self.pipes:

@@ -1,7 +1,6 @@
 """The sharded backend on 1, 2 and 4 processes: the laws, the first step beside one process, and what it refuses."""
 
 import pytest
-from ranks import Ranks
 
 from verl_fn.backends.local import Local
 from verl_fn.backends.lora import Lora
@@ -20,20 +19,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory):
     return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, tie_word_embeddings=False)
-
-
-@pytest.fixture(scope="module")
-def two():
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture(scope="module")
-def four():
-    ranks = Ranks(4)
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.parametrize(

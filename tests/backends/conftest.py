@@ -1,0 +1,17 @@
+"""Ranks that serve all tests of a session: it takes them seconds to start."""
+
+import pytest
+from ranks import Ranks
+
+
+def ranks(size):
+    @pytest.fixture(scope="session")
+    def fixture():
+        found = Ranks(size)
+        yield found
+        found.stop()
+
+    return fixture
+
+
+one, two, four = ranks(1), ranks(2), ranks(4)

@@ -1,0 +1,199 @@
+"""What ranks do that were given different things, or fail alone; each function runs on all of them together."""
+
+import errno
+import os
+
+import torch
+import torch.distributed as dist
+from rank_cases import KEY, optimizer
+from torch.distributed.tensor import DTensor
+
+from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.local import Local
+from verl_fn.state import Grads
+from verl_fn.steps import adamw, chain, clip_by_global_norm, frozen, linear, ppo_clip
+from verl_fn.testing import tiny_batch
+
+OPTIMIZERS = {
+    "another rate": lambda: chain(clip_by_global_norm(1.0), adamw(lambda count: 2e-3, weight_decay=0.0)),
+    "another clip": lambda: chain(clip_by_global_norm(2.0), adamw(lambda count: 1e-3, weight_decay=0.0)),
+    "another epsilon": lambda: chain(clip_by_global_norm(1.0), adamw(lambda count: 1e-3, eps=1e-6, weight_decay=0.0)),
+    "another decay": lambda: chain(clip_by_global_norm(1.0), adamw(lambda count: 1e-3)),
+    "another schedule": lambda: chain(clip_by_global_norm(1.0), adamw(linear(1e-3, 500), weight_decay=0.0)),
+    "none": frozen,
+}
+
+
+def told(fn, kind=ValueError):
+    """What this rank is told."""
+    try:
+        fn()
+    except kind as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def odd(ordinary, other):
+    """What the ranks are given: the last one another thing."""
+    return other if dist.get_rank() == dist.get_world_size() - 1 else ordinary
+
+
+def other_settings(folder, options):
+    return told(lambda: Fsdp(folder, optimizer(), **odd({}, options)))
+
+
+def other_optimizers(folder):
+    return [told(lambda m=make: Fsdp(folder, odd(optimizer(), m()))) for make in OPTIMIZERS.values()]
+
+
+def other_models(folder, another):
+    return told(lambda: Fsdp(odd(folder, another), optimizer()))
+
+
+def other_weights(folder, another):
+    """Of one architecture, as two ranks with folders of their own may read them."""
+    backend = Fsdp(folder, optimizer())
+    return told(lambda: backend.load_pretrained(odd(folder, another)))
+
+
+def other_keys(folder):
+    backend = Fsdp(folder, optimizer())
+    return told(lambda: backend.init(odd(KEY, KEY.fold_in("other"))))
+
+
+def other_devices(folder):
+    backend = Fsdp(folder, optimizer())
+    state = backend.init(KEY)
+    return told(lambda: backend.place(state, params=odd("cpu", "meta")))
+
+
+def missing_weights(folder, gone):
+    """A folder that one rank cannot read whole."""
+    backend = Fsdp(folder, optimizer())
+    return told(lambda: backend.load_pretrained(odd(folder, gone)))
+
+
+def other_layouts(folder, into):
+    """States of another layout, and of no layout at all, wherever a state goes in."""
+    batch, plain = tiny_batch(), Local(folder, optimizer())
+    here, there = (Fsdp(folder, optimizer(), max_tokens=24, **o) for o in ({}, {"replicate": 2}))
+    mine, found = here.init(KEY), []
+    grads, _ = here.forward_backward(mine, batch, ppo_clip())
+    for state in (there.init(KEY), plain.init(KEY)):
+        found += [
+            told(lambda s=state: here.forward(s.params, batch)),
+            told(lambda s=state: here.forward_backward(s, batch, ppo_clip())),
+            told(lambda s=state: here.apply_update(s, grads)),
+            told(lambda s=state: here.apply_update(mine, Grads(dict(s.params)))),
+            told(lambda s=state: here.save(s, into)),
+        ]
+    here.apply_update(mine, grads)
+    return found
+
+
+def refused_model(folder):
+    return told(lambda: Fsdp(folder, optimizer()).init(KEY))
+
+
+def placed(folder):
+    """Gradients follow a state that lies elsewhere than the ranks compute; parts that lie apart are refused."""
+    backend = Fsdp(folder, optimizer(), max_tokens=24)
+    state = backend.init(KEY)
+    grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
+    apart = backend.place(state, params="meta")
+    refused = told(lambda: backend.apply_update(apart, grads))
+    away = backend.place(state, params="meta", optimizer="meta")
+    from verl_fn.backends.placing import beside
+    from verl_fn.backends.sharding import moved
+
+    return refused, {str(g._local_tensor.device) for g in beside(away, grads, moved).values()}
+
+
+def full_disk(folder, into, calls):
+    """Errors of the disk on one rank, at each of its writes: what every rank is told."""
+    backend = Fsdp(folder, optimizer())
+    state, found, real = backend.init(KEY), [], os.pwrite
+    for allowed in range(calls):
+        count = 0
+
+        def pwrite(fd, data, at, allowed=allowed):
+            nonlocal count
+            count += 1
+            if count > allowed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            # Short, as the system may be.
+            return real(fd, data[: max(1, len(data) // 2)], at)
+
+        os.pwrite = odd(real, pwrite)
+        try:
+            found.append(told(lambda: backend.save(state, into), OSError))
+        finally:
+            os.pwrite = real
+    return found
+
+
+def no_folder(folder, blocked):
+    """A folder that cannot be made: only the first rank tries."""
+    backend = Fsdp(folder, optimizer())
+    state = backend.init(KEY)
+    return told(lambda: backend.save(state, blocked), OSError)
+
+
+def gathers_nothing(folder, into, options):
+    """Save and restore with every way to a whole tensor closed; the elements that a rank reads and writes."""
+    backend = Fsdp(folder, optimizer(), **options)
+    state = backend.init(KEY)
+
+    def closed(*args, **kwargs):
+        raise AssertionError("a whole tensor")
+
+    ways = [
+        (DTensor, "full_tensor"),
+        (DTensor, "redistribute"),
+        (dist, "all_gather_into_tensor"),
+        (dist, "all_gather"),
+    ]
+    kept, written, real = [getattr(*way) for way in ways], 0, os.pwrite
+
+    def counted(fd, data, at):
+        nonlocal written
+        written += len(data)
+        return real(fd, data, at)
+
+    os.pwrite = counted
+    for owner, name in ways:
+        setattr(owner, name, closed)
+    try:
+        backend.save(state, into)
+        found = backend.restore(into)
+    finally:
+        os.pwrite = real
+        for (owner, name), way in zip(ways, kept, strict=True):
+            setattr(owner, name, way)
+    for name, t in found.params.items():
+        assert torch.equal(t._local_tensor, state.params[name]._local_tensor)
+    return written
+
+
+def restored(folder, source):
+    backend = Fsdp(folder, optimizer())
+    return told(lambda: backend.restore(source))
+
+
+def out_of_memory(folder):
+    """Of the third micro-batch, on the last rank alone: that one is told which it was."""
+    backend = Fsdp(folder, optimizer(), max_tokens=24)
+    state, batch = backend.init(KEY), tiny_batch()
+    hidden_states, calls = type(backend._built()).hidden_states, 0
+
+    def full(self, *args):
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+        return hidden_states(self, *args)
+
+    type(backend._built()).hidden_states = odd(hidden_states, full)
+    try:
+        return told(lambda: backend.forward_backward(state, batch, ppo_clip()), RuntimeError)
+    finally:
+        type(backend._built()).hidden_states = hidden_states

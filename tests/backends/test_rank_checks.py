@@ -1,0 +1,140 @@
+"""What sharded training refuses: every rank is told the same, and none waits for another."""
+
+import shutil
+
+import pytest
+import torch
+from rank_checks import OPTIMIZERS
+from ranks import Ranks
+
+from verl_fn.backends.local import Local
+from verl_fn.backends.memory import OutOfMemory
+from verl_fn.models import new_model
+from verl_fn.state import Key
+from verl_fn.testing import tiny_batch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16)
+
+
+def same(told):
+    """What all ranks were told alike."""
+    assert told[0] is not None and all(one == told[0] for one in told), told
+    return told[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"replicate": 2}, "another replicate than rank 0 ('2' instead of '1')"),
+        ({"sp": 2}, "another sp than rank 0"),
+        ({"max_tokens": 24}, "another max_tokens than rank 0 ('24' instead of '16384')"),
+        ({"head": "value"}, "another head than rank 0"),
+        ({"compute_dtype": "bfloat16"}, "another compute_dtype than rank 0"),
+        ({"checkpointing": True}, "another checkpointing than rank 0"),
+        ({"device": "cuda"}, "another device than rank 0"),
+        ({"deterministic": True}, "another deterministic than rank 0"),
+    ],
+    ids=str,
+)
+def test_ranks_with_other_settings(two, folder, options, says):
+    assert f"LayoutError: ranks [1] were given {says}" in same(two.run("rank_checks.other_settings", folder, options))
+
+
+def test_ranks_with_other_optimizers(two, folder):
+    """An optimizer is a function: what it does is compared."""
+    told = same(two.run("rank_checks.other_optimizers", folder))
+    assert [one for one in told if one is None or "another optimizer than rank 0;" not in one] == []
+    assert len(told) == len(OPTIMIZERS)
+
+
+def test_ranks_with_other_models(two, folder, tmp_path):
+    wider = new_model(tmp_path / "wider", chars="abcd", hidden_size=32)
+    assert "another model (config.json) than" in same(two.run("rank_checks.other_models", folder, wider))
+    assert "another model (config.json) than" in same(two.run("rank_checks.other_models", folder, tmp_path))
+    seeded = new_model(tmp_path / "seeded", chars="abcd", hidden_size=16, seed=7)
+    assert "another key or weights than" in same(two.run("rank_checks.other_weights", folder, seeded))
+    assert "another key or weights than" in same(two.run("rank_checks.other_keys", folder))
+
+
+def test_weights_that_one_rank_cannot_read(two, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "gone")
+    (tmp_path / "gone/model.safetensors").unlink()
+    told = same(two.run("rank_checks.missing_weights", folder, tmp_path / "gone"))
+    assert told.startswith("ModelError") and "gone" in told
+
+
+def test_a_state_that_goes_to_different_devices(two, folder):
+    told = same(two.run("rank_checks.other_devices", folder))
+    assert "another params for place than rank 0 ('meta' instead of 'cpu')" in told
+
+
+def test_states_of_another_layout(two, folder, tmp_path):
+    told = same(two.run("rank_checks.other_layouts", folder, tmp_path))
+    assert [
+        t
+        for t in told[:5]
+        if "of the layout replicate=2, shard=1 was given to a backend of the layout shard=2" not in t
+    ] == []
+    assert [
+        t for t in told[5:] if "held as whole tensors was given to a backend of the layout shard=2" not in t
+    ] == []
+
+
+def test_a_model_without_layers_to_shard_by(two, tmp_path):
+    fields = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_head": 4, "n_embd": 32, "n_layer": 2}
+    gpt2 = new_model(tmp_path, chars="abcd", arch="gpt2", hidden_size=32, **fields)
+    told = same(two.run("rank_checks.refused_model", gpt2))
+    assert "ModelError" in told and "GPT2LMHeadModel has no list of layers to shard by" in told
+
+
+def test_gradients_come_to_where_the_parameters_are(two, folder):
+    refused, devices = same(two.run("rank_checks.placed", folder))
+    assert "parameters lie on meta, the optimizer on cpu; place them together" in refused
+    assert devices == {"meta"}
+
+
+def test_a_disk_that_fills_on_one_rank(two, folder, tmp_path):
+    told = same(two.run("rank_checks.full_disk", folder, tmp_path / "a", 12))
+    assert [t for t in told if t != "OSError: [Errno 28] No space left on device"] == []
+
+
+def test_a_folder_that_cannot_be_made(two, folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    told = same(two.run("rank_checks.no_folder", folder, tmp_path / "file" / "a"))
+    assert told.startswith("NotADirectoryError") and str(tmp_path) in told
+
+
+def test_memory_that_runs_out_on_one_process(folder, monkeypatch):
+    backend, batch = Local(folder, None, max_tokens=24), tiny_batch()
+    params = backend._build(folder, Key.from_seed(0), pretrained=True)
+    skeleton, count = type(backend._built()), len(batch)
+    hidden_states, calls = skeleton.hidden_states, []
+
+    def full(self, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+        return hidden_states(self, *args)
+
+    monkeypatch.setattr(skeleton, "hidden_states", full)
+    with pytest.raises(
+        OutOfMemory, match=r"micro-batch 2 of 3, with \d+ rows and \d+ tokens, .* lower ppo_max_token"
+    ):
+        backend.forward(params, batch)
+    assert issubclass(OutOfMemory, torch.OutOfMemoryError) and count
+
+
+def test_memory_that_runs_out_on_one_rank(folder):
+    """The rank is told which micro-batch; the others wait in a collective until somebody ends them: the driver."""
+    ranks = Ranks(2)
+    try:
+        for pipe in ranks.pipes:
+            pipe.send(("rank_checks", "out_of_memory", (folder,)))
+        fine, told = ranks.pipes[1].recv()
+        assert fine and "OutOfMemory: micro-batch 2 of" in told and "2.00 GiB." in told and "More" not in told
+        assert not ranks.pipes[0].poll(1.0)
+    finally:
+        ranks.kill()
