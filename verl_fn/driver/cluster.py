@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -139,17 +137,12 @@ class Cluster:
         self._until(lambda: group.ends)
 
     def stop(self) -> None:
-        """End the actors, stopped ones too, and give their room back."""
-        members = self.members.values()
+        """End the actors and give their room back."""
+        sentinels = [member.sentinel for member in self.members.values()]
         for host in self._hosts:
             ray.kill(host)
-        sentinels = {member.sentinel: member for member in members}
         if sentinels:
-            _, left = ray.wait(list(sentinels), num_returns=len(sentinels), timeout=2.0)
-            for sentinel in left:
-                # A stopped process does not hear Ray.
-                member = sentinels[sentinel]
-                _on_node(member.node, _kill, member.pid)
+            ray.wait(sentinels, num_returns=len(sentinels), timeout=NODE_SECONDS)
         if self._place is not None:
             remove_placement_group(self._place)
         self.groups.clear()
@@ -278,8 +271,3 @@ def _tails(logs: Sequence[str]) -> list[str]:
             lines = Path(log).read_text(errors="replace").splitlines()
             found += [line for line in lines if not line.startswith(":")][-LOG_TAIL_LINES:]
     return found or ["(empty)"]
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)

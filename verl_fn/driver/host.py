@@ -171,9 +171,11 @@ class Host:
         return Pulse(self._thread is not None, self._calls, ranks.collectives())
 
     def stack(self) -> traceback.StackSummary:
-        """Where the call that runs is, outermost line first; empty where none runs."""
+        """Where the call that runs is, outermost line first, without Ray's own; empty where none runs."""
         frame = sys._current_frames().get(self._thread or 0)
-        return traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
+        lines = traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
+        inside = max((i + 1 for i, line in enumerate(lines) if line.filename == __file__), default=0)
+        return traceback.StackSummary.from_list(lines[inside:])
 
     def _open(self, value: Any) -> Any:
         if not isinstance(value, Stored):

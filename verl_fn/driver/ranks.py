@@ -71,7 +71,12 @@ def process_group(cfg: Config) -> Iterator[None]:
     """
     size = torchrun_size()
     if size > 1:
-        _check_torchrun(cfg, size)
+        try:
+            _check_torchrun(cfg, size)
+        except ConfigError:
+            if torchrun_rank() == 0:
+                raise
+            raise SystemExit(2) from None
     elif cfg.driver.kind == "ray" or (cfg.actor.strategy == "local" and cfg.critic.strategy in (None, "local")):
         yield
         return
@@ -125,7 +130,11 @@ def of_first(value: T) -> T:
 def first_alone() -> Iterator[None]:
     """The first rank goes through the body before all others do, which find what it wrote."""
     if torchrun_rank() > 0:
-        of_first(None)
+        try:
+            of_first(None)
+        except RuntimeError:
+            # The first rank has ended, and has said why.
+            raise SystemExit(1) from None
     yield
     if torchrun_rank() == 0:
         of_first(None)

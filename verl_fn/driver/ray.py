@@ -34,6 +34,8 @@ def ray_workers(cfg: Config) -> Iterator[Workers]:
     Raises:
         ConfigError: the cluster cannot be reached, or has not what the config asks for.
     """
+    # An error is raised once, where it is waited for; Ray would print it again when its reference goes.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with connected(cfg):
         cfg = on_cluster(cfg)
         cluster = Cluster(cfg.ray.timeout)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import torch
@@ -24,9 +26,20 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.steps import Loss, ppo_clip
+from verl_fn.workers import Freed, get_here
 
 from .builders import some_splits, tiny_batch
-from .violation import LawViolation, repeatable, require, require_close, require_equal, same, shared_folder, untouched
+from .violation import (
+    LawViolation,
+    repeatable,
+    require,
+    require_close,
+    require_equal,
+    same,
+    shared_folder,
+    untouched,
+    whole,
+)
 
 
 def check_backend(
@@ -37,6 +50,7 @@ def check_backend(
     batch: Batch | None = None,
     tolerance: float = 1e-4,
     key: Key | None = None,
+    get: Callable[[Any], Any] = get_here,
 ) -> None:
     """Check a training backend against the laws.
 
@@ -53,6 +67,8 @@ def check_backend(
         tolerance: how far splits and layouts may differ, relative to the largest value of each tensor. bf16 wants
             about 0.05.
         key: other keys give other states and splits.
+        get: fetches what calls return, for a backend that returns references and whose states are handles, which
+            are looked at through its ``map``: ``workers.get``.
 
     Raises:
         LawViolation: a law is broken.
@@ -65,48 +81,76 @@ def check_backend(
     verl_fn.testing.violation.LawViolation: Zero: zero gradients from fresh optimizer state: ... differs at ['logits'] ...
     """
     batch = tiny_batch() if batch is None else batch
-    case = _Case(backend, loss or ppo_clip(), batch, tolerance, key or Key.from_seed(0))
-    _purity(case)
-    first, second = case.trained("first"), case.trained("second")
-    _signature(case, first)
-    _persistence(case, first, second)
-    _splits(case, first)
-    _donation(case, first)
-    _zero(case, first)
-    _restore(case, first)
-    if other is not None:
-        _layout(case, attrs.evolve(case, backend=other), first)
+    case = _Case(backend, loss or ppo_clip(), batch, tolerance, key or Key.from_seed(0), get)
+    try:
+        _purity(case)
+        first, second = case.trained("first"), case.trained("second")
+        _signature(case, first)
+        _persistence(case, first, second)
+        _splits(case, first)
+        _donation(case, first)
+        _zero(case, first)
+        _restore(case, first)
+        if other is not None:
+            _layout(case, attrs.evolve(case, backend=other), first)
+    except Freed as error:
+        cause = "a value that is dropped while a handle to it is held"
+        raise LawViolation("Persistence", f"a handle stands for nothing: {error}", cause) from error
 
 
 @attrs.frozen(eq=False)
 class _Case:
-    """What is checked, and with what."""
+    """What is checked, and with what. States and gradients may be handles, which ``read`` sees through."""
 
     backend: TrainBackend
     loss: Loss
     batch: Batch
     tolerance: float
     key: Key
+    get: Callable[[Any], Any]
 
-    def gradients(self, state: TrainState, batch: Batch | None = None) -> tuple[Grads, Metrics]:
-        return self.backend.forward_backward(state, self.batch if batch is None else batch, self.loss)
+    def gradients(
+        self, state: TrainState, batch: Batch | None = None, loss: Loss | None = None
+    ) -> tuple[Grads, Metrics]:
+        grads, found = self.backend.forward_backward(state, self.batch if batch is None else batch, loss or self.loss)
+        return grads, self.get(found)
 
     def outputs(self, params: Params, batch: Batch | None = None) -> TokenOutputs:
-        return self.backend.forward(params, self.batch if batch is None else batch, self.loss.needs)
+        return self.get(self.backend.forward(params, self.batch if batch is None else batch, self.loss.needs))
+
+    def update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
+        new, found = self.backend.apply_update(state, grads, donate=donate)
+        return new, self.get(found)
 
     def next(self, state: TrainState) -> TrainState:
         """The state after an update that leaves ``state`` alone."""
-        return self.backend.apply_update(state, self.gradients(state)[0], donate=False)[0]
+        return self.update(state, self.gradients(state)[0], donate=False)[0]
 
     def trained(self, name: str) -> TrainState:
         """A state whose optimizer has seen something. Heads of value models start as zeros, where all look alike."""
         fresh = self.backend.init(self.key.fold_in(name))
         state = self.next(fresh)
-        if same(state.params, fresh.params):
+        if same(self.read(state).params, self.read(fresh).params):
             raise ValueError(
                 "the first update changed nothing; give the optimizer a learning rate above 0 from the start"
             )
         return state
+
+    def read(self, value: Any) -> Any:
+        """What a value or a handle holds, with whole tensors."""
+        if isinstance(value, tuple):
+            return tuple(map(self.read, value))
+        if isinstance(value, (Batch, TokenOutputs, dict)):
+            return value  # never a handle
+        return self.get(self.backend.map(whole, value))
+
+    def copy(self, value: Any) -> Any:
+        """What a value holds now, whatever becomes of it."""
+        return snapshot(self.read(value))
+
+    def made(self, fn: Callable[..., Any], *values: Any) -> Any:
+        """A value made of others where they lie."""
+        return self.backend.map(fn, *values, keep=True)
 
 
 def _signature(case: _Case, state: TrainState) -> None:
@@ -124,24 +168,32 @@ def _signature(case: _Case, state: TrainState) -> None:
         )  # fmt: skip
         top = float(torch.where(silent, t, 0.0).abs().max())
         require(top == 0.0, "Signature", f"{name} reaches {top:.3g} where response_mask is 0", "a missing mask")
-    moved = case.backend.place(state, params="cpu", optimizer="cpu")
-    here = tree.map_tensors(lambda t: t.cpu(), state)
+    moved = case.read(case.backend.place(state, params="cpu", optimizer="cpu"))
+    here = tree.map_tensors(lambda t: t.cpu(), case.read(state))
     require_equal("Signature", "a state placed on the CPU", here, moved, "a place() that drops or casts something")
-    grads, _ = case.gradients(state)
+    found_names = case.get(case.backend.map(list, case.gradients(state)[0]))
+    trained = case.get(case.backend.map(_trained, state))
     require(
-        list(grads) == state.params.trained(), "Signature",
-        f"gradients are named {sorted(set(grads) ^ set(state.params.trained()))[:5]} unlike trained parameters",
+        found_names == trained, "Signature",
+        f"gradients are named {sorted(set(found_names) ^ set(trained))[:5]} unlike trained parameters",
         "an executor's own names instead of canonical ones",
     )  # fmt: skip
 
 
+def _trained(state: TrainState) -> list[str]:
+    return state.params.trained()
+
+
 def _purity(case: _Case) -> None:
     """On a state and a batch that were never used: an argument changed in place may be changed only once."""
-    backend, batch = case.backend, case.batch
+    backend, batch, read = case.backend, case.batch, case.read
     state, again = backend.init(case.key), backend.init(case.key)
-    require_equal("Purity", "init with the same key", state, again, "a global random generator instead of the key")
-    told = repeatable("Purity", "forward", lambda: case.outputs(state.params), state=state, batch=batch)
-    grads, found = repeatable("Purity", "forward_backward", lambda: case.gradients(again), state=again, batch=batch)
+    cause = "a global random generator instead of the key"
+    require_equal("Purity", "init with the same key", read(state), read(again), cause)
+    told = repeatable("Purity", "forward", lambda: case.outputs(state.params), read, state=state, batch=batch)
+    grads, found = repeatable(
+        "Purity", "forward_backward", lambda: case.gradients(again), read, state=again, batch=batch
+    )
     per_token, _ = case.loss(told, batch)
     require_close(
         "Purity", "the loss of what forward gives, against forward_backward's,",
@@ -150,31 +202,33 @@ def _purity(case: _Case) -> None:
         tolerance=case.tolerance, floor=1.0,
     )  # fmt: skip
     repeatable(
-        "Purity", "apply_update with donate=False", lambda: backend.apply_update(state, grads, donate=False),
+        "Purity", "apply_update with donate=False", lambda: case.update(state, grads, donate=False), read,
         state=state, grads=grads,
     )  # fmt: skip
 
 
 def _splits(case: _Case, state: TrainState) -> None:
     budgets: list[int] = []
+    loss = case.loss
 
     def counted(outputs: TokenOutputs, batch: Batch) -> tuple[torch.Tensor, Metrics]:
         budgets.append(len(batch))
-        return case.loss(outputs, batch)
+        return loss(outputs, batch)
 
-    whole, found = case.backend.forward_backward(state, case.batch, Loss(counted, case.loss.needs))
+    at_once, found = case.gradients(state, loss=Loss(counted, loss.needs))
     if budgets == [len(case.batch)]:
         warnings.warn("the backend took the batch as one micro-batch; give it a smaller token budget", stacklevel=3)
     for name, split in some_splits(case.batch, case.key).items():
         told = [case.gradients(state, part) for part in split]
         added = told[0][0]
         for grads, _ in told[1:]:
-            added = added + grads
+            added = case.made(operator.add, added, grads)
         cause = (
             "a denominator for each micro-batch, a gradient that is overwritten or dropped, or rows that see each "
             "other; denominators belong in loss_weight"
         )
-        _agree(case, "Split invariance", f"one call against {name}:", (whole, found), (added, _merged(told)), cause)
+        found_parts = (case.read(added), _merged(told))
+        _agree(case, "Split invariance", f"one call against {name}:", (case.read(at_once), found), found_parts, cause)
         outputs = [case.outputs(state.params, part) for part in split]
         joined = {n: split.join([o.by_name[n] for o in outputs]) for n in case.loss.needs}
         require_close(
@@ -187,41 +241,49 @@ def _persistence(case: _Case, first: TrainState, second: TrainState) -> None:
     third = case.next(first)
     cached = "a compute copy or a module that still holds the parameters of an earlier call"
     reused = "buffers that are reused while the value of an earlier call is alive"
-    calls: dict[str, Callable[[TrainState], object]] = {
+    calls: dict[str, Callable[[TrainState], Any]] = {
         "forward": lambda state: case.outputs(state.params),
         "forward_backward": lambda state: case.gradients(state)[0],
     }
     for name, call in calls.items():
         kept = call(first)
-        meant = snapshot(kept)
+        meant = case.copy(kept)
         for what, state in {"another state": second, "the state after an update": third}.items():
-            found = call(state)
+            found = case.read(call(state))
             require(not same(found, meant), "Persistence", f"{name} gives {what} the result of the first", cached)
-            require_equal("Persistence", f"what {name} gave before it was called with {what}", meant, kept, reused)
-            require_equal("Persistence", f"{name} with the first state, after {what},", meant, call(first), cached)
+            before = f"what {name} gave before it was called with {what}"
+            require_equal("Persistence", before, meant, case.read(kept), reused)
+            again = case.read(call(first))
+            require_equal("Persistence", f"{name} with the first state, after {what},", meant, again, cached)
 
 
 def _donation(case: _Case, state: TrainState) -> None:
-    backend = case.backend
-    spare = snapshot(state)
+    spare = case.made(snapshot, state)
     grads, _ = case.gradients(spare)
-    with untouched("Donation", "apply_update with donate=False", state=spare, grads=grads):
-        expected, _ = backend.apply_update(spare, grads, donate=False)
-    shared = {"parameters": spare.params, "optimizer state": spare.optimizer, "gradients": tree.leaves(grads)}
-    meant = snapshot(shared)
-    new, _ = backend.apply_update(spare, grads)
+    with untouched("Donation", "apply_update with donate=False", case.read, state=spare, grads=grads):
+        expected, _ = case.update(spare, grads, donate=False)
+    shared = {
+        "parameters": case.made(operator.attrgetter("params"), spare),
+        "optimizer state": case.made(operator.attrgetter("optimizer"), spare),
+        "gradients": case.made(tree.leaves, grads),
+    }
+    meant = {name: case.copy(value) for name, value in shared.items()}
+    new, _ = case.update(spare, grads)
     written = "buffers written without asking who else holds them"
     for name, value in shared.items():
-        require_equal("Donation", f"after a donation, a reference to its {name}", meant[name], value, written)
+        require_equal(
+            "Donation", f"after a donation, a reference to its {name}", meant[name], case.read(value), written
+        )
     spent: dict[str, Callable[[], object]] = {
         "reading the state": lambda: spare.params,
-        "reading the gradients": lambda: len(grads),
+        "reading the gradients": lambda: case.read(grads),
         "forward_backward with the state": lambda: case.gradients(spare),
-        "apply_update with the state": lambda: backend.apply_update(spare, grads),
+        "apply_update with the state": lambda: case.update(spare, grads),
     }
     for name, use in spent.items():
         _require_donated(name, use)
-    require_equal("Donation", "the state after a donated update", expected, new, "an update that depends on donation")
+    depends = "an update that depends on donation"
+    require_equal("Donation", "the state after a donated update", case.read(expected), case.read(new), depends)
     _in_place(case, state)
 
 
@@ -240,9 +302,9 @@ def _require_donated(name: str, use: Callable[[], object]) -> None:
 def _in_place(case: _Case, state: TrainState) -> None:
     """Where nothing else holds the state, its buffers are reused, and no cache mistakes the new state for the old."""
     expected = case.next(state)
-    alone = snapshot(state)
+    alone = case.made(snapshot, state)
     grads, _ = case.gradients(alone)
-    new, found = case.backend.apply_update(alone, grads)
+    new, found = case.update(alone, grads)
     holders = "the backend keeps references to the state or the gradients of its last call"
     _require_no_copies("Donation", "nothing else", found, holders)
     # In this order: a look at the expected state would make a cache forget the old one.
@@ -262,40 +324,47 @@ def _zero(case: _Case, state: TrainState) -> None:
     if "logprobs" in case.loss.needs and "old_log_probs" in batch:
         still["zero advantages"] = (batch.with_tokens(advantages=torch.zeros(batch.num_tokens)), ppo_clip())
     for name, (data, loss) in still.items():
-        grads, _ = backend.forward_backward(state, data, loss)
-        top = float(grads.global_norm())
+        grads, _ = case.gradients(state, data, loss)
+        top = float(case.read(grads).global_norm())
         require(top == 0.0, "Zero", f"with {name} the gradient's norm is {top:.3g}", "a term that the loss lacks")
     fresh = backend.init(case.key.fold_in("zero"))
-    nothing = case.gradients(fresh)[0].scale(0.0)
+    nothing = case.made(_scaled(0.0), case.gradients(fresh)[0])
     require_equal(
-        "Zero", "zero gradients from fresh optimizer state: the parameter", fresh.params,
-        backend.apply_update(fresh, nothing, donate=False)[0].params,
+        "Zero", "zero gradients from fresh optimizer state: the parameter", case.read(fresh).params,
+        case.read(case.update(fresh, nothing, donate=False)[0]).params,
         "weight decay; give the backend under test an optimizer without",
     )  # fmt: skip
     for donate in (False, True):
-        broken = case.gradients(state)[0].scale(float("nan"))
-        skipped, found = backend.apply_update(snapshot(state), broken, donate=donate)
+        broken = case.made(_scaled(float("nan")), case.gradients(state)[0])
+        skipped, found = case.update(case.made(snapshot, state), broken, donate=donate)
+        before = case.read(state)
         require_equal(
-            "Zero", "an update with gradients that are not finite: the state", attrs.evolve(state, step=state.step + 1),
-            skipped, "an update that is not skipped, or that moves the schedule or the optimizer's count all the same",
+            "Zero", "an update with gradients that are not finite: the state", attrs.evolve(before, step=before.step + 1),
+            case.read(skipped),
+            "an update that is not skipped, or that moves the schedule or the optimizer's count all the same",
         )  # fmt: skip
         told = "update_skipped" in found and found["update_skipped"].value == 1.0
         require(told, "Zero", "the metric update_skipped is not 1 after a skipped update", "a skip that is not told")
 
 
+def _scaled(factor: float) -> Callable[[Grads], Grads]:
+    return operator.methodcaller("scale", factor)
+
+
 def _restore(case: _Case, state: TrainState) -> None:
     backend = case.backend
     # A skipped update sets step and schedule apart.
-    state, _ = backend.apply_update(state, case.gradients(state)[0].scale(float("nan")), donate=False)
+    broken = case.made(_scaled(float("nan")), case.gradients(state)[0])
+    state, _ = case.update(state, broken, donate=False)
     with shared_folder() as folder:
-        with untouched("Restore", "save", state=state):
+        with untouched("Restore", "save", case.read, state=state):
             backend.save(state, folder)
         found = backend.restore(folder)
     lost = "optimizer moments, the schedule's position, the key or the step left out of the file"
-    require_equal("Restore", "the restored state", state, found, lost)
+    require_equal("Restore", "the restored state", case.read(state), case.read(found), lost)
     expected, (grads, _) = case.next(state), case.gradients(found)
-    new, told = backend.apply_update(found, grads)
-    require_equal("Restore", "the update after restoring", expected, new, lost)
+    new, told = case.update(found, grads)
+    require_equal("Restore", "the update after restoring", case.read(expected), case.read(new), lost)
     _require_no_copies("Restore", "nothing but the restored state", told, "tensors that are views of a file's memory")
 
 
@@ -307,12 +376,13 @@ def _layout(case: _Case, others: _Case, state: TrainState) -> None:
         others.backend.save(moved, back)
         returned = case.backend.restore(back)
     cause = "names, an order or a padding of the executor's own in the file"
-    whole = [
-        {name: t.cpu() for name, t in one.backend.named_tensors(held.params)}
+    named = [
+        {name: t.cpu() for name, t in one.get(one.backend.named_tensors(held.params))}
         for one, held in ((case, state), (others, moved))
     ]
-    require_equal("Layout", "a parameter in the other layout", whole[0], whole[1], cause)
-    require_equal("Layout", "the state, saved by the other backend and restored,", state, returned, cause)
+    require_equal("Layout", "a parameter in the other layout", named[0], named[1], cause)
+    came_back = "the state, saved by the other backend and restored,"
+    require_equal("Layout", came_back, case.read(state), case.read(returned), cause)
     rounding = (
         "a mapping that permutes or transposes wrongly, a rank whose gradient is lost, or a tolerance too tight"
     )
@@ -321,9 +391,9 @@ def _layout(case: _Case, others: _Case, state: TrainState) -> None:
         others.outputs(moved.params).by_name, rounding, tolerance=case.tolerance,
     )  # fmt: skip
     mine, theirs = case.gradients(state), others.gradients(moved)
-    _agree(case, "Layout", "forward_backward on the other backend:", mine, theirs, rounding)
+    _agree(case, "Layout", "forward_backward on the other backend:", case.read(mine), others.read(theirs), rounding)
     norms = [
-        one.backend.apply_update(held, grads, donate=False)[1]["grad_norm"].value
+        one.update(held, grads, donate=False)[1]["grad_norm"].value
         for one, held, (grads, _) in ((case, state, mine), (others, moved, theirs))
     ]
     require_close(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_fn.state import Node, is_donated, snapshot, tree
+from verl_fn.state import DonatedError, snapshot, tree
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ def require_equal(law: str, what: str, expected: Any, found: Any, cause: str) ->
     Traceback (most recent call last):
     verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] (1.0 and 1.5). Usual cause: chance.
     """
-    expected, found = _whole(expected), _whole(found)
+    expected, found = whole(expected), whole(found)
     path = tree.first_difference(expected, found)
     if path is not None:
         by = _distance(tree.paths(expected).get(path), tree.paths(found).get(path))
@@ -71,7 +71,7 @@ def require_close(
     Traceback (most recent call last):
     verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5 where values reach 2.5, ...
     """
-    mine, theirs = tree.paths(_whole(expected)), tree.paths(_whole(found))
+    mine, theirs = tree.paths(whole(expected)), tree.paths(whole(found))
     if mine.keys() != theirs.keys():
         raise LawViolation(law, f"{what} differs in its names: {sorted(mine.keys() ^ theirs.keys())[:5]}", cause)
     tops = {path: max(_top(mine[path]), _top(theirs[path])) for path in mine}
@@ -87,30 +87,43 @@ def require_close(
             raise LawViolation(law, f"{where}, beyond the relative tolerance of {tolerance:.3g}", cause)
 
 
+def itself(value: Any) -> Any:
+    """How values are read that lie in this process."""
+    return value
+
+
 @contextlib.contextmanager
-def untouched(law: str, what: str, **values: Any) -> Iterator[None]:
-    """Nothing inside changes these values or the process's random generators; ``what`` names who ran."""
-    before = {name: snapshot(value) for name, value in values.items()}
+def untouched(law: str, what: str, read: Callable[[Any], Any] = itself, **values: Any) -> Iterator[None]:
+    """Nothing inside changes these values or the process's random generators; ``what`` names who ran.
+
+    ``read`` gives what a value holds, for values that are handles.
+    """
+    before = {name: snapshot(read(value)) for name, value in values.items()}
     dice = _dice()
     yield
     for name, value in values.items():
-        if isinstance(value, Node) and is_donated(value):
-            raise LawViolation("Donation", f"{what} donated its argument {name}", "an option that is passed over")
-        require_equal(law, f"after {what}, its argument {name}", before[name], value, "an operation in place")
+        try:
+            require_equal(
+                law, f"after {what}, its argument {name}", before[name], read(value), "an operation in place"
+            )
+        except DonatedError:
+            cause = "an option that is passed over"
+            raise LawViolation("Donation", f"{what} donated its argument {name}", cause) from None
     if _dice() != dice:
         raise LawViolation(
             law, f"{what} drew from a global random generator", "dropout or torch.rand without a generator from a Key"
         )
 
 
-def repeatable(law: str, what: str, fn: Callable[[], T], **values: Any) -> T:
+def repeatable(law: str, what: str, fn: Callable[[], T], read: Callable[[Any], Any] = itself, **values: Any) -> T:
     """The result of ``fn``, which gives it twice, bitwise, under different global seeds and leaves ``values`` alone."""
     results = []
     for seed in (1, 2):
-        with seeded(seed), untouched(law, what, **values):
+        with seeded(seed), untouched(law, what, read, **values):
             results.append(fn())
     cause = "state kept between calls, a global random generator, or kernels that are not deterministic"
-    require_equal(law, f"{what}, called twice with the same arguments,", results[0], results[1], cause)
+    once, twice = map(read, results)
+    require_equal(law, f"{what}, called twice with the same arguments,", once, twice, cause)
     return results[0]
 
 
@@ -137,10 +150,10 @@ def _dice() -> tuple[object, ...]:
 
 def same(a: Any, b: Any) -> bool:
     """Whether two values are bitwise equal, on all ranks together."""
-    return tree.equal(_whole(a), _whole(b))
+    return tree.equal(whole(a), whole(b))
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
     """Shards put together, so that all ranks compare the same tensors and none is left waiting for another."""
     return tree.map_tensors(lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t, value)
 
