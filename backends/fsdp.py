@@ -138,8 +138,8 @@ class Fsdp:
         self.layout.check(state.params)
         skeleton, params = self._built(), state.params
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(params)))
-        merged = skeleton.adapters.merged(params, rows=lambda t: t._local_tensor, whole=lambda t: t.full_tensor())
-        weights = {name: DTensor(t, params[name]._spec, requires_grad=False) for name, t in merged}
+        merged = skeleton.adapters.filed(params, rows=lambda t: t._local_tensor, whole=lambda t: t.full_tensor())
+        weights = {name: DTensor(t, params[name]._spec, requires_grad=False) for name, t in merged.items()}
         model, others = (
             {name: self.layout.part(t) for name, t in tensors.items()}
             for tensors in ({**weights, **skeleton.constants}, rest)

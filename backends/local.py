@@ -120,7 +120,7 @@ class Local:
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(state.params)))
         model, others = (
             {name: Part.whole(t) for name, t in tensors.items()}
-            for tensors in ({**dict(skeleton.adapters.merged(state.params)), **skeleton.constants}, rest)
+            for tensors in ({**skeleton.adapters.filed(state.params), **skeleton.constants}, rest)
         )
         describe = lambda folder: checkpoint.describe_model(folder, skeleton, self.folder)  # noqa: E731
         checkpoint.save_state(folder, model, others, scalars, describe)

@@ -108,6 +108,13 @@ class Adapters:
                 left, right = (whole(a).T, whole(b).T) if layer in self.transposed else (rows(b), whole(a))
                 yield name, torch.addmm(rows(t), left, right, alpha=self.lora.scale)
 
+    def filed(
+        self, params: Params, rows: Callable[[Tensor], Tensor] = _itself, whole: Callable[[Tensor], Tensor] = _itself
+    ) -> dict[str, Tensor]:
+        """The merged model for its file. What is made for it goes to the CPU at once: a GPU need not hold all of it."""
+        made = {f"{layer}.weight" for layer in self.layers}
+        return {name: t.cpu() if name in made else t for name, t in self.merged(params, rows, whole)}
+
     def without(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The leaves that are not of the adapters."""
         own = set(self.names())

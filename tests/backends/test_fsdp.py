@@ -90,15 +90,16 @@ def test_sequence_parallelism_wants_heads_to_share(four, tmp_path):
     assert all("key-value heads: one must be a multiple" in t for t in four.run("refused", three, {"sp": 2}))
 
 
-@pytest.mark.parametrize("options", [{}, {"replicate": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"replicate": 2}, {"lora": LORA}], ids=str)
 def test_a_state_moves_between_one_two_and_four_ranks(two, four, folder, tmp_path, options):
     """Saved by four, restored by two and by one process, saved again, and restored by four: bitwise."""
     from rank_cases import optimizer
 
     (digest, *others) = four.run("save", folder, tmp_path / "four", options)
     assert others == [digest] * 3
-    assert two.run("restore", folder, tmp_path / "four", {}) == [digest] * 2
-    local = Local(folder, optimizer())
+    lora = {"lora": options.get("lora")}
+    assert two.run("restore", folder, tmp_path / "four", lora) == [digest] * 2
+    local = Local(folder, optimizer(), **lora)
     state = local.restore(tmp_path / "four")
     assert tree.digest(state) == digest
     local.save(state, tmp_path / "one")
