@@ -57,7 +57,7 @@ from .model import (
     token_outputs,
 )
 from .placing import beside
-from .sharding import Layout, locals_of, moved, with_specs
+from .sharding import Layout, locals_of, moved, parameter, with_specs
 from .ulysses import check_heads
 
 
@@ -121,6 +121,7 @@ class Fsdp:
         self.deterministic = deterministic
         self._skeleton: Skeleton | None = None
         self._places: dict[str, Any] = {}
+        self._empty: dict[str, nn.Parameter] = {}
         self._blank = Params({})
 
     # Making states
@@ -268,6 +269,11 @@ class Fsdp:
             skeleton.move_buffers(self.device)
             self._blank = Params({name: t.to("meta") for name, t in params.items()}, skeleton.trainable)
             self._skeleton, self._places = skeleton, self._wrapped(skeleton, params)
+            for name, t in params.items():
+                empty = DTensor(
+                    torch.empty(0, device="meta"), self.layout.spec(t.shape, t.dtype), requires_grad=False
+                )
+                self._empty[name] = parameter(empty, False)
         else:
             check_same_model(self._built(), skeleton, folder)
         return params
@@ -325,9 +331,10 @@ class Fsdp:
             raise ValueError(f"the state's parameters have other shapes than this model's: {odd[:5]}")
         # Also without gradients: FSDP decides in its first call which dtypes gradients will have.
         trained, held = {*params.trained(), *(leaves.keys() - params.keys())}, {}
+        nothing = torch.empty(0, device=self.device)
         try:
             for name, place in self._places.items():
-                held[name] = nn.Parameter(moved(leaves[name], self.device), requires_grad=name in trained)
+                held[name] = parameter(moved(leaves[name], self.device), name in trained)
                 place._setattr_on_modules(held[name])
                 place.reset_sharded_param()
             yield held
@@ -338,10 +345,9 @@ class Fsdp:
                     module.reshard()
             for name, place in self._places.items():
                 # Let go of the shards, so that they can be donated.
-                empty = DTensor(torch.empty(0, device="meta"), leaves[name]._spec, requires_grad=False)
-                place._setattr_on_modules(nn.Parameter(empty, requires_grad=False))
-                place.sharded_param = getattr(place._module_info.module, place._module_info.param_name)
-                place._sharded_param_data = torch.empty(0, device=self.device)
+                place._setattr_on_modules(self._empty[name])
+                place.sharded_param = self._empty[name]
+                place._sharded_param_data = nothing
 
     def _mine(self, batch: Batch) -> list[tuple[list[int], Staged]]:
         """This rank's micro-batches, as many as every other rank has; one to fill up is of no weight.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import attrs
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from verl_fn.state import tree
+from verl_fn.state import Named, Node, tree
+from verl_fn.state.node import rebuild
 
 from .tensor_file import Part
 from .ulysses import LayoutError
@@ -145,20 +146,37 @@ def moved(t: Tensor, device: str | torch.device) -> Tensor:
     return DTensor(t._local_tensor.to(device), t._spec, requires_grad=False)
 
 
+def parameter(t: DTensor, trained: bool) -> nn.Parameter:
+    """The same shards as a parameter: what ``nn.Parameter`` makes, less its pass through the dispatcher."""
+    made = DTensor(t._local_tensor, t._spec, requires_grad=trained)
+    made._is_param = True
+    return made  # type: ignore[return-value]
+
+
 def locals_of(value: T) -> T:
     """The same value with the local part of every shard in its place."""
-    return tree.map_tensors(lambda t: t._local_tensor if isinstance(t, DTensor) else t, value)
+    return _by_name(lambda _, t: t._local_tensor if isinstance(t, DTensor) else t, value)
 
 
 def with_specs(value: T, specs: Mapping[str, DTensorSpec]) -> T:
-    """The shards of which ``value`` has the local parts; a leaf is told by the last name on its path."""
+    """The shards of which ``value`` has the local parts; a leaf is told by its name."""
+    wrap = lambda name, t: DTensor(t, specs[name], requires_grad=False) if name in specs else t  # noqa: E731
+    return _by_name(wrap, value)
 
-    def wrap(path: tuple[Any, ...], leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or (spec := specs.get(getattr(path[-1], "key", ""))) is None:
-            return leaf
-        return DTensor(leaf, spec, requires_grad=False)
 
-    return torch.utils._pytree.tree_map_with_path(wrap, value)
+def _by_name(fn: Callable[[str, Tensor], Any], value: Any) -> Any:
+    """A value with every named tensor replaced. A GPU waits for this, so it is no general walk over trees."""
+    if isinstance(value, Named):
+        kind = type(value)
+        fields = {f.name: getattr(value, f.name) for f in attrs.fields(kind)}
+        return rebuild(kind, fields | {"leaves": {name: fn(name, t) for name, t in value.leaves.items()}})
+    if isinstance(value, Node):
+        return rebuild(type(value), {f.name: _by_name(fn, getattr(value, f.name)) for f in attrs.fields(type(value))})
+    if isinstance(value, dict):
+        return {name: _by_name(fn, item) for name, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_by_name(fn, item) for item in value)
+    return value
 
 
 def whole_of(value: T) -> T:
