@@ -1,7 +1,8 @@
 """A training state as a folder that is also a Hugging Face model folder, written and read by all ranks at once.
 
 ``model.safetensors``, ``config.json`` and the tokenizer are what ``from_pretrained`` wants;
-``train_state.safetensors`` and ``train_state.json`` hold the rest, under canonical names. Which ranks wrote it
+``train_state.safetensors`` and ``train_state.json`` hold the rest, under canonical names. Experts lie stacked, as they
+are computed with; ``verl-fn export`` writes them as the hub has them. Which ranks wrote it
 cannot be seen: the same state gives the same bytes.
 """
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from run_configs import tiny_run
-from safetensors import SafetensorError
 
 from verl_fn import runs
-from verl_fn.backends import checkpoint
+from verl_fn.backends import tensor_file
 from verl_fn.runs import RunError, checkpoints, verify
 from verl_fn.train import restored_state, train, workers
 
@@ -40,16 +39,14 @@ class Writes:
         self.count, self.fail_at = 0, fail_at
         for owner, name in (
             (Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (Path, "replace"), (Path, "symlink_to"),
-            (checkpoint, "save_file"), (shutil, "copy"), (os, "fsync"),
+            (tensor_file, "start"), (os, "pwrite"), (shutil, "copy"), (os, "fsync"),
         ):  # fmt: skip
-            patch.setattr(owner, name, self.around(getattr(owner, name), name))
+            patch.setattr(owner, name, self.around(getattr(owner, name)))
 
-    def around(self, fn, name):
+    def around(self, fn):
         def call(*args, **kwargs):
             self.count += 1
             if self.fail_at is not None and self.count >= self.fail_at:
-                if name == "save_file":
-                    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
                 raise FULL
             return fn(*args, **kwargs)
 

@@ -175,6 +175,9 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
     try:
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
+            # A checkpoint of ours has the layout that is computed with (experts stacked), and is read without
+            # conversion; None asks for the one that files of this architecture have.
+            model._weight_conversions = getattr(model, "_weight_conversions", None) or None
             model.save_pretrained(out)
         AutoTokenizer.from_pretrained(source).save_pretrained(out)
     except (OSError, ValueError, KeyError, SafetensorError) as error:

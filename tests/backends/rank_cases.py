@@ -127,7 +127,7 @@ def save(folder, into, options):
     backend, batch = Fsdp(folder, optimizer(), max_tokens=24, **options), tiny_batch()
     state = backend.init(KEY)
     for _ in range(2):
-        grads, _ = backend.forward_backward(state, batch, ppo_clip())
+        grads, _ = backend.forward_backward(state, batch, loss_for(backend.head))
         state, _ = backend.apply_update(state, grads)
     backend.save(state, into)
     return tree.digest(whole_of(state))

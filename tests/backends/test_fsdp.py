@@ -33,6 +33,17 @@ def test_laws_on_two_ranks(two, folder, options):
     two.run("laws", folder, options, FP32)
 
 
+@pytest.mark.parametrize("options", [{}, {"head": "value", "checkpointing": True}], ids=str)
+def test_laws_on_one_rank(one, untied, options):
+    one.run("laws", untied, options, FP32)
+
+
+@pytest.mark.parametrize("name", ["IgnoresParameters", "DropsARank", "AliasedGradients"])
+def test_broken_backends_are_caught_on_one_rank(one, folder, name):
+    (told,) = one.run("mutant", folder, name)
+    assert told in {"Purity", "Persistence", "Donation"}
+
+
 def test_laws_in_bf16(two, untied):
     two.run("laws", untied, {"compute_dtype": "bfloat16", "head": "value"}, BF16)
 
