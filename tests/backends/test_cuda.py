@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from verl_fn.backends.local import Local
+from verl_fn.backends.lora import Lora
 from verl_fn.models import new_model
 from verl_fn.state import Batch, tree
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, cross_entropy, entropy
@@ -11,6 +12,7 @@ from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 OPTIMIZER = chain(clip_by_global_norm(1.0), adamw(constant(1e-3)))
 LOSS = cross_entropy() - 0.1 * entropy()
+LORA = Lora(rank=3, alpha=6.0)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +81,26 @@ def test_a_donated_update_makes_no_second_copy(model, batch):
     assert metrics["perf/residency_copies"].value == 0
 
 
+def test_lora_shares_its_base_in_bf16_too(model, batch):
+    """Reference and policy in turn: an update's memory is the adapters', and the base is the model before training."""
+    plain, backend = (
+        Local(model, OPTIMIZER, device="cuda", compute_dtype="bfloat16", deterministic=True, lora=lora)
+        for lora in (None, LORA)
+    )
+    want, state = plain.forward(plain.load_pretrained().params, batch), backend.load_pretrained()
+    reference, size = state.params.base, sum(t.numel() * 4 for t in state.params.values())
+    for _ in range(3):
+        assert tree.equal(backend.forward(reference, batch), want)
+        grads, _ = backend.forward_backward(state, batch, LOSS)
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        state, metrics = backend.apply_update(state, grads)
+        assert torch.cuda.max_memory_allocated() - held < 0.02 * size
+        assert metrics["perf/residency_copies"].value == 0
+    assert all(state.params[name] is t for name, t in reference.items())
+    assert not tree.equal(backend.forward(state.params, batch), want)
+
+
 def test_a_state_placed_on_the_cpu_means_the_same(model, batch):
     backend = Local(model, OPTIMIZER, device="cuda", deterministic=True)
     state = backend.load_pretrained()
@@ -115,8 +137,13 @@ def gpus():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"compute_dtype": "bfloat16", "checkpointing": True}, {"head": "value"}, {"sp": 2}], ids=str
-)
+    "options",
+    [
+        {}, {"compute_dtype": "bfloat16", "checkpointing": True}, {"head": "value"}, {"sp": 2}, {"lora": LORA},
+        {"lora": LORA, "compute_dtype": "bfloat16", "checkpointing": True},
+    ],
+    ids=str,
+)  # fmt: skip
 def test_sharded_laws_on_gpus(gpus, tmp_path, options):
     if options.get("sp", 1) > len(gpus.processes):
         pytest.skip("sequence parallelism wants two GPUs")
