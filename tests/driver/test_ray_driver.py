@@ -5,14 +5,11 @@ import signal
 import time
 
 import pytest
-
-pytest.importorskip("ray")
-
 import ray
 
+from verl_fn.benchmarks import ppo_layouts
 from verl_fn.config import load
 from verl_fn.driver.ray import ActorDied, ray_workers
-from verl_fn.models import new_model
 from verl_fn.rewards import pack_examples
 from verl_fn.runs import read_metrics
 from verl_fn.state import DonatedError, Key, tree
@@ -28,21 +25,7 @@ OVERRIDES = [
 
 
 @pytest.fixture(scope="module")
-def cluster():
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=2**28
-    )
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return new_model(tmp_path_factory.mktemp("model"), chars=TASKS["reverse"].alphabet, hidden_size=32)
-
-
-@pytest.fixture(scope="module")
-def remote(cluster, model, tmp_path_factory):
+def remote(ray_cluster, model, tmp_path_factory):
     """Actors shared by the tests that leave them alive."""
     cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={tmp_path_factory.mktemp('run')}"])
     with ray_workers(cfg) as w:
@@ -54,7 +37,7 @@ def numbers(folder):
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_metrics(folder)]
 
 
-def test_ray_and_one_process_are_the_same_run(cluster, model, tmp_path):
+def test_ray_and_one_process_are_the_same_run(ray_cluster, model, tmp_path):
     """Every metric of every step, and every byte of the checkpoint, resumed on the other driver halfway."""
     for kind in ("local", "ray"):
         train(
@@ -120,7 +103,7 @@ def test_a_workers_error_is_its_own(remote):
         remote.get(remote.actor.forward_backward(state, bare, cross_entropy())[1])
 
 
-def test_a_dead_actor_ends_the_run_at_once(cluster, model, tmp_path):
+def test_a_dead_actor_ends_the_run_at_once(ray_cluster, model, tmp_path):
     """While the driver waits for one actor, any actor's death ends the wait; the log's tail is told."""
     cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={tmp_path}"])
     victim = "trainer"
@@ -132,3 +115,11 @@ def test_a_dead_actor_ends_the_run_at_once(cluster, model, tmp_path):
         with pytest.raises(ActorDied, match=rf"{victim} \(pid {members[victim].pid}\) died") as error:
             w.get(waiting)
         assert "the last words" in str(error.value)
+
+
+def test_ppo_on_sharded_ranks_is_ppo_on_one_process(ray_cluster, model, tmp_path):
+    """Losses and gradient norms of three steps on recorded samples; verl-fn bench ppo-layouts takes twenty."""
+    layout = ["driver.kind=ray", "ray.ranks=2", "actor.strategy=fsdp"]
+    rows = ppo_layouts.compare(tmp_path, model, 3, layout)
+    assert len(rows) == 3
+    assert max(error for row in rows for error in row["errors"].values()) <= ppo_layouts.BAR

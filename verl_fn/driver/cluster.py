@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from verl_fn.errors import USER_ERRORS
 from verl_fn.schema import Config
-from verl_fn.workers import ActorDied, Freed
+from verl_fn.workers import ActorDied
 
 from . import identity
 from .group import Group, Member
@@ -28,6 +30,7 @@ START_SECONDS = 300
 NODE_SECONDS = 20
 # How long errors of collectives wait for the death or the error of another rank that caused them.
 GRACE_SECONDS = 10
+MOMENT_SECONDS = 1.0
 
 
 @attrs.frozen
@@ -138,11 +141,13 @@ class Cluster:
 
     def stop(self) -> None:
         """End the actors and give their room back."""
-        sentinels = [member.sentinel for member in self.members.values()]
+        members = self.members.values()
         for host in self._hosts:
             ray.kill(host)
-        if sentinels:
-            ray.wait(sentinels, num_returns=len(sentinels), timeout=NODE_SECONDS)
+        if members:
+            ray.wait([m.sentinel for m in members], num_returns=len(members), timeout=NODE_SECONDS)
+        # A node of our own ends with this process, and must not leave one behind that it was about to kill.
+        _see_off([m.pid for m in members if m.node == ray.get_runtime_context().get_node_id()])
         if self._place is not None:
             remove_placement_group(self._place)
         self.groups.clear()
@@ -201,9 +206,18 @@ class Cluster:
             own = {member: error for member, error in errors.items() if not _of_others(error)}
             deadline = deadline or time.monotonic() + GRACE_SECONDS
             if own or time.monotonic() > deadline:
+                self._forget_failed()
                 member = next(m for m in self.members.values() if m in (own or errors))
                 raise _unwrapped(errors[member], member.name)
             time.sleep(0.1)
+
+    def _forget_failed(self) -> None:
+        """Let the other ranks fail in what one has failed in, as most errors come on all: this was told."""
+        ends = [end for group in self.groups.values() for end in group.ends]
+        if ends:
+            ray.wait(ends, num_returns=len(ends), timeout=MOMENT_SECONDS)
+        for group in self.groups.values():
+            group.settle()
 
     def _fetch(self, ref: Any) -> Any:
         try:
@@ -235,7 +249,7 @@ def _of_others(error: Exception) -> bool:
         return True
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
     text = str(cause).lower()
-    return isinstance(cause, (dist.DistError, Freed)) or "gloo" in text or "nccl" in text
+    return isinstance(cause, dist.DistError) or "gloo" in text or "nccl" in text
 
 
 def _unwrapped(error: Exception, name: str = "") -> Exception:
@@ -271,3 +285,22 @@ def _tails(logs: Sequence[str]) -> list[str]:
             lines = Path(log).read_text(errors="replace").splitlines()
             found += [line for line in lines if not line.startswith(":")][-LOG_TAIL_LINES:]
     return found or ["(empty)"]
+
+
+def _see_off(pids: Sequence[int]) -> None:
+    """Wait for processes of this machine to end, and end those that do not."""
+    deadline = time.monotonic() + NODE_SECONDS / 2
+    while pids := [pid for pid in pids if _runs(pid)]:
+        if time.monotonic() > deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

@@ -1,0 +1,85 @@
+"""PPO on one process and on several sharded ranks over Ray, step by step on the same recorded samples.
+
+A local run keeps its samples in its journal; the other one takes them instead of sampling, so that both see the same
+batches while their weights go their own ways. Losses and gradient norms of actor and critic are compared at every step.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from verl_fn.algorithms import by_name
+from verl_fn.config import load
+from verl_fn.journal import Recorded, read_samples
+from verl_fn.models import new_model
+from verl_fn.runs import read_metrics
+from verl_fn.schema import Config
+from verl_fn.tasks import TASKS
+from verl_fn.train import advance, initial_state, prepared, train, workers
+
+from . import measure
+
+METRICS = ("actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm")
+BAR = 1e-4
+# A policy loss passes through zero, where it has no relative error.
+FLOOR = 1e-3
+SETTINGS = (
+    "data.train_batch_size=32", "data.max_response_length=12", "algorithm.ppo_mini_batch_size=16", "rollout.n=2",
+    "algorithm.use_kl_loss=true", "actor.optim.lr=2e-4", "critic.optim.lr=1e-3", "driver.num_threads=1",
+    "trainer.val_before_train=false", "data.val_size=1", "trainer.journal=samples", "driver.device=cpu",
+)  # fmt: skip
+
+
+def compare(folder: Path, model: Path, steps: int, layout: Sequence[str]) -> list[dict[str, Any]]:
+    """Each step's metrics on one process and on ``layout``, and how far they differ."""
+    settings = [*SETTINGS, f"model.path={model}", f"trainer.total_training_steps={steps}"]
+    local = load(overrides=[*settings, f"trainer.dir={folder / 'local'}"])
+    train(local, lambda line: None)
+    wanted = {row["step"]: row for row in read_metrics(folder / "local")}
+    found = recorded_run(load(overrides=[*settings, f"trainer.dir={folder / 'other'}", *layout]), folder / "local")
+    rows = []
+    for step, report in enumerate(found, 1):
+        told = {name: (wanted[step][name], report[name]) for name in METRICS}
+        errors = {name: abs(b - a) / max(abs(a), FLOOR) for name, (a, b) in told.items()}
+        rows.append({"step": step, "errors": errors, "local": {name: a for name, (a, _) in told.items()}})
+    return rows
+
+
+def recorded_run(cfg: Config, samples: Path) -> list[dict[str, float]]:
+    """The reports of a run's steps on the samples of another one."""
+    cfg, source = prepared(cfg, lambda line: None)
+    reports = []
+    with workers(cfg) as w:
+        state = initial_state(cfg, w)
+        for step in range(1, cfg.trainer.total_training_steps + 1):
+            engine = attrs.evolve(w, rollout=Recorded(read_samples(samples, step)))
+            state, report = advance(by_name(cfg.algorithm.name), state, source, engine, cfg)
+            reports.append(report)
+    return reports
+
+
+def main(argv: Sequence[str]) -> int:
+    """``verl-fn bench ppo-layouts``: a table; exit status 1 where the bar is missed."""
+    parser = measure.parser("ppo-layouts", __doc__)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--ranks", type=int, default=2)
+    args = parser.parse_args(argv)
+    layout = ["driver.kind=ray", f"ray.ranks={args.ranks}", "actor.strategy=fsdp"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = new_model(folder / "model", chars=TASKS["reverse"].alphabet)
+        rows = compare(folder, model, args.steps, layout)
+    print("step" + "".join(f"{name:>20}" for name in METRICS))
+    for row in rows:
+        print(f"{row['step']:>4}" + "".join(f"{row['errors'][name]:>20.1e}" for name in METRICS))
+    worst = {name: max(row["errors"][name] for row in rows) for name in METRICS}
+    held = all(error <= BAR for error in worst.values())
+    print(f"worst {max(worst.values()):.1e}: {'held' if held else 'MISSED'} (bar {BAR:.0e})")
+    about = {"layout": layout, "bar": BAR, "floor": FLOOR, "worst": worst, "held": held}
+    measure.write(args.json, "ppo-layouts", "cpu", {**about, "settings": SETTINGS, "steps": rows})
+    return 0 if held else 1

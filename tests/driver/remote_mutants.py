@@ -1,0 +1,76 @@
+"""Backends for ranks, right ones and broken ones, and broken ways to speak to ranks, each with the laws that it breaks."""
+
+from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.mock import Mock
+from verl_fn.driver.remote import Remote, RemoteTrain
+from verl_fn.steps import Loss, adamw, chain, clip_by_global_norm, constant
+
+
+def optimizer():
+    return chain(clip_by_global_norm(1.0), adamw(constant(1e-3), weight_decay=0.0))
+
+
+def fsdp(cfg, folder, cls=Fsdp):
+    return cls(folder, optimizer(), max_tokens=24)
+
+
+def mock(cfg):
+    return Mock(8, optimizer(), max_tokens=24)
+
+
+class DropsARank(Fsdp):
+    """The last rank's rows count for nothing."""
+
+    def forward_backward(self, state, batch, loss):
+        silent = Loss(lambda outputs, part: (0.0 * loss(outputs, part)[0], loss(outputs, part)[1]), loss.needs)
+        last = self.layout.rank == self.layout.size - 1
+        return super().forward_backward(state, batch, silent if last else loss)
+
+
+class NotMarked(RemoteTrain):
+    """Donates on the ranks and leaves the handles as they were."""
+
+    def apply_update(self, state, grads, *, donate=True):
+        new, found = super().apply_update(state, grads, donate=donate)
+        state.fate = grads.fate = None
+        return new, found
+
+
+class OneNumber(RemoteTrain):
+    """All gradients go by the number of the first ones."""
+
+    number = None
+
+    def forward_backward(self, state, batch, loss):
+        grads, found = super().forward_backward(state, batch, loss)
+        self.number = self.number or grads
+        self._group.run("map", lambda value: value, self.number.stored.id, grads.open())
+        return Remote(self.number.stored), found
+
+
+class OldResults(RemoteTrain):
+    """Gives what the call before gave."""
+
+    last = None
+
+    def forward(self, params, batch, needs=("logprobs",)):
+        found = super().forward(params, batch, needs)
+        self.last, told = found, self.last or found
+        return told
+
+
+class FreesWhatLives(RemoteTrain):
+    """Drops a state when its parameters have been looked at."""
+
+    def forward(self, params, batch, needs=("logprobs",)):
+        found = super().forward(params, batch, needs)
+        self._group.dropped.append(params.open().id)
+        return found
+
+
+SPEAKERS = [
+    (NotMarked, {"Donation"}),
+    (OneNumber, {"Purity", "Persistence"}),
+    (OldResults, {"Purity", "Persistence"}),
+    (FreesWhatLives, {"Persistence"}),
+]

@@ -1,0 +1,153 @@
+"""Two ranks behind one handle: the laws, what is alive, and what calls that fail leave behind."""
+
+import operator
+
+import pytest
+import ray
+import remote_mutants
+
+from verl_fn.backends.local import Local
+from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.sharding import whole_of
+from verl_fn.driver.group import Group
+from verl_fn.driver.remote import RemoteRollout
+from verl_fn.state import DonatedError, Key, snapshot, tree
+from verl_fn.steps import entropy, ppo_clip
+from verl_fn.testing import LawViolation, check_backend, tiny_batch
+from verl_fn.workers import Freed
+
+FP32 = 1e-5
+LOSS = ppo_clip() - 0.01 * entropy()
+
+
+@pytest.fixture(scope="module")
+def fsdp(two, model):
+    return two.backend("fsdp", remote_mutants.fsdp, model)
+
+
+def check(backend, two, other=None):
+    check_backend(backend, other, loss=LOSS, tolerance=FP32, get=two.get)
+
+
+def test_laws_of_two_sharded_ranks(two, fsdp, model):
+    check(fsdp, two, Local(model, remote_mutants.optimizer(), max_tokens=24))
+
+
+def test_laws_of_a_mock_through_handles(two):
+    check_backend(two.backend("mock", remote_mutants.mock), get=two.get)
+
+
+@pytest.mark.parametrize(("cls", "laws"), remote_mutants.SPEAKERS, ids=lambda x: getattr(x, "__name__", ""))
+def test_broken_handles_are_caught(two, cls, laws):
+    backend = two.backend("mock", remote_mutants.mock, cls=cls)
+    with pytest.raises(LawViolation) as caught:
+        check_backend(backend, get=two.get)
+    assert caught.value.law in laws, caught.value
+
+
+def test_a_rank_whose_gradient_is_dropped_is_caught(two, model):
+    backend = two.backend("broken", remote_mutants.fsdp, model, remote_mutants.DropsARank)
+    with pytest.raises(LawViolation) as caught:
+        check(backend, two)
+    assert caught.value.law in ("Purity", "Split invariance"), caught.value
+
+
+def read(two, backend, value):
+    return two.get(backend.map(whole_of, value))
+
+
+def test_values_keep_their_meaning(two, fsdp):
+    """Two live states in turn, and gradients held across later calls."""
+    batch = tiny_batch()
+    first, second = fsdp.init(Key.from_seed(0)), fsdp.init(Key.from_seed(1))
+    grads, _ = fsdp.forward_backward(first, batch, LOSS)
+    meant = read(two, fsdp, grads)
+    other, _ = fsdp.forward_backward(second, batch, LOSS)
+    again, _ = fsdp.forward_backward(first, batch, LOSS)
+    assert tree.equal(read(two, fsdp, grads), meant)
+    assert tree.equal(read(two, fsdp, again), meant)
+    assert not tree.equal(read(two, fsdp, other), meant)
+    doubled = fsdp.map(operator.add, grads, again, keep=True)
+    assert tree.equal(read(two, fsdp, doubled), meant.scale(2.0))
+
+
+def test_a_reference_keeps_its_meaning_when_the_actor_is_donated(two, fsdp):
+    batch = tiny_batch()
+    actor = fsdp.init(Key.from_seed(0))
+    reference = fsdp.map(operator.attrgetter("params"), actor, keep=True)
+    meant = read(two, fsdp, reference)
+    told = two.get(fsdp.forward(reference, batch))
+    grads, _ = fsdp.forward_backward(actor, batch, LOSS)
+    new, found = fsdp.apply_update(actor, grads)
+    assert two.get(found)["perf/residency_copies"].value == len(meant)
+    assert tree.equal(read(two, fsdp, reference), meant)
+    assert tree.equal(two.get(fsdp.forward(reference, batch)), told)
+    assert not tree.equal(read(two, fsdp, fsdp.map(operator.attrgetter("params"), new, keep=True)), meant)
+    for use in (
+        lambda: actor.params,
+        lambda: fsdp.forward_backward(actor, batch, LOSS),
+        lambda: fsdp.save(actor, ""),
+    ):
+        with pytest.raises(DonatedError, match="remote TrainState was donated to apply_update"):
+            use()
+    with pytest.raises(DonatedError, match="remote Grads"):
+        fsdp.map(snapshot, grads)
+
+
+def held(group):
+    return [set(one) for one in ray.get([m.host.alive.remote() for m in group.members])]
+
+
+def test_what_nobody_holds_goes_from_every_rank(two, fsdp):
+    """Also where the next call never reaches the ranks, since its arguments failed."""
+    states = [fsdp.init(Key.from_seed(i)) for i in range(3)]
+    kept, gone = states.pop(), {state.stored.id for state in states}
+    del states
+
+    @ray.remote(num_cpus=0)
+    def failing():
+        raise ValueError("no batch today")
+
+    with pytest.raises(ValueError, match="no batch today"):
+        two.get(fsdp.forward(kept.params, failing.remote(), ["logprobs"]))
+    for numbers in held(two.group):
+        assert kept.stored.id in numbers
+        assert not numbers & gone
+
+
+def test_an_error_on_every_rank_leaves_them_working(two, fsdp):
+    state, batch = fsdp.init(Key.from_seed(0)), tiny_batch()
+    grads, found = fsdp.forward_backward(state, batch.without("loss_weight"), LOSS)
+    with pytest.raises(ValueError, match="no loss_weight"):
+        two.get(found)
+    with pytest.raises(Freed, match="the call that should have made it failed"):
+        read(two, fsdp, grads)
+    assert two.get(fsdp.forward_backward(state, batch, LOSS)[1])["loss"].value
+
+
+def test_weights_go_to_an_engine_and_its_version_is_known_afterwards(two, fsdp, model):
+    """Whole tensors from all ranks, by reference; a publishing that fails leaves no version."""
+    alone = Group("engine", two.group.members[:1])
+    two.cluster.build("trainer", "engine", lambda cfg, folder: Sampler(folder), str(model))
+    engine = RemoteRollout(alone, "engine")
+    state = fsdp.load_pretrained(model, Key.from_seed(0))
+    published = engine.publish(3, fsdp.named_tensors(state.params))
+    two.get(published)
+    assert engine.version == 3
+    named = two.get(fsdp.named_tensors(state.params))
+    local = Local(model, remote_mutants.optimizer()).load_pretrained()
+    assert tree.equal(dict(named), dict(local.params.items()))
+    failing = engine.publish(4, named[1:])
+    with pytest.raises(ValueError, match="were not published"):
+        ray.get(failing)
+    assert engine.version is None
+
+
+def test_offloaded_states_train_the_same(two, fsdp):
+    batch = tiny_batch()
+    told = []
+    for device in (None, "cpu"):
+        state = fsdp.place(fsdp.init(Key.from_seed(0)), params=device, optimizer=device)
+        grads, _ = fsdp.forward_backward(state, batch, LOSS)
+        told.append(read(two, fsdp, fsdp.apply_update(state, grads)[0]))
+    assert tree.equal(*told)
