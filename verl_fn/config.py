@@ -114,8 +114,10 @@ def _rules(cfg: Config) -> Iterator[tuple[str, bool, str]]:
     yield "algorithm.loss_scale_factor", a.loss_agg_mode == norm, f'without algorithm.loss_agg_mode = "{norm}"'
     whole = f"above data.train_batch_size = {d.train_batch_size}: every update takes the whole batch"
     yield "algorithm.ppo_mini_batch_size", a.ppo_mini_batch_size <= d.train_batch_size, whole
-    for role, optim in (("actor", cfg.actor.optim), ("critic", cfg.critic.optim)):
-        constant = optim.lr_scheduler_type == "constant"
+    for role, table in (("actor", cfg.actor), ("critic", cfg.critic)):
+        for name in ("lora_alpha", "target_modules"):
+            yield f"{role}.{name}", table.lora_rank > 0, f"without {role}.lora_rank"
+        constant = table.optim.lr_scheduler_type == "constant"
         yield f"{role}.optim.min_lr_ratio", not constant, f'with {role}.optim.lr_scheduler_type = "constant"'
     yield "model.new.*", not cfg.model.path, "with model.path"
     yield "data.task", not d.train_files, "with data.train_files"
