@@ -81,6 +81,7 @@ class Adapters:
         """The leaves of ``params``, with ``zeros(shape)`` for adapters that it lacks: they add nothing."""
         found = dict(params.leaves)
         for layer in self.layers:
+            assert self.lora is not None
             shape = params[f"{layer}.weight"].shape
             rows, columns = reversed(shape) if layer in self.transposed else shape
             for part, size in (("lora_A", (self.lora.rank, columns)), ("lora_B", (rows, self.lora.rank))):
@@ -104,6 +105,7 @@ class Adapters:
             if layer is None or f"{layer}.lora_A.weight" not in params:
                 yield name, rows(t)
             else:
+                assert self.lora is not None
                 a, b = (params[f"{layer}.{part}.weight"] for part in ("lora_A", "lora_B"))
                 left, right = (whole(a).T, whole(b).T) if layer in self.transposed else (rows(b), whole(a))
                 yield name, torch.addmm(rows(t), left, right, alpha=self.lora.scale)
