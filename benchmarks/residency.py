@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(RANK="0", WORLD_SIZE="1")
     dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
     with tempfile.TemporaryDirectory() as name:
-        folder = str(workload.write_model(Path(name) / "model", args.shape))
+        folder = str(workload.write_model(Path(name) / "model", args.shape, args.device))
         batch = _with_old_log_probs(workload.batch(workload.vocabulary(args.shape)))
         made: dict[str, Any] = {
             "ours": lambda: ours(folder, batch, args.device),

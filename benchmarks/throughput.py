@@ -135,7 +135,7 @@ def measured(shape: str, names: Sequence[str], checkpointing: bool, device: str,
     """Seconds, memory and check values of every engine, call by call, its turn changing from round to round."""
     found: dict[str, Any] = {name: {"update": [], "logprobs": []} for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        workload.write_model(Path(folder), shape)
+        workload.write_model(Path(folder), shape, device)
         engines = {name: Process(name, device, folder, shape, checkpointing) for name in names}
         for what in ("logprobs", "update"):
             for i in range(-WARM_UPS, rounds):

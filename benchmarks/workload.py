@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_fn.models import new_model
+from verl_fn.models import char_tokenizer
 from verl_fn.state import Batch
 from verl_fn.steps import aggregate
 
@@ -17,11 +17,18 @@ PROMPT, SHORTEST, LONGEST, ROWS = 256, 128, 1792, 64
 H200_FLOPS = 989e12  # dense bf16, a second
 
 _QWEN2 = {
-    "arch": "qwen2", "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
+    "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 32768,
     "tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {"hidden_size": 64, "num_hidden_layers": 2},
+    "tiny": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     "0.5b": _QWEN2
     | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5b": _QWEN2
@@ -29,9 +36,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path, shape: str) -> Path:
-    """A random model of a shape, with a tokenizer of the printable characters."""
-    return new_model(folder, chars="".join(map(chr, range(33, 127))), **SHAPES[shape])
+def write_model(folder: Path, shape: str, device: str) -> Path:
+    """A random model of a shape, drawn where that is fast, with a tokenizer of the printable characters."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = char_tokenizer("".join(map(chr, range(33, 127))))
+    fields = {"vocab_size": len(tokenizer)} | SHAPES[shape]
+    config = AutoConfig.for_model("qwen2", bos_token_id=1, eos_token_id=2, pad_token_id=0, **fields)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def vocabulary(shape: str) -> int:
