@@ -1,11 +1,15 @@
 """The first step of a model on any list of backend layouts, beside ``local`` in fp32.
 
 One state with non-zero moments, one ragged batch whose old log-probs are perturbed so that at least a fifth of the
-tokens clip, and three losses. A layout is ``local``, ``local:bf16``, ``fsdp:2``, ``fsdp:4,sp=2``, ``fsdp:2,bf16`` and
-so on: the backend, its number of ranks, its dtype, and options that its class takes. Every rank is a process.
+tokens clip, and three losses, of which some gradients are longer than the bound that they are clipped to. A layout is
+``local``, ``local:bf16``, ``fsdp:2``, ``fsdp:4,sp=2``, ``fsdp:2,bf16``, ``fsdp:2,place=cpu``, ``fsdp:2,lora=8`` and so
+on: the backend, its number of ranks, its dtype, and options that its class takes; ``place`` moves the state first.
+Every rank is a process. What LoRA makes is compared with ``local`` with the same adapters.
 
 The applied update is compared twice: end to end, and from the reference's gradients, since a wrong optimizer step
-hides behind a right gradient norm. A PPO loss is near zero and has no relative error, so errors of losses are relative
+hides behind a right gradient norm. Elements that differ in the last bit of a parameter count as equal there: norms
+that were added up in another order flip a few, when they clip, and one flip in a small tensor is more than the bar.
+A PPO loss is near zero and has no relative error, so errors of losses are relative
 to the sum of |weight x per-token loss|.
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -27,8 +32,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from verl_fn.backends.local import Local
+from verl_fn.backends.lora import Lora
 from verl_fn.models import new_model
-from verl_fn.state import Batch, Grads, Key, Params
+from verl_fn.state import Batch, Grads, Key
 from verl_fn.steps import (
     Loss,
     adamw,
@@ -43,7 +49,7 @@ from verl_fn.steps import (
 
 from . import measure
 
-LR = 1e-3
+CLIP = 0.3
 LOSSES: dict[str, tuple[str, Callable[[], Loss]]] = {
     "sft": ("lm", cross_entropy),
     "ppo": ("lm", ppo_clip),
@@ -53,20 +59,17 @@ BARS = {
     "float32": {"loss": 1e-6, "grad_norm": 1e-6, "gradient": 1e-5, "update_from_reference": 1e-5},
     "bfloat16": {"loss": 1e-3, "grad_norm": 5e-3},
 }
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2},
-    "0.5b": {
-        "arch": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "max_position_embeddings": 4096,
-    },
     "small": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
-}
+    "0.5b": {
+        "arch": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "max_position_embeddings": 4096,
+    },
+}  # fmt: skip
+# Of the three updates that make the state, and of the one that is compared. At 1e-3 a real size leaves the region
+# where a step means anything: its gradients are then mostly rounding in bf16.
+RATES = {"tiny": 1e-3, "small": 1e-3, "0.5b": 1e-5}
 
 
 @attrs.frozen
@@ -74,9 +77,12 @@ class Layout:
     """A backend, its ranks and its options.
 
     >>> Layout.parse("fsdp:4,sp=2,bf16")
-    Layout(name='fsdp', ranks=4, dtype='bfloat16', options={'sp': 2})
+    Layout(text='fsdp:4,sp=2,bf16', name='fsdp', ranks=4, dtype='bfloat16', options={'sp': 2})
+    >>> Layout.parse("local,place=cpu,lora=8").reference
+    'local,lora=8'
     """
 
+    text: str
     name: str
     ranks: int
     dtype: str
@@ -84,11 +90,11 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        name, _, rest = text.partition(":")
+        name, *parts = re.split("[:,]", text)
         if name not in BACKENDS:
             raise ValueError(f"layout {text!r}: there is no backend {name!r}; there are {', '.join(BACKENDS)}")
         ranks, dtype, options = 1, "float32", {}
-        for part in filter(None, rest.split(",")):
+        for part in parts:
             key, equals, value = part.partition("=")
             if equals:
                 options[key] = int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
@@ -98,7 +104,21 @@ class Layout:
                 dtype = "bfloat16"
             else:
                 raise ValueError(f"layout {text!r}: {part!r} is no number of ranks, bf16 or key=value")
-        return cls(name, ranks, dtype, options)
+        return cls(text, name, ranks, dtype, options)
+
+    @property
+    def reference(self) -> str:
+        """The layout that it is compared with."""
+        return f"local,lora={self.options['lora']}" if "lora" in self.options else "local"
+
+    def make(self, folder: Path, shape: str, head: str, batch: Batch, device: str) -> Any:
+        """The backend for a head, with several micro-batches to the batch, whatever its lengths."""
+        options = {k: Lora(rank=v) if k == "lora" else v for k, v in self.options.items() if k != "place"}
+        optimizer = chain(clip_by_global_norm(CLIP), adamw(constant(RATES[shape]), weight_decay=0.01))
+        return BACKENDS[self.name](
+            folder / "model", optimizer, head=head, compute_dtype=self.dtype, device=device, deterministic=True,
+            max_tokens=max(256, 4 * int(batch.lengths.max())), **options,
+        )  # fmt: skip
 
 
 def _fsdp(*args: Any, **kwargs: Any) -> Any:
@@ -108,15 +128,6 @@ def _fsdp(*args: Any, **kwargs: Any) -> Any:
 
 
 BACKENDS: dict[str, Callable[..., Any]] = {"local": Local, "fsdp": _fsdp}
-
-
-def optimizer() -> Any:
-    return chain(clip_by_global_norm(1.0), adamw(constant(LR), weight_decay=0.01))
-
-
-def _budget(batch: Batch) -> int:
-    """Tokens a micro-batch: several of them, whatever the lengths."""
-    return max(256, 4 * int(batch.lengths.max()))
 
 
 def ragged_batch(vocab: int, rows: int, longest: int) -> Batch:
@@ -132,12 +143,11 @@ def ragged_batch(vocab: int, rows: int, longest: int) -> Batch:
     return aggregate(batch, "token-mean")
 
 
-def prepare(folder: Path, shape: str, losses: Sequence[str], rows: int, longest: int, device: str) -> None:
-    """Model, batch, and for each head a state with moments, all made by ``local`` in fp32."""
-    model = new_model(folder / "model", chars="".join(map(chr, range(33, 93))), **SHAPES[shape])
-    batch = ragged_batch(60, rows, longest)
+def prepare(folder: Path, shape: str, text: str, losses: Sequence[str], batch: Batch, device: str) -> None:
+    """For a reference, its batch, and for each head a state with moments."""
+    (folder / text).mkdir()
     for head in {LOSSES[name][0] for name in losses}:
-        backend = Local(model, optimizer(), head=head, max_tokens=_budget(batch), device=device)
+        backend = Layout.parse(text).make(folder, shape, head, batch, device)
         state = backend.init(Key.from_seed(0))
         warm = cross_entropy() if head == "lm" else value_clip()
         noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
@@ -150,83 +160,70 @@ def prepare(folder: Path, shape: str, losses: Sequence[str], rows: int, longest:
         # Ratios on both sides of the clip's bounds, and values off by about its range.
         name, scale = ("values", 0.5) if head == "value" else ("old_log_probs", 0.4)
         batch = batch.with_tokens(**{name: told + scale * noise * batch["response_mask"]})
-        backend.save(state, folder / f"state_{head}")
-    torch.save(batch, folder / "batch.pt")
+        backend.save(state, folder / text / head)
+    torch.save(batch, folder / text / "batch.pt")
 
 
-def one_layout(folder: Path, layout: Layout, loss_name: str, out: Path, device: str) -> None:
-    """What a layout makes of the first step; run by each of its ranks, written by the first."""
+def first_step(
+    folder: Path, shape: str, layout: Layout, loss_name: str, device: str
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a layout makes of the first step; all its ranks run it."""
     head, make_loss = LOSSES[loss_name]
-    options = dict(layout.options)
-    placed = options.pop("place", None)
-    batch: Batch = torch.load(folder / "batch.pt", weights_only=False)
-    backend = BACKENDS[layout.name](
-        folder / "model", optimizer(), head=head, compute_dtype=layout.dtype, max_tokens=_budget(batch), device=device,
-        deterministic=True, **options,
-    )  # fmt: skip
-    loss, rank = make_loss(), int(os.environ.get("RANK", "0"))
-    state = backend.restore(folder / f"state_{head}")
-    state = backend.place(state, params=placed, optimizer=placed) if placed else state
-    before = _whole(state.params)
+    held, loss = folder / layout.reference, make_loss()
+    batch: Batch = torch.load(held / "batch.pt", weights_only=False)
+    backend = layout.make(folder, shape, head, batch, device)
+    state = backend.restore(held / head)
+    if (there := layout.options.get("place")) is not None:
+        state = backend.place(state, params=there, optimizer=there)
+    before, trained = _whole(state.params), state.params.trained()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     grads, found = backend.forward_backward(state, batch, loss)
-    seconds = time.perf_counter() - began
-    told: dict[str, Any] = {"loss": found["loss"].value, "seconds": seconds}
-    tensors = {f"gradient.{n}": t for n, t in _whole(grads).items()}
-    shares = folder / f"gradient_{loss_name}.safetensors"
-    reference = load_file(shares) if shares.exists() else _whole(grads)
-    if placed:
-        grads = backend.place(attrs.evolve(state, params=Params(dict(grads))), params=placed).params
-        grads = Grads(dict(grads))
-    from_reference, _ = backend.apply_update(state, _as_given(backend, reference, state), donate=False)
-    tensors |= {f"from_reference.{n}": t - before[n] for n, t in _whole(from_reference.params).items()}
+    told: dict[str, Any] = {"loss": found["loss"].value, "seconds": time.perf_counter() - began}
+    tensors = {f"gradient.{n}": t for n, t in _whole(grads).items()} | {f"before.{n}": before[n] for n in trained}
+    reference = held / f"gradient_{loss_name}.safetensors"
+    if not reference.exists():
+        save_file(_whole(grads), reference)
+    given = _as_given(backend, load_file(reference), state)
+    changed = lambda new: {n: t - before[n] for n, t in _whole(new.params).items() if n in trained}  # noqa: E731
+    from_reference, _ = backend.apply_update(state, given, donate=False)
+    tensors |= {f"from_reference.{n}": t for n, t in changed(from_reference).items()}
     del from_reference
+    per_token, _ = loss(backend.forward(state.params, batch, loss.needs), batch)
+    told["scale"] = float((batch["loss_weight"] * per_token).abs().sum())
     state, updated = backend.apply_update(state, grads)
     told |= {"grad_norm": updated["grad_norm"].value, "copies": updated["perf/residency_copies"].value}
-    tensors |= {f"update.{n}": t - before[n] for n, t in _whole(state.params).items()}
+    tensors |= {f"update.{n}": t for n, t in changed(state).items()}
     told["second_loss"] = backend.forward_backward(state, batch, loss)[1]["loss"].value
     told["clipped"] = found["actor/pg_clipfrac"].value if "actor/pg_clipfrac" in found else None
     if device == "cuda":
         told["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if rank == 0:
-        per_token = _per_token(folder, head, batch, loss, device)
-        told["scale"] = float((batch["loss_weight"] * per_token).abs().sum())
-        save_file({n: t.contiguous().clone() for n, t in tensors.items()}, out.with_suffix(".safetensors"))
-        out.with_suffix(".json").write_text(json.dumps(told))
+    return told, tensors
 
 
 def _whole(tree: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu() for n, t in tree.items()}
+    whole = ((n, (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()) for n, t in tree.items())
+    return {n: t.to("cpu", copy=True).contiguous() for n, t in whole}
 
 
 def _as_given(backend: Any, gradient: dict[str, torch.Tensor], state: Any) -> Grads:
     """The reference's gradients in the backend's own layout."""
-    if hasattr(backend, "layout"):
-        return Grads(
-            {n: backend.layout.shard(gradient[n], next(iter(state.params.values())).device) for n in state.params}
-        )
-    return Grads({n: gradient[n].to(t.device, copy=True) for n, t in state.params.items()})
+    shard = backend.layout.shard if hasattr(backend, "layout") else lambda t, device: t.to(device, copy=True)
+    return Grads({n: shard(gradient[n], state.params[n].device) for n in state.params.trained()})
 
 
-def _per_token(folder: Path, head: str, batch: Batch, loss: Loss, device: str) -> torch.Tensor:
-    backend = Local(folder / "model", optimizer(), head=head, max_tokens=_budget(batch), device=device)
-    state = backend.restore(folder / f"state_{head}")
-    return loss(backend.forward(state.params, batch, loss.needs), batch)[0]
-
-
-def run_layout(folder: Path, text: str, loss: str, device: str) -> dict[str, Any]:
-    """Start a layout's ranks, wait, and read what the first one wrote.
+def run_layout(folder: Path, shape: str, text: str, losses: Sequence[str], device: str) -> list[dict[str, Any]]:
+    """Start a layout's ranks, wait, and read what the first one wrote, for each loss.
 
     Raises:
         RuntimeError: a rank failed; its own output is in the message.
     """
-    layout, out = Layout.parse(text), folder / f"{text.replace(':', '_').replace(',', '_').replace('=', '')}_{loss}"
+    layout, out = Layout.parse(text), folder / "out"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "verl_fn.benchmarks.first_step", str(folder), text, loss, str(out), device]
+    command = [sys.executable, "-m", "verl_fn.benchmarks.first_step", str(folder), shape, text, device, *losses]
     ranks = []
     for rank in range(layout.ranks):
         env = os.environ | {
@@ -237,9 +234,11 @@ def run_layout(folder: Path, text: str, loss: str, device: str) -> dict[str, Any
     told = [rank.communicate()[0] for rank in ranks]
     for rank, (process, output) in enumerate(zip(ranks, told, strict=True)):
         if process.returncode:
-            raise RuntimeError(f"{text}, {loss}: rank {rank} failed\n{output[-3000:]}")
-    tensors = load_file(out.with_suffix(".safetensors"))
-    return json.loads(out.with_suffix(".json").read_text()) | {"tensors": tensors}
+            raise RuntimeError(f"{text}: rank {rank} failed\n{output[-3000:]}")
+    return [
+        json.loads((out / f"{loss}.json").read_text()) | {"tensors": load_file(out / f"{loss}.safetensors")}
+        for loss in losses
+    ]
 
 
 def compare(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
@@ -256,7 +255,10 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
         )
         # A parameter whose gradient is rounding alone has no relative error of its own.
         floor = 1e-6 * float(sum(t.square().sum() for t in theirs.values())) ** 0.5
-        errors[name] = max(float((ours[n] - t).norm()) / max(float(t.norm()), floor) for n, t in theirs.items())
+        gaps = {n: ours[n] - t for n, t in theirs.items()}
+        if kind != "gradient":
+            gaps = {n: t.where(t.abs() > 2**-23 * _size(wanted, theirs, n), 0.0) for n, t in gaps.items()}
+        errors[name] = max(float(gaps[n].norm()) / max(float(t.norm()), floor) for n, t in theirs.items())
         if kind == "gradient":
             errors["cosine"] = min(
                 float((ours[n] * t).sum() / (ours[n].norm() * t.norm()))
@@ -264,6 +266,12 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
                 if float(t.norm()) > floor
             )
     return errors
+
+
+def _size(wanted: dict[str, Any], updates: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """How large a parameter is, before or after its update."""
+    before = wanted["tensors"][f"before.{name.split('.', 1)[1]}"].double().abs()
+    return before + updates[name].abs()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -276,66 +284,89 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--longest", type=int, default=64)
     parser.add_argument("--png", metavar="F", help="also draw the errors")
     args = parser.parse_args(argv)
-    for text in args.layouts:
-        Layout.parse(text)
+    layouts = [Layout.parse(text) for text in args.layouts]
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(folder, args.shape, args.losses, args.rows, args.longest, args.device)
-        print(f"{'layout':<24}{'loss':<7}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'cosine':>12}{'update':>10}"
+        new_model(folder / "model", chars="".join(map(chr, range(33, 93))), **SHAPES[args.shape])
+        batch = ragged_batch(60, args.rows, args.longest)
+        print(f"{'layout':<28}{'loss':<7}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'cosine':>12}{'update':>10}"
               f"{'from ref.':>11}{'2nd loss':>10}{'time':>9}   bars")  # fmt: skip
-        for loss in args.losses:
-            wanted = run_layout(folder, "local", loss, args.device)
-            gradient = {
-                n.removeprefix("gradient."): t for n, t in wanted["tensors"].items() if n.startswith("gradient.")
-            }
-            save_file({n: t.clone() for n, t in gradient.items()}, folder / f"gradient_{loss}.safetensors")
-            if loss == "ppo" and wanted["clipped"] < 0.2:
-                raise RuntimeError(f"only {wanted['clipped']:.2f} of the tokens clip: the batch is too tame")
-            for text in args.layouts:
-                found = run_layout(folder, text, loss, args.device)
-                errors = compare(found, wanted)
-                missed = [k for k, bar in BARS[Layout.parse(text).dtype].items() if not errors[k] <= bar]
-                told = {k: v for k, v in found.items() if k not in ("tensors", "scale")}
-                results.append({"layout": text, "loss": loss, "errors": errors, "found": told, "missed": missed})
-                print(
-                    f"{text:<24}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
-                    f"{1 - errors['cosine']:12.1e}{errors['update']:10.1e}{errors['update_from_reference']:11.1e}"
-                    f"{errors['second_loss']:10.1e}{found['seconds']:8.2f}s   {'MISSED ' + ', '.join(missed) if missed else 'held'}",
-                    flush=True,
-                )
-    about = {"lr": LR, "shape": args.shape, "rows": args.rows, "bars": BARS}
+        for reference in dict.fromkeys(layout.reference for layout in layouts):
+            prepare(folder, args.shape, reference, args.losses, batch, args.device)
+            wanted = run_layout(folder, args.shape, reference, args.losses, args.device)
+            _check_hard(dict(zip(args.losses, wanted, strict=True)))
+            for layout in (one for one in layouts if one.reference == reference):
+                found = run_layout(folder, args.shape, layout.text, args.losses, args.device)
+                for loss, ours, theirs in zip(args.losses, found, wanted, strict=True):
+                    results.append(_row(layout, loss, ours, compare(ours, theirs)))
+    about = {"lr": RATES[args.shape], "clip": CLIP, "shape": args.shape, "rows": args.rows, "bars": BARS}
     measure.write(args.json, "first-step", args.device, {**about, "results": results})
     if args.png:
         draw(results, Path(args.png))
     return 1 if any(r["missed"] for r in results) else 0
 
 
+def _check_hard(wanted: Mapping[str, dict[str, Any]]) -> None:
+    """Refuse a batch that does not exercise what is compared."""
+    if "ppo" in wanted and wanted["ppo"]["clipped"] < 0.2:
+        raise RuntimeError(f"only {wanted['ppo']['clipped']:.2f} of the tokens clip: the batch is too tame")
+    norms = {loss: found["grad_norm"] for loss, found in wanted.items()}
+    if len(norms) == len(LOSSES) and max(norms.values()) <= CLIP:
+        raise RuntimeError(f"no gradient is longer than {CLIP}, to which it would be clipped: {norms}")
+
+
+def _row(layout: Layout, loss: str, found: dict[str, Any], errors: dict[str, float]) -> dict[str, Any]:
+    """A result, which is also printed."""
+    missed = [k for k, bar in BARS[layout.dtype].items() if not errors[k] <= bar]
+    print(
+        f"{layout.text:<28}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
+        f"{1 - errors['cosine']:12.1e}{errors['update']:10.1e}{errors['update_from_reference']:11.1e}"
+        f"{errors['second_loss']:10.1e}{found['seconds']:8.2f}s   "
+        f"{'MISSED ' + ', '.join(missed) if missed else 'held'}",
+        flush=True,
+    )
+    told = {k: v for k, v in found.items() if k not in ("tensors", "scale")}
+    return {"layout": layout.text, "loss": loss, "errors": errors, "found": told, "missed": missed}
+
+
 def draw(results: list[dict[str, Any]], out: Path) -> None:
-    """The errors of every layout and loss on a log axis, with the fp32 bars."""
+    """The errors of every layout and loss on a log axis, with the bars."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kinds = list(BARS["float32"])
-    figure, axes = pyplot.subplots(1, len(kinds), figsize=(3.2 * len(kinds), 0.35 * len(results) + 1.6), dpi=150,
+    kinds, least = list(BARS["float32"]), 1e-10
+    layouts = list(dict.fromkeys(r["layout"] for r in results))
+    losses = list(dict.fromkeys(r["loss"] for r in results))
+    figure, axes = pyplot.subplots(1, len(kinds), figsize=(3.0 * len(kinds) + 2, 0.36 * len(layouts) + 1.5), dpi=150,
                                    layout="constrained", sharey=True)  # fmt: skip
-    names = [f"{r['layout']}  {r['loss']}" for r in results]
     for axis, kind in zip(axes, kinds, strict=True):
-        axis.barh(names, [max(r["errors"][kind], 1e-12) for r in results], color="C0")
-        axis.axvline(BARS["float32"][kind], color="C3", lw=1)
-        axis.set(xscale="log", xlim=(1e-12, 1), title=kind.replace("_", " "))
+        for i, loss in enumerate(losses):
+            rows = [r for r in results if r["loss"] == loss]
+            at = [layouts.index(r["layout"]) + 0.24 * (i - (len(losses) - 1) / 2) for r in rows]
+            axis.plot([max(r["errors"][kind], least) for r in rows], at, f"C{i}o", ms=5, label=loss)
+        for dtype in {Layout.parse(text).dtype for text in layouts}:
+            if (bar := BARS[dtype].get(kind)) is not None:
+                axis.axvline(bar, color="C3", lw=1.2, ls="-" if dtype == "float32" else "--", label=f"bar, {dtype}")
+        axis.set(xscale="log", xlim=(least / 3, 1), title=kind.replace("_", " "), xlabel="relative error")
+        axis.set_xticks([least, 1e-8, 1e-6, 1e-4, 1e-2, 1], ["≤1e-10", "1e-8", "1e-6", "1e-4", "1e-2", "1"])
+        axis.minorticks_off()
         axis.grid(axis="x", alpha=0.25)
-    axes[0].invert_yaxis()
+        for line in range(len(layouts) - 1):
+            axis.axhline(line + 0.5, color="0.85", lw=0.6)
+    axes[0].set_yticks(range(len(layouts)), layouts)
+    axes[0].set_ylim(len(layouts) - 0.5, -0.5)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(out)
     pyplot.close(figure)
 
 
 def rank_main(arguments: Sequence[str]) -> None:
     """One rank of one layout."""
-    folder, text, loss, out, device = arguments
-    layout = Layout.parse(text)
+    name, shape, text, device, *losses = arguments
+    folder, layout, rank = Path(name), Layout.parse(text), int(os.environ["RANK"])
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -343,7 +374,12 @@ def rank_main(arguments: Sequence[str]) -> None:
         import torch.distributed as dist
 
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    one_layout(Path(folder), layout, loss, Path(out), device)
+    for loss in losses:
+        told, tensors = first_step(folder, shape, layout, loss, device)
+        if rank == 0:
+            (folder / "out").mkdir(exist_ok=True)
+            save_file(tensors, folder / "out" / f"{loss}.safetensors")
+            (folder / "out" / f"{loss}.json").write_text(json.dumps(told))
     if layout.name != "local":
         dist.barrier()
         dist.destroy_process_group()
