@@ -97,7 +97,8 @@ def parser() -> argparse.ArgumentParser:
 
     bench = command("bench", "measure")
     bench.add_argument(
-        "what", choices=("purity", "sampler", "imports", "crash", "first-step", "throughput", "residency")
+        "what",
+        choices=("purity", "sampler", "imports", "crash", "first-step", "ppo-layouts", "throughput", "residency"),
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
     return top

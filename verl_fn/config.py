@@ -119,6 +119,12 @@ def _rules(cfg: Config) -> Iterator[tuple[str, bool, str]]:
             yield f"{role}.{name}", table.lora_rank > 0, f"without {role}.lora_rank"
         constant = table.optim.lr_scheduler_type == "constant"
         yield f"{role}.optim.min_lr_ratio", not constant, f'with {role}.optim.lr_scheduler_type = "constant"'
+    sharded = "fsdp" in (cfg.actor.strategy, cfg.critic.strategy)
+    yield "actor.fsdp_config.*", cfg.actor.strategy == "fsdp", 'without actor.strategy = "fsdp"'
+    yield "critic.fsdp_config.*", cfg.critic.strategy == "fsdp", 'without critic.strategy = "fsdp"'
+    yield "ray.timeout", cfg.driver.kind == "ray" or sharded, 'with driver.kind = "local"'
+    for name in ("ranks", "separate", "address", "runtime_env", "placement"):
+        yield f"ray.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
     yield "model.new.*", not cfg.model.path, "with model.path"
     yield "data.task", not d.train_files, "with data.train_files"
     for name in ("prompt_key", "filter_overlong_prompts"):

@@ -124,6 +124,7 @@ def trainer(cfg: Config, role: str) -> Any:
         replicate=f.replicate,
         sp=f.ulysses_sequence_parallel_size,
         reshard_after_forward=f.reshard_after_forward,
+        compile=f.use_torch_compile,
         **common,
     )
 

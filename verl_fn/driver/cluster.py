@@ -206,6 +206,10 @@ class Cluster:
             own = {member: error for member, error in errors.items() if not _of_others(error)}
             deadline = deadline or time.monotonic() + GRACE_SECONDS
             if own or time.monotonic() > deadline:
+                for group in self.groups.values() if not own else ():
+                    failed = errors.keys() & set(group.members)
+                    if failed and (absent := self._watch.absent(group, failed)) is not None:
+                        raise absent
                 self._forget_failed()
                 member = next(m for m in self.members.values() if m in (own or errors))
                 raise _unwrapped(errors[member], member.name)

@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any
 
 import attrs
@@ -35,11 +36,13 @@ class Pulse:
         busy: whether it is in a call of the driver.
         calls: how many it has begun and ended.
         collectives: how many it has begun, of all process groups.
+        place: stands for the line of code that it is at.
     """
 
     busy: bool
     calls: int
     collectives: int
+    place: int
 
 
 class Host:
@@ -168,14 +171,20 @@ class Host:
         """What this rank is at, told while a call runs."""
         from . import ranks
 
-        return Pulse(self._thread is not None, self._calls, ranks.collectives())
+        frame = self._frame()
+        lines = traceback.walk_stack(frame) if frame else ()
+        at = hash(tuple((f.f_code.co_filename, line) for f, line in lines))
+        return Pulse(self._thread is not None, self._calls, ranks.collectives(), at)
 
     def stack(self) -> traceback.StackSummary:
         """Where the call that runs is, outermost line first, without Ray's own; empty where none runs."""
-        frame = sys._current_frames().get(self._thread or 0)
-        lines = traceback.StackSummary() if frame is None else traceback.extract_stack(frame)
+        lines = traceback.extract_stack(frame) if (frame := self._frame()) else []
         inside = max((i + 1 for i, line in enumerate(lines) if line.filename == __file__), default=0)
         return traceback.StackSummary.from_list(lines[inside:])
+
+    def _frame(self) -> FrameType | None:
+        """Of the call that runs."""
+        return sys._current_frames().get(self._thread or 0)
 
     def _open(self, value: Any) -> Any:
         if not isinstance(value, Stored):

@@ -71,12 +71,7 @@ def process_group(cfg: Config) -> Iterator[None]:
     """
     size = torchrun_size()
     if size > 1:
-        try:
-            _check_torchrun(cfg, size)
-        except ConfigError:
-            if torchrun_rank() == 0:
-                raise
-            raise SystemExit(2) from None
+        _check_torchrun(cfg, size)
     elif cfg.driver.kind == "ray" or (cfg.actor.strategy == "local" and cfg.critic.strategy in (None, "local")):
         yield
         return

@@ -1,7 +1,8 @@
 """Which rank hangs: members are asked for a pulse while the driver waits.
 
 A group is judged by its collectives, which its ranks go through together, several in each micro-batch: where none
-begins on any rank for ``ray.timeout`` seconds while a call runs, nothing will ever go on.
+begins on any rank for ``ray.timeout`` seconds while a call runs, and no rank is seen at another line of its code,
+nothing will ever go on.
 """
 
 from __future__ import annotations
@@ -93,6 +94,19 @@ class Watch:
         guilty = min(acting, key=lambda member: pulses[member].collectives)
         place = "".join(stacks[guilty].format()).rstrip()
         return self._hangs(group, guilty, f"is here in its main thread:\n{place}", [guilty])
+
+    def absent(self, group: Group, failed: Iterable[Member]) -> ActorHangs | None:
+        """Who was missing in the collective in which others failed: one that is still in its call, if any is."""
+        late = [
+            member for member in group.members if member not in failed and any(member in c.open for c in group.calls)
+        ]
+        if not late:
+            return None
+        ref = ask(late[0], "stack")
+        if not ray.wait([ref], timeout=ANSWER_SECONDS)[0]:
+            return self._hangs(group, late[0], "does not answer", late)
+        place = "".join(ray.get(ref).format()).rstrip()
+        return self._hangs(group, late[0], f"is here in its main thread:\n{place}", late)
 
     def _hangs(self, group: Group, guilty: Member, what: str, not_waiting: list[Member]) -> ActorHangs:
         others = ", ".join(member.name for member in group.members if member not in not_waiting)

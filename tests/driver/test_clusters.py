@@ -1,0 +1,137 @@
+"""Other people's clusters and torchrun: what is refused, what code workers run, and the same numbers everywhere."""
+
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import attrs
+import pytest
+import ray
+
+from verl_fn import schema
+from verl_fn.checks import check_ranks
+from verl_fn.config import ConfigError, load
+from verl_fn.driver.ray import check_address, check_room, on_cluster, runtime_env, seating
+from verl_fn.models import new_model
+from verl_fn.runs import read_metrics
+
+ROOT = Path(__file__).parents[2]
+SFT = [
+    str(ROOT / "recipes/sft_reverse.toml"), "data.train_batch_size=8", "data.val_size=16", "trainer.total_training_steps=3",
+    "trainer.test_freq=2", "trainer.save_freq=2", "driver.device=cpu",
+]  # fmt: skip
+
+
+def command(*args, program=(sys.executable,), folder=ROOT):
+    line = [*program, "-m", "verl_fn.cli", "train", *SFT, *args]
+    return subprocess.run(line, capture_output=True, text=True, cwd=folder, timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks", "message"),
+    [
+        ([], 2, "actor.strategy is local, which is one process, but ray.ranks is 2; set actor.strategy=fsdp"),
+        (["actor.strategy=fsdp", "critic.strategy=local"], 2, "critic.strategy is local"),
+        (["actor.strategy=fsdp", "actor.fsdp_config.replicate=3"], 4, "replicate = 3 does not divide the 4"),
+        (["actor.strategy=fsdp", "actor.fsdp_config.ulysses_sequence_parallel_size=2"], 3, "does not divide the 3"),
+    ],
+)  # fmt: skip
+def test_layouts_that_do_not_fit_are_refused_before_anything_starts(model, more, ranks, message):
+    cfg = load(overrides=["driver.kind=ray", f"model.path={model}", *more])
+    with pytest.raises(ConfigError, match=message):
+        check_ranks(cfg, ranks)
+
+
+def test_sequence_parallelism_wants_heads_to_share(tmp_path):
+    three = new_model(tmp_path, chars="abcd", hidden_size=24, num_attention_heads=6, num_key_value_heads=3)
+    sp = "actor.fsdp_config.ulysses_sequence_parallel_size"
+    with pytest.raises(ConfigError, match=rf"{sp}: .*6 attention heads"):
+        check_ranks(load(overrides=["actor.strategy=fsdp", f"{sp}=4", f"model.path={three}"]), 4)
+
+
+def test_more_than_the_cluster_has_is_refused(ray_cluster):
+    cuda = load(overrides=["driver.kind=ray", "driver.device=cuda", "ray.ranks=64", "ray.separate=critic"])
+    with pytest.raises(ConfigError, match=r"ask for 128 GPUs, and the cluster has 0; lower ray.ranks"):
+        check_room(seating(cuda)[1], cuda)
+    spread = load(overrides=["driver.kind=ray", "ray.ranks=2", "ray.placement=STRICT_SPREAD"])
+    with pytest.raises(ConfigError, match="the cluster has 1; take SPREAD"):
+        check_room(seating(on_cluster(spread))[1], spread)
+
+
+def test_where_everything_sits():
+    """The rollout shares the first rank's GPU; roles apart have ranks of their own."""
+    seats, bundles = seating(load(overrides=["driver.device=cuda", "ray.ranks=2", "ray.separate=critic"]))
+    assert [bundle["GPU"] for bundle in bundles] == [1] * 4
+    assert {name: [seat.bundle for seat in places] for name, places in seats.items()} == {
+        "trainer": [0, 1], "critic": [2, 3], "rollout": [0], "reward": [0],
+    }  # fmt: skip
+    shares = {
+        bundle: sum(s.gpus for places in seats.values() for s in places if s.bundle == bundle) for bundle in range(4)
+    }
+    assert all(0 < share <= 1 for share in shares.values())
+
+
+def test_the_critic_follows_the_actor_unless_it_has_its_own_strategy():
+    from verl_fn.driver.build import settings
+
+    cfg = load(overrides=["actor.strategy=fsdp", "actor.fsdp_config.replicate=2"])
+    assert [settings(cfg, role).fsdp_config.replicate for role in ("actor", "critic", "reference")] == [2, 2, 2]
+    own = attrs.evolve(cfg, critic=schema.CriticConfig(strategy="fsdp"))
+    assert settings(own, "critic").fsdp_config.replicate == 1
+
+
+def test_addresses_and_runtime_environments_that_cannot_be_used(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"no Ray cluster answers at 127.0.0.1:{port}"):
+        check_address(f"127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=r"nowhere.yaml cannot be read: No such file"):
+        runtime_env(tmp_path / "nowhere.yaml")
+    for text, message in (("a: [", "is not YAML"), ("just words", "must be a mapping")):
+        (tmp_path / "env.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            runtime_env(tmp_path / "env.yaml")
+
+
+def test_workers_with_other_sources_are_refused(ray_cluster, model, tmp_path):
+    """On a cluster that runs already, whose workers find another copy of the package first."""
+    shutil.copytree(ROOT / "verl_fn", tmp_path / "other/verl_fn", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("state", "steps", "backends", "benchmarks"):
+        shutil.copytree(ROOT / name, tmp_path / "other/verl_fn" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (tmp_path / "other/verl_fn/steps/losses.py").open("a") as file:
+        file.write("# edited on this node\n")
+    (tmp_path / "env.yaml").write_text(f"env_vars:\n  PYTHONPATH: {tmp_path / 'other'}\n")
+    address = ray.get_runtime_context().gcs_address
+    where = ["driver.kind=ray", f"ray.address={address}", f"ray.runtime_env={tmp_path / 'env.yaml'}"]
+    # Elsewhere, since workers look into the driver's folder before all others.
+    ended = command(f"model.path={model}", f"trainer.dir={tmp_path / 'run'}", *where, folder=tmp_path)
+    assert ended.returncode == 1, ended.stderr
+    assert "does not run the driver's code" in ended.stderr and "Traceback" not in ended.stderr
+    assert f"from {tmp_path / 'other/verl_fn'}" in ended.stderr and f"from {ROOT / 'verl_fn'}" in ended.stderr
+    assert "py_modules" in ended.stderr
+
+
+def numbers(folder):
+    timed = ("timing_s/", "perf/")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_metrics(folder)]
+
+
+def test_torchrun_fine_tunes_as_one_process_does(model, tmp_path):
+    """Two ranks, one folder, one voice; and the local driver goes on from there."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    two, one = tmp_path / "two", tmp_path / "one"
+    ended = command(f"model.path={model}", f"trainer.dir={two}", "actor.strategy=fsdp", program=torchrun)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("done: 3 steps") == 1 and "2 processes" in ended.stdout
+    assert command(f"model.path={model}", f"trainer.dir={one}").returncode == 0
+    for ours, theirs in zip(numbers(two), numbers(one), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    more = command(f"model.path={model}", f"trainer.dir={two}", "trainer.total_training_steps=4")
+    assert more.returncode == 0 and "continuing" in more.stdout and "after step 3" in more.stdout
+    refused = command(
+        f"model.path={model}", f"trainer.dir={two}", "algorithm.name=grpo", "rollout.n=2", program=torchrun
+    )
+    assert "error: torchrun trains algorithm.name=sft only" in refused.stderr
