@@ -69,13 +69,17 @@ def packed_attention(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     attend = _flash if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _padded
 
-    def whole_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attend(q, k, v, packing, scaling, sliding_window)
-
     if packing.sequence is None:
-        return whole_rows(q, k, v)[None], None
+        return attend(q, k, v, packing, scaling, sliding_window)[None], None
+    return _shared(attend, q, k, v, packing, scaling, sliding_window)[None], None
+
+
+# Compiled, the exchange loses its gradient without a word.
+@torch.compiler.disable
+def _shared(attend: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *options: Any) -> Tensor:
+    """Attention of the ranks that share the sequence, each on a part of the heads."""
     shared = packing.sequence
-    return shared.to_tokens(whole_rows(*(shared.to_heads(x) for x in (q, k, v))))[None], None
+    return shared.to_tokens(attend(*(shared.to_heads(x) for x in (q, k, v)), packing, *options))
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:

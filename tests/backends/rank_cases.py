@@ -1,5 +1,8 @@
 """What the ranks of test_fsdp.py do; each function runs on all of them together."""
 
+import functools
+from unittest import mock
+
 import attrs
 import torch
 import torch.distributed as dist
@@ -67,6 +70,12 @@ def first_step(folder, options, rows):
             gap = float((ours[name] - p).norm()) / max(float(step.norm()), 1e-9)
             worst["update"] = max(worst["update"], gap if float(step.norm()) else 0.0)
     return worst
+
+
+def compiled(folder, options, rows):
+    """The same with compiled layers: captured as they would be, and run without making kernels of their own."""
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        return first_step(folder, options | {"compile": True}, rows)
 
 
 def holds(folder):
