@@ -9,6 +9,7 @@ Every rank is a process. What LoRA makes is compared with ``local`` with the sam
 The applied update is compared twice: end to end, and from the reference's gradients, since a wrong optimizer step
 hides behind a right gradient norm. Elements that differ in the last bit of a parameter count as equal there: norms
 that were added up in another order flip a few, when they clip, and one flip in a small tensor is more than the bar.
+The errors with those elements are in the JSON too.
 A PPO loss is near zero and has no relative error, so errors of losses are relative
 to the sum of |weight x per-token loss|.
 """
@@ -257,6 +258,9 @@ def compare(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
         floor = 1e-6 * float(sum(t.square().sum() for t in theirs.values())) ** 0.5
         gaps = {n: ours[n] - t for n, t in theirs.items()}
         if kind != "gradient":
+            errors[f"{name}_to_the_last_bit"] = max(
+                float(gaps[n].norm()) / max(float(t.norm()), floor) for n, t in theirs.items()
+            )
             gaps = {n: t.where(t.abs() > 2**-23 * _size(wanted, theirs, n), 0.0) for n, t in gaps.items()}
         errors[name] = max(float(gaps[n].norm()) / max(float(t.norm()), floor) for n, t in theirs.items())
         if kind == "gradient":
