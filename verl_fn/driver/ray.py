@@ -167,7 +167,8 @@ def training_groups(cfg: Config) -> dict[str, tuple[str, ...]]:
 def seating(cfg: Config) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
     """Where each group's actors go, and the room that the run asks the cluster for, a bundle for each rank."""
     gpu = cfg.driver.device == "cuda"
-    seats, bundles = {}, []
+    seats: dict[str, list[Seat]] = {}
+    bundles: list[dict[str, float]] = []
     for name in training_groups(cfg):
         seats[name] = [Seat(len(bundles) + rank, float(gpu)) for rank in range(cfg.ray.ranks)]
         bundles += [{"CPU": ROOM, "GPU": 1} if gpu else {"CPU": ROOM}] * cfg.ray.ranks
