@@ -13,7 +13,7 @@ ALLOWED = {
     "state": {"torch", "attrs", "numpy", "jaxtyping", "verl_fn.state"},
     "steps": {"torch", "attrs", "jaxtyping", "verl_fn.state", "verl_fn.steps"},
     "backends": {
-        "torch", "attrs", "jaxtyping", "numpy", "transformers", "safetensors", "peft",
+        "torch", "attrs", "jaxtyping", "numpy", "transformers", "safetensors", "peft", "triton",
         "verl_fn.state", "verl_fn.steps", "verl_fn.backends",
     },
 }  # fmt: skip
