@@ -360,7 +360,17 @@ def compile_layer(layer: nn.Module) -> None:
         if hasattr(module, "layer_idx"):
             # Only caches ask for it, and compiled code would be of one layer alone.
             module.layer_idx = 0
-    layer.forward = torch.compile(layer.forward, dynamic=True)  # type: ignore[method-assign]
+    compiled = torch.compile(layer.forward)
+
+    def forward(hidden: Tensor, *args: Any, packing: Packing, **kwargs: Any) -> Any:
+        # Nothing else is to vary: kernels that divide by sizes of heads known only at run time are far slower.
+        for t in (hidden, *kwargs.get("position_embeddings", ())):
+            torch._dynamo.maybe_mark_dynamic(t, 1)
+        for t in (packing.slots, packing.cu_seqlens):
+            torch._dynamo.maybe_mark_dynamic(t, 0)
+        return compiled(hidden, *args, packing=packing, **kwargs)
+
+    layer.forward = forward  # type: ignore[method-assign]
 
 
 def _to_meta(model: nn.Module) -> None:
