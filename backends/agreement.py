@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -52,13 +53,22 @@ def agreed(gather: Gather = gathered) -> Iterator[None]:
     mine = None
     try:
         yield
-    except (OSError, ValueError) as error:
+    except Exception as error:
         mine = error
-    told = gather(mine)
+    told = gather(mine if mine is None else _sendable(mine))
     if mine is not None:
         raise mine
     if (theirs := next((error for error in told if error is not None), None)) is not None:
         raise theirs
+
+
+def _sendable(error: Exception) -> Exception:
+    """An error that can be sent to other ranks; one that cannot is told in its words."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def require_same(given: Mapping[str, Any]) -> None:

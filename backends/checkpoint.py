@@ -2,8 +2,8 @@
 
 ``model.safetensors``, ``config.json`` and the tokenizer are what ``from_pretrained`` wants;
 ``train_state.safetensors`` and ``train_state.json`` hold the rest, under canonical names. Experts lie stacked, as they
-are computed with; ``verl-fn export`` writes them as the hub has them. Which ranks wrote it
-cannot be seen: the same state gives the same bytes.
+are computed with; ``verl-fn export`` writes them as the hub has them. Which ranks wrote it cannot be seen: the same
+state gives the same bytes.
 """
 
 from __future__ import annotations
@@ -108,6 +108,12 @@ def read_state(
             raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
     fill = lambda path, leaf: tensors.get(pytree.keystr(path), leaf)  # noqa: E731
     return weights, pytree.tree_map_with_path(fill, hollow)
+
+
+def about(folder: str | Path) -> bytes:
+    """What tells the training state in ``folder`` from others; nothing where there is none."""
+    file = Path(folder) / SCALARS
+    return file.read_bytes() if file.is_file() else b""
 
 
 def describe_model(folder: Path, skeleton: Skeleton, made_from: Path) -> None:

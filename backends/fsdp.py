@@ -51,6 +51,7 @@ from .model import (
     check_needs,
     check_same_config,
     check_same_model,
+    check_targets,
     compile_layer,
     dtype_of,
     repeatable,
@@ -121,6 +122,7 @@ class Fsdp:
         self.deterministic = deterministic
         self._skeleton: Skeleton | None = None
         self._places: dict[str, Any] = {}
+        self._groups: list[Any] = []
         self._empty: dict[str, nn.Parameter] = {}
         self._blank = Params({})
 
@@ -137,6 +139,7 @@ class Fsdp:
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Write the state as ``Local`` would, each rank what it holds: nothing is gathered."""
         self.layout.check(state.params)
+        require_same({"folder to save in": str(folder)})
         skeleton, params = self._built(), state.params
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(params)))
         merged = skeleton.adapters.filed(params, rows=lambda t: t._local_tensor, whole=lambda t: t.full_tensor())
@@ -153,6 +156,7 @@ class Fsdp:
     def restore(self, folder: str | Path) -> TrainState:
         """The state that ``save`` of any backend wrote, bitwise; each rank reads what it will hold."""
         skeleton = self._built()
+        require_same({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
         with agreed():
             check_same_config(skeleton, folder)
             skeleton.adapters.check(Path(folder))
@@ -251,7 +255,7 @@ class Fsdp:
     def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
         with agreed():
             whole = self._build(folder, key, pretrained=pretrained)
-        require_same({"key or weights": sample(whole)})
+        require_same({"key": str(key), "weights": sample(whole)})
         shards = {name: self.layout.shard(t, self.device) for name, t in whole.items()}
         params = Params(shards, self._built().trainable)
         specs = {name: t._spec for name, t in params.items()}
@@ -307,9 +311,9 @@ class Fsdp:
                     module.set_gradient_divide_factor(1.0)
                     module.set_force_sum_reduction_for_comms(True)
                 module.set_reshard_after_backward(self.reshard_after_forward)
-                group = module._get_fsdp_state()._fsdp_param_group
-                for place in group.fsdp_params if group is not None else ():
-                    places[_name_of(place, names, params)] = place
+                if (group := module._get_fsdp_state()._fsdp_param_group) is not None:
+                    self._groups.append(group)
+                    places.update({_name_of(place, names, params): place for place in group.fsdp_params})
         return places
 
     def _built(self) -> Skeleton:
@@ -333,21 +337,28 @@ class Fsdp:
         trained, held = {*params.trained(), *(leaves.keys() - params.keys())}, {}
         nothing = torch.empty(0, device=self.device)
         try:
+            for group in self._groups:
+                # FSDP sets these once, by what its first call trains.
+                group._orig_dtype = group._reduce_dtype = torch.float32
             for name, place in self._places.items():
                 held[name] = parameter(moved(leaves[name], self.device), name in trained)
                 place._setattr_on_modules(held[name])
                 place.reset_sharded_param()
+                if hasattr(place, "_unsharded_param"):
+                    place._unsharded_param.requires_grad_(name in trained)
             yield held
-        finally:
-            for module in self._built().modules():
-                # What is gathered is of these shards; the next call's may be others.
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-            for name, place in self._places.items():
-                # Let go of the shards, so that they can be donated.
-                place._setattr_on_modules(self._empty[name])
-                place.sharded_param = self._empty[name]
-                place._sharded_param_data = nothing
+        except BaseException:
+            # FSDP stays in the middle of the pass, and would give zeros for gradients from now on.
+            self._skeleton, self._places, self._groups, self._empty = None, {}, [], {}
+            raise
+        for group in self._groups:
+            # What is gathered is of these shards; the next call's may be others.
+            group.reshard()
+        for name, place in self._places.items():
+            # Let go of the shards, so that they can be donated.
+            place._setattr_on_modules(self._empty[name])
+            place.sharded_param = self._empty[name]
+            place._sharded_param_data = nothing
 
     def _mine(self, batch: Batch) -> list[tuple[list[int], Staged]]:
         """This rank's micro-batches, as many as every other rank has; one to fill up is of no weight.
@@ -358,6 +369,7 @@ class Fsdp:
             ValueError: ranks were given different batches.
         """
         require_same({"batch": of_batch(batch)})
+        check_targets(batch)
         found = []
         for rows in deal(batch, self.layout.shares, self.max_tokens)[self.layout.share]:
             part = batch.take(torch.tensor(rows or [0]))

@@ -102,7 +102,7 @@ class Local:
         self._blank = Params({})
         self._cast: dict[str, Tensor] = {}
         self._cast_params: weakref.ref[Params] | None = None
-        self._cast_frozen: dict[str, weakref.ref[Tensor]] = {}
+        self._cast_frozen: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     # Making states
 
@@ -235,21 +235,30 @@ class Local:
     def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
         """The parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
         leaves = self._built().adapters.completed(params, lambda shape: torch.zeros(shape, device=self.device))
+        if leaves.keys() != self._blank.keys():
+            odd = sorted(leaves.keys() ^ self._blank.keys())
+            raise ValueError(f"the state's parameters are not this model's: {odd[:5]}")
         if self.dtype == torch.float32:
             return {name: t.to(self.device) for name, t in leaves.items()}
         if self._cast_params is None or self._cast_params() is not params:
             trained, seen = set(params.trained()), self._cast_frozen
-            # A frozen leaf is never written, so its copy holds for every value that shares it.
-            stale = {n: t for n, t in leaves.items() if n in trained or n not in seen or seen[n]() is not t}
+            # Values that share a frozen leaf share its copy, for as long as nobody writes the leaf.
+            stale = {n: t for n, t in leaves.items() if n in trained or n not in seen or not _is(seen[n], t)}
             self._cast_params = None
             for name, t in stale.items():
                 seen.pop(name, None)
                 if name not in self._cast:
                     self._cast[name] = torch.empty_like(t, dtype=self.dtype, device=self.device)
-            torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
-            seen.update({name: weakref.ref(t) for name, t in stale.items() if name not in trained})
+            if stale:
+                torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
+            seen.update({name: (weakref.ref(t), t._version) for name, t in stale.items() if name not in trained})
             self._cast_params = weakref.ref(params)
         return dict(self._cast)
+
+
+def _is(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:
+    """Whether this is the tensor that was seen, not written since."""
+    return seen[0]() is t and seen[1] == t._version
 
 
 def _leaf(t: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from verl_fn.state import Batch, Key, TokenOutputs
@@ -150,17 +151,27 @@ class Staged:
         Raises:
             ValueError: ``response_mask`` is set on a row's first token, which nothing precedes.
         """
-        targets = batch["response_mask"].nonzero()[:, 0]
-        first = batch.positions[targets] == 0
-        if bool(first.any()):
-            row = int(batch.row_ids[targets[first][0]])
-            raise ValueError(f"row {row}: response_mask is set on its first token, which has no log-probability")
+        targets = check_targets(batch)
         temperature = None
         if "temperature" in batch and bool((batch["temperature"] != 1.0).any()):
             temperature = batch.spread(batch["temperature"].float())[targets].to(device)
         sequence = None if group is None else Sequence(group, batch.num_tokens)
         packing = Packing.of(batch, device, sequence)
         return cls(batch.to(device), packing, targets.to(device, non_blocking=True), temperature)
+
+
+def check_targets(batch: Batch) -> Tensor:
+    """The tokens with ``response_mask``.
+
+    Raises:
+        ValueError: one of them is a row's first token, which nothing precedes.
+    """
+    targets = batch["response_mask"].nonzero()[:, 0]
+    first = batch.positions[targets] == 0
+    if bool(first.any()):
+        row = int(batch.row_ids[targets[first][0]])
+        raise ValueError(f"row {row}: response_mask is set on its first token, which has no log-probability")
+    return targets
 
 
 def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> TokenOutputs:
@@ -246,7 +257,7 @@ def build(
                 model = auto.from_pretrained(folder, config=config, **options)
             else:
                 model = auto.from_config(config, **options)
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
             raise ModelError(f"{folder}: {error}") from error
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{folder}: {type(model).__name__} does not let its attention be chosen")

@@ -250,6 +250,8 @@ def apply_update(
         state, grads = spare(state), spare(grads)
     update = Update.of(norm, state.scheduler)
     params, opt_state, metrics = optimizer.update(grads, state.optimizer, state.params, update)
+    # Fused kernels write without a word, and copies of these tensors may be kept somewhere.
+    torch.autograd.graph.increment_version([params[name] for name in grads])
     found: Metrics = {"grad_norm": Weighted(float(norm), 1.0), "perf/residency_copies": Sum(copies)}
     if not math.isfinite(float(norm)):
         # The kernels have skipped; the optimizer's count stays too.

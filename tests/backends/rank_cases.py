@@ -99,6 +99,54 @@ def holds(folder):
     return float(kept.global_norm())
 
 
+class _Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("broken on purpose")
+
+
+def after_failure(folder, where):
+    """A call that fails on its way leaves nothing behind."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+    state = backend.init(KEY)
+    expected = snapshot(backend.forward_backward(state, batch, ppo_clip())[0])
+
+    def broken(module, args, output):
+        if where == "forward":
+            raise RuntimeError("broken on purpose")
+        return _Broken.apply(output)
+
+    hook = backend._built().model.base_model.layers[0].mlp.register_forward_hook(broken)
+    try:
+        backend.forward_backward(state, batch, ppo_clip())
+    except RuntimeError as error:
+        assert "broken on purpose" in str(error)
+    else:
+        raise AssertionError("nothing broke")
+    hook.remove()
+    again, _ = backend.forward_backward(state, batch, ppo_clip())
+    assert float(again.global_norm()) > 0
+    return tree.equal(again, expected)
+
+
+def trained_in_turn(folder, options):
+    """What a call trains does not depend on what the first one trained."""
+    one, many = (cls(folder, optimizer(), max_tokens=24, **options) for cls in (Local, Fsdp))
+    batch, found = tiny_batch(), []
+    for names in (frozenset({"model.norm.weight"}), None):
+        grads = []
+        for backend in (one, many):
+            state = backend.init(KEY)
+            state = attrs.evolve(state, params=attrs.evolve(state.params, trainable=names))
+            grads.append(whole_of(backend.forward_backward(state, batch, ppo_clip())[0]))
+        found.append(max(float((grads[1][n] - g).norm() / (g.norm() + 1e-9)) for n, g in grads[0].items()))
+    return max(found)
+
+
 def few_rows(folder, options, rows):
     """Fewer rows than ranks: some have nothing of their own and take part all the same."""
     backend, one = Fsdp(folder, optimizer(), max_tokens=24, **options), Local(folder, optimizer(), max_tokens=24)

@@ -76,6 +76,16 @@ def test_compiled_layers_compute_the_same(two, untied, options):
     assert worst["gradient"] <= 1e-5 and worst["update"] <= 1e-5, worst
 
 
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_call_that_fails_leaves_nothing_behind(one, folder, where):
+    assert one.run("after_failure", folder, where) == [True]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", FP32), ("bfloat16", 0.05)])
+def test_what_is_trained_may_change_from_call_to_call(one, untied, dtype, tolerance):
+    assert max(one.run("trained_in_turn", untied, {"compute_dtype": dtype})) < tolerance
+
+
 def test_values_keep_their_meaning(two, folder):
     norms = two.run("holds", folder)
     assert norms[0] == norms[1]

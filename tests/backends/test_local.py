@@ -1,5 +1,6 @@
 """``local`` against plain transformers, over architectures, dtypes and layouts."""
 
+import attrs
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -8,7 +9,18 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.model import ModelError
 from verl_fn.models import new_model
 from verl_fn.state import Batch, Key, tree
-from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, cross_entropy, entropy, frozen
+from verl_fn.steps import (
+    adamw,
+    aggregate,
+    chain,
+    clip_by_global_norm,
+    constant,
+    cross_entropy,
+    entropy,
+    frozen,
+    ppo_clip,
+)
+from verl_fn.testing import tiny_batch
 
 OPTIMIZER = chain(clip_by_global_norm(1.0), adamw(constant(1e-3)))
 LENGTHS = (5, 9, 3, 12, 2, 17)
@@ -211,3 +223,27 @@ def test_states_keep_their_meaning_when_another_folder_is_read(tiny, tmp_path):
     with pytest.raises(ModelError, match=r"another model .*rms_norm_eps"):
         backend.load_pretrained(tmp_path / "same")
     assert torch.equal(backend.forward(state.params, batch).logprobs, before)
+
+
+def test_a_frozen_leaf_that_is_written_through_another_value_is_cast_anew(tiny):
+    """What is frozen in one value may be trained in another that shares its tensors."""
+    backend = Local(tiny, adamw(constant(0.05)), compute_dtype="bfloat16", max_tokens=24)
+    state, batch, norm = backend.init(Key.from_seed(0)), tiny_batch(), frozenset({"model.norm.weight"})
+    grads, _ = backend.forward_backward(state, batch, ppo_clip())
+    shared = attrs.evolve(state.params, trainable=norm)
+    before = backend.forward(shared, batch)
+    del shared
+    state, _ = backend.apply_update(state, grads)
+    after = backend.forward(attrs.evolve(state.params, trainable=norm), batch)
+    fresh = Local(tiny, adamw(constant(0.05)), compute_dtype="bfloat16", max_tokens=24)
+    assert tree.equal(after, fresh.forward(state.params, batch)) and not tree.equal(after, before)
+    nothing = attrs.evolve(state.params, trainable=frozenset())
+    assert tree.equal(backend.forward(nothing, batch), backend.forward(attrs.evolve(nothing), batch))
+
+
+def test_parameters_of_another_model_are_named(tiny):
+    backend = Local(tiny, adamw(constant(0.05)), max_tokens=24)
+    params = backend.init(Key.from_seed(0)).params
+    some = attrs.evolve(params, leaves={n: t for n, t in params.items() if n != "model.norm.weight"})
+    with pytest.raises(ValueError, match=r"are not this model's: \['model.norm.weight'\]"):
+        backend.forward(some, tiny_batch())
