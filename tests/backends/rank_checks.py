@@ -72,6 +72,26 @@ def missing_weights(folder, gone):
     return told(lambda: backend.load_pretrained(odd(folder, gone)))
 
 
+def other_folders(folder, into):
+    """To save in, and to restore from."""
+    backend = Fsdp(folder, optimizer())
+    state, other = backend.init(KEY), backend.init(KEY.fold_in("other"))
+    backend.save(state, f"{into}/a")
+    backend.save(other, f"{into}/b")
+    return [
+        told(lambda: backend.save(other, odd(f"{into}/a", f"{into}/b"))),
+        told(lambda: backend.restore(odd(f"{into}/a", f"{into}/b"))),
+    ]
+
+
+def bad_mask(folder):
+    """A batch that one rank alone would have to refuse, in its share."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+    mask = batch["response_mask"].clone()
+    mask[0] = 1.0
+    return told(lambda: backend.forward(backend.init(KEY).params, batch.with_tokens(response_mask=mask)))
+
+
 def other_layouts(folder, into):
     """States of another layout, and of no layout at all, wherever a state goes in."""
     batch, plain = tiny_batch(), Local(folder, optimizer())
@@ -180,7 +200,7 @@ def restored(folder, source):
 
 
 def out_of_memory(folder):
-    """Of the third micro-batch, on the last rank alone: that one is told which it was."""
+    """Of the second micro-batch, on the last rank alone: that one is told which it was."""
     backend = Fsdp(folder, optimizer(), max_tokens=24)
     state, batch = backend.init(KEY), tiny_batch()
     hidden_states, calls = type(backend._built()).hidden_states, 0

@@ -55,8 +55,23 @@ def test_ranks_with_other_models(two, folder, tmp_path):
     assert "another model (config.json) than" in same(two.run("rank_checks.other_models", folder, wider))
     assert "another model (config.json) than" in same(two.run("rank_checks.other_models", folder, tmp_path))
     seeded = new_model(tmp_path / "seeded", chars="abcd", hidden_size=16, seed=7)
-    assert "another key or weights than" in same(two.run("rank_checks.other_weights", folder, seeded))
-    assert "another key or weights than" in same(two.run("rank_checks.other_keys", folder))
+    assert "another weights than" in same(two.run("rank_checks.other_weights", folder, seeded))
+    assert "another key than" in same(two.run("rank_checks.other_keys", folder))
+
+
+def test_ranks_with_other_folders(two, folder, tmp_path):
+    to_save, to_restore = same(two.run("rank_checks.other_folders", folder, tmp_path))
+    assert "another folder to save in than" in to_save and "another folder to restore than" in to_restore
+
+
+def test_a_batch_that_a_rank_would_refuse_is_refused_by_all(two, folder):
+    assert "row 0: response_mask is set on its first token" in same(two.run("rank_checks.bad_mask", folder))
+
+
+def test_a_torn_file_on_one_rank(two, folder, tmp_path):
+    torn = shutil.copytree(folder, tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
+    assert "ModelError" in same(two.run("rank_checks.missing_weights", folder, torn))
 
 
 def test_weights_that_one_rank_cannot_read(two, folder, tmp_path):
