@@ -12,12 +12,15 @@ import attrs
 
 from verl_fn.schema import ActorConfig, Config, ConfigError, OptimConfig
 
+from .ranks import torchrun_size
+
 
 def set_up_process(cfg: Config) -> None:
     """Threads of this process, and no stray log lines of libraries."""
     import torch
 
-    torch.set_num_threads(cfg.driver.num_threads or os.cpu_count() or 1)
+    ranks = cfg.ray.ranks if cfg.driver.kind == "ray" else torchrun_size()
+    torch.set_num_threads(cfg.driver.num_threads or max(1, (os.cpu_count() or 1) // ranks))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if cfg.driver.deterministic:
