@@ -288,7 +288,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--longest", type=int, default=64)
     parser.add_argument("--png", metavar="F", help="also draw the errors")
     args = parser.parse_args(argv)
-    layouts = [Layout.parse(text) for text in args.layouts]
+    try:
+        layouts = [Layout.parse(text) for text in args.layouts]
+    except ValueError as error:
+        parser.error(str(error))
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

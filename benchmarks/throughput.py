@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 import socket
@@ -189,6 +190,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward pass, in both")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
+    if args.device != "cuda":
+        parser.error("there is no CUDA device; on a CPU these shapes would take hours")
+    if "verl" in args.engines and importlib.util.find_spec("verl") is None:
+        parser.error("verl is not installed: install verl==0.9.1, liger-kernel and flash-attn, or give --engines ours")
     results, held = {}, True
     print(
         f"{'shape':<7}{'engine':<8}{'update':>16}{'MFU':>7}{'peak':>11}{'log-probs':>18}{'MFU':>7}{'grad norm':>11}"

@@ -110,6 +110,10 @@ def _random_model(arch: str, fields: dict[str, Any], tokenizer: Any, seed: int) 
             pad_token_id=tokenizer.pad_token_id,
             **(sizes | fields),
         )
+        for name, value in config.to_dict().items():
+            # A pure step has no dropout, and some architectures have it by default.
+            if name not in fields and isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+                setattr(config, name, 0.0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import attrs
 import ray
+import ray.runtime_env
 
 from verl_fn.schema import Config, ConfigError
 from verl_fn.workers import ActorDied, Workers
@@ -87,14 +89,17 @@ def connected(cfg: Config) -> Iterator[None]:
         options["address"] = cfg.ray.address
     else:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        options |= {"include_dashboard": False, "num_cpus": os.cpu_count()}
+        # Said by name, or Ray would look for a cluster that runs or ran here.
+        options |= {"address": "local", "include_dashboard": False, "num_cpus": os.cpu_count()}
     try:
         ray.init(**options)
     except ray.exceptions.RuntimeEnvSetupError as error:
         raise ConfigError(f"ray.runtime_env: {cfg.ray.runtime_env} cannot be set up: {error}") from error
     except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
         keys = [f"{key} = {value!r}" for key, value in attrs.asdict(cfg.ray).items() if key in options and value]
-        raise ConfigError(f"Ray does not start with {', '.join(keys) or 'its defaults'}: {error}") from error
+        token = " (a cluster that asks for a token wants RAY_AUTH_MODE=token in the environment, or ray.address=auto)"
+        hint = token if cfg.ray.address not in ("", "auto") else ""
+        raise ConfigError(f"Ray does not start with {', '.join(keys) or 'its defaults'}: {error}{hint}") from error
     try:
         yield
     finally:
@@ -117,6 +122,13 @@ def runtime_env(file: Path) -> dict[str, Any]:
         raise ConfigError(f"ray.runtime_env: {file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"ray.runtime_env: {file} must be a mapping, with keys such as env_vars or py_modules")
+    known = {name for name in ray.runtime_env.RuntimeEnv.known_fields if not name.startswith("_")}
+    if odd := sorted(map(str, found.keys() - known)):
+        near = difflib.get_close_matches(odd[0], known, 1)
+        raise ConfigError(
+            f"ray.runtime_env: {file} has {odd[0]!r}, which Ray does not know; "
+            f"{f'did you mean {near[0]!r}?' if near else f'it knows {sorted(known)}'}"
+        )
     return found
 
 
