@@ -42,3 +42,17 @@ def test_train_trains(tmp_path):
     assert found.returncode == 0, found.stderr
     assert "step   2" in found.stdout or "step 2/2" in found.stdout
     assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_an_error_is_told_with_its_notes(monkeypatch, capsys):
+    from verl_fn.backends.memory import OutOfMemory
+    from verl_fn.commands import COMMANDS
+
+    def fails(args):
+        error = OutOfMemory("too many tokens")
+        error.add_note("raised in trainer rank 1")
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "list", fails)
+    assert main(["list"]) == 1
+    assert capsys.readouterr().err == "error: too many tokens\nraised in trainer rank 1\n"

@@ -140,7 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(error: object, status: int) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    # Notes say which process raised it.
+    print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return status
 
 

@@ -60,7 +60,7 @@ class ActorDied(RuntimeError):
 
 
 class ActorHangs(RuntimeError):
-    """A worker that others wait for does nothing any more; the message says where it is."""
+    """A worker is not where others wait or waited for it; the message says where it is."""
 
 
 class Freed(LookupError):

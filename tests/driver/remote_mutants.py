@@ -3,6 +3,7 @@
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.mock import Mock
 from verl_fn.driver.remote import Remote, RemoteTrain
+from verl_fn.state import Grads
 from verl_fn.steps import Loss, adamw, chain, clip_by_global_norm, constant
 
 
@@ -16,6 +17,10 @@ def fsdp(cfg, folder, cls=Fsdp):
 
 def mock(cfg):
     return Mock(8, optimizer(), max_tokens=24)
+
+
+def without_first(grads):
+    return Grads(dict(list(grads.items())[1:]))
 
 
 class DropsARank(Fsdp):

@@ -108,7 +108,7 @@ def test_workers_with_other_sources_are_refused(ray_cluster, model, tmp_path):
     where = ["driver.kind=ray", f"ray.address={address}", f"ray.runtime_env={tmp_path / 'env.yaml'}"]
     # Elsewhere, since workers look into the driver's folder before all others.
     ended = command(f"model.path={model}", f"trainer.dir={tmp_path / 'run'}", *where, folder=tmp_path)
-    assert ended.returncode == 1, ended.stderr
+    assert ended.returncode == 2, ended.stderr
     assert "does not run the driver's code" in ended.stderr and "Traceback" not in ended.stderr
     assert f"from {tmp_path / 'other/verl_fn'}" in ended.stderr and f"from {ROOT / 'verl_fn'}" in ended.stderr
     assert "py_modules" in ended.stderr

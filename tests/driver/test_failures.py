@@ -7,10 +7,13 @@ import time
 import pytest
 import ray
 import remote_mutants
+import torch.distributed as dist
 from conftest import start_ranks
 
+from verl_fn.driver import cluster
 from verl_fn.driver.cluster import _runs
-from verl_fn.driver.watch import Watch
+from verl_fn.driver.host import Host
+from verl_fn.driver.watch import Watch, ask
 from verl_fn.state import Key
 from verl_fn.steps import Loss, cross_entropy
 from verl_fn.testing import tiny_batch
@@ -21,8 +24,6 @@ def on_rank_1(act):
     """A loss at which the second rank does something else."""
 
     def fn(outputs, batch):
-        import torch.distributed as dist
-
         if dist.get_rank() == 1:
             act()
         return cross_entropy()(outputs, batch)
@@ -87,3 +88,53 @@ def test_the_guilty_rank_is_told(case, model):
         assert "trainer rank 0 waits for it" in told and "time.sleep(600)" in told
     if kind == "stop":
         assert "It does not answer" in told
+
+
+class NoRoute(Host):
+    def join(self, place, rank, size, timeout):
+        if rank == 1:
+            raise OSError("no route to rank 0")
+        super().join(place, rank, size, timeout)
+
+
+def test_a_rank_that_cannot_join_is_told_at_once(ray_cluster, monkeypatch):
+    monkeypatch.setattr(cluster, "Host", NoRoute)
+    start = time.monotonic()
+    with pytest.raises(OSError, match="no route to rank 0") as caught:
+        start_ranks(2, timeout=300.0)
+    assert caught.value.__notes__ == ["raised in trainer rank 1"]
+    assert time.monotonic() - start < 150
+
+
+def reset_or_work():
+    if dist.get_rank() == 0:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection reset by peer")
+    time.sleep(600)
+
+
+def test_a_collective_that_failed_is_no_hang(ray_cluster, monkeypatch):
+    """Told with its error, and with where the rank is that was not in it; and a dead member's answer is no error."""
+    monkeypatch.setattr(cluster, "GRACE_SECONDS", 1)
+    ranks = start_ranks(2)
+    backend = ranks.backend("mock", remote_mutants.mock)
+    first, second = ranks.group.members
+    try:
+        with pytest.raises(
+            ActorHangs, match=rf"^trainer rank 0 \(pid {first.pid}\) failed in a collective: "
+        ) as caught:
+            ranks.get(backend.map(reset_or_work))
+        told = str(caught.value)
+        assert "Connection reset by peer" in told and "Connection reset" in str(caught.value.__cause__)
+        assert f"rank 1 (pid {second.pid}) was not in it" in told and "time.sleep(600)" in told
+        assert "hangs" not in told and "ray.timeout" not in told
+        os.kill(second.pid, signal.SIGKILL)
+        ray.wait([second.sentinel], timeout=30)
+        watch = ranks.cluster._watch = Watch(600.0)
+        watch._asked[second] = (ref := ask(second, "pulse"), time.monotonic())
+        ray.wait([ref], timeout=30)
+        watch.look([ranks.group])
+        assert second not in watch._told and watch._culprit(ranks.group) is None
+        with pytest.raises(ActorDied, match="trainer rank 1"):
+            ranks.cluster.finish(ranks.group)
+    finally:
+        ranks.cluster.stop()

@@ -10,7 +10,7 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.sharding import whole_of
 from verl_fn.driver.group import Group
-from verl_fn.driver.remote import RemoteRollout
+from verl_fn.driver.remote import RemoteRollout, RemoteTrain
 from verl_fn.state import DonatedError, Key, snapshot, tree
 from verl_fn.steps import entropy, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
@@ -92,6 +92,48 @@ def test_a_reference_keeps_its_meaning_when_the_actor_is_donated(two, fsdp):
             use()
     with pytest.raises(DonatedError, match="remote Grads"):
         fsdp.map(snapshot, grads)
+
+
+def test_parameters_in_hand_outlive_the_donation(two, fsdp):
+    """As a local value's do: copied first, also the second time; in nobody's hand nothing is copied."""
+    batch, copies = tiny_batch(), []
+    state = fsdp.init(Key.from_seed(0))
+    params = state.params
+    same, told = state.params, two.get(fsdp.forward(params, batch))
+    for _ in range(2):
+        grads, _ = fsdp.forward_backward(state, batch, LOSS)
+        state, found = fsdp.apply_update(state, grads)
+        copies.append(two.get(found)["perf/residency_copies"].value)
+    assert copies == [len(read(two, fsdp, params)), 0]
+    assert tree.equal(two.get(fsdp.forward(params, batch)), told)
+    assert params.open() == same.open()
+    number = params.open().id
+    del params, same
+    two.get(fsdp.forward(state.params, batch))
+    assert all(number not in numbers for numbers in held(two.group))
+
+
+def test_a_handle_of_other_ranks_is_told(two, fsdp):
+    elsewhere = RemoteTrain(two.cluster, Group("reference", two.group.members), "reference")
+    state = fsdp.init(Key.from_seed(0))
+    for use in (
+        lambda: elsewhere.forward(state.params, tiny_batch()),
+        lambda: elsewhere.named_tensors(state.params),
+        lambda: elsewhere.map(snapshot, state),
+    ):
+        with pytest.raises(Freed, match="lies on the ranks of trainer, and reference is on those of reference: save"):
+            use()
+
+
+def test_a_refused_update_says_that_its_inputs_went_with_it(two, fsdp):
+    state, batch = fsdp.init(Key.from_seed(0)), tiny_batch()
+    grads, _ = fsdp.forward_backward(state, batch, LOSS)
+    short = fsdp.map(remote_mutants.without_first, grads, keep=True)
+    _, found = fsdp.apply_update(state, short)
+    with pytest.raises(ValueError, match="gradients"):
+        two.get(found)
+    with pytest.raises(DonatedError, match=r"also if that has failed.*restore a checkpoint if it failed"):
+        fsdp.forward(state.params, batch)
 
 
 def held(group):

@@ -17,11 +17,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from torch.utils import _pytree as pytree
 
 from verl_fn.errors import USER_ERRORS
-from verl_fn.schema import Config
+from verl_fn.schema import Config, ConfigError
 from verl_fn.workers import ActorDied
 
 from . import identity
-from .group import Group, Member
+from .group import Call, Group, Member
 from .host import Host
 from .watch import Watch
 
@@ -103,12 +103,13 @@ class Cluster:
         size = len(group.members)
         alone = Group(group.name, group.members[:1])
         place = self._fetch(alone.run("open_store", address, size, self._timeout))
-        # Each has a rank of its own, so this is no call of the group.
-        joins = [
-            member.host.run.options(num_returns=2).remote("join", 1, place, rank, size, self._timeout)
+        # Each is told a rank of its own, which a group's call cannot.
+        ends = {
+            member: member.host.run.options(num_returns=2).remote("join", 1, place, rank, size, self._timeout)[1]
             for rank, member in enumerate(group.members)
-        ]
-        self.get([end for _, end in joins])
+        }
+        group.calls.append(Call(ends, ()))
+        self.finish(group)
 
     def build(self, group: str, component: str, factory: Callable[..., Any], *args: Any) -> None:
         """Make a component in every member of a group."""
@@ -170,7 +171,7 @@ class Cluster:
             ) from None
         self.code = self.code or identity.identity()
         if (odd := identity.difference(self.code, told["identity"], name)) is not None:
-            raise ActorDied(odd)
+            raise ConfigError(odd)
         sentinel = host.watch.options(concurrency_group="watch").remote()
         return Member(name, host, sentinel, told["pid"], told["node"], tuple(told["logs"]))
 
@@ -207,9 +208,9 @@ class Cluster:
             deadline = deadline or time.monotonic() + GRACE_SECONDS
             if own or time.monotonic() > deadline:
                 for group in self.groups.values() if not own else ():
-                    failed = errors.keys() & set(group.members)
+                    failed = {member: _cause(errors[member]) for member in group.members if member in errors}
                     if failed and (absent := self._watch.absent(group, failed)) is not None:
-                        raise absent
+                        raise absent from next(iter(failed.values()))
                 self._forget_failed()
                 member = next(m for m in self.members.values() if m in (own or errors))
                 raise _unwrapped(errors[member], member.name)
@@ -251,9 +252,14 @@ def _of_others(error: Exception) -> bool:
 
     if isinstance(error, ray.exceptions.RayActorError):
         return True
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    cause = _cause(error)
     text = str(cause).lower()
     return isinstance(cause, dist.DistError) or "gloo" in text or "nccl" in text
+
+
+def _cause(error: Exception) -> Exception:
+    """What a worker raised, without Ray's traceback around it."""
+    return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
 
 
 def _unwrapped(error: Exception, name: str = "") -> Exception:

@@ -22,9 +22,14 @@ from . import identity
 
 @attrs.frozen
 class Stored:
-    """Stands for a value that stays in its actor: its number, and a field (or a field's field) if that is meant."""
+    """Stands for a value that stays in its actor: its number, and a field (or a field's field) if that is meant.
+
+    Attributes:
+        group: the name of the group whose ranks hold it.
+    """
 
     id: int
+    group: str
     field: str | None = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import ray
 from verl_fn.backends.protocol import Sampling
 from verl_fn.state import DonatedError, Key
 from verl_fn.steps import Loss
+from verl_fn.workers import Freed
 
 from .cluster import Cluster
 from .group import Group
@@ -25,16 +27,26 @@ class Remote:
     """An immutable handle to a value on every rank of a group. When the last handle goes, so does the value.
 
     A donated handle raises ``DonatedError``, as the value itself would.
+
+    Attributes:
+        fate: why it cannot be used any more.
+        fields: those of its fields that somebody holds.
     """
 
     stored: Stored
     fate: str | None = None
+    fields: weakref.WeakSet[RemoteField] = attrs.field(factory=weakref.WeakSet, repr=False)
 
     @property
     def params(self) -> RemoteField:
         """The parameters of a training state."""
         self.open()
-        return RemoteField(self, "params")
+        return self.field("params")
+
+    def field(self, path: str) -> RemoteField:
+        found = RemoteField(self, path)
+        self.fields.add(found)
+        return found
 
     def open(self) -> Stored:
         if self.fate is not None:
@@ -42,20 +54,23 @@ class Remote:
         return self.stored
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False, slots=True, weakref_slot=True)
 class RemoteField:
-    """One field of a remote value; it keeps the value alive."""
+    """One field of a remote value, or all of it where the path is empty; it keeps the value alive.
+
+    It means what it meant also after the value was donated: then it has become a value of its own.
+    """
 
     parent: Remote
-    field: str
+    path: str
 
     @property
     def base(self) -> RemoteField:
         """The parameters that are not trained."""
-        return attrs.evolve(self, field=f"{self.field}.base")
+        return self.parent.field(f"{self.path}.base".lstrip("."))
 
     def open(self) -> Stored:
-        return attrs.evolve(self.parent.open(), field=self.field)
+        return attrs.evolve(self.parent.open(), field=self.path or None)
 
 
 class RemoteTrain:
@@ -90,22 +105,34 @@ class RemoteTrain:
         return grads, self._invoke("forward_backward", (grads.stored.id, None), state, batch, loss)
 
     def apply_update(self, state: Remote, grads: Remote, *, donate: bool = True) -> tuple[Remote, Any]:
+        if donate:
+            self._keep_fields(state)
         new = self._new()
         metrics = self._invoke("apply_update", (new.stored.id, None), state, grads, donate=donate)
         if donate:
+            # At once: whether the ranks refuse the call before they spend anything is known only later.
             for value, name in ((state, "TrainState"), (grads, "Grads")):
                 value.fate = (
-                    f"this remote {name} was donated to apply_update. Use the value that apply_update returned; "
-                    f"to keep the old one, pass donate=False."
+                    f"this remote {name} was donated to apply_update, also if that has failed. Use the value that "
+                    "apply_update returned, or restore a checkpoint if it failed; to keep the old one, pass "
+                    "donate=False."
                 )
         return new, metrics
+
+    def _keep_fields(self, state: Remote) -> None:
+        """Make values of their own of the fields that are held, so that donation copies what they share with it."""
+        kept: dict[str, Remote] = {}
+        for field in list(state.fields):
+            if field.path not in kept:
+                kept[field.path] = self.map(operator.attrgetter(field.path), state, keep=True)
+            field.parent, field.path = kept[field.path], ""
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """``fn`` of every rank's part of ``values``: a handle if ``keep``, else a reference to the first rank's result.
 
         Where the parts are shards, ``fn`` may put them together (``full_tensor``): all ranks run it at once.
         """
-        opened = [_opened(value) for value in values]
+        opened = [self._opened(value) for value in values]
         if not keep:
             return self._group.run("map", fn, None, *opened)
         value = self._new()
@@ -114,7 +141,7 @@ class RemoteTrain:
 
     def named_tensors(self, params: RemoteField | Remote) -> Any:
         """A reference to the tensors, which go to the engine without passing through the driver."""
-        return self._group.run("named_tensors", self._component, params.open())
+        return self._group.run("named_tensors", self._component, self._opened(params))
 
     def _keep_one(self, method: str, *args: Any, **kwargs: Any) -> Remote:
         value = self._new()
@@ -123,16 +150,23 @@ class RemoteTrain:
         return value
 
     def _new(self) -> Remote:
-        value = Remote(Stored(next(self._numbers)))
+        value = Remote(Stored(next(self._numbers), self._group.name))
         weakref.finalize(value, self._group.dropped.append, value.stored.id)
         return value
 
     def _invoke(self, method: str, keep: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
-        return self._group.run("invoke", self._component, method, keep, kwargs, *map(_opened, args))
+        return self._group.run("invoke", self._component, method, keep, kwargs, *map(self._opened, args))
 
-
-def _opened(value: Any) -> Any:
-    return value.open() if isinstance(value, (Remote, RemoteField)) else value
+    def _opened(self, value: Any) -> Any:
+        if not isinstance(value, (Remote, RemoteField)):
+            return value
+        stored = value.open()
+        if stored.group != self._group.name:
+            raise Freed(
+                f"this value lies on the ranks of {stored.group}, and {self._component} is on those of "
+                f"{self._group.name}: save the state that it belongs to, and restore it there"
+            )
+        return stored
 
 
 class RemoteRollout:

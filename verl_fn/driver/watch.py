@@ -7,9 +7,10 @@ nothing will ever go on.
 
 from __future__ import annotations
 
+import contextlib
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,9 @@ class Watch:
             if silent:
                 raise self._hangs(group, silent[0], "does not answer", silent)
             if len(group.members) > 1 and self._stands_still(group, now):
-                raise self._culprit(group)
+                culprit = self._culprit(group)
+                if culprit is not None:
+                    raise culprit
 
     def _waited(self, member: Member, now: float) -> float:
         """Seconds since this member was asked what it has not answered."""
@@ -69,7 +72,9 @@ class Watch:
         if not ray.wait([ref], timeout=0)[0]:
             return now - since
         del self._asked[member]
-        self._told[member] = ray.get(ref)
+        # A member that has died answers with Ray's error; its sentinel tells more.
+        with contextlib.suppress(ray.exceptions.RayError):
+            self._told[member] = ray.get(ref)
         return 0.0
 
     def _stands_still(self, group: Group, now: float) -> bool:
@@ -80,33 +85,45 @@ class Watch:
         self._since[group] = (pulses, since)
         return now - since > self._timeout
 
-    def _culprit(self, group: Group) -> ActorHangs:
-        """Of the ranks that are not in a collective, the one that has begun fewest."""
+    def _culprit(self, group: Group) -> ActorHangs | None:
+        """Of the ranks that are not in a collective, the one that has begun fewest; None where one has died."""
         asked = {member: ask(member, "stack") for member in group.members}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)
         stacks: dict[Member, traceback.StackSummary] = {}
         for member, ref in asked.items():
             if not ray.wait([ref], timeout=0)[0]:
                 return self._hangs(group, member, "does not answer", [member])
-            stacks[member] = ray.get(ref)
+            try:
+                stacks[member] = ray.get(ref)
+            except ray.exceptions.RayError:
+                return None
         pulses = {member: self._told[member] for member in group.members}
         acting = [m for m in group.members if pulses[m].busy and not waits(stacks[m])] or list(group.members)
         guilty = min(acting, key=lambda member: pulses[member].collectives)
         place = "".join(stacks[guilty].format()).rstrip()
         return self._hangs(group, guilty, f"is here in its main thread:\n{place}", [guilty])
 
-    def absent(self, group: Group, failed: Iterable[Member]) -> ActorHangs | None:
-        """Who was missing in the collective in which others failed: one that is still in its call, if any is."""
-        late = [
-            member for member in group.members if member not in failed and any(member in c.open for c in group.calls)
-        ]
-        if not late:
-            return None
-        ref = ask(late[0], "stack")
-        if not ray.wait([ref], timeout=ANSWER_SECONDS)[0]:
-            return self._hangs(group, late[0], "does not answer", late)
-        place = "".join(ray.get(ref).format()).rstrip()
-        return self._hangs(group, late[0], f"is here in its main thread:\n{place}", late)
+    def absent(self, group: Group, failed: Mapping[Member, Exception]) -> ActorHangs | None:
+        """Who was missing in the collective in which others failed: one that is in its call and in no collective."""
+        first, error = next(iter(failed.items()))
+        for member in group.members:
+            if member in failed or not any(member in call.open for call in group.calls):
+                continue
+            ref = ask(member, "stack")
+            what = "does not answer"
+            if ray.wait([ref], timeout=ANSWER_SECONDS)[0]:
+                try:
+                    stack = ray.get(ref)
+                except ray.exceptions.RayError:
+                    continue
+                if not stack or waits(stack):
+                    continue
+                what = f"was not in it and is here in its main thread:\n{''.join(stack.format()).rstrip()}"
+            return ActorHangs(
+                f"{first.name} (pid {first.pid}) failed in a collective: {error}\n"
+                f"{member.name} (pid {member.pid}) {what}\nThe same command continues from the last checkpoint"
+            )
+        return None
 
     def _hangs(self, group: Group, guilty: Member, what: str, not_waiting: list[Member]) -> ActorHangs:
         others = ", ".join(member.name for member in group.members if member not in not_waiting)
