@@ -106,6 +106,12 @@ def test_every_key_has_documentation():
         (["reward.num_workers=3"], "without reward.functions"),
         (["data.filter_overlong_prompts=true"], "without data.train_files"),
         (["trainer.project_name=p"], "without wandb in trainer.logger"),
+        (["ray.separate=critic"], 'with driver.kind = "local"'),
+        (
+            ["algorithm.name=grpo", "rollout.n=4", "driver.kind=ray", "ray.separate=critic"],
+            "for critic: this run trains with actor",
+        ),
+        (["driver.kind=ray", 'ray.separate=["critic", "reference"]'], "for reference: this run trains with actor, critic"),
         (["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=64"], "above data.train_batch_size = 8"),
     ],
 )  # fmt: skip

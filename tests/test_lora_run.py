@@ -4,12 +4,14 @@ import random
 import shutil
 
 import pytest
+import tomli_w
 import torch
 from test_train import config, files, model, numbers  # noqa: F401
 
 from verl_fn.cli import main
-from verl_fn.runs import RunError
-from verl_fn.train import train, workers
+from verl_fn.config import load, to_table
+from verl_fn.runs import Run, RunError
+from verl_fn.train import _tell_changes, train, workers
 
 LORA = ["actor.lora_rank=8", "actor.lora_alpha=32", "algorithm.use_kl_loss=true"]
 QUIET = lambda line: None  # noqa: E731
@@ -59,6 +61,23 @@ def test_adapters_of_a_continued_run_cannot_change(run, model, more):  # noqa: F
         RunError, match=r"actor\.lora_.* cannot change in a run that is continued .*merged model is in"
     ):
         train(cfg, QUIET)
+
+
+def test_adapters_come_up_only_where_some_role_has_them(tmp_path):
+    def continued(algorithm, *more):
+        cfg = load(overrides=[f"trainer.dir={tmp_path}", f"algorithm.name={algorithm}", "rollout.n=2", *more])
+        return Run(cfg), cfg
+
+    _, before = continued("grpo")
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(to_table(before)))
+    (tmp_path / "checkpoints/step_1").mkdir(parents=True)
+    lines = []
+    _tell_changes(*continued("grpo", "actor.lora_alpha=32", "critic.lora_rank=3"), lines.append)
+    assert "actor.lora_alpha" in lines[0] and "critic.lora_rank" in lines[1]
+    with pytest.raises(
+        RunError, match=r"actor.lora_rank .*\(0 -> 4\): the state is without adapters.*actor's model is"
+    ):
+        _tell_changes(*continued("grpo", "actor.lora_rank=4"), QUIET)
 
 
 def test_a_fork_with_other_adapters_is_refused_in_one_line(run, capsys):

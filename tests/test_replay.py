@@ -6,6 +6,7 @@ import shutil
 import pytest
 from run_configs import tiny_run
 
+from verl_fn.cli import main
 from verl_fn.replay import fork_config, replay
 from verl_fn.runs import RunError, read_lines, read_metrics
 from verl_fn.train import train
@@ -48,6 +49,19 @@ def test_the_first_value_that_differs_is_named(copy):
     assert replay(copy, 3, say=SILENT).difference.startswith("metric actor/pg_loss: logged")
     change(copy / "journal.jsonl", 3, lambda row: row["samples"].update({".tokens": "0"}))
     assert replay(copy, 3, say=SILENT).difference == "samples .tokens: another value than in the journal"
+
+
+def test_a_step_of_several_processes_is_not_replayed_in_one(copy):
+    """It would be rounded otherwise, which is no fault of the run."""
+    change(copy / "metrics.jsonl", 2, lambda row: row.update({"perf/ranks": 2}))
+    with pytest.raises(RunError, match=r"step 2 .* made by 2 training processes.*--nproc-per-node 2"):
+        replay(copy, 2, say=SILENT)
+    assert replay(copy, 3, say=SILENT).difference is None
+
+
+def test_a_run_over_several_processes_is_evaluated_in_one(copy, capsys):
+    layout = ["actor.strategy=fsdp", "actor.fsdp_config.ulysses_sequence_parallel_size=2", "critic.strategy=fsdp"]
+    assert main(["eval", str(copy), *layout]) == 0, capsys.readouterr().err
 
 
 def test_a_state_that_differs_is_named_by_its_leaf(copy):

@@ -20,6 +20,7 @@ import attrs
 import cattrs
 import tomli_w
 
+from .driver.build import roles
 from .schema import Config, ConfigError, RangeError
 
 
@@ -125,6 +126,8 @@ def _rules(cfg: Config) -> Iterator[tuple[str, bool, str]]:
     yield "ray.timeout", cfg.driver.kind == "ray" or sharded, 'with driver.kind = "local"'
     for name in ("ranks", "separate", "address", "runtime_env", "placement"):
         yield f"ray.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
+    lacking = [role for role in cfg.ray.separate if role not in roles(cfg)]
+    yield "ray.separate", not lacking, f"for {' and '.join(lacking)}: this run trains with {', '.join(roles(cfg))}"
     yield "model.new.*", not cfg.model.path, "with model.path"
     yield "data.task", not d.train_files, "with data.train_files"
     for name in ("prompt_key", "filter_overlong_prompts"):

@@ -14,7 +14,7 @@ from verl_fn.backends.protocol import Sampling
 from verl_fn.data import encode_prompts
 from verl_fn.progress import Say
 from verl_fn.rewards import response_texts
-from verl_fn.schema import AlgorithmConfig, Config, ConfigError
+from verl_fn.schema import AlgorithmConfig, Config, ConfigError, FsdpConfig
 from verl_fn.state import Batch
 from verl_fn.tasks import Problem
 from verl_fn.workers import Workers
@@ -41,10 +41,18 @@ def evaluate_model(cfg: Config, say: Say) -> Evaluation:
     Raises:
         ConfigError: there are no held-out problems.
     """
+    from verl_fn.driver.build import token_budget
     from verl_fn.train import initial_state, prepared, workers
 
     # Of all algorithms, sft has the fewest roles: the actor, whose weights the rollout engine takes. They are merged.
-    cfg = attrs.evolve(cfg, algorithm=AlgorithmConfig(name="sft"), actor=attrs.evolve(cfg.actor, lora_rank=0))
+    # Nothing is trained, so one process is enough, whatever layout the run had.
+    budget = token_budget(cfg.actor)
+    actor = attrs.evolve(
+        cfg.actor, lora_rank=0, strategy="local", fsdp_config=FsdpConfig(), ppo_max_token_len_per_gpu=budget
+    )
+    critic = attrs.evolve(cfg.critic, strategy=None)
+    one = attrs.evolve(cfg.ray, ranks=1)
+    cfg = attrs.evolve(cfg, algorithm=AlgorithmConfig(name="sft"), actor=actor, critic=critic, ray=one)
     cfg, source = prepared(cfg, say)
     if not (held_out := source.held_out(cfg.data.val_size)):
         raise ConfigError("there are no held-out problems: set data.val_files")

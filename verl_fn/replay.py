@@ -10,10 +10,12 @@ import attrs
 
 from verl_fn.algorithms import by_name
 from verl_fn.config import load
+from verl_fn.driver.ranks import torchrun_size
 from verl_fn.evaluate import validate
 from verl_fn.journal import Recorded, Recorder, digests, entry, first_difference, read_samples
 from verl_fn.progress import Say
 from verl_fn.runs import (
+    RANKS,
     TIMED,
     RunError,
     changed_keys,
@@ -86,6 +88,8 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     if recorded and cfg.algorithm.name == "sft":
         raise RunError("sft draws no samples, so there are none to take from the journal")
     origin = _beginning(folder, cfg, step, since)
+    begun = (step_of(origin) or 0) if origin is not None else 0
+    _check_ranks(folder, [row for at, row in rows.items() if begun < at <= step])
     cfg, source = prepared(cfg, say)
     with workers(cfg) as w:
         state = restored_state(origin, cfg, w) if origin is not None else initial_state(cfg, w)
@@ -129,6 +133,17 @@ def _beginning(folder: Path, cfg: Config, step: int, since: int) -> Path | None:
             f"the settings of step {step} held since step {since}, and no checkpoint from there is left to replay from"
         )
     return None
+
+
+def _check_ranks(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Refuse steps that another number of torchrun's processes made: their sums are rounded otherwise."""
+    for row in rows:
+        if (made := row.get(RANKS, 1)) != torchrun_size():
+            how = f"under torchrun with --nproc-per-node {made:g}" if made > 1 else "without torchrun"
+            raise RunError(
+                f"step {row['step']} of {folder} was made by {made:g} training processes, and {torchrun_size()} would "
+                f"round otherwise; replay it {how}"
+            )
 
 
 def _repeatable(row: dict[str, Any], evaluated: bool) -> dict[str, Any]:

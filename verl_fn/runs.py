@@ -18,6 +18,7 @@ import tomli_w
 
 from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.config import ConfigError, flat, load, to_table
+from verl_fn.driver import ranks
 from verl_fn.driver.build import roles
 from verl_fn.schema import Config
 from verl_fn.state import serial
@@ -27,6 +28,7 @@ S = TypeVar("S")
 ROLES = ("actor", "critic", "reference")
 MANIFEST = "checkpoint.json"
 LOGS = ("metrics.jsonl", "generations.jsonl", "journal.jsonl")
+RANKS = "perf/ranks"
 TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput")
 
 
@@ -124,15 +126,19 @@ class Run:
         shutil.rmtree(aside, ignore_errors=True)
         try:
             with self.written(f"the checkpoint of step {state.step}"):
-                aside.mkdir(parents=True)
+                # Where several processes save, the folder is there before any of them writes.
+                with ranks.together():
+                    aside.mkdir(parents=True)
                 _save_roles(state, aside, w)
-                self._fill(aside, state)
-                for name in LOGS:
-                    if (self.folder / name).exists():
-                        _sync(self.folder / name)
-                aside.rename(final)
-                _sync(final.parent)
-                self._point_at(final / "actor")
+                # None of them goes on, perhaps to its end, while the checkpoint has no name.
+                with ranks.together():
+                    self._fill(aside, state)
+                    for name in LOGS:
+                        if (self.folder / name).exists():
+                            _sync(self.folder / name)
+                    aside.rename(final)
+                    _sync(final.parent)
+                    self._point_at(final / "actor")
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         for old in checkpoints(self.folder)[self._keep :]:
@@ -196,7 +202,12 @@ class Follower(Run):
 
     def save(self, state: Any, w: Workers) -> Path:
         final = self._checkpoint(state.step)
-        _save_roles(state, _aside(final), w)
+        with self.written(f"the checkpoint of step {state.step}"):
+            with ranks.together():
+                pass
+            _save_roles(state, _aside(final), w)
+            with ranks.together():
+                pass
         return final
 
 
@@ -206,8 +217,6 @@ def _aside(final: Path) -> Path:
 
 
 def _save_roles(state: Any, aside: Path, w: Workers) -> None:
-    # Where several processes save, the folder is there before any of them writes.
-    w.agree(None)
     for role in ROLES:
         if getattr(state, role, None) is not None:
             getattr(w, role).save(getattr(state, role), aside / role)

@@ -22,7 +22,7 @@ from verl_fn.evaluate import accuracy, validate
 from verl_fn.journal import Recorder, entry, keep_samples
 from verl_fn.loggers import loggers
 from verl_fn.progress import Lines, Live, Say
-from verl_fn.runs import Follower, Run, RunError, changed_keys, read_metrics, restore, run_config, step_of
+from verl_fn.runs import RANKS, Follower, Run, RunError, changed_keys, read_metrics, restore, run_config, step_of
 from verl_fn.schema import Config
 from verl_fn.state import Key
 from verl_fn.tasks import TASKS, Source
@@ -55,15 +55,20 @@ def train(cfg: Config, say: Say = print, *, live: bool = False) -> dict[str, flo
         say, live = (lambda line: None), False
     run = Run(cfg) if first else Follower(cfg)
     with ranks.process_group(cfg), run.locked():
-        if cfg.trainer.resume_mode == "auto" and run.latest() is not None:
-            _tell_changes(run, cfg, say)
         with ranks.first_alone():
+            if cfg.trainer.resume_mode == "auto" and run.latest() is not None:
+                _tell_changes(run, cfg, say)
             cfg, source = prepared(cfg, say)
         say(f"{_headline(cfg)}; folder {run.folder}")
         with workers(cfg) as w:
             if w.about:
                 say(w.about)
-            return _loop(cfg, run, w, source, say, live)
+            try:
+                return _loop(cfg, run, w, source, say, live)
+            except Interrupted:
+                if not first:
+                    ranks.end_after_first(130)
+                raise
 
 
 def _headline(cfg: Config) -> str:
@@ -105,18 +110,23 @@ def _tell_changes(run: Run, cfg: Config, say: Say) -> None:
     Raises:
         RunError: one of them is part of the state, and would have no effect.
     """
-    for key, values in changed_keys(run.folder, cfg).items():
+    changed = changed_keys(run.folder, cfg)
+    before = run_config(run.folder)[0] if changed else cfg
+    for key, values in changed.items():
         if key == "trainer.seed" or key.startswith("algorithm.kl_ctrl."):
             raise RunError(
                 f"{key} cannot change in a run that is continued ({values}): the state holds it. "
                 f"Fork the run (verl-fn fork {run.folder} --step N {key}=...), or choose another trainer.dir"
             )
         role, _, setting = key.partition(".")
-        if setting in ("lora_rank", "lora_alpha", "target_modules"):
-            raise RunError(
-                f"{key} cannot change in a run that is continued ({values}): the state holds the adapters. Choose "
-                f"another trainer.dir; {role}'s merged model is in {run.latest() / role}"
-            )
+        if role in build.roles(cfg) and setting in ("lora_rank", "lora_alpha", "target_modules"):
+            had, has = (getattr(config, role).lora_rank > 0 for config in (before, cfg))
+            if had or has:
+                what, model = ("holds the adapters", "merged model") if had else ("is without adapters", "model")
+                raise RunError(
+                    f"{key} cannot change in a run that is continued ({values}): the state {what}. Choose another "
+                    f"trainer.dir; {role}'s {model} is in {run.latest() / role}"
+                )
         say(f"continuing with another setting: {key}: {values}")
 
 
@@ -181,7 +191,10 @@ def advance(
 ) -> tuple[Any, dict[str, float]]:
     """One step on the next problems."""
     problems = source.train(state.key.fold_in("data"), state.cursor, cfg.data.train_batch_size)
-    return algorithm.step(state, problems, w, cfg)
+    state, report = algorithm.step(state, problems, w, cfg)
+    # Only torchrun knows it, and a replay with another number would be rounded otherwise.
+    size = ranks.torchrun_size()
+    return state, report | ({RANKS: size} if size > 1 else {})
 
 
 def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: bool) -> dict[str, float]:
@@ -200,7 +213,8 @@ def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: boo
         say(
             f"no checkpoint in {run.folder}: beginning anew; what was logged up to step {lost[-1]['step']} is dropped"
         )
-    run.start(state.step, origin=origin)
+    with ranks.together():
+        run.start(state.step, origin=origin)
     seen = Recorder(w)
     recorded = seen.workers if t.journal != "off" else w
     saved = origin if origin is not None and origin.parent.parent == run.folder else None
@@ -229,7 +243,7 @@ def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: boo
             _write_journal(run, state, seen, w, cfg)
             progress.show(state.step, report, evaluation_line(report))
             _end_if_skipping(skipped, report, state.step, cfg, run)
-            stop = w.agree(bool(asked))
+            stop = any(ranks.gathered(bool(asked)))
             if stop or (t.save_freq > 0 and state.step % t.save_freq == 0):
                 saved = run.save(state, w)
             if stop and not last:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from verl_fn.schema import Config, ConfigError
 
@@ -121,15 +122,66 @@ def of_first(value: T) -> T:
     return told[0]
 
 
+def gathered(value: T) -> list[T]:
+    """The values of all processes that torchrun started, by rank.
+
+    Raises:
+        ActorHangs: one of them did not come within ``ray.timeout``.
+        ActorDied: one of them has ended.
+        SystemExit: the same, on all ranks but the first, which tells.
+    """
+    if torchrun_size() == 1:
+        return [value]
+    from verl_fn.backends import agreement
+    from verl_fn.workers import ActorDied, ActorHangs
+
+    try:
+        return agreement.gathered(value)
+    except RuntimeError as error:
+        # Gloo has no types of its own for these.
+        if "timed out" in str(error).lower():
+            raise ActorHangs(
+                f"rank {torchrun_rank()} waited for another of torchrun's processes for longer than ray.timeout; "
+                "raise ray.timeout if that one was still at work, such as reading data or writing a checkpoint"
+            ) from error
+        if torchrun_rank() > 0:
+            end_after_first(1)
+        raise ActorDied(
+            "another of torchrun's processes has ended; what it said, or torchrun of it, tells why"
+        ) from error
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """All ranks leave the body together. What goes wrong in it on one ends all of them, and the first one tells."""
+    from verl_fn.backends.agreement import agreed
+
+    try:
+        with agreed(gathered):
+            yield
+    except (OSError, ValueError):
+        if torchrun_rank() > 0:
+            end_after_first(1)
+        raise
+
+
 @contextlib.contextmanager
 def first_alone() -> Iterator[None]:
-    """The first rank goes through the body before all others do, which find what it wrote."""
+    """The first rank goes through the body before all others do, which find what it wrote; all leave it together."""
     if torchrun_rank() > 0:
-        try:
-            of_first(None)
-        except RuntimeError:
-            # The first rank has ended, and has said why.
-            raise SystemExit(1) from None
-    yield
+        with together():
+            pass
+    with together():
+        yield
     if torchrun_rank() == 0:
+        with together():
+            pass
+
+
+def end_after_first(status: int) -> NoReturn:
+    """End this process after the first one: torchrun ends all others when one has ended, whatever they still do."""
+    with contextlib.suppress(RuntimeError):
         of_first(None)
+    # It has closed its connections, and says why right after that.
+    time.sleep(2.0)
+    raise SystemExit(status)
