@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from verl_fn import __version__
 
@@ -145,5 +146,18 @@ def _refuse(error: object, status: int) -> int:
     return status
 
 
+def run_rank() -> NoReturn:
+    """``main`` as torchrun starts it. Threads of a process group outlive it, and would abort an orderly end."""
+    try:
+        status = main()
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        run_rank()
     raise SystemExit(main())

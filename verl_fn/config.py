@@ -241,9 +241,21 @@ def _check_keys(table: Mapping[str, Any], cls: type, prefix: str) -> None:
             _check_keys(value, hints[name], f"{prefix}{name}.")
 
 
+# What other trainers call it, by the last part of the key.
+ELSEWHERE = {
+    "n_gpus_per_node": "ray.ranks", "nnodes": "ray.ranks", "n_gpus": "ray.ranks", "num_gpus": "ray.ranks",
+    "nproc_per_node": "ray.ranks", "sp": "actor.fsdp_config.ulysses_sequence_parallel_size",
+    "fsdp_size": "actor.fsdp_config.replicate", "learning_rate": "actor.optim.lr", "grad_clip": "actor.optim.clip_grad",
+    "max_grad_norm": "actor.optim.clip_grad", "epochs": "trainer.total_training_steps",
+    "total_epochs": "trainer.total_training_steps",
+}  # fmt: skip
+
+
 def _unknown(key: str) -> ConfigError:
     known = list(keys())
     near = difflib.get_close_matches(key, known, 1, 0.8)
+    if not near and (there := ELSEWHERE.get(key.rpartition(".")[2])):
+        near = [there]
     parts = key.split(".")
     for i in range(len(parts)):
         near = near or [k for k in known if f".{k}".endswith("." + ".".join(parts[i:]))]
