@@ -233,7 +233,9 @@ class DriverConfig:
     kind: str = opt(
         "local", "local: this process; ray: rollout, reward and training as actors", in_(("local", "ray"))
     )
-    num_threads: int = opt(0, "CPU threads of torch in each process; 0 shares the cores among the ranks", ge(0), le(4096))
+    num_threads: int = opt(
+        0, "CPU threads of torch in each process; 0 shares the cores among the ranks", ge(0), le(4096)
+    )
     device: str = opt("auto", "cpu, cuda, or auto", in_(("auto", "cpu", "cuda")))
     deterministic: bool = opt(True, "bitwise repeatable kernels")
 
