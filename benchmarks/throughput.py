@@ -193,7 +193,9 @@ def main(argv: Sequence[str]) -> int:
     if args.device != "cuda":
         parser.error("there is no CUDA device; on a CPU these shapes would take hours")
     if "verl" in args.engines and importlib.util.find_spec("verl") is None:
-        parser.error("verl is not installed: install verl==0.9.1, liger-kernel and flash-attn, or give --engines ours")
+        parser.error(
+            "verl is not installed: install verl==0.9.1, liger-kernel and flash-attn, or give --engines ours"
+        )
     results, held = {}, True
     print(
         f"{'shape':<7}{'engine':<8}{'update':>16}{'MFU':>7}{'peak':>11}{'log-probs':>18}{'MFU':>7}{'grad norm':>11}"
