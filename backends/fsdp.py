@@ -368,7 +368,8 @@ class Fsdp:
         Raises:
             ValueError: ranks were given different batches.
         """
-        require_same({"batch": of_batch(batch)})
+        if self.layout.size > 1:
+            require_same({"batch": of_batch(batch)})
         check_targets(batch)
         found = []
         for rows in deal(batch, self.layout.shares, self.max_tokens)[self.layout.share]:

@@ -270,7 +270,10 @@ def build(
         nn.init.zeros_(skeleton.output_layer.weight)
         if skeleton.output_layer.bias is not None:
             nn.init.zeros_(skeleton.output_layer.bias)
-    _check(skeleton, folder)
+    try:
+        _check(skeleton, folder)
+    except NotImplementedError as error:
+        raise ModelError(f"{folder}: {error}") from error
     params = {name: p.detach() for name, p in model.named_parameters()}
     if lora is not None:
         skeleton.adapt(lora, key.fold_in("lora"), folder)

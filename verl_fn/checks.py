@@ -12,7 +12,6 @@ from verl_fn.backends.model import ModelError, read_config
 from verl_fn.backends.ulysses import LayoutError, check_heads
 from verl_fn.config import ConfigError
 from verl_fn.driver import build
-from verl_fn.driver.ranks import torchrun_size
 from verl_fn.schema import Config
 from verl_fn.tasks import Source, Task
 
@@ -27,7 +26,7 @@ def check(cfg: Config, source: Source) -> None:
     """
     d = cfg.data
     _check_device(cfg)
-    check_ranks(cfg, cfg.ray.ranks if cfg.driver.kind == "ray" else torchrun_size())
+    check_ranks(cfg, build.training_ranks(cfg))
     if cfg.trainer.stop_at is not None and d.train_files and not d.val_files:
         raise ConfigError("trainer.stop_at needs held-out problems; set data.val_files")
     tokenizer = build.tokenizer(cfg)
@@ -47,7 +46,7 @@ def check(cfg: Config, source: Source) -> None:
         trained = prompt + source.max_answer + 1 if isinstance(source, Task) else getattr(source, "max_row", 0)
         parts = "prompt, answer and end token"
     for role in build.roles(cfg):
-        folder = cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
+        folder = build.folder_of(cfg, role)
         check_vocabulary(folder, tokenizer)
         positions = getattr(read_config(folder), "max_position_embeddings", None)
         if positions is not None and trained > positions and cfg.algorithm.name == "sft":
@@ -91,7 +90,7 @@ def check_ranks(cfg: Config, ranks: int) -> None:
                     f"{table}.strategy is local, which is one process, but {started} {ranks}; set {table}.strategy=fsdp"
                 )
             continue
-        f, folder = settings.fsdp_config, cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
+        f, folder = settings.fsdp_config, build.folder_of(cfg, role)
         for name in ("replicate", "ulysses_sequence_parallel_size"):
             if ranks % getattr(f, name):
                 raise ConfigError(

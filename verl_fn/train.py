@@ -156,8 +156,7 @@ def initial_state(cfg: Config, w: Workers) -> Any:
     blank = by_name(cfg.algorithm.name).new(cfg, Key.from_seed(cfg.trainer.seed))
     loaded = {}
     for role in build.roles(cfg):
-        folder = cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
-        loaded[role] = getattr(w, role).load_pretrained(folder, blank.key.fold_in(role))
+        loaded[role] = getattr(w, role).load_pretrained(build.folder_of(cfg, role), blank.key.fold_in(role))
     return _offloaded(attrs.evolve(blank, **loaded), cfg, w)
 
 
@@ -199,13 +198,13 @@ def advance(
 
 def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: bool) -> dict[str, float]:
     t, algorithm, held_out = cfg.trainer, by_name(cfg.algorithm.name), source.held_out(cfg.data.val_size)
-    origin = w.agree(_origin(cfg, run))
+    origin = ranks.of_first(_origin(cfg, run))
     if origin is not None:
         state = restored_state(origin, cfg, w)
         say(f"continuing {run.folder} after step {state.step}, from {origin}")
     else:
         state = initial_state(cfg, w)
-    evaluation = w.agree(last_evaluation(origin.parents[1], state.step)) if origin is not None else {}
+    evaluation = ranks.of_first(last_evaluation(origin.parents[1], state.step)) if origin is not None else {}
     if origin is not None and (state.step >= t.total_training_steps or _reached(evaluation, cfg)):
         say(f"finished before: {state.step} steps of {t.total_training_steps}; nothing was done or changed")
         return evaluation
@@ -277,7 +276,7 @@ def _evaluate(state: Any, held_out: Any, w: Workers, cfg: Config, run: Run) -> d
     report, answers = validate(state, held_out, w, cfg)
     if answers:
         run.append("generations.jsonl", *({"step": state.step} | answer for answer in answers))
-    return w.agree(report)
+    return ranks.of_first(report)
 
 
 def _write_journal(run: Run, state: Any, seen: Recorder, w: Workers, cfg: Config) -> None:

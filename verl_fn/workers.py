@@ -38,7 +38,6 @@ class Workers:
         call: applies a function to values, references or handles, where they lie; ``returns=k`` for k results.
         get: the value behind a reference, or behind all references of a nested value.
         wait: blocks until what is behind references is there, and passes them on.
-        agree: the value that the first of several processes has which run this same loop.
         about: a line on what the workers run, for the screen.
     """
 
@@ -51,7 +50,6 @@ class Workers:
     call: Callable[..., Any] = call_here
     get: Callable[[Any], Any] = get_here
     wait: Callable[[Any], Any] = get_here
-    agree: Callable[[Any], Any] = get_here
     about: str = ""
 
 

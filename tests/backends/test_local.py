@@ -196,6 +196,9 @@ def test_what_cannot_be_run_is_refused_with_its_name(tmp_path):
     scaled = new_model(tmp_path / "b", chars="abcd", arch="granite", hidden_size=32, logits_scaling=8.0)
     with pytest.raises(ModelError, match="after the output layer"):
         Local(scaled, OPTIMIZER).load_pretrained()
+    capped = new_model(tmp_path / "c", chars="abcd", arch="gemma2", hidden_size=32)
+    with pytest.raises(ModelError, match="Gemma2Attention uses soft-capped scores"):
+        Local(capped, OPTIMIZER).load_pretrained()
 
 
 def test_batches_that_cannot_be_run_are_refused(tiny):

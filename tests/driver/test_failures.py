@@ -107,6 +107,7 @@ def test_a_rank_that_cannot_join_is_told_at_once(ray_cluster, monkeypatch):
 
 
 def reset_or_work():
+    dist.barrier()
     if dist.get_rank() == 0:
         raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection reset by peer")
     time.sleep(600)

@@ -19,8 +19,7 @@ def set_up_process(cfg: Config) -> None:
     """Threads of this process, and no stray log lines of libraries."""
     import torch
 
-    ranks = cfg.ray.ranks if cfg.driver.kind == "ray" else torchrun_size()
-    torch.set_num_threads(cfg.driver.num_threads or max(1, (os.cpu_count() or 1) // ranks))
+    torch.set_num_threads(cfg.driver.num_threads or max(1, (os.cpu_count() or 1) // training_ranks(cfg)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if cfg.driver.deterministic:
@@ -35,6 +34,11 @@ def device(cfg: Config) -> str:
     if cfg.driver.device != "auto":
         return cfg.driver.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def training_ranks(cfg: Config) -> int:
+    """How many processes train a role: Ray's, torchrun's, or this one."""
+    return cfg.ray.ranks if cfg.driver.kind == "ray" else torchrun_size()
 
 
 def model_folder(cfg: Config) -> Path:
@@ -97,6 +101,11 @@ def settings(cfg: Config, role: str) -> ActorConfig:
     return attrs.evolve(cfg.critic, strategy=cfg.actor.strategy, fsdp_config=cfg.actor.fsdp_config)
 
 
+def folder_of(cfg: Config, role: str) -> str:
+    """The model folder of a training role: a critic may have one of its own."""
+    return cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
+
+
 def trainer(cfg: Config, role: str) -> Any:
     """The training backend of ``actor``, ``critic`` or ``reference``; ``fsdp`` wants a process group."""
     from verl_fn.backends.local import Local
@@ -105,7 +114,6 @@ def trainer(cfg: Config, role: str) -> Any:
 
     s = settings(cfg, role)
     updates = cfg.trainer.total_training_steps * updates_a_step(cfg)
-    folder = cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
     tx = frozen() if role == "reference" else optimizer(s.optim, updates)
     common: dict[str, Any] = {
         "head": "value" if role == "critic" else "lm",
@@ -116,12 +124,12 @@ def trainer(cfg: Config, role: str) -> Any:
         "deterministic": cfg.driver.deterministic,
     }
     if s.strategy != "fsdp":
-        return Local(folder, tx, max_tokens=s.ppo_max_token_len_per_gpu, **common)
+        return Local(folder_of(cfg, role), tx, max_tokens=s.ppo_max_token_len_per_gpu, **common)
     from verl_fn.backends.fsdp import Fsdp
 
     f = s.fsdp_config
     return Fsdp(
-        folder,
+        folder_of(cfg, role),
         tx,
         max_tokens=token_budget(s),
         replicate=f.replicate,

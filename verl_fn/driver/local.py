@@ -21,6 +21,5 @@ def local_workers(cfg: Config) -> Iterator[Workers]:
             rollout=build.rollout(cfg),
             reward=build.reward(cfg),
             tokenizer=build.tokenizer(cfg),
-            agree=ranks.of_first,
             **training,
         )
