@@ -1,6 +1,6 @@
 """PPO on one process and on several sharded ranks over Ray, step by step on the same recorded samples.
 
-A local run keeps its samples in its journal; the other one takes them instead of sampling, so that both see the same
+A run of one process on the CPU keeps its samples in its journal; the other one takes them instead of sampling, so that both see the same
 batches while their weights go their own ways. Losses and gradient norms of actor and critic are compared at every step.
 """
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
     args = parser.parse_args(argv)
-    layout = ["driver.kind=ray", f"ray.ranks={args.ranks}", "actor.strategy=fsdp"]
+    layout = ["driver.kind=ray", f"ray.ranks={args.ranks}", "actor.strategy=fsdp", f"driver.device={args.device}"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = new_model(folder / "model", chars=TASKS["reverse"].alphabet)
@@ -81,5 +81,5 @@ def main(argv: Sequence[str]) -> int:
     held = all(error <= BAR for error in worst.values())
     print(f"worst {max(worst.values()):.1e}: {'held' if held else 'MISSED'} (bar {BAR:.0e})")
     about = {"layout": layout, "bar": BAR, "floor": FLOOR, "worst": worst, "held": held}
-    measure.write(args.json, "ppo-layouts", "cpu", {**about, "settings": SETTINGS, "steps": rows})
+    measure.write(args.json, "ppo-layouts", args.device, {**about, "settings": SETTINGS, "steps": rows})
     return 0 if held else 1

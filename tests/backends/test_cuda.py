@@ -140,7 +140,8 @@ def gpus():
     "options",
     [
         {}, {"compute_dtype": "bfloat16", "checkpointing": True}, {"head": "value"}, {"sp": 2}, {"lora": LORA},
-        {"lora": LORA, "compute_dtype": "bfloat16", "checkpointing": True},
+        {"lora": LORA, "compute_dtype": "bfloat16", "checkpointing": True}, {"compile": True},
+        {"compile": True, "sp": 2, "checkpointing": True}, {"compile": True, "lora": LORA, "compute_dtype": "bfloat16"},
     ],
     ids=str,
 )  # fmt: skip

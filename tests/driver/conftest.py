@@ -51,12 +51,13 @@ class Ranks:
         return cls(self.cluster, self.group, name)
 
 
-def start_ranks(size, timeout=120.0):
-    cfg = load(overrides=["driver.num_threads=1", "driver.device=cpu"])
+def start_ranks(size, timeout=120.0, device="cpu"):
+    cfg = load(overrides=["driver.num_threads=1", f"driver.device={device}"])
+    gpus = float(device == "cuda")
     cluster = Cluster(timeout)
     try:
-        cluster.reserve([{"CPU": ROOM}] * size, "PACK")
-        cluster.start({"trainer": [Seat(i) for i in range(size)]}, cfg)
+        cluster.reserve([{"CPU": ROOM, "GPU": gpus}] * size, "PACK")
+        cluster.start({"trainer": [Seat(i, gpus) for i in range(size)]}, cfg)
         cluster.join(cluster.groups["trainer"])
     except BaseException:
         cluster.stop()

@@ -12,7 +12,8 @@ def optimizer():
 
 
 def fsdp(cfg, folder, cls=Fsdp):
-    return cls(folder, optimizer(), max_tokens=24)
+    deterministic = cfg.driver.device == "cuda"
+    return cls(folder, optimizer(), max_tokens=24, device=cfg.driver.device, deterministic=deterministic)
 
 
 def mock(cfg):

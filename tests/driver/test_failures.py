@@ -7,6 +7,7 @@ import time
 import pytest
 import ray
 import remote_mutants
+import torch
 import torch.distributed as dist
 from conftest import start_ranks
 
@@ -43,15 +44,27 @@ def sleep():
     time.sleep(600)
 
 
-@pytest.fixture(params=["raise", "kill", "sleep", "stop"])
+DEVICES = ["cpu", "cuda"] if torch.cuda.device_count() > 1 else ["cpu"]
+
+
+@pytest.fixture(
+    params=[(kind, device) for device in DEVICES for kind in ("raise", "kill", "sleep", "stop")], ids="-".join
+)
 def case(request, ray_cluster, model):
     """What is done to a rank, and a group for it; afterwards nothing of the group is left."""
-    ranks = start_ranks(2)
+    kind, device = request.param
+    before = rooms()
+    ranks = start_ranks(2, device=device)
     members = ranks.group.members
-    yield request.param, ranks
+    yield kind, ranks
     ranks.cluster.stop()
     assert not [member.pid for member in members if _runs(member.pid)]
-    assert {one["state"] for one in ray.util.placement_group_table().values()} == {"REMOVED"}
+    assert rooms() == before
+
+
+def rooms():
+    """The placement groups that are not given back."""
+    return {name for name, one in ray.util.placement_group_table().items() if one["state"] != "REMOVED"}
 
 
 def test_the_guilty_rank_is_told(case, model):

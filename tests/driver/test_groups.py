@@ -5,6 +5,8 @@ import operator
 import pytest
 import ray
 import remote_mutants
+import torch
+from conftest import start_ranks
 
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
@@ -31,6 +33,18 @@ def check(backend, two, other=None):
 
 def test_laws_of_two_sharded_ranks(two, fsdp, model):
     check(fsdp, two, Local(model, remote_mutants.optimizer(), max_tokens=24))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_laws_of_two_gpus(ray_cluster, model):
+    one = Local(model, remote_mutants.optimizer(), max_tokens=24, device="cuda", deterministic=True)
+    ranks = start_ranks(2, device="cuda")
+    try:
+        check_backend(
+            ranks.backend("fsdp", remote_mutants.fsdp, model), one, loss=LOSS, tolerance=1e-4, get=ranks.get
+        )
+    finally:
+        ranks.cluster.stop()
 
 
 def test_laws_of_a_mock_through_handles(two):
