@@ -26,13 +26,14 @@ class Packing:
 
     Attributes:
         cu_seqlens: row starts and the end, int32, on the model's device.
-        longest: tokens of the longest row.
+        places: 0 to the longest row's last token; its length says how long that is, since compiled code takes a
+            tensor's sizes as they come, and would be made anew for another number.
         slots: each token's place in a padded ``[B * longest]`` table.
         sequence: the ranks that share the sequence, if any; each then has a share of its tokens.
     """
 
     cu_seqlens: Int[Tensor, " B1"]
-    longest: int
+    places: Int[Tensor, " longest"]
     slots: Int[Tensor, " T"]
     sequence: Any = None
 
@@ -44,7 +45,12 @@ class Packing:
         within = torch.arange(batch.num_tokens) - batch.cu_seqlens[:-1].long().repeat_interleave(lengths)
         slots = batch.row_ids * longest + within
         cu_seqlens = batch.cu_seqlens.to(device, non_blocking=True)
-        return cls(cu_seqlens, longest, slots.to(device, non_blocking=True), sequence)
+        return cls(cu_seqlens, torch.arange(longest, device=device), slots.to(device, non_blocking=True), sequence)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return len(self.places)
 
 
 def packed_attention(
@@ -100,7 +106,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | 
 
     mask = None
     if window is not None and longest > window:
-        i = torch.arange(longest, device=q.device)
+        i = packing.places
         mask = (i[:, None] >= i) & (i[:, None] - i < window)
     gqa = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(

@@ -378,9 +378,11 @@ def compile_layer(layer: nn.Module) -> None:
 
     def forward(hidden: Tensor, *args: Any, packing: Packing, **kwargs: Any) -> Any:
         # Nothing else is to vary: kernels that divide by sizes of heads known only at run time are far slower.
-        for t in (hidden, *kwargs.get("position_embeddings", ())):
-            torch._dynamo.maybe_mark_dynamic(t, 1)
-        for t in (packing.slots, packing.cu_seqlens):
+        by_token = (hidden, kwargs.get("position_ids"), *(kwargs.get("position_embeddings") or ()))
+        for t in by_token:
+            if t is not None:
+                torch._dynamo.maybe_mark_dynamic(t, 1)
+        for t in (packing.slots, packing.cu_seqlens, packing.places):
             torch._dynamo.maybe_mark_dynamic(t, 0)
         return compiled(hidden, *args, packing=packing, **kwargs)
 

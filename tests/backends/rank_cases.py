@@ -78,6 +78,18 @@ def compiled(folder, options, rows):
         return first_step(folder, options | {"compile": True}, rows)
 
 
+def compiled_once(folder, options):
+    """After one micro-batch each way, others of other sizes find their code made."""
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        backend = Fsdp(folder, optimizer(), max_tokens=24, compile=True, **options)
+        state, size = backend.init(KEY), dist.get_world_size() // options.get("sp", 1)
+        first, others = tiny_batch(rows=2 * size), tiny_batch(rows=6 * size)
+        for batch, stance in ((first, "default"), (others, "fail_on_recompile")):
+            with torch.compiler.set_stance(stance):
+                backend.forward(state.params, batch)
+                backend.forward_backward(state, batch, ppo_clip())
+
+
 def holds(folder):
     """Values keep their meaning while others are computed with; a reference that shares leaves is copied for."""
     backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()

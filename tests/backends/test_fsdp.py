@@ -76,6 +76,11 @@ def test_compiled_layers_compute_the_same(two, untied, options):
     assert worst["gradient"] <= 1e-5 and worst["update"] <= 1e-5, worst
 
 
+@pytest.mark.parametrize("options", [{}, {"sp": 2}], ids=str)
+def test_layers_are_compiled_once_for_all_sizes(two, untied, options):
+    two.run("compiled_once", untied, options)
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_call_that_fails_leaves_nothing_behind(one, folder, where):
     assert one.run("after_failure", folder, where) == [True]
