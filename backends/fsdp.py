@@ -198,7 +198,7 @@ class Fsdp:
         parts = self._mine(batch)
         with repeatable(self.deterministic), self._pointing_at(params):
             for i, (rows, staged) in enumerate(parts):
-                with fits(staged.batch, i, len(parts), self.max_tokens):
+                with fits(staged.batch, i, len(parts), self.max_tokens, sharers=self.layout.sp):
                     outputs = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
                 if rows:
                     found.append((rows, dict(outputs.by_name)))
@@ -220,6 +220,7 @@ class Fsdp:
             raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
         wanted = check_needs(self.head, loss.needs)
         found: Metrics = {}
+        sharers, keeps = self.layout.sp, not self.checkpointing
         parts = self._mine(batch)
         with repeatable(self.deterministic), self._pointing_at(state.params) as held:
             for i, (rows, staged) in enumerate(parts):
@@ -229,7 +230,7 @@ class Fsdp:
                     total = total_loss(staged.batch, per_token)
                     return total, {"loss": Sum(total.detach().double()), **told}
 
-                with fits(staged.batch, i, len(parts), self.max_tokens):
+                with fits(staged.batch, i, len(parts), self.max_tokens, sharers=sharers, keeps=keeps):
                     total, told = self._built()(compute)
                     total.backward()
                 if rows:

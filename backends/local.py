@@ -192,7 +192,7 @@ class Local:
                     total.backward()
                     return {"loss": Sum(total.detach().double()), **told}
 
-                with fits(part, i, len(split), self.max_tokens):
+                with fits(part, i, len(split), self.max_tokens, keeps=not self.checkpointing):
                     found = metrics.merge(found, self._built().run(tensors, backward))
         return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), found
 

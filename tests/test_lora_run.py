@@ -6,6 +6,7 @@ import shutil
 import pytest
 import tomli_w
 import torch
+from safetensors.torch import load_file
 from test_train import config, files, model, numbers  # noqa: F401
 
 from verl_fn.cli import main
@@ -113,12 +114,18 @@ def test_targets_that_match_nothing_end_a_run_in_one_line(model, tmp_path, capsy
 def test_ray_and_ranks_give_the_same_lora_run(model, tmp_path):  # noqa: F811
     """Through handles the reference is the actor's base too: one rank bitwise, two sharded ones up to rounding."""
     pytest.importorskip("ray")
+    said = []
     for name, more in {
         "local": [],
         "ray": ["driver.kind=ray"],
         "two": ["driver.kind=ray", "ray.ranks=2", "actor.strategy=fsdp"],
     }.items():
-        train(config(model, tmp_path / name, "grpo", *LORA, *more, "trainer.total_training_steps=2"), QUIET)
+        train(config(model, tmp_path / name, "grpo", *LORA, *more, "trainer.total_training_steps=2"), said.append)
+    sizes = [line for line in said if line.startswith("actor trains")]
+    base = sum(t.numel() for t in load_file(model / "model.safetensors").values())
+    moments = load_file(tmp_path / "two/checkpoints/step_2/actor/train_state.safetensors")
+    added = sum(t.numel() for name, t in moments.items() if name.startswith(".optimizer.exp_avg["))
+    assert sizes == 3 * [f"actor trains {added:,} of {base + added:,} parameters ({added / (base + added):.2%})"]
     assert numbers(tmp_path / "ray") == numbers(tmp_path / "local")
     for one, other in zip(numbers(tmp_path / "two"), numbers(tmp_path / "local"), strict=True):
         for key, value in one.items():

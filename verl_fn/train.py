@@ -24,7 +24,7 @@ from verl_fn.loggers import loggers
 from verl_fn.progress import Lines, Live, Say
 from verl_fn.runs import RANKS, Follower, Run, RunError, changed_keys, read_metrics, restore, run_config, step_of
 from verl_fn.schema import Config
-from verl_fn.state import Key
+from verl_fn.state import Key, Params
 from verl_fn.tasks import TASKS, Source
 from verl_fn.workers import Workers
 
@@ -204,6 +204,7 @@ def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: boo
         say(f"continuing {run.folder} after step {state.step}, from {origin}")
     else:
         state = initial_state(cfg, w)
+    _tell_adapters(state, cfg, w, say)
     evaluation = ranks.of_first(last_evaluation(origin.parents[1], state.step)) if origin is not None else {}
     if origin is not None and (state.step >= t.total_training_steps or _reached(evaluation, cfg)):
         say(f"finished before: {state.step} steps of {t.total_training_steps}; nothing was done or changed")
@@ -255,6 +256,19 @@ def _loop(cfg: Config, run: Run, w: Workers, source: Source, say: Say, live: boo
             run.save(state, w)
         say(f"done: {state.step} steps; the model is {run.folder}/model")
         return evaluation
+
+
+def _tell_adapters(state: Any, cfg: Config, w: Workers, say: Say) -> None:
+    """Say how much of each model with adapters is trained."""
+    for role in build.roles(cfg):
+        if build.settings(cfg, role).lora_rank:
+            trained, total = w.get(getattr(w, role).map(_sizes, getattr(state, role).params))
+            say(f"{role} trains {trained:,} of {total:,} parameters ({trained / total:.2%})")
+
+
+def _sizes(params: Params) -> tuple[int, int]:
+    """Elements that are trained, and all."""
+    return sum(params[name].numel() for name in params.trained()), sum(p.numel() for p in params.values())
 
 
 def _origin(cfg: Config, run: Run) -> Path | None:

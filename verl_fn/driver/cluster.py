@@ -243,7 +243,10 @@ class Cluster:
             reason = str(error)
         tail = _on_node(member.node, _tails, member.logs) or ["(its log cannot be read)"]
         end = "\n  ".join(tail)
-        return ActorDied(f"{member.name} (pid {member.pid}) died: {reason}\nits log ends:\n  {end}")
+        return ActorDied(
+            f"{member.name} (pid {member.pid}) died: {reason}\nits log ends:\n  {end}\n"
+            "The same command continues from the last checkpoint"
+        )
 
 
 def _of_others(error: Exception) -> bool:
