@@ -1,7 +1,8 @@
 """PPO on one process and on several sharded ranks over Ray, step by step on the same recorded samples.
 
-A run of one process on the CPU keeps its samples in its journal; the other one takes them instead of sampling, so that both see the same
-batches while their weights go their own ways. Losses and gradient norms of actor and critic are compared at every step.
+A run of one process on the CPU keeps its samples in its journal. The other one takes them instead of sampling, so that
+both see the same batches while their weights go their own ways. Losses and gradient norms of actor and critic are
+compared at every step.
 """
 
 from __future__ import annotations
