@@ -345,8 +345,6 @@ class Fsdp:
                 held[name] = parameter(moved(leaves[name], self.device), name in trained)
                 place._setattr_on_modules(held[name])
                 place.reset_sharded_param()
-                if hasattr(place, "_unsharded_param"):
-                    place._unsharded_param.requires_grad_(name in trained)
             yield held
         except BaseException:
             # FSDP stays in the middle of the pass, and would give zeros for gradients from now on.

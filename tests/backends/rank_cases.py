@@ -147,9 +147,10 @@ def after_failure(folder, where):
 
 def trained_in_turn(folder, options):
     """What a call trains does not depend on what the first one trained."""
-    one, many = (cls(folder, optimizer(), max_tokens=24, **options) for cls in (Local, Fsdp))
+    alone = {name: options[name] for name in SHARED if name in options}
+    one, many = (cls(folder, optimizer(), max_tokens=24, **o) for cls, o in ((Local, alone), (Fsdp, options)))
     batch, found = tiny_batch(), []
-    for names in (frozenset({"model.norm.weight"}), None):
+    for names in (frozenset({"model.norm.weight"}), None, frozenset({"model.embed_tokens.weight"})):
         grads = []
         for backend in (one, many):
             state = backend.init(KEY)

@@ -86,9 +86,12 @@ def test_a_call_that_fails_leaves_nothing_behind(one, folder, where):
     assert one.run("after_failure", folder, where) == [True]
 
 
+@pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", FP32), ("bfloat16", 0.05)])
-def test_what_is_trained_may_change_from_call_to_call(one, untied, dtype, tolerance):
-    assert max(one.run("trained_in_turn", untied, {"compute_dtype": dtype})) < tolerance
+def test_what_is_trained_may_change_from_call_to_call(one, two, untied, dtype, tolerance, reshard):
+    for ranks in (one, two):
+        options = {"compute_dtype": dtype, "reshard_after_forward": reshard}
+        assert max(ranks.run("trained_in_turn", untied, options)) < tolerance
 
 
 def test_values_keep_their_meaning(two, folder):
