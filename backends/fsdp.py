@@ -149,9 +149,7 @@ class Fsdp:
             for tensors in ({**weights, **skeleton.constants}, rest)
         )
         describe = lambda folder: checkpoint.describe_model(folder, skeleton, self.folder)  # noqa: E731
-        checkpoint.save_state(
-            folder, model, others, scalars, describe, gather=gathered, rank=self.layout.rank
-        )  # fmt: skip
+        checkpoint.save_state(folder, model, others, scalars, describe, gather=gathered, rank=self.layout.rank)
 
     def restore(self, folder: str | Path) -> TrainState:
         """The state that ``save`` of any backend wrote, bitwise; each rank reads what it will hold."""
