@@ -203,6 +203,20 @@ def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> T
     return TokenOutputs(found)
 
 
+def check_head(head: str) -> str:
+    """The head, if it is one.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> check_head("value")
+    'value'
+    """
+    if head not in SUPPORTED_NEEDS:
+        raise ValueError(f"head is {head!r}; it must be {' or '.join(SUPPORTED_NEEDS)}")
+    return head
+
+
 def check_needs(head: str, needs: Iterable[str]) -> frozenset[str]:
     """The needs as a set.
 
