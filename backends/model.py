@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from .ulysses import Sequence
 
 SUPPORTED_NEEDS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
 
+# What transformers calls the output layers of language models, and those of classifiers.
+HEADS = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -62,6 +65,7 @@ class Skeleton(nn.Module):
         model: the transformers model.
         head: ``lm`` for a language model, ``value`` for a scalar a token.
         adapters: of LoRA, if it has any.
+        longest: the most tokens of a row.
     """
 
     def __init__(self, model: nn.Module, head: str) -> None:
@@ -69,6 +73,7 @@ class Skeleton(nn.Module):
         self.model = model
         self.head = head
         self.adapters = Adapters()
+        self.longest = _longest(model.config)
         self._inside: dict[str, str] = {}
 
     def forward(self, fn: Callable[[Skeleton], Any]) -> Any:
@@ -120,8 +125,25 @@ class Skeleton(nn.Module):
             return self.model.get_output_embeddings()
         return next(getattr(self.model, name) for name in ("score", "classifier") if hasattr(self.model, name))
 
+    def check_longest(self, tokens: int) -> None:
+        """Whether rows of so many tokens can be computed.
+
+        Raises:
+            ValueError: they are longer than the model's frequencies are fixed for.
+        """
+        if tokens > self.longest:
+            raise ValueError(
+                f"a row has {tokens} tokens, more than the {self.longest} of this model's "
+                f"original_max_position_embeddings: beyond it, longrope changes all rows of a micro-batch together"
+            )
+
     def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
-        """The last hidden state of each packed token, ``[T, H]``."""
+        """The last hidden state of each packed token, ``[T, H]``.
+
+        Raises:
+            ValueError: a row is too long to be computed as it would be alone.
+        """
+        self.check_longest(packing.longest)
         found = self.model.base_model(
             input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
         )
@@ -149,7 +171,7 @@ class Staged:
         """Stage a batch that lies on the CPU; ``group`` is of the ranks that share its sequence, if any do.
 
         Raises:
-            ValueError: ``response_mask`` is set on a row's first token, which nothing precedes.
+            ValueError: as ``check_targets``.
         """
         targets = check_targets(batch)
         temperature = None
@@ -164,8 +186,18 @@ def check_targets(batch: Batch) -> Tensor:
     """The tokens with ``response_mask``.
 
     Raises:
-        ValueError: one of them is a row's first token, which nothing precedes.
+        ValueError: one of them is a row's first token, which nothing precedes, or ``temperature`` is not one positive
+            number a row.
     """
+    if "temperature" in batch:
+        if "temperature" in batch.per_token or batch["temperature"].ndim != 1:
+            raise ValueError("temperature must be one number a row, a per-row field")
+        odd = ~(batch["temperature"].isfinite() & (batch["temperature"] > 0))
+        if bool(odd.any()):
+            row = int(odd.nonzero()[0])
+            raise ValueError(
+                f"row {row}: temperature is {batch['temperature'][row]:g}; it must be positive and finite"
+            )
     targets = batch["response_mask"].nonzero()[:, 0]
     first = batch.positions[targets] == 0
     if bool(first.any()):
@@ -259,7 +291,8 @@ def build(
 
     attention.register()
     config = read_config(folder)
-    auto = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
+    unfit = "does not let its attention be chosen"
+    auto: Any = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
     options: dict[str, Any] = {"attn_implementation": attention.NAME, "dtype": torch.float32}
     has_value_head = any("TokenClassification" in name for name in config.architectures or ())
     if head == "value":
@@ -268,19 +301,32 @@ def build(
         torch.manual_seed(key.seed())
         try:
             if pretrained:
-                model = auto.from_pretrained(folder, config=config, **options)
+                # What does not fit is told of below, all of it by name.
+                model, loaded = auto.from_pretrained(
+                    folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                )
             else:
-                model = auto.from_config(config, **options)
+                model, loaded = auto.from_config(config, **options), None
         except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
+            # Some architectures look their attention up among their own.
+            if error.args == (attention.NAME,):
+                raise ModelError(f"{folder}: {config.model_type} {unfit}") from error
             raise ModelError(f"{folder}: {error}") from error
+        except RuntimeError as error:
+            # The report that it speaks of is not shown.
+            told = str(error).partition(" For details")[0]
+            raise ModelError(f"{folder}: its weights cannot be put together: {told}") from error
     if not getattr(model, "_supports_attention_backend", False):
-        raise ModelError(f"{folder}: {type(model).__name__} does not let its attention be chosen")
+        raise ModelError(f"{folder}: {type(model).__name__} {unfit}")
     model.config.use_cache = False
     model.train(checkpointing)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     skeleton = Skeleton(model, head)
-    if head == "value" and not has_value_head:
+    new_head = head == "value" and not has_value_head
+    if loaded is not None:
+        _check_loaded(skeleton, loaded, new_head, folder)
+    if new_head:
         nn.init.zeros_(skeleton.output_layer.weight)
         if skeleton.output_layer.bias is not None:
             nn.init.zeros_(skeleton.output_layer.bias)
@@ -295,6 +341,32 @@ def build(
         params |= {name: held[name] for name in skeleton.adapters.names()}
     _to_meta(model)
     return skeleton, params
+
+
+def _check_loaded(skeleton: Skeleton, loaded: dict[str, Any], new_head: bool, folder: str | Path) -> None:
+    """Refuse a folder without a weight of the model, which transformers draws at random, or with others.
+
+    Args:
+        loaded: what transformers tells of the weights.
+        new_head: the output layer is made anew, so the folder need not have it.
+    """
+    layer = skeleton.output_layer
+    own = next(name for name, module in skeleton.model.named_modules() if module is layer)
+    needed = lambda name: not (new_head and name.startswith(f"{own}."))  # noqa: E731
+    odd = {
+        "missing": filter(needed, loaded["missing_keys"]),
+        "of another shape": filter(needed, (name for name, *_ in loaded["mismatched_keys"])),
+        "not of this model": (n for n in loaded["unexpected_keys"] if n.partition(".")[0] not in HEADS - {own}),
+    }
+    told = []
+    for what, found in odd.items():
+        if names := sorted(found):
+            told.append(f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})")
+    if told:
+        raise ModelError(
+            f"{folder} does not hold the weights of {type(skeleton.model).__name__}: {'; '.join(told)}; copy the "
+            f"folder anew, or give it the config.json of its weights"
+        )
 
 
 def check_same_config(mine: Skeleton, folder: str | Path) -> None:
@@ -351,10 +423,33 @@ def read_config(folder: str | Path) -> Any:
     }
     if dropout:
         raise ModelError(f"{folder}/config.json sets {dropout}: a pure step has no dropout; set it to 0.0")
+    if any("dynamic" in _kind(rope) for rope in _ropes(config)):
+        raise ModelError(
+            f"{folder}/config.json sets rotary embeddings of kind 'dynamic', whose frequencies depend on the rows "
+            f"before, which a pure step cannot have; set rope_type to 'default', which is the same up to "
+            f"max_position_embeddings"
+        )
     kinds = set(getattr(config, "layer_types", None) or ())
     if odd := kinds - {"full_attention", "sliding_attention"}:
         raise ModelError(f"{folder} has layers of kind {sorted(odd)}, which would mix packed rows")
     return config
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """What a config says of rotary embeddings: of all layers, or of each kind of layers."""
+    text = config.get_text_config()
+    found = [getattr(text, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    return found + [kind for rope in found for kind in rope.values() if isinstance(kind, dict)]
+
+
+def _kind(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type") or rope.get("type"))
+
+
+def _longest(config: Any) -> float:
+    """The most tokens of a row for which rotary frequencies do not depend on the rows beside it."""
+    limit = "original_max_position_embeddings"
+    return min((r.get(limit, math.inf) for r in _ropes(config) if _kind(r) == "longrope"), default=math.inf)
 
 
 @torch.no_grad()

@@ -1,11 +1,176 @@
 """What a folder or an option may be: models that cannot be loaded or run are refused, and say why."""
 
-import pytest
+import json
 
-from verl_fn.backends.model import check_head
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_local import OPTIMIZER, edit_config, ragged
+from transformers import AutoModelForTokenClassification
+
+from verl_fn.backends.local import Local
+from verl_fn.backends.lora import Lora
+from verl_fn.backends.model import ModelError, check_head
+from verl_fn.models import new_model
+from verl_fn.state import Batch, tree
+from verl_fn.steps import cross_entropy, value_clip
+
+UP = "model.layers.1.mlp.up_proj.weight"
+MOE = {"arch": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def load(folder, head="lm", **options):
+    return Local(folder, OPTIMIZER, head=head, **options).load_pretrained()
+
+
+def edit_weights(folder, change):
+    file = folder / "model.safetensors"
+    found = {name: t.clone() for name, t in change(load_file(file)).items()}
+    save_file(found, file, metadata={"format": "pt"})
 
 
 def test_a_head_is_lm_or_value():
     assert [check_head(head) for head in ("lm", "value")] == ["lm", "value"]
-    with pytest.raises(ValueError, match="^head is 'critic'; it must be lm or value$"):
+    with pytest.raises(ValueError, match=r"^head is 'critic'; it must be lm or value$"):
         check_head("critic")
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda w: {n: t for n, t in w.items() if n != UP}, rf"1 missing \({UP}\); copy the folder anew"),
+        (
+            lambda w: {n.replace("model.", "backbone."): t for n, t in w.items()},
+            r"2[45] missing \(.*, \.\.\.\); 24 not of this model \(backbone\.embed_tokens\.weight, .*, \.\.\.\);",
+        ),
+        (lambda w: {n: t[1:] if n == UP else t for n, t in w.items()}, rf"1 of another shape \({UP}\);"),
+        (
+            lambda w: w | {"model.layers.2.mlp.up_proj.weight": w[UP]},
+            r"1 not of this model \(model\.layers\.2\.mlp\.up_proj\.weight\)",
+        ),
+        (lambda w: w | {"v_head.weight": w[UP]}, r"1 not of this model \(v_head\.weight\)"),
+    ],
+    ids=["missing", "misnamed", "shape", "more", "another head"],
+)
+def test_a_folder_without_the_models_weights_is_refused_by_their_names(tmp_path, head, change, told):
+    folder = new_model(tmp_path / "model", chars="abc", hidden_size=32)
+    edit_weights(folder, change)
+    with pytest.raises(ModelError, match=rf"model does not hold the weights of Qwen3For\w+: {told}"):
+        load(folder, head)
+
+
+def test_weights_that_cannot_be_put_together_are_refused(tmp_path):
+    folder = new_model(tmp_path, chars="abc", hidden_size=32, **MOE)
+    one = "model.layers.0.mlp.experts.0.down_proj.weight"
+    edit_weights(folder, lambda w: w | {one: w[one][1:]})
+    with pytest.raises(ModelError, match="its weights cannot be put together"):
+        load(folder)
+    edit_weights(folder, lambda w: {n: t for n, t in w.items() if n != one})
+    with pytest.raises(ModelError, match=r"1 of another shape \(model\.layers\.0\.mlp\.experts\.down_proj\)"):
+        load(folder)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("arch", ["qwen3", "gpt_neox"])
+def test_the_other_heads_weights_are_passed_over(tmp_path, arch, tied):
+    """A critic begins at a language model with a head of zeros; a critic's body is a language model where tied."""
+    folder = new_model(tmp_path / "lm", chars="abc", arch=arch, hidden_size=32, tie_word_embeddings=tied)
+    state = load(folder, "value")
+    head = [name for name in state.params if name not in load(folder).params]
+    assert len(head) == 2 and not any(state.params[name].any() for name in head)
+    Local(folder, OPTIMIZER, head="value").save(state, tmp_path / "critic")
+    if tied:
+        assert tree.equal(load(tmp_path / "critic").params, load(folder).params)
+    else:
+        with pytest.raises(ModelError, match=r"1 missing \((lm_head|embed_out)\.weight\)"):
+            load(tmp_path / "critic")
+
+
+def test_a_critics_own_head_must_be_there_and_of_one_number(tmp_path):
+    folder = new_model(tmp_path / "lm", chars="abc", hidden_size=32)
+    for labels in (1, 3):
+        model = AutoModelForTokenClassification.from_pretrained(folder, num_labels=labels)
+        model.save_pretrained(tmp_path / f"{labels}")
+    assert load(tmp_path / "1", "value").params["score.weight"].any()
+    with pytest.raises(ModelError, match=r"2 of another shape \(score\.bias, score\.weight\)"):
+        load(tmp_path / "3", "value")
+    edit_weights(tmp_path / "1", lambda w: {n: t for n, t in w.items() if "score" not in n})
+    with pytest.raises(ModelError, match=r"2 missing \(score\.bias, score\.weight\)"):
+        load(tmp_path / "1", "value")
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("lora", [None, Lora(rank=2)], ids=["full", "lora"])
+@pytest.mark.parametrize("fields", [{}, {"tie_word_embeddings": False}, MOE], ids=["tied", "untied", "moe"])
+def test_checkpoints_load(tmp_path, head, lora, fields):
+    folder = new_model(tmp_path / "model", chars="abcdefgh>", hidden_size=32, **fields)
+    backend = Local(folder, OPTIMIZER, head=head, lora=lora)
+    zeros, ones = (torch.full((ragged().num_tokens,), x) for x in (0.0, 1.0))
+    batch = ragged().with_tokens(values=zeros, returns=ones)
+    state = backend.load_pretrained()
+    grads, _ = backend.forward_backward(state, batch, cross_entropy() if head == "lm" else value_clip())
+    state, _ = backend.apply_update(state, grads)
+    backend.save(state, tmp_path / "saved")
+    assert tree.equal(backend.restore(tmp_path / "saved"), state)
+    assert tree.equal(dict(load(tmp_path / "saved", head).params), dict(backend.named_tensors(state.params)))
+
+
+@pytest.mark.parametrize("arch", ["nemotron", "gptj", "diffllama", "moshi"])
+def test_architectures_with_attention_of_their_own_are_refused(tmp_path, arch):
+    folder = new_model(tmp_path, chars="abc", arch=arch)
+    with pytest.raises(ModelError, match=rf": {arch} does not let its attention be chosen$"):
+        load(folder)
+
+
+@pytest.mark.parametrize("setting", ["rope_parameters", "rope_scaling"])
+def test_frequencies_that_follow_the_rows_before_are_refused(tmp_path, setting):
+    folder = new_model(tmp_path, chars="abc", arch="llama", hidden_size=32)
+    config = json.loads((folder / "config.json").read_text())
+    theta = config.pop("rope_parameters")["rope_theta"]
+    (folder / "config.json").write_text(json.dumps(config))
+    edit_config(folder, **{setting: {"rope_type": "dynamic", "factor": 4.0, "rope_theta": theta}})
+    with pytest.raises(ModelError, match=r"rotary embeddings of kind 'dynamic'.*set rope_type to 'default'"):
+        load(folder)
+
+
+@pytest.mark.parametrize("arch", ["llama", "phi3"])
+def test_rows_that_would_change_the_frequencies_of_others_are_refused(tmp_path, arch):
+    """phi3 has its settings where the hub has them."""
+    folder = new_model(
+        tmp_path, chars="abcdefgh>", arch=arch, hidden_size=32, head_dim=16, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    if arch == "phi3":
+        config = json.loads((folder / "config.json").read_text())
+        config.pop("rope_parameters")
+        (folder / "config.json").write_text(json.dumps(config))
+        edit_config(folder, rope_scaling={"type": "longrope", **factors}, original_max_position_embeddings=9)
+    else:
+        rope = {"rope_type": "longrope", "original_max_position_embeddings": 9, "factor": 8.0, "rope_theta": 1e4}
+        edit_config(folder, rope_parameters=rope | factors)
+    backend = Local(folder, OPTIMIZER)
+    state = backend.load_pretrained()
+    alone, beside = (backend.forward(state.params, ragged(lengths=lengths)).logprobs for lengths in ((5,), (5, 9)))
+    assert torch.allclose(alone, beside[:5], atol=1e-6)
+    with pytest.raises(ValueError, match=r"a row has 10 tokens, more than the 9 of .*original_max_position_emb"):
+        backend.forward(state.params, ragged(lengths=(5, 10)))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_is_none_is_refused(tiny, bad):
+    backend = Local(tiny, OPTIMIZER)
+    batch = Batch.from_rows([[4, 5], [6, 7]], {"response_mask": [[0.0, 1.0]] * 2}, {"temperature": [1.0, bad]})
+    with pytest.raises(ValueError, match=rf"row 1: temperature is {bad:g}; it must be positive and finite"):
+        backend.forward(load(tiny).params, batch)
+
+
+def test_a_temperature_is_one_number_a_row(tiny):
+    backend, state, batch = Local(tiny, OPTIMIZER), load(tiny), ragged()
+    for odd in (
+        batch.with_tokens(temperature=torch.ones(batch.num_tokens)),
+        batch.with_rows(temperature=torch.ones(len(batch), 1)),
+    ):
+        with pytest.raises(ValueError, match="temperature must be one number a row"):
+            backend.forward(state.params, odd)
