@@ -7,6 +7,7 @@ each adapted layer ``m`` has ``m.lora_A.weight`` and ``m.lora_B.weight`` beside 
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 
 import attrs
 import torch
-from attrs.validators import ge, gt
 from torch import Tensor, nn
 
 from verl_fn.state import Key, Params
@@ -25,6 +25,24 @@ ALL = "all-linear"
 
 class LoraError(ValueError):
     """Adapters that cannot be made, or that are not those of a folder."""
+
+
+def _check_rank(lora: Lora, _: Any, rank: Any) -> None:
+    if type(rank) is not int or rank < 1:
+        raise LoraError(f"the rank of LoRA is {rank!r}; it must be a whole number of at least 1")
+
+
+def _check_alpha(lora: Lora, _: Any, alpha: Any) -> None:
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+        raise LoraError(f"alpha of LoRA is {alpha!r}; it must be a positive, finite number")
+
+
+def _names(targets: Any) -> tuple[str, ...]:
+    if isinstance(targets, str):
+        raise LoraError(
+            f"targets of LoRA is the text {targets!r}; give a tuple or list of names, such as ({targets!r},)"
+        )
+    return tuple(targets)
 
 
 def _itself(t: Tensor) -> Tensor:
@@ -41,13 +59,16 @@ class Lora:
         targets: names of layers, or ends of them such as ``q_proj``; ``all-linear`` takes every linear layer but the
             output layer.
 
+    Raises:
+        LoraError: one of them cannot be.
+
     >>> Lora(rank=8, alpha=16.0).scale
     2.0
     """
 
-    rank: int = attrs.field(validator=ge(1))
-    alpha: float = attrs.field(default=16.0, validator=gt(0))
-    targets: tuple[str, ...] = attrs.field(default=(ALL,), converter=tuple)
+    rank: int = attrs.field(validator=_check_rank)
+    alpha: float = attrs.field(default=16.0, validator=_check_alpha)
+    targets: tuple[str, ...] = attrs.field(default=(ALL,), converter=_names)
 
     @property
     def scale(self) -> float:
@@ -146,11 +167,15 @@ class Adapters:
             LoraError: it has others, or none, or has some where these are none.
         """
         found, _ = read(folder) or (Adapters(), "")
-        if found != self:
+        if found._same() != self._same():
             raise LoraError(
                 f"{folder} holds a training state {found._told()}, and was to be restored {self._told()}; give the "
                 f"same settings, or begin anew from the merged model that it holds (model.path={folder})"
             )
+
+    def _same(self) -> tuple[Any, ...]:
+        """What is the same for adapters that compute the same, however their targets were named."""
+        return self.lora and (self.lora.rank, self.lora.alpha), self.layers, self.transposed
 
     def _told(self) -> str:
         if self.lora is None:

@@ -164,6 +164,40 @@ def test_a_state_with_other_adapters_is_refused(tiny, tmp_path, other):
     assert not (tmp_path / "plain" / "lora.json").exists()
 
 
+def test_the_same_adapters_may_be_named_otherwise(tiny, tmp_path):
+    """Order, and names in place of all-linear, say nothing of what is computed."""
+    backend = Local(tiny, TX, lora=LORA)
+    state = trained(backend, backend.load_pretrained(), steps=1)
+    backend.save(state, tmp_path)
+    names = ("down_proj", "up_proj", "gate_proj", "v_proj", "k_proj", "q_proj", "self_attn.o_proj")
+    for targets in (names, names[::-1]):
+        assert tree.equal(Local(tiny, TX, lora=attrs.evolve(LORA, targets=targets)).restore(tmp_path), state)
+    with pytest.raises(LoraError, match=r"on all-linear \(14 layers\), and was to be .* \(12 layers\)"):
+        Local(tiny, TX, lora=attrs.evolve(LORA, targets=names[1:])).restore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 2.5}, "rank of LoRA is 2.5; it must be a whole number"),
+        ({"rank": True}, "rank of LoRA is True"),
+        ({"rank": "8"}, "rank of LoRA is '8'"),
+        ({"rank": 0}, "rank of LoRA is 0"),
+        ({"alpha": 0.0}, "alpha of LoRA is 0.0; it must be a positive, finite number"),
+        ({"alpha": -1}, "alpha of LoRA is -1"),
+        ({"alpha": float("nan")}, "alpha of LoRA is nan"),
+        ({"alpha": float("inf")}, "alpha of LoRA is inf"),
+        ({"alpha": True}, "alpha of LoRA is True"),
+        ({"alpha": "16"}, "alpha of LoRA is '16'"),
+        ({"targets": "q_proj"}, r"the text 'q_proj'; give a tuple or list of names, such as \('q_proj',\)"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused_by_their_value(options, message):
+    with pytest.raises(LoraError, match=message):
+        Lora(**{"rank": 4, **options})
+
+
 def test_a_value_head_is_trained_with_the_adapters(tiny):
     backend = Local(tiny, TX, head="value", lora=LORA)
     state = backend.load_pretrained()
