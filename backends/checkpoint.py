@@ -3,7 +3,8 @@
 ``model.safetensors``, ``config.json`` and the tokenizer are what ``from_pretrained`` wants;
 ``train_state.safetensors`` and ``train_state.json`` hold the rest, under canonical names. Experts lie stacked, as they
 are computed with; ``verl-fn export`` writes them as the hub has them. Which ranks wrote it cannot be seen: the same
-state gives the same bytes.
+state gives the same bytes. Files are written aside and renamed when all are whole, ``train_state.json`` last: a folder
+without it holds no state, whatever else a kill left there.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from verl_fn.state.serial import Scalar, flatten, unflatten
 
 from . import tensor_file
 from .agreement import Gather, agreed, alone
+from .lora import ABOUT
 from .model import Skeleton, quiet
 from .tensor_file import Part, Rows
 
 MODEL, TENSORS, SCALARS = "model.safetensors", "train_state.safetensors", "train_state.json"
+_ASIDE = ".writing"
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*", "*.model")
 
 T = TypeVar("T")
@@ -59,20 +62,55 @@ def save_state(
         gather: the values of all ranks, by rank.
 
     Raises:
-        OSError: some rank cannot write; all of them raise it.
+        OSError: some rank cannot write; all of them raise it, and what the folder held stays. Where it is
+            only the giving of names that fails, ``restore`` refuses the folder.
     """
-    folder = Path(folder)
+    folder, aside = Path(folder), Path(folder) / _ASIDE
     files = {MODEL: model, TENSORS: rest}
-    with agreed(gather):
-        if rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            describe(folder)
+    try:
+        with agreed(gather):
+            if rank == 0:
+                # A killed save has left its own.
+                shutil.rmtree(aside, ignore_errors=True)
+                aside.mkdir(parents=True)
+                describe(aside)
+                for name, parts in files.items():
+                    tensor_file.start(aside / name, parts)
+                (aside / SCALARS).write_text(json.dumps(scalars, indent=1))
+        with agreed(gather):
             for name, parts in files.items():
-                tensor_file.start(folder / name, parts)
-            (folder / SCALARS).write_text(json.dumps(scalars, indent=1))
-    with agreed(gather):
-        for name, parts in files.items():
-            tensor_file.fill(folder / name, parts)
+                tensor_file.fill(aside / name, parts)
+        with agreed(gather):
+            if rank == 0:
+                _publish(aside, folder)
+    finally:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _publish(aside: Path, folder: Path) -> None:
+    """Give the files their names; for as long as they are a mixture, there is no ``train_state.json``."""
+    names = sorted(file.name for file in aside.iterdir() if file.name != SCALARS)
+    for name in (*names, SCALARS):
+        _sync(aside / name)
+    for name in (SCALARS, ABOUT):
+        (folder / name).unlink(missing_ok=True)
+        _sync(folder)
+    for name in names:
+        (aside / name).replace(folder / name)
+    _sync(folder)
+    (aside / SCALARS).replace(folder / SCALARS)
+    _sync(folder)
+    # Before the other ranks go on.
+    aside.rmdir()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def read_state(
@@ -94,11 +132,12 @@ def read_state(
         gather: the values of all ranks, by rank.
 
     Raises:
-        CheckpointError: a file is missing or damaged, or belongs to another model or optimizer; where some rank
-            finds so, all of them raise it.
+        CheckpointError: the save was not finished, or a file is missing or damaged, or belongs to another model or
+            optimizer; where some rank finds so, all of them raise it.
     """
     folder, device = Path(folder), torch.device(device)
     with agreed(gather):
+        check_finished(folder)
         try:
             weights = tensor_file.read(folder / MODEL, model, rows, device)
             tensors = tensor_file.read(folder / TENSORS, flatten(rest)[0], rows, device)
@@ -108,6 +147,19 @@ def read_state(
             raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
     fill = lambda path, leaf: tensors.get(pytree.keystr(path), leaf)  # noqa: E731
     return weights, pytree.tree_map_with_path(fill, hollow)
+
+
+def check_finished(folder: str | Path) -> None:
+    """Whether a save of a training state into ``folder`` has come to its end.
+
+    Raises:
+        CheckpointError: it has not, or none was ever begun.
+    """
+    if not (Path(folder) / SCALARS).is_file():
+        raise CheckpointError(
+            f"{folder} does not hold this training state: it has no {SCALARS}, so its save was not finished, or it is "
+            f"a model alone"
+        )
 
 
 def about(folder: str | Path) -> bytes:

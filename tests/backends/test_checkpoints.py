@@ -1,17 +1,24 @@
 """Folders of states: the same bytes whoever writes them, for transformers too, and refused by name where they do not fit."""
 
+import errno
 import json
+import os
+import shutil
 
 import pytest
 import torch
-from rank_cases import optimizer
+import torch.distributed as dist
+from rank_cases import KEY, optimizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from verl_fn.backends.checkpoint import MODEL, TENSORS, CheckpointError
+from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.local import Local
+from verl_fn.backends.lora import Lora, LoraError
+from verl_fn.backends.model import ModelError
 from verl_fn.models import export_model, new_model
-from verl_fn.state import Key, tree
+from verl_fn.state import Key, snapshot, tree
 from verl_fn.steps import ppo_clip, sgd
 from verl_fn.testing import tiny_batch
 
@@ -144,3 +151,160 @@ def test_states_of_another_optimizer_or_run(folder, saved, tmp_path):
     (odd / "train_state.json").write_text(json.dumps({k: v for k, v in scalars.items() if k != ".step"}))
     with pytest.raises(CheckpointError, match="lacks 1 of"):
         Local(folder, optimizer()).restore(odd)
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+WRITES, OTHERS = ("pwrite", "fsync", "replace"), ("mkdir", "unlink", "rmdir")
+UNFINISHED = "has no train_state.json, so its save was not finished"
+
+
+class Killed(BaseException):
+    """What nothing catches; nothing that comes after it reaches the disk."""
+
+
+class Calls:
+    """Notes the calls that change the disk; the one numbered ``fail_at`` fails, and after a kill all others do."""
+
+    def __init__(self, patch, names, error=None, fail_at=-1):
+        self.told, self.error, self.fail_at = [], error, fail_at
+        for name in names:
+            patch.setattr(os, name, self.around(name, getattr(os, name)))
+
+    def around(self, name, fn):
+        def call(path, *args, **kwargs):
+            now = len(self.told)
+            self.told.append((name, os.path.basename(path) if name in ("replace", "unlink") else ""))
+            if now == self.fail_at or (isinstance(self.error, Killed) and now > self.fail_at):
+                raise self.error
+            return fn(path, *args, **kwargs)
+
+        return call
+
+
+def two_states(folder, **options):
+    backend = Local(folder, optimizer(), max_tokens=24, **options)
+    old = backend.init(KEY)
+    grads, _ = backend.forward_backward(old, tiny_batch(), ppo_clip())
+    return backend, snapshot(old), backend.apply_update(old, grads)[0]
+
+
+def noted(save, names, error=None, fail_at=-1):
+    with pytest.MonkeyPatch.context() as patch:
+        calls = Calls(patch, names, error, fail_at)
+        save()
+    return calls.told
+
+
+def restored(backend, into):
+    try:
+        return backend.restore(into)
+    except (CheckpointError, LoraError, ModelError) as error:
+        return error
+
+
+@pytest.mark.parametrize("over", ["nothing", "a save", "a save with adapters"])
+def test_a_kill_at_any_moment_leaves_the_old_state_or_the_new_or_none(folder, tmp_path, over):
+    """Each call that changes the disk is the last one in turn; what is left can be saved over."""
+    backend, held, new = two_states(folder)
+    first = backend
+    if over == "a save with adapters":
+        first, held, _ = two_states(folder, lora=Lora(2))
+    into, outcomes = tmp_path / "saved", []
+    backend.save(new, tmp_path / "new")
+    first.save(held, tmp_path / "old")
+    models = [(tmp_path / name / MODEL).read_bytes() for name in ("old", "new")]
+
+    def begin():
+        shutil.rmtree(into, ignore_errors=True)
+        if over != "nothing":
+            shutil.copytree(tmp_path / "old", into)
+
+    begin()
+    told = noted(lambda: backend.save(new, into), WRITES + OTHERS)
+    for fail_at in range(len(told)):
+        begin()
+        with pytest.raises(Killed):
+            noted(lambda: backend.save(new, into), WRITES + OTHERS, Killed(), fail_at)
+        by_first, by_backend = restored(first, into), restored(backend, into)
+        if not isinstance(by_backend, Exception) and tree.equal(by_backend, new):
+            outcomes.append("new")
+        elif not isinstance(by_first, Exception):
+            assert tree.equal(by_first, held), told[fail_at]
+            outcomes.append("old")
+        else:
+            assert isinstance(by_backend, Exception)
+            outcomes.append("none")
+            if (into / "config.json").exists():
+                assert UNFINISHED in str(by_first) or UNFINISHED in str(by_backend), told[fail_at]
+        # What transformers would load is whole, too.
+        assert not (into / MODEL).exists() or (into / MODEL).read_bytes() in models, told[fail_at]
+        backend.save(new, into)
+        assert contents(into) == contents(tmp_path / "new"), told[fail_at]
+    assert outcomes == sorted(outcomes, key=["old", "none", "new"].index)
+    assert set(outcomes) == {"none", "new"} | ({"old"} if over != "nothing" else set())
+
+
+def test_a_disk_that_fills_costs_only_the_save(folder, tmp_path):
+    """Each call that writes fails in turn; until the files get their names, nothing has changed."""
+    backend, old, new = two_states(folder)
+    into = tmp_path / "saved"
+    backend.save(old, tmp_path / "old")
+    before = contents(tmp_path / "old")
+    told = noted(lambda: backend.save(new, into), (*WRITES, "unlink"))
+    named = told.index(("unlink", "train_state.json"))
+    for fail_at, (name, _) in enumerate(told):
+        if name in WRITES:
+            shutil.rmtree(into)
+            shutil.copytree(tmp_path / "old", into)
+            with pytest.raises(OSError, match="No space left"):
+                noted(lambda: backend.save(new, into), (*WRITES, "unlink"), FULL, fail_at)
+            if fail_at < named:
+                assert contents(into) == before
+            elif fail_at < len(told) - 1:  # all but the last fsync
+                with pytest.raises(CheckpointError, match=UNFINISHED):
+                    backend.restore(into)
+            assert not (into / ".writing").exists()
+    assert named > 20
+
+
+def save_on_a_full_disk(folder, into, rank, fail_at):
+    """The updated state, saved over the first, while one rank's disk is full; what the ranks wrote, or the error."""
+    backend = Fsdp(folder, optimizer(), max_tokens=24)
+    state = backend.init(KEY)
+    backend.save(state, into)
+    before = contents(into)
+    grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
+    state, _ = backend.apply_update(state, grads)
+    dist.barrier()
+    try:
+        told = noted(lambda: backend.save(state, into), WRITES, FULL, fail_at if dist.get_rank() == rank else -1)
+    except OSError as error:
+        dist.barrier()
+        return str(error), contents(into) == before
+    return told, None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_fills_on_one_rank_costs_all_of_them_only_the_save(two, folder, tmp_path, rank):
+    told = two.run("test_checkpoints.save_on_a_full_disk", folder, tmp_path / "whole", rank, -1)[rank][0]
+    writes = [i for i, (name, _) in enumerate(told) if name == "pwrite"]
+    assert writes
+    for fail_at in (writes[0], writes[-1]):
+        found = two.run("test_checkpoints.save_on_a_full_disk", folder, tmp_path / f"at_{fail_at}", rank, fail_at)
+        assert found == [(str(FULL), True)] * 2
+
+
+def test_files_have_the_permissions_that_others_get(folder, tmp_path):
+    """Over files that safetensors made for their owner alone, too."""
+    backend = Local(folder, optimizer())
+    shutil.copytree(folder, tmp_path / "saved")
+    backend.save(backend.init(KEY), tmp_path / "saved")
+    (tmp_path / "any").touch()
+    assert {p.stat().st_mode for p in (tmp_path / "saved").iterdir()} == {(tmp_path / "any").stat().st_mode}
+
+
+def test_a_model_alone_is_loaded_and_not_restored(folder):
+    backend = Local(folder, optimizer())
+    backend.load_pretrained()
+    with pytest.raises(CheckpointError, match=f"{UNFINISHED}, or it is a model alone"):
+        backend.restore(folder)
