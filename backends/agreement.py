@@ -114,7 +114,7 @@ def sample(tensors: Mapping[str, Tensor]) -> bytes:
 def of_batch(batch: Batch) -> bytes:
     """A hash of all that a batch holds."""
     h = hashlib.blake2b(digest_size=8)
-    for name in sorted({"tokens", "cu_seqlens", *batch.per_token, *batch.per_row}):
+    for name in sorted({"tokens", "positions", "cu_seqlens", *batch.per_token, *batch.per_row}):
         h.update(name.encode())
         h.update(batch[name].contiguous().view(torch.uint8).numpy().data)
     return h.digest()

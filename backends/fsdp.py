@@ -37,7 +37,7 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
+from verl_fn.steps import Loss, Optimizer, apply_update, check_update, total_loss
 
 from . import checkpoint
 from .agreement import agreed, gathered, of_batch, require_same, sample, settings
@@ -48,6 +48,7 @@ from .model import (
     Skeleton,
     Staged,
     build,
+    check_head,
     check_needs,
     check_same_config,
     check_same_model,
@@ -58,7 +59,7 @@ from .model import (
     token_outputs,
 )
 from .placing import beside
-from .sharding import Layout, locals_of, moved, parameter, with_specs
+from .sharding import Layout, check_slots, locals_of, moved, parameter, with_specs
 from .ulysses import check_heads
 
 
@@ -111,7 +112,7 @@ class Fsdp:
         self.folder = Path(folder)
         self.optimizer = optimizer
         self.layout = Layout.of(device, replicate=replicate, sp=sp)
-        self.head = head
+        self.head = check_head(head)
         self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
@@ -141,6 +142,7 @@ class Fsdp:
         self.layout.check(state.params)
         require_same({"folder to save in": str(folder)})
         skeleton, params = self._built(), state.params
+        skeleton.check_trained(params)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(params)))
         merged = skeleton.adapters.filed(params, rows=lambda t: t._local_tensor, whole=lambda t: t.full_tensor())
         weights = {name: DTensor(t, params[name]._spec, requires_grad=False) for name, t in merged.items()}
@@ -156,6 +158,7 @@ class Fsdp:
         skeleton = self._built()
         require_same({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
         with agreed():
+            checkpoint.check_finished(folder)
             check_same_config(skeleton, folder)
             skeleton.adapters.check(Path(folder))
         adapters, params = skeleton.adapters, self._blank
@@ -193,6 +196,7 @@ class Fsdp:
         """What ``needs`` names for every token with ``response_mask``, of all rows on every rank, on the CPU."""
         wanted = check_needs(self.head, needs)
         found: list[tuple[list[int], dict[str, Tensor]]] = []
+        self._agree(batch, wanted)
         parts = self._mine(batch)
         with repeatable(self.deterministic), self._pointing_at(params):
             for i, (rows, staged) in enumerate(parts):
@@ -210,15 +214,17 @@ class Fsdp:
 
         Raises:
             ValueError: the batch lacks ``loss_weight``, a row is longer than the token budget, or ranks were
-                given different batches.
+                given different batches, needs or states. That they were given different losses is not seen.
             DonatedError: the state was donated.
-            OutOfMemory: a micro-batch does not fit into this rank's memory; the others may wait for it.
+            OutOfMemory: a micro-batch does not fit into this rank's memory. The others wait for it, as for a rank
+                whose loss raises, until the process group's timeout; the Ray driver tells at once.
         """
         if "loss_weight" not in batch:
             raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
         wanted = check_needs(self.head, loss.needs)
         found: Metrics = {}
         sharers, keeps = self.layout.sp, not self.checkpointing
+        self._agree(batch, wanted, state)
         parts = self._mine(batch)
         with repeatable(self.deterministic), self._pointing_at(state.params) as held:
             for i, (rows, staged) in enumerate(parts):
@@ -241,7 +247,8 @@ class Fsdp:
         """The next state; see ``steps.apply_update``, which runs on the local shards where the parameters are.
 
         Raises:
-            ValueError: parameters and optimizer lie on different devices.
+            ValueError: parameters and optimizer lie on different devices, or the gradients are not those of the
+                trainable parameters.
             LayoutError: the state or the gradients are of another layout.
         """
         self.layout.check(state.params)
@@ -259,6 +266,7 @@ class Fsdp:
         params = Params(shards, self._built().trainable)
         specs = {name: t._spec for name, t in params.items()}
         optimizer = with_specs(self.optimizer.init(locals_of(params)), specs)
+        check_slots(optimizer, params)
         return TrainState(params, optimizer, 0, key.fold_in("train"), 0)
 
     def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> dict[str, Tensor]:
@@ -357,17 +365,23 @@ class Fsdp:
             place.sharded_param = self._empty[name]
             place._sharded_param_data = nothing
 
+    def _agree(self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None) -> None:
+        """Refuse what differs between ranks, since they would mix it or wait for each other.
+
+        Raises:
+            LayoutError: ranks were given different batches, needs, or states of different steps.
+        """
+        if self.layout.size > 1:
+            about = () if state is None else (state.step, str(state.rng))
+            require_same({"batch": of_batch(batch), "needs": sorted(wanted), "state (step and key)": about})
+
     def _mine(self, batch: Batch) -> list[tuple[list[int], Staged]]:
         """This rank's micro-batches, as many as every other rank has; one to fill up is of no weight.
 
         All are staged before any is computed on: a copy to a GPU waits for what the GPU does.
-
-        Raises:
-            ValueError: ranks were given different batches.
         """
-        if self.layout.size > 1:
-            require_same({"batch": of_batch(batch)})
         check_targets(batch)
+        self._built().check_longest(int(batch.lengths.max()))
         found = []
         for rows in deal(batch, self.layout.shares, self.max_tokens)[self.layout.share]:
             part = batch.take(torch.tensor(rows or [0]))
@@ -381,6 +395,7 @@ def _apply(
     optimizer: Optimizer, layout: Layout, state: TrainState, grads: Grads, donated: bool
 ) -> tuple[TrainState, Metrics]:
     specs = {name: t._spec for name, t in state.params.items()}
+    check_update(optimizer, state.params, grads)
     copies = 0
     if donated:
         # Twice: here the DTensors, in apply_update what they hold.

@@ -34,6 +34,7 @@ from .model import (
     Skeleton,
     Staged,
     build,
+    check_head,
     check_needs,
     check_same_config,
     check_same_model,
@@ -91,7 +92,7 @@ class Local:
     ) -> None:
         self.folder = Path(folder)
         self.optimizer = optimizer
-        self.head = head
+        self.head = check_head(head)
         self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
@@ -117,6 +118,7 @@ class Local:
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Write the state into ``folder``, which is then also a Hugging Face model folder."""
         skeleton = self._built()
+        skeleton.check_trained(state.params)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(state.params)))
         model, others = (
             {name: Part.whole(t) for name, t in tensors.items()}
@@ -128,6 +130,7 @@ class Local:
     def restore(self, folder: str | Path) -> TrainState:
         """The state that ``save`` wrote, bitwise."""
         skeleton = self._built()
+        checkpoint.check_finished(folder)
         check_same_config(skeleton, folder)
         adapters, params = skeleton.adapters, self._blank
         adapters.check(Path(folder))

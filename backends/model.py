@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from verl_fn.state import Batch, Key, TokenOutputs
+from verl_fn.state import Batch, Key, Params, TokenOutputs
 
 from . import attention
 from .attention import Packing
@@ -124,6 +124,20 @@ class Skeleton(nn.Module):
         if self.head == "lm":
             return self.model.get_output_embeddings()
         return next(getattr(self.model, name) for name in ("score", "classifier") if hasattr(self.model, name))
+
+    def check_trained(self, params: Params) -> None:
+        """Whether a checkpoint would come back with the same parameters trained: it does not say which are.
+
+        Raises:
+            ValueError: others are trained than in the states that the backend makes.
+        """
+        ours = set(params if self.trainable is None else self.trainable)
+        if odd := sorted(ours.symmetric_difference(params.trained())):
+            raise ValueError(
+                f"this state was given another set of trainable parameters ({len(odd)} differ: {', '.join(odd[:3])}), "
+                "which a checkpoint does not keep: save it with the backend's own set, attrs.evolve(state, "
+                "params=attrs.evolve(state.params, trainable=...)), and choose again after restore"
+            )
 
     def check_longest(self, tokens: int) -> None:
         """Whether rows of so many tokens can be computed.

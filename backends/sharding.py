@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -104,15 +104,14 @@ class Layout:
         Raises:
             LayoutError: they are not shards over this mesh.
         """
-        # One tensor speaks for all, since values are made as a whole.
-        t = next(iter(tensors.values()), None)
-        mesh = t._spec.mesh if isinstance(t, DTensor) else None
-        if t is not None and mesh is not self.mesh and mesh != self.mesh:
-            theirs = "held as whole tensors" if mesh is None else f"of the layout {_shape(mesh)}"
-            raise LayoutError(
-                f"a value {theirs} was given to a backend of the layout {_shape(self.mesh)}; save the state there "
-                f"and restore it here"
-            )
+        for name, t in tensors.items():
+            mesh = t._spec.mesh if isinstance(t, DTensor) else None
+            if mesh is not self.mesh and mesh != self.mesh:
+                theirs = "held as whole tensors" if mesh is None else f"of the layout {_shape(mesh)}"
+                raise LayoutError(
+                    f"a value {theirs} ({name}) was given to a backend of the layout {_shape(self.mesh)}; save the "
+                    "state there and restore it here"
+                )
 
     def part(self, t: Tensor) -> Part:
         """What this rank writes of a tensor: its share of its shard, or all of what every rank has, on the first."""
@@ -162,6 +161,39 @@ def with_specs(value: T, specs: Mapping[str, DTensorSpec]) -> T:
     """The shards of which ``value`` has the local parts; a leaf is told by its name."""
     wrap = lambda name, t: DTensor(t, specs[name], requires_grad=False) if name in specs else t  # noqa: E731
     return _by_name(wrap, value)
+
+
+def check_slots(optimizer: Any, params: Mapping[str, DTensor]) -> None:
+    """Refuse an optimizer's state that is not shards of the parameters' shapes, which could be saved and not restored.
+
+    Raises:
+        LayoutError: it has other tensors.
+
+    >>> check_slots({"momentum": torch.zeros(8, 4)}, {})
+    Traceback (most recent call last):
+    verl_fn.backends.ulysses.LayoutError: the optimizer's state has a tensor of shape [8, 4] outside of Slots: ...
+    """
+    if isinstance(optimizer, Named):
+        for name, t in optimizer.leaves.items():
+            like = params.get(name)
+            if like is None or t.shape != like.shape or t._local_tensor.shape != like._local_tensor.shape:
+                raise LayoutError(
+                    f"the optimizer's state for {name} is not of its shape; states that are no such tensors cannot be "
+                    "sharded"
+                )
+        return
+    if isinstance(optimizer, Tensor) and optimizer.ndim:
+        raise LayoutError(
+            f"the optimizer's state has a tensor of shape {list(optimizer.shape)} outside of Slots: put tensors of the "
+            "parameters' shapes into Slots under their names, so that they are sharded as the parameters are"
+        )
+    inside: Iterable[Any] = ()
+    if isinstance(optimizer, Node):
+        inside = [getattr(optimizer, field.name) for field in attrs.fields(type(optimizer))]
+    elif isinstance(optimizer, (dict, list, tuple)):
+        inside = optimizer.values() if isinstance(optimizer, dict) else optimizer
+    for part in inside:
+        check_slots(part, params)
 
 
 def _by_name(fn: Callable[[str, Tensor], Any], value: Any) -> Any:

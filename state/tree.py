@@ -85,7 +85,14 @@ def digest(tree: Any) -> str:
 
 
 def snapshot(tree: T) -> T:
-    """An independent copy: donating the original leaves it alone."""
+    """An independent copy: donating the original leaves it alone.
+
+    Raises:
+        TypeError: it holds a handle to a value that lies elsewhere; the text says how to copy that.
+    """
+    for leaf in leaves(tree):
+        if hasattr(leaf, "snapshot"):
+            leaf.snapshot()
     return map_tensors(torch.clone, tree)
 
 

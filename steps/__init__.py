@@ -25,6 +25,7 @@ from .optim import (
     adamw,
     apply_update,
     chain,
+    check_update,
     clip_by_global_norm,
     frozen,
     sgd,
@@ -33,7 +34,7 @@ from .schedules import constant, cosine, linear
 
 __all__ = [
     "AdamState", "AdaptiveKL", "FixedKL", "GradTransform", "Loss", "Optimizer", "Update", "adamw", "aggregate",
-    "apply_kl_in_reward", "apply_update", "chain", "clip_by_global_norm", "constant", "cosine", "cross_entropy",
+    "apply_kl_in_reward", "apply_update", "chain", "check_update", "clip_by_global_norm", "constant", "cosine", "cross_entropy",
     "entropy", "frozen", "gae", "grpo", "kl_penalty", "kl_to_reference", "linear", "loss", "losses",     "minibatches", "ppo_clip", "reinforce_plus_plus", "rloo", "scan", "schedules", "sgd", "token_mean", "total_loss",
     "value_clip", "weighted_sum", "whiten_masked",
 ]  # fmt: skip

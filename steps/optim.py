@@ -36,6 +36,11 @@ from .schedules import Schedule
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
 
 
+def _whole(t: Tensor) -> Tensor:
+    """What there is to add up where one process holds all."""
+    return t
+
+
 @attrs.frozen(eq=False)
 class Update:
     """What an update knows beyond the gradients. The numbers are on the device, so nothing waits for it.
@@ -45,23 +50,39 @@ class Update:
         divisor: what the optimizer's kernel divides them by on the way, a scalar tensor: clipping costs no pass.
         skip: 1.0 where the kernel must leave everything as it is, else 0.0, a scalar tensor.
         position: updates applied before this one, for the schedule.
+        reduce: adds a tensor up over the processes that hold the other shards. Gradients and parameters may be shards,
+            some of their rows, so whatever spans a whole tensor has to go through it.
     """
 
     norm: Tensor
     divisor: Tensor
     skip: Tensor
     position: int
+    reduce: Reduce = _whole
 
     @classmethod
-    def of(cls, norm: Tensor, position: int) -> Update:
+    def of(cls, norm: Tensor, position: int, reduce: Reduce | None = None) -> Update:
         """The plain update of gradients with this norm, skipped where it is not finite."""
         # Torch's kernels want these in fp32 whatever they update.
-        return cls(norm, torch.ones_like(norm, dtype=torch.float32), (~torch.isfinite(norm)).float(), position)
+        one, skip = torch.ones_like(norm, dtype=torch.float32), (~torch.isfinite(norm)).float()
+        return cls(norm, one, skip, position, reduce or _whole)
 
 
 @attrs.frozen(eq=False)
 class GradTransform:
-    """A transformation of gradients that comes before the optimizer, such as clipping."""
+    """A transformation of gradients that comes before the optimizer, such as clipping.
+
+    Each parameter's gradient divided by its own norm, whether it lies here as a whole or in shards:
+
+    >>> def normalized(grads, update):
+    ...     norm = lambda g: update.reduce(g.square().sum()).sqrt()
+    ...     return Grads({name: g / norm(g) for name, g in grads.items()}), update
+    >>> params, grads = Params({"w": torch.zeros(2)}), Grads({"w": torch.tensor([3.0, 4.0])})
+    >>> tx = chain(GradTransform(normalized), sgd(lambda count: 1.0))
+    >>> new, _, _ = tx.update(grads, tx.init(params), params, Update.of(torch.tensor(5.0), position=0))
+    >>> new["w"]
+    tensor([-0.6000, -0.8000])
+    """
 
     update: Callable[[Grads, Update], tuple[Grads, Update]]
 
@@ -207,6 +228,30 @@ def _refuse(grads: Grads, state: Any, params: Params, info: Update) -> tuple[Par
     raise ValueError("this state was made with the optimizer frozen(); it is not to be updated")
 
 
+def check_update(optimizer: Optimizer, params: Params, grads: Grads) -> None:
+    """Refuse gradients that are not these parameters', for kernels go through both without a look.
+
+    Raises:
+        ValueError: names, shapes or dtypes differ, or the optimizer is ``frozen()``.
+
+    >>> check_update(sgd(lambda count: 0.1), Params({"w": torch.zeros(2)}), Grads({"w": torch.zeros(1)}))
+    Traceback (most recent call last):
+    ValueError: the gradient of w is float32 [1], and the parameter is float32 [2]
+    """
+    names = params.trained()
+    if list(grads) != names:
+        odd = sorted(set(grads) ^ set(names))
+        raise ValueError(f"gradients and trainable parameters differ in their names or order: {odd[:5]}")
+    if optimizer.update is _refuse:
+        _refuse(grads, None, params, Update.of(torch.zeros(()), 0))
+    ours, theirs = _tensors(grads, names), _tensors(params, names)
+    # All at once, since a GPU may wait for this.
+    if [t.shape for t in ours] != [t.shape for t in theirs] or [t.dtype for t in ours] != [t.dtype for t in theirs]:
+        kinds = ([f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in ts] for ts in (ours, theirs))
+        name, mine, wanted = next(kind for kind in zip(names, *kinds, strict=True) if kind[1] != kind[2])
+        raise ValueError(f"the gradient of {name} is {mine}, and the parameter is {wanted}")
+
+
 @torch.no_grad()
 def apply_update(
     optimizer: Optimizer,
@@ -230,17 +275,13 @@ def apply_update(
         ``perf/residency_copies`` (leaves copied since something else still held them).
 
     Raises:
-        ValueError: the gradients' names are not those of the trainable parameters.
+        ValueError: the gradients are not those of the trainable parameters, by name, shape or dtype.
         DonatedError: an input was donated before.
     """
-    if list(grads) != state.params.trained():
-        odd = sorted(set(grads) ^ set(state.params.trained()))
-        raise ValueError(f"gradients and trainable parameters differ in their names or order: {odd[:5]}")
-    if optimizer.update is _refuse:
-        # Before donation, which a refused call must not cost.
-        _refuse(grads, state.optimizer, state.params, Update.of(torch.zeros(()), state.scheduler))
-    # Launched before donation, so that a device computes while Python checks who holds what.
+    # Launched first, so that a device computes while Python checks what is given and who holds it.
     norm = sum_of_squares(grads.leaves.values(), reduce).sqrt()
+    # Before donation, which a refused call must not cost.
+    check_update(optimizer, state.params, grads)
     copies = 0
     if donate_inputs:
         state, state_copies = donate(state, "apply_update")
@@ -248,7 +289,7 @@ def apply_update(
         copies = state_copies + grad_copies
     else:
         state, grads = spare(state), spare(grads)
-    update = Update.of(norm, state.scheduler)
+    update = Update.of(norm, state.scheduler, reduce)
     params, opt_state, metrics = optimizer.update(grads, state.optimizer, state.params, update)
     # Fused kernels write without a word, and copies of these tensors may be kept somewhere.
     torch.autograd.graph.increment_version([params[name] for name in grads])

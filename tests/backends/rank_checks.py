@@ -3,6 +3,7 @@
 import errno
 import os
 
+import attrs
 import torch
 import torch.distributed as dist
 from rank_cases import KEY, optimizer
@@ -10,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.local import Local
-from verl_fn.state import Grads
-from verl_fn.steps import adamw, chain, clip_by_global_norm, frozen, linear, ppo_clip
+from verl_fn.backends.sharding import whole_of
+from verl_fn.state import Grads, is_donated
+from verl_fn.steps import GradTransform, Optimizer, adamw, chain, clip_by_global_norm, frozen, linear, ppo_clip, sgd
 from verl_fn.testing import tiny_batch
 
 OPTIMIZERS = {
@@ -217,3 +219,49 @@ def out_of_memory(folder):
         return told(lambda: backend.forward_backward(state, batch, ppo_clip()), RuntimeError)
     finally:
         type(backend._built()).hidden_states = hidden_states
+
+
+def refused_updates(folder):
+    """Gradients that are not the parameters' are refused on every rank, and nothing is lost by it."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+    state = backend.init(KEY)
+    grads, _ = backend.forward_backward(state, batch, ppo_clip())
+    name = next(iter(grads))
+    wrong = [
+        Grads({n: g for n, g in grads.items() if n != name}),
+        Grads({n: g.full_tensor() if n == name else g for n, g in grads.items()}),
+        Grads({n: g.bfloat16() if n == name else g for n, g in grads.items()}),
+    ]
+    says = [told(lambda g=g: backend.apply_update(state, g)) for g in wrong]
+    says.append(told(lambda: Fsdp(folder, frozen(), max_tokens=24).apply_update(state, grads)))
+    return says, [is_donated(value) for value in (state, grads, *wrong)]
+
+
+def other_calls(folder):
+    """Another state, other positions and other needs on the last rank."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+    first, moved = backend.init(KEY), attrs.evolve(batch, positions=batch.positions + 1)
+    grads, _ = backend.forward_backward(first, batch, ppo_clip())
+    second, _ = backend.apply_update(first, grads, donate=False)
+    return [
+        told(lambda: backend.forward_backward(odd(first, second), batch, ppo_clip())),
+        told(lambda: backend.forward(first.params, odd(batch, moved))),
+        told(lambda: backend.forward(first.params, batch, odd(("logprobs",), ("entropy",)))),
+    ]
+
+
+def own_optimizers(folder):
+    """A momentum in a dict cannot be sharded; a norm of each parameter's own can be had through ``reduce``."""
+    plain = sgd(lambda count: 0.1)
+    held = Optimizer(lambda params: {n: torch.zeros_like(p) for n, p in params.items()}, plain.update)
+    says = told(lambda: Fsdp(folder, held).init(KEY))
+
+    def normalized(grads, update):
+        return Grads({n: g / (update.reduce(g.square().sum()).sqrt() + 1e-9) for n, g in grads.items()}), update
+
+    by_layer, moved = chain(GradTransform(normalized), plain), []
+    for backend in (Local(folder, by_layer), Fsdp(folder, by_layer)):
+        state = backend.init(KEY)
+        grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
+        moved.append(whole_of(backend.apply_update(state, grads)[0].params))
+    return says, max(float((moved[1][n] - t).abs().max()) for n, t in moved[0].items())

@@ -201,6 +201,17 @@ def test_what_cannot_be_run_is_refused_with_its_name(tmp_path):
         Local(capped, OPTIMIZER).load_pretrained()
 
 
+def test_a_chosen_set_of_trained_parameters_is_not_lost_in_a_checkpoint(tiny, tmp_path):
+    backend = Local(tiny, OPTIMIZER)
+    state = backend.load_pretrained()
+    chosen = attrs.evolve(state, params=attrs.evolve(state.params, trainable=frozenset({"model.norm.weight"})))
+    with pytest.raises(ValueError, match="another set of trainable parameters"):
+        backend.save(chosen, tmp_path / "chosen")
+    assert not (tmp_path / "chosen").exists()
+    backend.save(attrs.evolve(chosen, params=attrs.evolve(chosen.params, trainable=None)), tmp_path / "all")
+    assert tree.equal(backend.restore(tmp_path / "all"), state)
+
+
 def test_batches_that_cannot_be_run_are_refused(tiny):
     backend = Local(tiny, OPTIMIZER, max_tokens=8)
     state = backend.load_pretrained()

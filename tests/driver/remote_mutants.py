@@ -1,5 +1,7 @@
 """Backends for ranks, right ones and broken ones, and broken ways to speak to ranks, each with the laws that it breaks."""
 
+import torch.distributed as dist
+
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.mock import Mock
 from verl_fn.driver.remote import Remote, RemoteTrain
@@ -16,8 +18,17 @@ def fsdp(cfg, folder, cls=Fsdp):
     return cls(folder, optimizer(), max_tokens=24, device=cfg.driver.device, deterministic=deterministic)
 
 
+class OneWriter(Mock):
+    """Every rank has the whole state, and one of them writes it."""
+
+    def save(self, state, folder):
+        if dist.get_rank() == 0:
+            super().save(state, folder)
+        dist.barrier()
+
+
 def mock(cfg):
-    return Mock(8, optimizer(), max_tokens=24)
+    return OneWriter(8, optimizer(), max_tokens=24)
 
 
 def without_first(grads):

@@ -9,7 +9,7 @@ import ray
 import remote_mutants
 import torch
 import torch.distributed as dist
-from conftest import start_ranks
+from ray_ranks import start_ranks
 
 from verl_fn.driver import cluster
 from verl_fn.driver.cluster import _runs

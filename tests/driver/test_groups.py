@@ -6,7 +6,7 @@ import pytest
 import ray
 import remote_mutants
 import torch
-from conftest import start_ranks
+from ray_ranks import start_ranks
 
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
@@ -137,6 +137,20 @@ def test_a_handle_of_other_ranks_is_told(two, fsdp):
     ):
         with pytest.raises(Freed, match="lies on the ranks of trainer, and reference is on those of reference: save"):
             use()
+
+
+def test_what_a_handle_cannot_do_says_what_can(two, fsdp):
+    state = fsdp.init(Key.from_seed(0))
+    for value in (state, state.params, {"actor": state}):
+        with pytest.raises(TypeError, match=r"backend\.map\(snapshot, value, keep=True\)"):
+            snapshot(value)
+    with pytest.raises(TypeError, match="not those inside lists"):
+        fsdp.map(len, [state])
+    kept = fsdp.map(snapshot, state, keep=True)
+    meant = read(two, fsdp, kept)
+    grads, _ = fsdp.forward_backward(state, tiny_batch(), LOSS)
+    two.get(fsdp.apply_update(state, grads)[1])
+    assert tree.equal(read(two, fsdp, kept), meant)
 
 
 def test_a_refused_update_says_that_its_inputs_went_with_it(two, fsdp):

@@ -137,6 +137,18 @@ def test_spent_inputs_are_refused():
     assert not is_donated(new)
 
 
+@pytest.mark.parametrize(
+    "change", [lambda g: g[:1].clone(), torch.Tensor.bfloat16, lambda g: g[None]], ids=["short", "bf16", "2d"]
+)
+def test_gradients_of_other_shapes_are_refused_before_anything_is_donated(change):
+    optimizer = OPTIMIZERS["adamw"]
+    state = warm(optimizer)
+    grads = Grads({name: change(torch.zeros_like(state.params[name])) for name in TRAINED})
+    with pytest.raises(ValueError, match=r"the gradient of .* is .*, and the parameter is float32"):
+        apply_update(optimizer, state, grads)
+    assert not is_donated(state) and not is_donated(grads)
+
+
 @pytest.mark.parametrize("names", [TRAINED[:1], TRAINED[::-1], [*TRAINED, "base.weight"], []])
 def test_gradients_of_other_names_are_refused_before_anything_is_donated(names):
     state = warm(OPTIMIZERS["sgd"])

@@ -30,7 +30,7 @@ START_SECONDS = 300
 NODE_SECONDS = 20
 # How long errors of collectives wait for the death or the error of another rank that caused them.
 GRACE_SECONDS = 10
-MOMENT_SECONDS = 1.0
+MOMENT_SECONDS = 3.0
 
 
 @attrs.frozen

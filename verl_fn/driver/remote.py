@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import ray
+from torch.utils import _pytree as pytree
 
 from verl_fn.backends.protocol import Sampling
 from verl_fn.state import DonatedError, Key
@@ -53,6 +54,17 @@ class Remote:
             raise DonatedError(self.fate)
         return self.stored
 
+    def snapshot(self) -> Any:
+        """Refused: a copy is made where the value lies.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "this is a handle to a value on its ranks, and a snapshot is made there: backend.map(snapshot, value, "
+            "keep=True)"
+        )
+
 
 @attrs.define(eq=False, slots=True, weakref_slot=True)
 class RemoteField:
@@ -63,6 +75,8 @@ class RemoteField:
 
     parent: Remote
     path: str
+
+    snapshot = Remote.snapshot
 
     @property
     def base(self) -> RemoteField:
@@ -132,6 +146,9 @@ class RemoteTrain:
 
         Where the parts are shards, ``fn`` may put them together (``full_tensor``): all ranks run it at once.
         """
+        inside = pytree.tree_leaves([value for value in values if not isinstance(value, (Remote, RemoteField))])
+        if any(isinstance(leaf, (Remote, RemoteField)) for leaf in inside):
+            raise TypeError("map opens handles that are arguments of their own, not those inside lists or dicts")
         opened = [self._opened(value) for value in values]
         if not keep:
             return self._group.run("map", fn, None, *opened)
