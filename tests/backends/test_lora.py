@@ -8,9 +8,9 @@ import torch
 from test_local import ragged
 from transformers import AutoModelForCausalLM
 
+from verl_fn.backends.checkpoint import CheckpointError
 from verl_fn.backends.local import Local
 from verl_fn.backends.lora import Lora, LoraError
-from verl_fn.backends.model import ModelError
 from verl_fn.models import export_adapter, export_model, new_model
 from verl_fn.schema import ConfigError
 from verl_fn.state import Batch, Key, tree
@@ -278,8 +278,8 @@ def test_what_has_no_adapters_is_not_exported_as_some(tiny, tmp_path):
         export_adapter(tmp_path / "saved", tmp_path / "other")
 
 
-def test_another_model_is_still_told_before_its_adapters(tiny, tmp_path):
-    with pytest.raises(ModelError, match=r"no config\.json"):
+def test_a_folder_without_a_state_is_told_before_its_adapters(tiny, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no train_state\.json"):
         Local(tiny, TX, lora=LORA).restore(tmp_path / "nowhere")
 
 
