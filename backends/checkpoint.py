@@ -28,9 +28,10 @@ from verl_fn.state.serial import Scalar, flatten, unflatten
 
 from . import tensor_file
 from .agreement import Gather, agreed, alone
+from .loading import quiet
 from .lora import ABOUT
-from .model import Skeleton, quiet
-from .tensor_file import Part, Rows
+from .model import Skeleton
+from .tensor_file import Part, Rows, sync
 
 MODEL, TENSORS, SCALARS = "model.safetensors", "train_state.safetensors", "train_state.json"
 _ASIDE = ".writing"
@@ -92,25 +93,17 @@ def _publish(aside: Path, folder: Path) -> None:
     """Give the files their names; for as long as they are a mixture, there is no ``train_state.json``."""
     names = sorted(file.name for file in aside.iterdir() if file.name != SCALARS)
     for name in (*names, SCALARS):
-        _sync(aside / name)
+        sync(aside / name)
     for name in (SCALARS, ABOUT):
         (folder / name).unlink(missing_ok=True)
-        _sync(folder)
+        sync(folder)
     for name in names:
         (aside / name).replace(folder / name)
-    _sync(folder)
+    sync(folder)
     (aside / SCALARS).replace(folder / SCALARS)
-    _sync(folder)
+    sync(folder)
     # Before the other ranks go on.
     aside.rmdir()
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def read_state(

@@ -17,7 +17,8 @@ from torch import Tensor
 from verl_fn.state import Batch, Key
 
 from .attention import Packing, packed_attention
-from .model import ModelError, Skeleton, build
+from .loading import ModelError, build
+from .model import Skeleton
 
 NAME = "verl_fn_decode"
 

@@ -41,17 +41,14 @@ from verl_fn.steps import Loss, Optimizer, apply_update, check_update, total_los
 
 from . import checkpoint
 from .agreement import agreed, gathered, of_batch, require_same, sample, settings
+from .loading import ModelError, build, check_same_config, check_same_model
 from .lora import Lora, canonical
 from .memory import fits
 from .model import (
-    ModelError,
     Skeleton,
     Staged,
-    build,
     check_head,
     check_needs,
-    check_same_config,
-    check_same_model,
     check_targets,
     compile_layer,
     dtype_of,

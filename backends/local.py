@@ -28,20 +28,10 @@ from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 from . import checkpoint
+from .loading import build, check_same_config, check_same_model
 from .lora import Lora
 from .memory import fits
-from .model import (
-    Skeleton,
-    Staged,
-    build,
-    check_head,
-    check_needs,
-    check_same_config,
-    check_same_model,
-    dtype_of,
-    repeatable,
-    token_outputs,
-)
+from .model import Skeleton, Staged, check_head, check_needs, dtype_of, repeatable, token_outputs
 from .placing import beside
 from .tensor_file import Part
 

@@ -18,7 +18,8 @@ from verl_fn.state import Batch, Key, uniform_at
 
 from .decoder import Decoder
 from .llama import decoder_for
-from .model import ModelError, dtype_of
+from .loading import ModelError
+from .model import dtype_of
 from .protocol import Sampling, StaleWeightsError
 
 # Logits of the same row in batches of different sizes differ by about this much; draws within it are near ties.
@@ -48,7 +49,7 @@ class Sampler:
         slots: rows decoded at a time.
 
     >>> import tempfile
-    >>> from verl_fn.backends.model import build
+    >>> from verl_fn.backends.loading import build
     >>> from verl_fn.models import new_model
     >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
     >>> sampler = Sampler(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _pytree as pytree
 
 from verl_fn.state import Named, Node, tree
 from verl_fn.state.node import rebuild
@@ -173,27 +174,18 @@ def check_slots(optimizer: Any, params: Mapping[str, DTensor]) -> None:
     Traceback (most recent call last):
     verl_fn.backends.ulysses.LayoutError: the optimizer's state has a tensor of shape [8, 4] outside of Slots: ...
     """
-    if isinstance(optimizer, Named):
-        for name, t in optimizer.leaves.items():
-            like = params.get(name)
-            if like is None or t.shape != like.shape or t._local_tensor.shape != like._local_tensor.shape:
+    for part in pytree.tree_leaves(optimizer, is_leaf=lambda part: isinstance(part, Named)):
+        if isinstance(part, Tensor) and part.ndim:
+            raise LayoutError(
+                f"the optimizer's state has a tensor of shape {list(part.shape)} outside of Slots: put tensors of the "
+                "parameters' shapes into Slots under their names, so that they are sharded as the parameters are"
+            )
+        for name, t in part.leaves.items() if isinstance(part, Named) else ():
+            if name not in params or t._local_tensor.shape != params[name]._local_tensor.shape:
                 raise LayoutError(
                     f"the optimizer's state for {name} is not of its shape; states that are no such tensors cannot be "
                     "sharded"
                 )
-        return
-    if isinstance(optimizer, Tensor) and optimizer.ndim:
-        raise LayoutError(
-            f"the optimizer's state has a tensor of shape {list(optimizer.shape)} outside of Slots: put tensors of the "
-            "parameters' shapes into Slots under their names, so that they are sharded as the parameters are"
-        )
-    inside: Iterable[Any] = ()
-    if isinstance(optimizer, Node):
-        inside = [getattr(optimizer, field.name) for field in attrs.fields(type(optimizer))]
-    elif isinstance(optimizer, (dict, list, tuple)):
-        inside = optimizer.values() if isinstance(optimizer, dict) else optimizer
-    for part in inside:
-        check_slots(part, params)
 
 
 def _by_name(fn: Callable[[str, Tensor], Any], value: Any) -> Any:

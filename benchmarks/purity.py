@@ -15,9 +15,9 @@ import attrs
 import torch
 from torch import nn
 
-from verl_fn.backends import model as models
+from verl_fn.backends import attention
 from verl_fn.backends.local import Local
-from verl_fn.backends.model import DTYPES, Staged, token_outputs
+from verl_fn.backends.model import DTYPES, Skeleton, Staged, token_outputs
 from verl_fn.state import Batch, Grads, Key, split_by_tokens
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip
 
@@ -200,12 +200,12 @@ def _forward_backward(
     return _result(measure.interleave({"ours": ours, "plain": plain, "control": plain}, rounds, device), memory)
 
 
-def _plain_module(shape: Shape, folder: str, device: str, state: Any) -> models.Skeleton:
+def _plain_module(shape: Shape, folder: str, device: str, state: Any) -> Skeleton:
     """The same model with parameters of its own, used as any PyTorch module is."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder)
-    module = AutoModelForCausalLM.from_config(config, attn_implementation=models.attention.NAME)
+    module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     module.config.use_cache = False
     module = module.to(device, DTYPES[shape.dtype]).eval()
     with torch.no_grad():
@@ -213,7 +213,7 @@ def _plain_module(shape: Shape, folder: str, device: str, state: Any) -> models.
             p.copy_(state.params[name])
             if p.dtype != torch.float32:
                 p.grad_dtype = torch.float32
-    return models.Skeleton(module, "lm")
+    return Skeleton(module, "lm")
 
 
 def _bytes(tensors: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl_fn.backends.model import ModelError, read_config
+from verl_fn.backends.loading import ModelError, read_config
 from verl_fn.backends.ulysses import LayoutError, check_heads
 from verl_fn.config import ConfigError
 from verl_fn.driver import build

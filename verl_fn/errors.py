@@ -1,9 +1,9 @@
 """The errors that a user can cause and mend: shown as one line, without a traceback."""
 
 from verl_fn.backends.checkpoint import CheckpointError
+from verl_fn.backends.loading import ModelError
 from verl_fn.backends.lora import LoraError
 from verl_fn.backends.memory import OutOfMemory
-from verl_fn.backends.model import ModelError
 from verl_fn.backends.ulysses import LayoutError
 from verl_fn.config import ConfigError
 from verl_fn.data import DataError

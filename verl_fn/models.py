@@ -68,7 +68,7 @@ def new_model(
     """
     from safetensors import SafetensorError
 
-    from verl_fn.backends.model import quiet
+    from verl_fn.backends.loading import quiet
 
     tokenizer = char_tokenizer(chars + "\n" if chat_template and "\n" not in chars else chars)
     if chat_template:
@@ -170,7 +170,7 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from verl_fn.backends.model import ModelError, quiet, read_config
+    from verl_fn.backends.loading import ModelError, quiet, read_config
 
     out = Path(out)
     check_empty(out)

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import json
 import math
-import os
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ import attrs
 import tomli_w
 
 from verl_fn.backends.checkpoint import CheckpointError
+from verl_fn.backends.tensor_file import sync
 from verl_fn.config import ConfigError, flat, load, to_table
 from verl_fn.driver import ranks
 from verl_fn.driver.build import roles
@@ -135,9 +135,9 @@ class Run:
                     self._fill(aside, state)
                     for name in LOGS:
                         if (self.folder / name).exists():
-                            _sync(self.folder / name)
+                            sync(self.folder / name)
                     aside.rename(final)
-                    _sync(final.parent)
+                    sync(final.parent)
                     self._point_at(final / "actor")
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -161,7 +161,7 @@ class Run:
         about = {"algorithm": self._cfg.algorithm.name, "state": scalars, "files": files}
         _write(aside / MANIFEST, json.dumps(about, indent=1))
         for path in (*aside.rglob("*"), aside):
-            _sync(path)
+            sync(path)
 
     @contextlib.contextmanager
     def written(self, what: str) -> Iterator[None]:
@@ -361,16 +361,8 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
 def _write(path: Path, text: str) -> None:
     aside = path.with_name(f".{path.name}.writing")
     aside.write_text(text)
-    _sync(aside)
+    sync(aside)
     aside.rename(path)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _crc(path: Path) -> int:

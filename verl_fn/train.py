@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from verl_fn.algorithms import by_name
-from verl_fn.backends.model import read_config
+from verl_fn.backends.loading import read_config
 from verl_fn.checks import check
 from verl_fn.config import ConfigError
 from verl_fn.data import file_data

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from verl_fn.backends.checkpoint import MODEL, TENSORS, CheckpointError
 from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.loading import ModelError
 from verl_fn.backends.local import Local
 from verl_fn.backends.lora import Lora, LoraError
-from verl_fn.backends.model import ModelError
 from verl_fn.models import export_model, new_model
 from verl_fn.state import Key, snapshot, tree
 from verl_fn.steps import ppo_clip, sgd

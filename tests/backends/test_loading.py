@@ -8,9 +8,10 @@ from safetensors.torch import load_file, save_file
 from test_local import OPTIMIZER, edit_config, ragged
 from transformers import AutoModelForTokenClassification
 
+from verl_fn.backends.loading import ModelError
 from verl_fn.backends.local import Local
 from verl_fn.backends.lora import Lora
-from verl_fn.backends.model import ModelError, check_head
+from verl_fn.backends.model import check_head
 from verl_fn.models import new_model
 from verl_fn.state import Batch, tree
 from verl_fn.steps import cross_entropy, value_clip

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from verl_fn.backends.loading import ModelError
 from verl_fn.backends.local import Local
-from verl_fn.backends.model import ModelError
 from verl_fn.models import new_model
 from verl_fn.state import Batch, Key, tree
 from verl_fn.steps import (

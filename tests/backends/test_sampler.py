@@ -10,7 +10,7 @@ import torch
 
 from verl_fn.backends import sampler as module
 from verl_fn.backends.protocol import Sampling, StaleWeightsError
-from verl_fn.backends.sampler import Draws, Sampler
+from verl_fn.backends.sampler import Sampler
 from verl_fn.models import new_model
 from verl_fn.state import Key, uniform_at
 
@@ -46,7 +46,7 @@ class Made:
 def make(folder, arch, **overrides):
     from transformers import AutoModelForCausalLM
 
-    from verl_fn.backends.model import quiet
+    from verl_fn.backends.loading import quiet
 
     new_model(folder, chars="abcdefghi", arch=arch, hidden_size=32, **overrides)
     with quiet():
@@ -280,59 +280,6 @@ def test_the_models_own_end_tokens(made, tmp_path, told, ends):
     assert Sampler(tmp_path).end_tokens == ends
     path.unlink()
     assert Sampler(tmp_path).end_tokens == {EOS}
-
-
-# Near ties
-
-
-def drawn(sampling, logits, u):
-    draws = Draws(sampling, len(logits), 1e-5)
-    draws.draw(torch.tensor([logits]), torch.tensor([[u]], dtype=torch.float64))
-    tokens, _, _, near = draws.results()
-    return tokens.item(), near.item()
-
-
-def test_near_ties_are_those_that_noise_decides():
-    """1 - u is compared with the CDF, here 1/4, 1/2, 3/4, 1; noise of 1e-5 moves its middle by 5e-6."""
-    flat = [0.0] * 4
-    assert drawn(Sampling(1), flat, 0.5 + 4e-6) == (1, True)
-    assert drawn(Sampling(1), flat, 0.5 - 4e-6) == (2, True)
-    assert drawn(Sampling(1), flat, 0.5 + 6e-6) == (1, False)
-    assert drawn(Sampling(1), flat, 0.5 - 6e-6) == (2, False)
-    assert drawn(Sampling(1), flat, 0.6) == (1, False)
-    assert drawn(Sampling(1, temperature=0.1), flat, 0.5 + 4e-5) == (1, True)
-    assert drawn(Sampling(1), flat, 0.0) == (3, False)
-    assert drawn(Sampling(1), flat, 1 - 2.0**-53) == (0, False)
-
-
-def test_near_ties_of_greedy_and_cuts():
-    greedy, pair, most = Sampling(1, temperature=0.0), Sampling(1, top_k=2), Sampling(1, top_p=0.75)
-    assert drawn(greedy, [0.0, 1.0, 1.0 - 1e-5], 0.3) == (1, True)
-    assert drawn(greedy, [0.0, 1.0, 1.0 - 1e-4], 0.3) == (1, False)
-    assert drawn(pair, [2.0, 1.0, 1.0 - 1e-5], 0.9) == (0, True)
-    assert drawn(pair, [2.0, 1.0, 1.0 - 1e-4], 0.9) == (0, False)
-    probs = lambda *p: torch.tensor(p).log().tolist()  # noqa: E731
-    assert drawn(most, probs(0.5, 0.25 - 1e-6, 0.2, 0.05), 0.9) == (0, True)
-    assert drawn(most, probs(0.5, 0.24, 0.2, 0.06), 0.9) == (0, False)
-    assert drawn(most, probs(0.5, 0.26, 0.2, 0.04), 0.001) == (1, False)
-
-
-def test_ties_at_a_cut_are_kept_whole():
-    """Equals are all kept: no order among them could be told apart from noise."""
-    draws = Draws(Sampling(1, top_k=1), 3, 1e-5)
-    draws.draw(torch.tensor([[1.0, 1.0, 0.0]] * 2), torch.tensor([[0.2], [0.8]]).double())
-    tokens, log_probs, _, near = draws.results()
-    assert tokens.tolist() == [1, 0] and near.all()
-    assert torch.allclose(log_probs, torch.tensor(0.5).log())
-
-
-def test_near_ties_are_counted_by_row(sampler):
-    """A flat model has a boundary every 1/13; at temperature 0 every one of its draws is a tie."""
-    flat = Sampler(sampler.folder)
-    flat.publish(0, [(name, torch.zeros(shape)) for name, shape in flat.decoder.shapes.items()])
-    batch = flat.generate([[1], [1, 4]], Sampling(5, temperature=0.0), KEY)
-    assert batch["near_ties"].tolist() == (batch.lengths - batch["prompt_length"]).tolist()
-    assert flat.generate([[1], [1, 4]], Sampling(5), KEY)["near_ties"].tolist() == [0, 0]
 
 
 # Weights

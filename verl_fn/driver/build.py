@@ -168,7 +168,7 @@ def tokenizer(cfg: Config) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from verl_fn.backends.model import ModelError
+    from verl_fn.backends.loading import ModelError
 
     folder = Path(cfg.model.path)
     # Without any of them transformers makes an empty tokenizer for some architectures.

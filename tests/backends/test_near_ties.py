@@ -1,0 +1,57 @@
+"""Draws that rounding could have decided otherwise: told, counted by row, and kept together at a cut."""
+
+import torch
+
+from verl_fn.backends.protocol import Sampling
+from verl_fn.backends.sampler import Draws, Sampler
+from verl_fn.state import Key
+
+
+def drawn(sampling, logits, u):
+    draws = Draws(sampling, len(logits), 1e-5)
+    draws.draw(torch.tensor([logits]), torch.tensor([[u]], dtype=torch.float64))
+    tokens, _, _, near = draws.results()
+    return tokens.item(), near.item()
+
+
+def test_near_ties_are_those_that_noise_decides():
+    """1 - u is compared with the CDF, here 1/4, 1/2, 3/4, 1; noise of 1e-5 moves its middle by 5e-6."""
+    flat = [0.0] * 4
+    assert drawn(Sampling(1), flat, 0.5 + 4e-6) == (1, True)
+    assert drawn(Sampling(1), flat, 0.5 - 4e-6) == (2, True)
+    assert drawn(Sampling(1), flat, 0.5 + 6e-6) == (1, False)
+    assert drawn(Sampling(1), flat, 0.5 - 6e-6) == (2, False)
+    assert drawn(Sampling(1), flat, 0.6) == (1, False)
+    assert drawn(Sampling(1, temperature=0.1), flat, 0.5 + 4e-5) == (1, True)
+    assert drawn(Sampling(1), flat, 0.0) == (3, False)
+    assert drawn(Sampling(1), flat, 1 - 2.0**-53) == (0, False)
+
+
+def test_near_ties_of_greedy_and_cuts():
+    greedy, pair, most = Sampling(1, temperature=0.0), Sampling(1, top_k=2), Sampling(1, top_p=0.75)
+    assert drawn(greedy, [0.0, 1.0, 1.0 - 1e-5], 0.3) == (1, True)
+    assert drawn(greedy, [0.0, 1.0, 1.0 - 1e-4], 0.3) == (1, False)
+    assert drawn(pair, [2.0, 1.0, 1.0 - 1e-5], 0.9) == (0, True)
+    assert drawn(pair, [2.0, 1.0, 1.0 - 1e-4], 0.9) == (0, False)
+    probs = lambda *p: torch.tensor(p).log().tolist()  # noqa: E731
+    assert drawn(most, probs(0.5, 0.25 - 1e-6, 0.2, 0.05), 0.9) == (0, True)
+    assert drawn(most, probs(0.5, 0.24, 0.2, 0.06), 0.9) == (0, False)
+    assert drawn(most, probs(0.5, 0.26, 0.2, 0.04), 0.001) == (1, False)
+
+
+def test_ties_at_a_cut_are_kept_whole():
+    """Equals are all kept: no order among them could be told apart from noise."""
+    draws = Draws(Sampling(1, top_k=1), 3, 1e-5)
+    draws.draw(torch.tensor([[1.0, 1.0, 0.0]] * 2), torch.tensor([[0.2], [0.8]]).double())
+    tokens, log_probs, _, near = draws.results()
+    assert tokens.tolist() == [1, 0] and near.all()
+    assert torch.allclose(log_probs, torch.tensor(0.5).log())
+
+
+def test_near_ties_are_counted_by_row(tiny):
+    """A flat model has a boundary every 1/13; at temperature 0 every one of its draws is a tie."""
+    flat = Sampler(tiny)
+    flat.publish(0, [(name, torch.zeros(shape)) for name, shape in flat.decoder.shapes.items()])
+    batch = flat.generate([[1], [1, 4]], Sampling(5, temperature=0.0), Key.from_seed(7))
+    assert batch["near_ties"].tolist() == (batch.lengths - batch["prompt_length"]).tolist()
+    assert flat.generate([[1], [1, 4]], Sampling(5), Key.from_seed(7))["near_ties"].tolist() == [0, 0]
