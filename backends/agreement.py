@@ -20,7 +20,7 @@ from torch import Tensor
 from verl_fn.state import Batch, Grads, Key, Params, TrainState, tree
 from verl_fn.steps import Optimizer, apply_update
 
-from .ulysses import LayoutError
+from .hf.ulysses import LayoutError
 
 Gather: TypeAlias = Callable[[Any], list[Any]]
 

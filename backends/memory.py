@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
+from verl_fn.errors import UserError
 from verl_fn.state import Batch
 
 
-class OutOfMemory(torch.OutOfMemoryError):
+class OutOfMemory(UserError, torch.OutOfMemoryError):
     """A micro-batch that does not fit into the memory of its device."""
 
 

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from verl_fn import train as training
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import load
-from verl_fn.models import new_model
-from verl_fn.runs import TIMED, checkpoints, read_lines
-from verl_fn.schema import Config
-from verl_fn.tasks import TASKS
+from verl_fn.config.schema import Config
+from verl_fn.data.tasks import TASKS
+from verl_fn.runs import loop as training
+from verl_fn.runs.folder import TIMED, checkpoints, read_lines
 
 from . import measure
 

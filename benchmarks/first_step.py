@@ -32,9 +32,9 @@ import attrs
 import torch
 from safetensors.torch import load_file, save_file
 
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.lora import Lora
-from verl_fn.models import new_model
 from verl_fn.state import Batch, Grads, Key
 from verl_fn.steps import (
     Loss,

@@ -15,13 +15,13 @@ from typing import Any
 import attrs
 
 from verl_fn.algorithms import by_name
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import load
-from verl_fn.journal import Recorded, read_samples
-from verl_fn.models import new_model
-from verl_fn.runs import read_metrics
-from verl_fn.schema import Config
-from verl_fn.tasks import TASKS
-from verl_fn.train import advance, initial_state, prepared, train, workers
+from verl_fn.config.schema import Config
+from verl_fn.data.tasks import TASKS
+from verl_fn.runs.folder import read_metrics
+from verl_fn.runs.journal import Recorded, read_samples
+from verl_fn.runs.loop import advance, initial_state, prepared, train, workers
 
 from . import measure
 

@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from verl_fn.backends.fsdp import Fsdp
-from verl_fn.backends.loading import build
-from verl_fn.backends.model import Skeleton, Staged, token_outputs
+from verl_fn.backends.hf.folder import build
+from verl_fn.backends.hf.skeleton import Skeleton, Staged, token_outputs
 from verl_fn.state import Batch, Key, split_by_tokens
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, ppo_clip, total_loss
 

@@ -131,7 +131,7 @@ def compare(size: Size, pairs: int) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """``verl-fn bench sampler``: a table on the screen; exit status 1 where a bar is missed."""
-    from verl_fn.backends.loading import quiet
+    from verl_fn.backends.hf.folder import quiet
 
     parser = measure.parser("sampler", __doc__)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))

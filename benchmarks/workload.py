@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_fn.models import char_tokenizer
+from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.state import Batch
 from verl_fn.steps import aggregate
 

@@ -10,8 +10,8 @@ import tempfile
 
 import torch
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.models import new_model
 from verl_fn.state import Key, tree
 from verl_fn.steps import adamw, aggregate, constant, cross_entropy, kl_to_reference, ppo_clip
 from verl_fn.testing import tiny_batch

@@ -10,13 +10,13 @@ import tempfile
 
 import torch
 
+from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import Sampling
 from verl_fn.backends.sampler import Sampler
-from verl_fn.models import char_tokenizer, new_model
+from verl_fn.data.tasks import TASKS
 from verl_fn.state import Key
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, loss, token_mean
-from verl_fn.tasks import TASKS
 
 TASK = TASKS["count"]
 TOKENIZER = char_tokenizer(TASK.alphabet)

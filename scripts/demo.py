@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 from verl_fn.config import load
-from verl_fn.plots import reward_curves
-from verl_fn.runs import read_metrics
-from verl_fn.train import train
+from verl_fn.report.plots import reward_curves
+from verl_fn.runs.folder import read_metrics
+from verl_fn.runs.loop import train
 
 METRIC = "val-core/reverse/acc/mean@1"
 

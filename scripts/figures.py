@@ -6,7 +6,7 @@ for s in 1 2 3; do
 done
 """
 
-from verl_fn.plots import reward_curves
+from verl_fn.report.plots import reward_curves
 
 SEEDS = (1, 2, 3)
 

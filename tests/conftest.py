@@ -15,6 +15,6 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """A Qwen3 folder of 0.02 M parameters with the alphabet of ``reverse``."""
-    from verl_fn.models import new_model
+    from verl_fn.backends.hf.new_model import new_model
 
     return new_model(tmp_path_factory.mktemp("tiny"), chars="abcdefgh>", hidden_size=32)

@@ -6,19 +6,13 @@ import pkgutil
 
 import pytest
 
-PACKAGES = (
-    "verl_fn",
-    "verl_fn.state",
-    "verl_fn.steps",
-    "verl_fn.backends",
-    "verl_fn.algorithms",
-    "verl_fn.driver",
-    "verl_fn.testing",
-)
-MODULES = sorted(
-    {package for package in PACKAGES}
-    | {m.name for p in PACKAGES for m in pkgutil.iter_modules(importlib.import_module(p).__path__, p + ".")}
-)
+import verl_fn
+
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages(verl_fn.__path__, "verl_fn.")
+    if not module.name.endswith("__main__") and ".benchmarks." not in module.name
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

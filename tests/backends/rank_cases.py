@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.fsdp.sharding import locals_of, whole_of
 from verl_fn.backends.local import Local
-from verl_fn.backends.sharding import locals_of, whole_of
 from verl_fn.state import Grads, Key, Weighted, snapshot, tree
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, entropy, ppo_clip, value_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch

@@ -10,8 +10,8 @@ from rank_cases import KEY, optimizer
 from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.local import Local
-from verl_fn.backends.sharding import whole_of
 from verl_fn.state import Grads, is_donated
 from verl_fn.steps import GradTransform, Optimizer, adamw, chain, clip_by_global_norm, frozen, linear, ppo_clip, sgd
 from verl_fn.testing import tiny_batch
@@ -124,8 +124,8 @@ def placed(folder):
     apart = backend.place(state, params="meta")
     refused = told(lambda: backend.apply_update(apart, grads))
     away = backend.place(state, params="meta", optimizer="meta")
+    from verl_fn.backends.fsdp.sharding import moved
     from verl_fn.backends.placing import beside
-    from verl_fn.backends.sharding import moved
 
     return refused, {str(g._local_tensor.device) for g in beside(away, grads, moved).values()}
 

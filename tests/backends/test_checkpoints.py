@@ -12,12 +12,13 @@ from rank_cases import KEY, optimizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from verl_fn.backends.checkpoint import MODEL, TENSORS, CheckpointError
+from verl_fn.backends.checkpoint.export import export_model
+from verl_fn.backends.checkpoint.state_folder import MODEL, TENSORS, CheckpointError
 from verl_fn.backends.fsdp import Fsdp
-from verl_fn.backends.loading import ModelError
+from verl_fn.backends.hf.folder import ModelError
+from verl_fn.backends.hf.lora import Lora, LoraError
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.lora import Lora, LoraError
-from verl_fn.models import export_model, new_model
 from verl_fn.state import Key, snapshot, tree
 from verl_fn.steps import ppo_clip, sgd
 from verl_fn.testing import tiny_batch

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.lora import Lora
-from verl_fn.models import new_model
 from verl_fn.state import Batch, tree
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, cross_entropy, entropy
 

@@ -6,10 +6,10 @@ import attrs
 import pytest
 import torch
 
-from verl_fn.backends.decoder import GeneralDecoder, model_of, slot_attention
-from verl_fn.backends.llama import LlamaDecoder, _product, decoder_for, misfit
-from verl_fn.backends.loading import ModelError
-from verl_fn.models import new_model
+from verl_fn.backends.hf.folder import ModelError
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.sampler.decoder import GeneralDecoder, model_of, slot_attention
+from verl_fn.backends.sampler.llama import LlamaDecoder, _product, decoder_for, misfit
 from verl_fn.state import Batch
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def case(tmp_path_factory):
     def make(name):
         from transformers import AutoModelForCausalLM
 
-        from verl_fn.backends.loading import quiet
+        from verl_fn.backends.hf.folder import quiet
 
         if name not in made:
             folder = new_model(

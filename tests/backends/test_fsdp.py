@@ -2,9 +2,9 @@
 
 import pytest
 
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.lora import Lora
-from verl_fn.models import new_model
 from verl_fn.state import tree
 
 FP32, BF16 = 1e-5, 0.02

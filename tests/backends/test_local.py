@@ -5,9 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from verl_fn.backends.loading import ModelError
+from verl_fn.backends.hf.folder import ModelError
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.models import new_model
 from verl_fn.state import Batch, Key, tree
 from verl_fn.steps import (
     adamw,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_fn.backends.logprobs import logprobs_and_entropy
+from verl_fn.backends.hf.logprobs import logprobs_and_entropy
 
 N, H, V = 23, 8, 31
 
@@ -81,7 +81,7 @@ def test_memory_never_holds_all_logits():
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("heated", [False, True])
 def test_kernels_agree_with_plain_torch(dtype, entropy, heated):
-    from verl_fn.backends import kernels, logprobs
+    from verl_fn.backends.hf import kernels, logprobs
 
     generator = torch.Generator().manual_seed(0)
     rows, vocab = 37, 9001

@@ -8,11 +8,12 @@ import torch
 from test_local import ragged
 from transformers import AutoModelForCausalLM
 
-from verl_fn.backends.checkpoint import CheckpointError
+from verl_fn.backends.checkpoint.export import export_adapter, export_model
+from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.backends.hf.lora import Lora, LoraError
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.lora import Lora, LoraError
-from verl_fn.models import export_adapter, export_model, new_model
-from verl_fn.schema import ConfigError
+from verl_fn.config.schema import ConfigError
 from verl_fn.state import Batch, Key, tree
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cross_entropy, entropy, ppo_clip, value_clip
 from verl_fn.testing import check_backend, tiny_batch
@@ -244,7 +245,7 @@ def test_targets_that_match_nothing_are_refused_with_what_there_is(tiny, targets
 
 
 def test_a_model_without_linear_layers_is_refused():
-    from verl_fn.backends.lora import inject
+    from verl_fn.backends.hf.lora import inject
 
     model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(2, 2), "lm_head": torch.nn.Linear(2, 2)})
     with pytest.raises(LoraError, match="somewhere: ModuleDict has no linear layers"):

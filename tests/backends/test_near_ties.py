@@ -3,7 +3,7 @@
 import torch
 
 from verl_fn.backends.protocol import Sampling
-from verl_fn.backends.sampler import Draws, Sampler
+from verl_fn.backends.sampler.engine import Draws, Sampler
 from verl_fn.state import Key
 
 

@@ -8,9 +8,9 @@ import torch
 from rank_checks import OPTIMIZERS
 from ranks import Ranks
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.memory import OutOfMemory
-from verl_fn.models import new_model
 from verl_fn.state import Key
 from verl_fn.testing import tiny_batch
 

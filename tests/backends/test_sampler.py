@@ -8,10 +8,10 @@ import attrs
 import pytest
 import torch
 
-from verl_fn.backends import sampler as module
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.protocol import Sampling, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
-from verl_fn.models import new_model
+from verl_fn.backends.sampler.engine import engine as module
 from verl_fn.state import Key, uniform_at
 
 EOS = 2
@@ -46,7 +46,7 @@ class Made:
 def make(folder, arch, **overrides):
     from transformers import AutoModelForCausalLM
 
-    from verl_fn.backends.loading import quiet
+    from verl_fn.backends.hf.folder import quiet
 
     new_model(folder, chars="abcdefghi", arch=arch, hidden_size=32, **overrides)
     with quiet():

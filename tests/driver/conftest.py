@@ -9,8 +9,8 @@ pytest.importorskip("ray")
 import ray
 from ray_ranks import start_ranks
 
-from verl_fn.models import new_model
-from verl_fn.tasks import TASKS
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.data.tasks import TASKS
 
 
 @pytest.fixture(scope="session")

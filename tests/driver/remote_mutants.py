@@ -3,7 +3,7 @@
 import torch.distributed as dist
 
 from verl_fn.backends.fsdp import Fsdp
-from verl_fn.backends.mock import Mock
+from verl_fn.backends.mock.train import Mock
 from verl_fn.driver.remote import Remote, RemoteTrain
 from verl_fn.state import Grads
 from verl_fn.steps import Loss, adamw, chain, clip_by_global_norm, constant

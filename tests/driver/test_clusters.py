@@ -10,12 +10,11 @@ import attrs
 import pytest
 import ray
 
-from verl_fn import schema
-from verl_fn.checks import check_ranks
-from verl_fn.config import ConfigError, load
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.config import ConfigError, load, schema
 from verl_fn.driver.ray import check_address, check_room, on_cluster, runtime_env, seating
-from verl_fn.models import new_model
-from verl_fn.runs import read_metrics
+from verl_fn.runs.checks import check_ranks
+from verl_fn.runs.folder import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SFT = [
@@ -25,7 +24,7 @@ SFT = [
 
 
 def command(*args, program=(sys.executable,), folder=ROOT):
-    line = [*program, "-m", "verl_fn.cli", "train", *SFT, *args]
+    line = [*program, "-m", "verl_fn.cli.main", "train", *SFT, *args]
     return subprocess.run(line, capture_output=True, text=True, cwd=folder, timeout=300)
 
 
@@ -74,7 +73,7 @@ def test_where_everything_sits():
 
 
 def test_the_critic_follows_the_actor_unless_it_has_its_own_strategy():
-    from verl_fn.driver.build import settings
+    from verl_fn.config.plan import settings
 
     cfg = load(overrides=["actor.strategy=fsdp", "actor.fsdp_config.replicate=2"])
     assert [settings(cfg, role).fsdp_config.replicate for role in ("actor", "critic", "reference")] == [2, 2, 2]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ray_ranks import start_ranks
 
+from verl_fn.algorithms.workers import ActorDied, ActorHangs
 from verl_fn.driver import cluster
 from verl_fn.driver.cluster import _runs
 from verl_fn.driver.host import Host
@@ -18,7 +19,6 @@ from verl_fn.driver.watch import Watch, ask
 from verl_fn.state import Key
 from verl_fn.steps import Loss, cross_entropy
 from verl_fn.testing import tiny_batch
-from verl_fn.workers import ActorDied, ActorHangs
 
 
 def on_rank_1(act):

@@ -8,15 +8,15 @@ import remote_mutants
 import torch
 from ray_ranks import start_ranks
 
+from verl_fn.algorithms.workers import Freed
+from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
-from verl_fn.backends.sharding import whole_of
 from verl_fn.driver.group import Group
 from verl_fn.driver.remote import RemoteRollout, RemoteTrain
 from verl_fn.state import DonatedError, Key, snapshot, tree
 from verl_fn.steps import entropy, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
-from verl_fn.workers import Freed
 
 FP32 = 1e-5
 LOSS = ppo_clip() - 0.01 * entropy()

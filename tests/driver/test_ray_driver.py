@@ -9,13 +9,13 @@ import ray
 
 from verl_fn.benchmarks import ppo_layouts
 from verl_fn.config import load
+from verl_fn.data.tasks import TASKS
 from verl_fn.driver.ray import ActorDied, ray_workers
-from verl_fn.rewards import pack_examples
-from verl_fn.runs import read_metrics
+from verl_fn.rewards.reward import pack_examples
+from verl_fn.runs.folder import read_metrics
+from verl_fn.runs.loop import train
 from verl_fn.state import DonatedError, Key, tree
 from verl_fn.steps import aggregate, cross_entropy
-from verl_fn.tasks import TASKS
-from verl_fn.train import train
 
 OVERRIDES = [
     "data.train_batch_size=8", "data.val_size=16", "algorithm.ppo_mini_batch_size=4", "rollout.n=2",

@@ -5,9 +5,10 @@ import signal
 import sys
 import time
 
-from verl_fn import runs, train
 from verl_fn.cli import main
-from verl_fn.data import DataError
+from verl_fn.data.files import DataError
+from verl_fn.runs.folder import folder as runs
+from verl_fn.runs.folder import loop as train
 
 FAULT, RANK = os.environ["FAULT"], int(os.environ["RANK"])
 

@@ -7,7 +7,7 @@ import attrs
 import torch
 
 from verl_fn.backends.local import Local
-from verl_fn.backends.mock import Mock
+from verl_fn.backends.mock.train import Mock
 from verl_fn.state import (
     Grads,
     Key,

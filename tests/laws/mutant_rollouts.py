@@ -5,7 +5,7 @@ from functools import partial
 import attrs
 import torch
 
-from verl_fn.backends.mock_rollout import MockRollout, Response, sample_table
+from verl_fn.backends.mock.rollout import MockRollout, Response, sample_table
 from verl_fn.state import (
     Key,
 )

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from properties import KEYS, examples
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.mock import Mock
-from verl_fn.models import new_model
+from verl_fn.backends.mock.train import Mock
 from verl_fn.steps import chain, clip_by_global_norm, constant, cross_entropy, entropy, ppo_clip, sgd, value_clip
 from verl_fn.testing import check_backend, tiny_batch
 

@@ -5,9 +5,9 @@ from functools import partial
 import mutants
 import pytest
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.mock import Mock
-from verl_fn.models import new_model
+from verl_fn.backends.mock.train import Mock
 from verl_fn.steps import constant, gae, grpo, ppo_clip, reinforce_plus_plus, rloo, sgd
 from verl_fn.testing import LawViolation, check_advantage, check_backend, check_loss, check_rollout
 

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from properties import KEYS, examples
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.mock import Mock
-from verl_fn.backends.mock_rollout import MockRollout, sample_table
+from verl_fn.backends.mock.rollout import MockRollout, sample_table
+from verl_fn.backends.mock.train import Mock
 from verl_fn.backends.protocol import Sampling, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
-from verl_fn.models import new_model
 from verl_fn.state import Key
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout

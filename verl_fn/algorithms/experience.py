@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from verl_fn.algorithms.workers import Clock, Workers
 from verl_fn.backends.protocol import Sampling, TrainBackend
-from verl_fn.data import encode_prompts
-from verl_fn.schema import Config
+from verl_fn.config.schema import Config
+from verl_fn.data.files import encode_prompts
+from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch, Key, Max, Metrics, Min, Moments, TokenOutputs, Weighted
 from verl_fn.steps import Loss, aggregate, minibatches, scan
-from verl_fn.tasks import Problem
-from verl_fn.workers import Clock, Workers
 
 
 def sampling_of(cfg: Config) -> Sampling:

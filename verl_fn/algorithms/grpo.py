@@ -8,11 +8,11 @@ from typing import Any
 
 from verl_fn.algorithms.experience import batch_report, collect, timing_report, update, update_batches, update_report
 from verl_fn.algorithms.ppo import kl_controller, policy_loss
-from verl_fn.schema import Config
+from verl_fn.algorithms.workers import Clock, Workers
+from verl_fn.config.schema import Config
+from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch, Key, Node, node
 from verl_fn.steps import AdaptiveKL, FixedKL, apply_kl_in_reward, grpo, reinforce_plus_plus, rloo
-from verl_fn.tasks import Problem
-from verl_fn.workers import Clock, Workers
 
 
 @node

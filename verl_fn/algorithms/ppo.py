@@ -14,7 +14,9 @@ from verl_fn.algorithms.experience import (
     update_report,
     with_outputs,
 )
-from verl_fn.schema import Config
+from verl_fn.algorithms.workers import Clock, Workers
+from verl_fn.config.schema import Config
+from verl_fn.data.tasks import Problem
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import (
     AdaptiveKL,
@@ -27,8 +29,6 @@ from verl_fn.steps import (
     ppo_clip,
     value_clip,
 )
-from verl_fn.tasks import Problem
-from verl_fn.workers import Clock, Workers
 
 
 @node

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl_fn.algorithms.experience import loss_scale, timing_report, update, update_report
-from verl_fn.rewards import pack_examples
-from verl_fn.schema import Config
+from verl_fn.algorithms.workers import Clock, Workers
+from verl_fn.config.schema import Config
+from verl_fn.data.tasks import Problem
+from verl_fn.rewards.reward import pack_examples
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import aggregate, cross_entropy
-from verl_fn.tasks import Problem
-from verl_fn.workers import Clock, Workers
 
 
 @node

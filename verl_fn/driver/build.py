@@ -10,16 +10,17 @@ from typing import Any
 
 import attrs
 
-from verl_fn.schema import ActorConfig, Config, ConfigError, OptimConfig
+from verl_fn.config import plan
+from verl_fn.config.schema import Config, ConfigError, OptimConfig
 
-from .ranks import torchrun_size
+from . import ranks
 
 
 def set_up_process(cfg: Config) -> None:
     """Threads of this process, and no stray log lines of libraries."""
     import torch
 
-    torch.set_num_threads(cfg.driver.num_threads or max(1, (os.cpu_count() or 1) // training_ranks(cfg)))
+    torch.set_num_threads(cfg.driver.num_threads or max(1, (os.cpu_count() or 1) // ranks.training_ranks(cfg)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if cfg.driver.deterministic:
@@ -27,24 +28,10 @@ def set_up_process(cfg: Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def device(cfg: Config) -> str:
-    """The device that ``driver.device`` asks for."""
-    import torch
-
-    if cfg.driver.device != "auto":
-        return cfg.driver.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def training_ranks(cfg: Config) -> int:
-    """How many processes train a role: Ray's, torchrun's, or this one."""
-    return cfg.ray.ranks if cfg.driver.kind == "ray" else torchrun_size()
-
-
 def model_folder(cfg: Config) -> Path:
     """``model.path``, or a random model for the task, made once below the run's folder."""
-    from verl_fn.models import new_model
-    from verl_fn.tasks import TASKS
+    from verl_fn.backends.hf.new_model import new_model
+    from verl_fn.data.tasks import TASKS
 
     if cfg.model.path:
         return Path(cfg.model.path).expanduser()
@@ -87,51 +74,32 @@ def optimizer(o: OptimConfig, total_steps: int) -> Any:
     return chain(clip_by_global_norm(o.clip_grad), adamw(schedule, o.betas, o.eps, o.weight_decay))
 
 
-def settings(cfg: Config, role: str) -> ActorConfig:
-    """The table of a training role. The reference has the actor's; so has the critic its layout, unless it has its own.
-
-    >>> cfg = Config(actor=ActorConfig(strategy="fsdp"))
-    >>> [settings(cfg, role).strategy for role in ("actor", "critic", "reference")]
-    ['fsdp', 'fsdp', 'fsdp']
-    """
-    if role != "critic":
-        return cfg.actor
-    if cfg.critic.strategy is not None:
-        return cfg.critic
-    return attrs.evolve(cfg.critic, strategy=cfg.actor.strategy, fsdp_config=cfg.actor.fsdp_config)
-
-
-def folder_of(cfg: Config, role: str) -> str:
-    """The model folder of a training role: a critic may have one of its own."""
-    return cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
-
-
 def trainer(cfg: Config, role: str) -> Any:
     """The training backend of ``actor``, ``critic`` or ``reference``; ``fsdp`` wants a process group."""
+    from verl_fn.backends.hf.lora import Lora
     from verl_fn.backends.local import Local
-    from verl_fn.backends.lora import Lora
     from verl_fn.steps import frozen
 
-    s = settings(cfg, role)
-    updates = cfg.trainer.total_training_steps * updates_a_step(cfg)
+    s = plan.settings(cfg, role)
+    updates = cfg.trainer.total_training_steps * plan.updates_a_step(cfg)
     tx = frozen() if role == "reference" else optimizer(s.optim, updates)
     common: dict[str, Any] = {
         "head": "value" if role == "critic" else "lm",
         "compute_dtype": s.dtype,
         "checkpointing": s.enable_gradient_checkpointing,
         "lora": Lora(s.lora_rank, s.lora_alpha, s.target_modules) if s.lora_rank else None,
-        "device": device(cfg),
+        "device": ranks.device(cfg),
         "deterministic": cfg.driver.deterministic,
     }
     if s.strategy != "fsdp":
-        return Local(folder_of(cfg, role), tx, max_tokens=s.ppo_max_token_len_per_gpu, **common)
+        return Local(plan.folder_of(cfg, role), tx, max_tokens=s.ppo_max_token_len_per_gpu, **common)
     from verl_fn.backends.fsdp import Fsdp
 
     f = s.fsdp_config
     return Fsdp(
-        folder_of(cfg, role),
+        plan.folder_of(cfg, role),
         tx,
-        max_tokens=token_budget(s),
+        max_tokens=plan.token_budget(s),
         replicate=f.replicate,
         sp=f.ulysses_sequence_parallel_size,
         reshard_after_forward=f.reshard_after_forward,
@@ -140,24 +108,11 @@ def trainer(cfg: Config, role: str) -> Any:
     )
 
 
-def token_budget(s: ActorConfig) -> int:
-    """Tokens a micro-batch: ranks that share rows have their budgets together."""
-    return s.ppo_max_token_len_per_gpu * (s.fsdp_config.ulysses_sequence_parallel_size if s.strategy == "fsdp" else 1)
-
-
-def updates_a_step(cfg: Config) -> int:
-    """Optimizer updates in one step of the algorithm."""
-    if cfg.algorithm.name == "sft":
-        return 1
-    size = min(cfg.algorithm.ppo_mini_batch_size, cfg.data.train_batch_size)
-    return cfg.algorithm.ppo_epochs * -(-cfg.data.train_batch_size // size)
-
-
 def rollout(cfg: Config) -> Any:
     """The rollout engine."""
     from verl_fn.backends.sampler import Sampler
 
-    return Sampler(cfg.model.path, device=device(cfg), dtype=cfg.rollout.dtype, slots=cfg.rollout.slots)
+    return Sampler(cfg.model.path, device=ranks.device(cfg), dtype=cfg.rollout.dtype, slots=cfg.rollout.slots)
 
 
 def tokenizer(cfg: Config) -> Any:
@@ -168,7 +123,7 @@ def tokenizer(cfg: Config) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from verl_fn.backends.loading import ModelError
+    from verl_fn.backends.hf.folder import ModelError
 
     folder = Path(cfg.model.path)
     # Without any of them transformers makes an empty tokenizer for some architectures.
@@ -193,22 +148,10 @@ def reward(cfg: Config, folder: str | None = None) -> Any:
     Raises:
         RewardError: a function cannot be found or called.
     """
-    from verl_fn.reward_functions import RewardFunctions
-    from verl_fn.rewards import Reward
-    from verl_fn.rules import by_rules
+    from verl_fn.rewards.functions import RewardFunctions
+    from verl_fn.rewards.reward import Reward
+    from verl_fn.rewards.rules import by_rules
 
     r = cfg.reward
     judge = RewardFunctions(r.functions, r.weights, r.timeout, r.num_workers, folder) if r.functions else by_rules
     return Reward(judge, tokenizer(cfg))
-
-
-def roles(cfg: Config) -> tuple[str, ...]:
-    """The training roles that the algorithm has."""
-    a = cfg.algorithm
-    found = ["actor"]
-    if a.name == "ppo":
-        found.append("critic")
-    # With LoRA the actor's own base is the reference.
-    if a.name != "sft" and (a.use_kl_loss or a.use_kl_in_reward) and not cfg.actor.lora_rank:
-        found.append("reference")
-    return tuple(found)

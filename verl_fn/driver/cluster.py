@@ -16,9 +16,9 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch.utils import _pytree as pytree
 
-from verl_fn.errors import USER_ERRORS
-from verl_fn.schema import Config, ConfigError
-from verl_fn.workers import ActorDied
+from verl_fn.algorithms.workers import ActorDied
+from verl_fn.config import Config, ConfigError
+from verl_fn.errors import UserError
 
 from . import identity
 from .group import Call, Group, Member
@@ -269,7 +269,7 @@ def _unwrapped(error: Exception, name: str = "") -> Exception:
     """A worker's error as its own."""
     if not isinstance(error, ray.exceptions.RayTaskError):
         return ActorDied(f"{name}: {error}")
-    found = error.cause if isinstance(error.cause, USER_ERRORS) else error.as_instanceof_cause()
+    found = error.cause if isinstance(error.cause, UserError) else error.as_instanceof_cause()
     if name:
         found.add_note(f"raised in {name}")
     return found

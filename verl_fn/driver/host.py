@@ -14,8 +14,8 @@ from typing import Any
 
 import attrs
 
-from verl_fn.schema import Config
-from verl_fn.workers import Freed
+from verl_fn.algorithms.workers import Freed
+from verl_fn.config.schema import Config
 
 from . import identity
 
@@ -109,10 +109,10 @@ class Host:
 
     def join(self, place: tuple[str, int], rank: int, size: int, timeout: float) -> None:
         """Become a rank of the process group that meets there."""
-        from . import build, ranks
+        from . import ranks
 
         self._speaks = rank == 0
-        ranks.join(place, rank, size, timeout, build.device(self.cfg), getattr(self, "_store", None))
+        ranks.join(place, rank, size, timeout, ranks.device(self.cfg), getattr(self, "_store", None))
 
     def build(self, name: str, factory: Callable[..., Any], *args: Any) -> None:
         """Make a component: ``factory(cfg, *args)``."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from verl_fn.schema import Config, ConfigError
+from verl_fn.config import Config, ConfigError
 
 T = TypeVar("T")
 
@@ -79,8 +79,6 @@ def process_group(cfg: Config) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from .build import device
-
     if dist.is_initialized():
         yield
         return
@@ -132,8 +130,8 @@ def gathered(value: T) -> list[T]:
     """
     if torchrun_size() == 1:
         return [value]
+    from verl_fn.algorithms.workers import ActorDied, ActorHangs
     from verl_fn.backends import agreement
-    from verl_fn.workers import ActorDied, ActorHangs
 
     try:
         return agreement.gathered(value)
@@ -185,3 +183,17 @@ def end_after_first(status: int) -> NoReturn:
     # It has closed its connections, and says why right after that.
     time.sleep(2.0)
     raise SystemExit(status)
+
+
+def device(cfg: Config) -> str:
+    """The device that ``driver.device`` asks for."""
+    import torch
+
+    if cfg.driver.device != "auto":
+        return cfg.driver.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def training_ranks(cfg: Config) -> int:
+    """How many processes train a role: Ray's, torchrun's, or this one."""
+    return cfg.ray.ranks if cfg.driver.kind == "ray" else torchrun_size()

@@ -14,8 +14,8 @@ import attrs
 import ray
 import ray.runtime_env
 
-from verl_fn.schema import Config, ConfigError
-from verl_fn.workers import ActorDied, Workers
+from verl_fn.algorithms.workers import ActorDied, Workers
+from verl_fn.config import Config, ConfigError, plan
 
 from . import build
 from .cluster import Cluster, Seat
@@ -49,7 +49,7 @@ def ray_workers(cfg: Config) -> Iterator[Workers]:
             training = {}
             for name, roles in training_groups(cfg).items():
                 group = cluster.groups[name]
-                if any(build.settings(cfg, role).strategy == "fsdp" for role in roles):
+                if any(plan.settings(cfg, role).strategy == "fsdp" for role in roles):
                     cluster.join(group)
                 for role in roles:
                     cluster.build(name, role, build.trainer, role)
@@ -140,7 +140,7 @@ def check_address(address: str) -> None:
 
     >>> check_address("nowhere")
     Traceback (most recent call last):
-    verl_fn.schema.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
+    verl_fn.config.schema.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
     """
     if address == "auto" or "://" in address:
         return
@@ -171,7 +171,7 @@ def training_groups(cfg: Config) -> dict[str, tuple[str, ...]]:
     >>> training_groups(load(overrides=["ray.separate=critic"]))
     {'trainer': ('actor',), 'critic': ('critic',)}
     """
-    roles = build.roles(cfg)
+    roles = plan.roles(cfg)
     apart = [role for role in roles if role in cfg.ray.separate]
     return {"trainer": tuple(r for r in roles if r not in apart)} | {role: (role,) for role in apart}
 

@@ -13,10 +13,10 @@ import attrs
 import ray
 from torch.utils import _pytree as pytree
 
+from verl_fn.algorithms.workers import Freed
 from verl_fn.backends.protocol import Sampling
 from verl_fn.state import DonatedError, Key
 from verl_fn.steps import Loss
-from verl_fn.workers import Freed
 
 from .cluster import Cluster
 from .group import Group

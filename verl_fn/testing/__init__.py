@@ -22,8 +22,8 @@ To test an algorithm without a model there are ``Mock``, a training backend, and
 what a script tells it to; ``sample_table`` is the script that draws from the weights of a ``Mock``.
 """
 
-from verl_fn.backends.mock import Mock
-from verl_fn.backends.mock_rollout import MockRollout, Request, Response, sample_table
+from verl_fn.backends.mock.rollout import MockRollout, Request, Response, sample_table
+from verl_fn.backends.mock.train import Mock
 
 from .advantages import check_advantage
 from .backends import check_backend

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import torch
 
+from verl_fn.algorithms.workers import Freed, get_here
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.state import (
     Batch,
@@ -26,7 +27,6 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.steps import Loss, ppo_clip
-from verl_fn.workers import Freed, get_here
 
 from .builders import some_splits, tiny_batch
 from .violation import (
@@ -73,7 +73,7 @@ def check_backend(
     Raises:
         LawViolation: a law is broken.
 
-    >>> from verl_fn.backends.mock import Mock
+    >>> from verl_fn.backends.mock.train import Mock
     >>> from verl_fn.steps import adamw, constant
     >>> check_backend(Mock(8, adamw(constant(0.01), weight_decay=0.0), max_tokens=24))
     >>> check_backend(Mock(8, adamw(constant(0.01), weight_decay=0.1), max_tokens=24))

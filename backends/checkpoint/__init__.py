@@ -1,0 +1,1 @@
+"""A training state as a folder of safetensors under canonical names."""

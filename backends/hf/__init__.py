@@ -1,0 +1,1 @@
+"""Hugging Face models as functions of packed rows and of parameters by name."""

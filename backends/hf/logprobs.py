@@ -1,0 +1,161 @@
+"""Log-probabilities and entropy from hidden states, a chunk of tokens at a time.
+
+The logits of a whole micro-batch ``[T, vocab]`` never exist: each chunk's are made, reduced and dropped, and
+made again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# Logits of one chunk: small enough for the caches of a CPU, large enough to fill a GPU.
+CPU_CHUNK, CUDA_CHUNK = 2**24, 2**29
+
+
+def logprobs_and_entropy(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, " N"],
+    temperature: Float[Tensor, " N"] | None = None,
+    *,
+    entropy: bool = False,
+    chunk: int | None = None,
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
+    """Log-probability of ``targets`` under softmax(logits / temperature), in nats, and the entropy if asked.
+
+    Reductions are in fp32 whatever the dtype of ``hidden``. Differentiable in hidden, weight and bias.
+
+    Args:
+        chunk: tokens at a time; by default as many as keep a chunk's logits within a fixed size.
+
+    >>> lp, h = logprobs_and_entropy(torch.zeros(1, 2), torch.zeros(4, 2), None, torch.tensor([1]), entropy=True)
+    >>> round(lp.item(), 4), round(h.item(), 4)
+    (-1.3863, 1.3863)
+    """
+    if chunk is None:
+        chunk = max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // len(weight))
+    logprobs, entropies = _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy, chunk)
+    return logprobs, entropies if entropy else None
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor | None,
+        entropy: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        log_z = torch.empty_like(logprobs)
+        entropies = torch.zeros_like(logprobs)
+        reduce = _on_cuda().reduce_rows if hidden.is_cuda else _reduce_rows
+        for part in _slices(len(hidden), chunk):
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            told = entropies[part] if entropy else None
+            reduce(logits, targets[part], _at(temperature, part), logprobs[part], log_z[part], told)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_z, entropies)
+        ctx.entropy, ctx.chunk = entropy, chunk
+        if not entropy:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperature, log_z, entropies = ctx.saved_tensors
+        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if for_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
+        to_gradient = _on_cuda().gradient_in_place if hidden.is_cuda else _gradient_in_place
+        d_logprobs, d_entropies = d_logprobs.contiguous(), d_entropies.contiguous()
+        for part in _slices(len(hidden), ctx.chunk):
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            told = entropies[part] if ctx.entropy else None
+            to_gradient(
+                logits, targets[part], _at(temperature, part), log_z[part], d_logprobs[part], told, d_entropies[part]
+            )
+            if d_hidden is not None:
+                torch.mm(logits, weight, out=d_hidden[part])
+            if d_weight is not None:
+                if weight.dtype == torch.float32:
+                    d_weight.addmm_(logits.t(), hidden[part])
+                elif weight.is_cuda:
+                    torch.addmm(d_weight, logits.t(), hidden[part], out_dtype=torch.float32, out=d_weight)
+                else:
+                    d_weight.add_(logits.t() @ hidden[part])
+            if d_bias is not None:
+                d_bias.add_(logits.sum(0))
+        as_given = lambda grad, like: None if grad is None else grad.to(like.dtype)  # noqa: E731
+        return d_hidden, as_given(d_weight, weight), as_given(d_bias, bias), None, None, None, None
+
+
+def _on_cuda() -> Any:
+    # Triton is there only where CUDA is.
+    from verl_fn.backends.hf import kernels
+
+    return kernels
+
+
+def _reduce_rows(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    logprobs: Tensor,
+    log_z: Tensor,
+    entropies: Tensor | None,
+) -> None:
+    """``kernels.reduce_rows`` in plain torch."""
+    logits = _scaled(logits, temperature)
+    torch.logsumexp(logits, -1, out=log_z)
+    logprobs.copy_(logits.gather(1, targets[:, None])[:, 0] - log_z)
+    if entropies is not None:
+        log_probs = logits.sub_(log_z[:, None])
+        entropies.copy_(-torch.einsum("nv,nv->n", log_probs.exp(), log_probs))
+
+
+def _gradient_in_place(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    log_z: Tensor,
+    d_logprobs: Tensor,
+    entropies: Tensor | None,
+    d_entropies: Tensor,
+) -> None:
+    """``kernels.gradient_in_place`` in plain torch."""
+    given = logits
+    log_probs = _scaled(logits, temperature).sub_(log_z[:, None])
+    probs = log_probs.exp()
+    if entropies is None:
+        d_logits = probs.mul_(-d_logprobs[:, None])
+    else:
+        # d entropy / d logit = -p (log p + entropy)
+        d_logits = log_probs.add_(entropies[:, None]).mul_(-d_entropies[:, None])
+        d_logits = d_logits.sub_(d_logprobs[:, None]).mul_(probs)
+    d_logits.scatter_add_(1, targets[:, None], d_logprobs[:, None])
+    if temperature is not None:
+        d_logits.div_(temperature[:, None])
+    given.copy_(d_logits)
+
+
+def _scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    logits = logits.float()
+    return logits if temperature is None else logits.div_(temperature[:, None])
+
+
+def _slices(n: int, chunk: int) -> list[slice]:
+    return [slice(i, min(i + chunk, n)) for i in range(0, n, chunk)]
+
+
+def _at(temperature: Tensor | None, part: slice) -> Tensor | None:
+    return None if temperature is None else temperature[part]

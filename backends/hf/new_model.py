@@ -1,0 +1,146 @@
+"""Tiny models from nothing: a random Hugging Face folder with a character tokenizer, no download."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_fn.backends.hf.folder import ModelError, quiet
+
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
+SPECIALS = (PAD, BOS, EOS, UNK)
+# The least that makes a prompt of chat messages: what each says, on a line of its own.
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
+DIMENSIONS = (
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+)  # fmt: skip
+
+
+def char_tokenizer(chars: str) -> Any:
+    """A tokenizer with one token a character, and pad, bos, eos and unk before them.
+
+    >>> tokenizer = char_tokenizer("abc")
+    >>> tokenizer.encode("cab"), tokenizer.decode([6, 4, 5])
+    ([6, 4, 5], 'cab')
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate((*SPECIALS, *chars))}
+    if len(vocab) != len(SPECIALS) + len(chars):
+        raise ModelError(f"characters are given twice in {chars!r}")
+    core = Tokenizer(models.WordLevel(vocab, unk_token=UNK))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(""), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=core, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK)
+
+
+def new_model(
+    folder: str | Path,
+    *,
+    chars: str,
+    arch: str = "qwen3",
+    hidden_size: int = 64,
+    num_hidden_layers: int = 2,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 2,
+    max_position_embeddings: int = 256,
+    tie_word_embeddings: bool = True,
+    seed: int = 0,
+    chat_template: bool = False,
+    **overrides: Any,
+) -> Path:
+    """Write a random model of a transformers architecture and its tokenizer into ``folder``.
+
+    Args:
+        chars: the alphabet.
+        arch: a transformers model type, such as ``qwen3``, ``qwen2``, ``llama``.
+        chat_template: give the tokenizer a minimal template for chat messages, and a newline as a character.
+        overrides: further fields of that architecture's config.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ModelError: there is no such architecture, its sizes do not go together, or the folder cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    tokenizer = char_tokenizer(chars + "\n" if chat_template and "\n" not in chars else chars)
+    if chat_template:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    fields = {
+        "hidden_size": hidden_size, "num_hidden_layers": num_hidden_layers, "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_key_value_heads, "max_position_embeddings": max_position_embeddings,
+        "tie_word_embeddings": tie_word_embeddings,
+    } | overrides  # fmt: skip
+    model = _random_model(arch, fields, tokenizer, seed)
+    folder = Path(folder)
+    try:
+        # First, as transformers only logs that it cannot save into a file.
+        folder.mkdir(parents=True, exist_ok=True)
+        with quiet():
+            model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+    return folder
+
+
+def _random_model(arch: str, fields: dict[str, Any], tokenizer: Any, seed: int) -> Any:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if arch not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        near = difflib.get_close_matches(arch, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 3) or ["qwen3", "qwen2", "llama"]
+        raise ModelError(f"transformers makes no {arch} language model; take one such as {', '.join(near)}")
+    check_sizes(fields)
+    sizes = {"vocab_size": len(tokenizer), "intermediate_size": 3 * fields["hidden_size"]}
+    sizes["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]
+    try:
+        config = AutoConfig.for_model(
+            arch,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **(sizes | fields),
+        )
+        for name, value in config.to_dict().items():
+            # A pure step has no dropout, and some architectures have it by default.
+            if name not in fields and isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
+                setattr(config, name, 0.0)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Whatever transformers does not like; it has no error of its own for that.
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise ModelError(
+            f"transformers makes no {arch} of these fields: {type(error).__name__}: {why:.200}"
+        ) from error
+
+
+def check_sizes(fields: Mapping[str, Any]) -> None:
+    """Refuse sizes that do not go together.
+
+    >>> check_sizes({"hidden_size": 64, "num_attention_heads": 3, "num_key_value_heads": 3})
+    Traceback (most recent call last):
+    verl_fn.backends.hf.folder.ModelError: num_attention_heads = 3 does not divide hidden_size = 64
+    """
+    for name in DIMENSIONS:
+        if name in fields and (type(fields[name]) is not int or fields[name] < 1):
+            raise ModelError(f"{name} must be a whole number of at least 1, not {fields[name]!r}")
+    width, heads, shared = (fields[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if heads % shared:
+        raise ModelError(f"num_key_value_heads = {shared} does not divide num_attention_heads = {heads}")
+    if "head_dim" not in fields:
+        if width % heads:
+            raise ModelError(f"num_attention_heads = {heads} does not divide hidden_size = {width}")
+        if width // heads % 2:
+            raise ModelError(
+                f"hidden_size = {width} with num_attention_heads = {heads} makes heads of width {width // heads}; "
+                "it must be even, for rotary positions"
+            )

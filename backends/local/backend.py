@@ -1,0 +1,274 @@
+"""The reference backend: one process, on the CPU or on one GPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+from verl_fn.backends.checkpoint import state_folder as checkpoint
+from verl_fn.backends.checkpoint.tensor_file import Part
+from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.skeleton import (
+    Skeleton,
+    Staged,
+    check_head,
+    check_needs,
+    dtype_of,
+    repeatable,
+    token_outputs,
+)
+from verl_fn.backends.memory import fits
+from verl_fn.backends.placing import beside
+from verl_fn.state import (
+    Batch,
+    Grads,
+    Key,
+    Metrics,
+    Params,
+    Sum,
+    TokenOutputs,
+    TrainState,
+    metrics,
+    split_by_tokens,
+    tree,
+)
+from verl_fn.state.serial import flatten
+from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
+
+
+class Local:
+    """Any Hugging Face causal language model, or a value model on its body, in this process.
+
+    Parameters go straight into a skeleton on the meta device: detached aliases of the state's tensors (or
+    bf16 copies, which are a cache and never state) are the leaves of autograd, gradients gather in them
+    over the micro-batches, and leave as a ``Grads`` value.
+
+    Args:
+        folder: a Hugging Face model folder.
+        optimizer: from ``verl_fn.steps``.
+        head: ``lm`` for a policy, ``value`` for a critic.
+        compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
+        max_tokens: strict budget of tokens a micro-batch.
+        checkpointing: recompute each layer in the backward pass.
+        lora: adapters to train; all else but a value head is then frozen.
+        device: where it computes, and where states are made.
+        deterministic: bitwise repeatable kernels on CUDA; the CPU's always are.
+
+    >>> import tempfile
+    >>> from verl_fn.steps import adamw, constant, cross_entropy, aggregate
+    >>> from verl_fn.backends.hf.new_model import new_model
+    >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
+    >>> backend = Local(folder, adamw(constant(1e-3)))
+    >>> state = backend.init(Key.from_seed(0))
+    >>> batch = aggregate(Batch.from_rows([[1, 3, 4, 2]], {"response_mask": [[0.0, 1.0, 1.0, 1.0]]}))
+    >>> grads, found = backend.forward_backward(state, batch, cross_entropy())
+    >>> state, found = backend.apply_update(state, grads)
+    >>> state.step, found["update_skipped"].value
+    (1, 0.0)
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: Optimizer,
+        *,
+        head: str = "lm",
+        compute_dtype: str = "float32",
+        max_tokens: int = 16384,
+        checkpointing: bool = False,
+        lora: Lora | None = None,
+        device: str | torch.device = "cpu",
+        deterministic: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.optimizer = optimizer
+        self.head = check_head(head)
+        self.dtype = dtype_of(compute_dtype, "compute_dtype")
+        self.max_tokens = max_tokens
+        self.checkpointing = checkpointing
+        self.lora = lora
+        self.device = torch.device(device)
+        self.deterministic = deterministic
+        self._skeleton: Skeleton | None = None
+        self._blank = Params({})
+        self._cast: dict[str, Tensor] = {}
+        self._cast_params: weakref.ref[Params] | None = None
+        self._cast_frozen: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+
+    # Making states
+
+    def init(self, key: Key) -> TrainState:
+        """A state with random parameters drawn from ``key``."""
+        return self._new_state(self.folder, key, pretrained=False)
+
+    def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
+        """A fresh state around the weights of ``folder``, by default the backend's own."""
+        return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
+
+    def save(self, state: TrainState, folder: str | Path) -> None:
+        """Write the state into ``folder``, which is then also a Hugging Face model folder."""
+        skeleton = self._built()
+        skeleton.check_trained(state.params)
+        rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(state.params)))
+        model, others = (
+            {name: Part.whole(t) for name, t in tensors.items()}
+            for tensors in ({**skeleton.adapters.filed(state.params), **skeleton.constants}, rest)
+        )
+        describe = lambda folder: checkpoint.describe_model(folder, skeleton, self.folder)  # noqa: E731
+        checkpoint.save_state(folder, model, others, scalars, describe)
+
+    def restore(self, folder: str | Path) -> TrainState:
+        """The state that ``save`` wrote, bitwise."""
+        skeleton = self._built()
+        checkpoint.check_finished(folder)
+        check_same_config(skeleton, folder)
+        adapters, params = skeleton.adapters, self._blank
+        adapters.check(Path(folder))
+        rest = TrainState(adapters.kept(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        model = {**adapters.without(params), **skeleton.constants}
+        weights, rest = checkpoint.read_state(folder, model, rest, device=self.device)
+        return attrs.evolve(rest, params=adapters.joined(params, weights, rest.params))
+
+    def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
+        """The same state with parameters or optimizer tree on another device."""
+        move = lambda value, to: value if to is None else tree.map_tensors(lambda t: t.to(to), value)  # noqa: E731
+        return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
+
+    def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors under canonical names, with the adapters merged in, one after the other."""
+        yield from self._built().adapters.merged(params)
+
+    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
+        """``fn(*values)``: values lie in this process."""
+        return fn(*values)
+
+    # The two steps
+
+    @torch.no_grad()
+    def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
+        """What ``needs`` names for every token with ``response_mask``, on the CPU, without gradients."""
+        wanted = check_needs(self.head, needs)
+        tensors = self._compute_tensors(params)
+        split = split_by_tokens(batch, self.max_tokens)
+        found: list[TokenOutputs] = []
+        with repeatable(self.deterministic):
+            for i, part in enumerate(split):
+                staged = Staged.of(part, self.device)
+                with fits(part, i, len(split), self.max_tokens):
+                    outputs = self._built().run(tensors, lambda model, s=staged: token_outputs(model, s, wanted))
+                found.append(tree.map_tensors(lambda t: t.cpu(), outputs))
+        return TokenOutputs({name: split.join([o.by_name[name] for o in found]) for name in wanted})
+
+    def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
+        """Gradients of the loss over the whole batch, fp32, and its metrics, with the total as ``loss``.
+
+        Raises:
+            ValueError: the batch lacks ``loss_weight``, or a row is longer than the token budget.
+            OutOfMemory: a micro-batch does not fit into the device's memory.
+            DonatedError: the state was donated.
+        """
+        if "loss_weight" not in batch:
+            raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
+        wanted = check_needs(self.head, loss.needs)
+        tensors = self._compute_tensors(state.params)
+        leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
+        tensors |= leaves
+        found: Metrics = {}
+        split = split_by_tokens(batch, self.max_tokens)
+        with repeatable(self.deterministic):
+            for i, part in enumerate(split):
+                staged = Staged.of(part, self.device)
+
+                def backward(model: Skeleton, staged: Staged = staged) -> Metrics:
+                    per_token, told = loss(token_outputs(model, staged, wanted), staged.batch)
+                    total = total_loss(staged.batch, per_token)
+                    total.backward()
+                    return {"loss": Sum(total.detach().double()), **told}
+
+                with fits(part, i, len(split), self.max_tokens, keeps=not self.checkpointing):
+                    found = metrics.merge(found, self._built().run(tensors, backward))
+        return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), found
+
+    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
+        """The next state; see ``steps.apply_update``. Gradients come to where the parameters are.
+
+        Raises:
+            ValueError: parameters and optimizer lie on different devices.
+        """
+        grads = beside(state, grads)
+        return apply_update(self.optimizer, state, grads, donate_inputs=donate)
+
+    # What stays inside
+
+    def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
+        params = self._build(folder, key, pretrained=pretrained)
+        return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0)
+
+    def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
+        skeleton, params = build(
+            folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing,
+            lora=self.lora,
+        )  # fmt: skip
+        if self._skeleton is None and Path(folder) == self.folder:
+            skeleton.move_buffers(self.device)
+            self._skeleton = skeleton
+            self._blank = Params({name: t.to("meta") for name, t in params.items()}, skeleton.trainable)
+        else:
+            # States of this backend are all of one model: what they mean must not follow the last folder read.
+            check_same_model(self._built(), skeleton, folder)
+        # Copies, since what a file gave may share a storage or lie where kernels round otherwise.
+        return Params({name: t.to(self.device, copy=True) for name, t in params.items()}, skeleton.trainable)
+
+    def _built(self) -> Skeleton:
+        if self._skeleton is None:
+            self._build(self.folder, Key.from_seed(0), pretrained=False)
+        assert self._skeleton is not None
+        return self._skeleton
+
+    def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
+        """The parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
+        leaves = self._built().adapters.completed(params, lambda shape: torch.zeros(shape, device=self.device))
+        if leaves.keys() != self._blank.keys():
+            odd = sorted(leaves.keys() ^ self._blank.keys())
+            raise ValueError(f"the state's parameters are not this model's: {odd[:5]}")
+        if self.dtype == torch.float32:
+            return {name: t.to(self.device) for name, t in leaves.items()}
+        if self._cast_params is None or self._cast_params() is not params:
+            trained, seen = set(params.trained()), self._cast_frozen
+            # Values that share a frozen leaf share its copy, for as long as nobody writes the leaf.
+            stale = {n: t for n, t in leaves.items() if n in trained or n not in seen or not _is(seen[n], t)}
+            self._cast_params = None
+            for name, t in stale.items():
+                seen.pop(name, None)
+                if name not in self._cast:
+                    self._cast[name] = torch.empty_like(t, dtype=self.dtype, device=self.device)
+            if stale:
+                torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
+            seen.update({name: (weakref.ref(t), t._version) for name, t in stale.items() if name not in trained})
+            self._cast_params = weakref.ref(params)
+        return dict(self._cast)
+
+
+def _is(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:
+    """Whether this is the tensor that was seen, not written since."""
+    return seen[0]() is t and seen[1] == t._version
+
+
+def _leaf(t: Tensor) -> Tensor:
+    """An alias of ``t`` at which autograd gathers gradients, in fp32 whatever the dtype of ``t``."""
+    leaf = t.detach().requires_grad_()
+    if leaf.dtype != torch.float32:
+        leaf.grad_dtype = torch.float32
+    return leaf
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    """The gathered gradient; zeros where the loss does not depend on the parameter."""
+    return torch.zeros_like(leaf, dtype=torch.float32) if leaf.grad is None else leaf.grad

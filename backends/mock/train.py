@@ -1,0 +1,260 @@
+"""A training backend without a model: a table of logits and one of values, with gradients in closed form.
+
+For unit tests of algorithms and for tests of the laws themselves: everything that a real backend does, less
+than a millisecond a call, and failures on demand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from jaxtyping import Float, Int
+from safetensors.torch import load_file
+from torch import Tensor
+
+from verl_fn.backends.checkpoint.state_folder import MODEL, read_state, save_state
+from verl_fn.backends.checkpoint.tensor_file import Part
+from verl_fn.state import (
+    Batch,
+    Grads,
+    Key,
+    Metrics,
+    Params,
+    Sum,
+    TokenOutputs,
+    TrainState,
+    metrics,
+    split_by_tokens,
+    tree,
+)
+from verl_fn.state.serial import flatten
+from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
+
+NEEDS = frozenset({"logprobs", "entropy", "values"})
+METHODS = (
+    "init", "load_pretrained", "forward", "forward_backward", "apply_update", "place", "save", "restore",
+    "named_tensors",
+)  # fmt: skip
+
+
+class Mock:
+    """A policy that looks one token back, and a value for each token.
+
+    The parameters are ``logits [V, V]``, those of the next token given the one before it, and ``values [V]``.
+    Conventions are those of ``Local``; only the loss itself is differentiated by autograd.
+
+    Args:
+        vocab_size: tokens are 0 to ``vocab_size - 1``.
+        optimizer: from ``verl_fn.steps``.
+        max_tokens: strict budget of tokens a micro-batch.
+        failures: (method, n) -> the error that the n-th call of that method raises, counted from 1, before it
+            does anything.
+
+    Raises:
+        ValueError: ``failures`` names an unknown method.
+
+    >>> from verl_fn.steps import adamw, aggregate, constant, cross_entropy
+    >>> backend = Mock(4, adamw(constant(0.1)), failures={("apply_update", 2): RuntimeError("boom")})
+    >>> state = backend.init(Key.from_seed(0))
+    >>> batch = aggregate(Batch.from_rows([[1, 3, 2]], {"response_mask": [[0.0, 1.0, 1.0]]}))
+    >>> grads, before = backend.forward_backward(state, batch, cross_entropy())
+    >>> state, _ = backend.apply_update(state, grads)
+    >>> grads, after = backend.forward_backward(state, batch, cross_entropy())
+    >>> after["loss"].value < before["loss"].value
+    True
+    >>> backend.apply_update(state, grads)
+    Traceback (most recent call last):
+    RuntimeError: boom
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        optimizer: Optimizer,
+        *,
+        max_tokens: int = 16384,
+        failures: Mapping[tuple[str, int], Exception] | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.optimizer = optimizer
+        self.max_tokens = max_tokens
+        self.failures = dict(failures or {})
+        if odd := {method for method, _ in self.failures} - set(METHODS):
+            raise ValueError(f"failures name {sorted(odd)}; the methods are {', '.join(METHODS)}")
+        self.calls: Counter[str] = Counter()
+
+    # Making states
+
+    def init(self, key: Key) -> TrainState:
+        """A state with normally distributed tables drawn from ``key``."""
+        self._called("init")
+        stream = key.fold_in("init").generator()
+        v = self.vocab_size
+        return self._fresh(
+            {"logits": torch.randn(v, v, generator=stream), "values": torch.randn(v, generator=stream)}, key
+        )
+
+    def load_pretrained(self, folder: str | Path, key: Key) -> TrainState:
+        """A fresh state around the tables that ``save`` wrote."""
+        self._called("load_pretrained")
+        return self._fresh(_tables(folder), key)
+
+    def save(self, state: TrainState, folder: str | Path) -> None:
+        """Write the state, under the file names of ``Local``."""
+        self._called("save")
+        rest, scalars = flatten(attrs.evolve(state, params=Params({})))
+        model, others = ({name: Part.whole(t) for name, t in held.items()} for held in (state.params, rest))
+        save_state(folder, model, others, scalars)
+
+    def restore(self, folder: str | Path) -> TrainState:
+        """The state that ``save`` wrote, bitwise."""
+        self._called("restore")
+        blank = tree.map_tensors(lambda t: t.to("meta"), self._fresh(_tables(folder), Key.from_seed(0)))
+        params, rest = read_state(folder, blank.params, attrs.evolve(blank, params=Params({})))
+        return attrs.evolve(rest, params=Params(params))
+
+    def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
+        """The same state with parameters or optimizer tree on another device."""
+        self._called("place")
+        move = lambda value, to: value if to is None else tree.map_tensors(lambda t: t.to(to), value)  # noqa: E731
+        return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
+
+    def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
+        """Both tables."""
+        self._called("named_tensors")
+        return iter(params.items())
+
+    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
+        """``fn(*values)``: values lie in this process."""
+        return fn(*values)
+
+    # The two steps
+
+    @torch.no_grad()
+    def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
+        """What ``needs`` names for every token with ``response_mask``, without gradients."""
+        self._called("forward")
+        wanted = _check_needs(needs)
+        split = split_by_tokens(batch, self.max_tokens)
+        found = [_Lookup.of(params, part).outputs(wanted) for part in split]
+        return TokenOutputs({name: split.join([part[name] for part in found]) for name in wanted})
+
+    def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
+        """Gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
+
+        Raises:
+            ValueError: the batch lacks ``loss_weight``, or a row is longer than the token budget.
+            DonatedError: the state was donated.
+        """
+        self._called("forward_backward")
+        if "loss_weight" not in batch:
+            raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
+        wanted = _check_needs(loss.needs)
+        gathered = {name: torch.zeros_like(t) for name, t in state.params.items()}
+        found: Metrics = {}
+        for part in split_by_tokens(batch, self.max_tokens):
+            lookup = _Lookup.of(state.params, part)
+            leaves = {name: t.requires_grad_() for name, t in lookup.outputs(wanted).items()}
+            per_token, told = loss(TokenOutputs(leaves), part)
+            total = total_loss(part, per_token)
+            wrt_outputs = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
+            lookup.add_gradient(gathered, dict(zip(leaves, wrt_outputs, strict=True)))
+            found = metrics.merge(found, {"loss": Sum(total.detach().double()), **told})
+        return Grads({name: gathered[name] for name in state.params.trained()}), found
+
+    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
+        """The next state; see ``steps.apply_update``."""
+        self._called("apply_update")
+        return apply_update(self.optimizer, state, grads, donate_inputs=donate)
+
+    # What stays inside
+
+    def _fresh(self, tables: dict[str, Tensor], key: Key) -> TrainState:
+        params = Params(tables)
+        return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0)
+
+    def _called(self, method: str) -> None:
+        self.calls[method] += 1
+        if (method, self.calls[method]) in self.failures:
+            raise self.failures[method, self.calls[method]]
+
+
+@attrs.frozen(eq=False)
+class _Lookup:
+    """What the tables say of a micro-batch.
+
+    Attributes:
+        tokens: all of its tokens.
+        targets: where ``response_mask`` is set.
+        before: the token before each of them.
+        temperature: of each of them.
+        log_probs: of every token that could stand there.
+        values: of the token before.
+    """
+
+    tokens: Int[Tensor, " T"]
+    targets: Int[Tensor, " N"]
+    before: Int[Tensor, " N"]
+    temperature: Float[Tensor, " N"]
+    log_probs: Float[Tensor, "N V"]
+    values: Float[Tensor, " N"]
+
+    @classmethod
+    def of(cls, params: Params, batch: Batch) -> _Lookup:
+        targets = batch["response_mask"].nonzero()[:, 0]
+        first = batch.positions[targets] == 0
+        if bool(first.any()):
+            row = int(batch.row_ids[targets[first][0]])
+            raise ValueError(f"row {row}: response_mask is set on its first token, which has no log-probability")
+        before = batch.tokens[targets - 1]
+        temperature = torch.ones(len(targets))
+        if "temperature" in batch:
+            temperature = batch.spread(batch["temperature"].float())[targets]
+        log_probs = (params["logits"][before] / temperature[:, None]).log_softmax(-1)
+        return cls(batch.tokens, targets, before, temperature, log_probs, params["values"][before])
+
+    def outputs(self, needs: Iterable[str]) -> dict[str, Float[Tensor, " T"]]:
+        found = {
+            "logprobs": lambda: self.log_probs.gather(1, self.tokens[self.targets, None])[:, 0],
+            "entropy": lambda: self._entropy,
+            "values": lambda: self.values,
+        }
+        zeros = torch.zeros(len(self.tokens))
+        return {name: zeros.index_copy(0, self.targets, found[name]()) for name in needs}
+
+    def add_gradient(self, gathered: dict[str, Tensor], wrt_outputs: Mapping[str, Float[Tensor, " T"]]) -> None:
+        """Add the gradients of both tables to ``gathered``, given those of the outputs."""
+        probs, chosen = self.log_probs.exp(), self.tokens[self.targets, None]
+        wrt_logits = torch.zeros_like(probs)
+        if "logprobs" in wrt_outputs:
+            g = wrt_outputs["logprobs"][self.targets, None]
+            wrt_logits -= probs * g
+            wrt_logits.scatter_add_(1, chosen, g)
+        if "entropy" in wrt_outputs:
+            # d entropy / d logit = -p (log p + entropy)
+            g = wrt_outputs["entropy"][self.targets, None]
+            wrt_logits -= g * probs * (self.log_probs + self._entropy[:, None])
+        gathered["logits"].index_add_(0, self.before, wrt_logits / self.temperature[:, None])
+        if "values" in wrt_outputs:
+            gathered["values"].index_add_(0, self.before, wrt_outputs["values"][self.targets])
+
+    @property
+    def _entropy(self) -> Float[Tensor, " N"]:
+        return -(self.log_probs.exp() * self.log_probs).sum(-1)
+
+
+def _tables(folder: str | Path) -> dict[str, Tensor]:
+    # Copies: tensors of one file share its memory, and no update could reuse that.
+    return {name: t.clone() for name, t in load_file(Path(folder) / MODEL).items()}
+
+
+def _check_needs(needs: Iterable[str]) -> list[str]:
+    wanted = sorted(set(needs))
+    if odd := set(wanted) - NEEDS:
+        raise ValueError(f"a mock gives {sorted(NEEDS)}, not {sorted(odd)}")
+    return wanted

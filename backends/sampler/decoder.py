@@ -1,0 +1,244 @@
+"""Decoders: a language model over a cache of slots, prefilled by rows and stepped a token at a time.
+
+``GeneralDecoder`` runs any model that ``build`` accepts through its own forward; ``llama.LlamaDecoder`` runs the
+Llama shape with as few operations as it takes. Both keep row i of a batch in slot i of a cache that is allocated
+once, make no mask and know nothing of sampling.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from verl_fn.backends.hf.attention import Packing, packed_attention
+from verl_fn.backends.hf.folder import ModelError, build
+from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.state import Batch, Key
+
+NAME = "verl_fn_decode"
+
+
+class Decoder(Protocol):
+    """A causal language model with a cache of ``slots`` rows.
+
+    Attributes:
+        shapes: the names and shapes that ``load`` wants, tied weights once.
+        vocab: how many logits there are.
+    """
+
+    shapes: dict[str, torch.Size]
+    vocab: int
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Take these tensors over, in place of those before: all of ``shapes``, in the decoder's dtype."""
+        ...
+
+    def reserve(self, slots: int, length: int) -> None:
+        """Have a cache of at least this size; a new one has lost what the old one held."""
+        ...
+
+    def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
+        """Write whole rows into ``slots``; the logits after the last token of each, fp32."""
+        ...
+
+    def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
+        """Append a token to each of the first n slots; the logits after it, fp32. ``longest`` bounds positions + 1."""
+        ...
+
+    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
+        """Copy the first ``length`` tokens of slots into others."""
+        ...
+
+    def drop_cache(self) -> None:
+        """Give the cache's memory back."""
+        ...
+
+    def drop_weights(self) -> None:
+        """Give the weights' memory back."""
+        ...
+
+
+def model_of(folder: str | Path) -> tuple[Skeleton, dict[str, torch.Size]]:
+    """The skeleton of a folder, and the parameters that have to be published to run it.
+
+    Raises:
+        ModelError: the folder or the architecture cannot be used.
+    """
+    skeleton, params = build(folder, "lm", pretrained=False, key=Key.from_seed(0))
+    saved = skeleton.model.state_dict()
+    if odd := [name for name, _ in skeleton.model.named_buffers() if name in saved]:
+        raise ModelError(f"{folder} has buffers among its weights, which are never published: {', '.join(odd[:3])}")
+    return skeleton, {name: t.shape for name, t in params.items()}
+
+
+# Where tokens lie, and attention over it
+
+
+class Where:
+    """The places of a call's tokens in the cache: whole rows, or one token for each of the first slots.
+
+    Args:
+        slots: of each token.
+        positions: of each token, which are its places within the slot.
+        packing: the layout of whole rows; None for a step.
+        longest: as many places are read.
+    """
+
+    def __init__(
+        self, slots: Int[Tensor, " T"], positions: Int[Tensor, " T"], packing: Packing | None, longest: int
+    ) -> None:
+        self.slots, self.positions, self.packing, self.longest = slots, positions, packing, longest
+        self._biases: dict[int | None, Tensor] = {}
+
+    @classmethod
+    def of_rows(cls, rows: Batch, slots: Int[Tensor, " B"], device: torch.device) -> Where:
+        packing = Packing.of(rows, device)
+        return cls(rows.spread(slots).to(device), rows.positions.to(device), packing, packing.longest)
+
+    def bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Float[Tensor, "nk 1 L"]:
+        """What hides the places that a step's tokens must not see, the same for all layers of one window."""
+        if window not in self._biases:
+            places = torch.arange(self.longest, device=self.positions.device)
+            age = self.positions[:, None] - places
+            hidden = age < 0 if window is None else (age < 0) | (age >= window)
+            bias = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self._biases[window] = bias[:, None, None].expand(-1, kv_heads, 1, -1).flatten(0, 1)
+        return self._biases[window]
+
+
+def attend(
+    query: Float[Tensor, "n heads dim"],
+    keys: Float[Tensor, "slots kv_heads places dim"],
+    values: Float[Tensor, "slots kv_heads places vdim"],
+    where: Where,
+    *,
+    scaling: float,
+    window: int | None,
+) -> Float[Tensor, "n heads vdim"]:
+    """One query a row against its slot. The query heads of a KV head are queries of that head: nothing is repeated."""
+    n, kv_heads = len(query), keys.shape[1]
+    # A product of batched matrices: several times as fast here as SDPA, which treats every row and head apart.
+    k = keys[:n, :, : where.longest].flatten(0, 1)
+    v = values[:n, :, : where.longest].flatten(0, 1)
+    bias = where.bias(window, kv_heads, query.dtype)
+    scores = torch.baddbmm(bias, query.reshape(n * kv_heads, -1, query.shape[-1]), k.transpose(1, 2), alpha=scaling)
+    return torch.bmm(torch.softmax(scores, -1), v).view(n, query.shape[1], -1)
+
+
+def slot_attention(
+    module: torch.nn.Module,
+    query: Float[Tensor, "1 heads T dim"],
+    key: Float[Tensor, "1 kv_heads T dim"],
+    value: Float[Tensor, "1 kv_heads T vdim"],
+    attention_mask: Tensor | None,
+    *,
+    cache: Cache,
+    where: Where,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "1 T heads vdim"], None]:
+    """transformers' attention over the cache: writes the tokens' keys and values, and reads those before them."""
+    if softcap is not None or s_aux is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} uses soft-capped scores or attention sinks, which decoding lacks"
+        )
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    keys, values = cache.layer(module, k, v)
+    keys.transpose(1, 2).index_put_((where.slots, where.positions), k)
+    values.transpose(1, 2).index_put_((where.slots, where.positions), v)
+    if where.packing is not None:
+        return packed_attention(
+            module, query, key, value, None, packing=where.packing, scaling=scaling, sliding_window=sliding_window
+        )
+    scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(q, keys, values, where, scaling=scaling, window=sliding_window)[None], None
+
+
+def register() -> None:
+    """Make the function known to transformers; it wants no mask."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, slot_attention)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+
+
+# Any model
+
+
+class Cache:
+    """Keys and values of each attention layer, ``[slots, kv_heads, length, dim]``, made when a layer first runs."""
+
+    def __init__(self, slots: int, length: int) -> None:
+        self.slots, self.length = slots, length
+        self.layers: dict[torch.nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def layer(self, module: torch.nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if module not in self.layers:
+            # Zeros, since a place that is hidden still meets a weight of zero, and zero times NaN is NaN.
+            empty = lambda x: x.new_zeros(self.slots, x.shape[1], self.length, x.shape[2])  # noqa: E731
+            self.layers[module] = empty(k), empty(v)
+        return self.layers[module]
+
+
+class GeneralDecoder:
+    """Any causal language model that ``build`` accepts, through its own forward; see ``Decoder``."""
+
+    def __init__(
+        self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        register()
+        self.skeleton, self.shapes, self.device = skeleton, shapes, device
+        self.vocab = skeleton.output_layer.weight.shape[0]
+        model: Any = skeleton.model
+        model.set_attn_implementation(NAME)
+        skeleton.move_buffers(device)
+        self._weights: dict[str, Tensor] = {}
+        self._cache = Cache(0, 0)
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        self._weights = tensors
+
+    def reserve(self, slots: int, length: int) -> None:
+        if slots > self._cache.slots or length > self._cache.length:
+            self._cache = Cache(slots, length)
+
+    def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
+        where = Where.of_rows(rows, slots, self.device)
+        return self._logits(rows.tokens.to(self.device), where, rows.last.to(self.device))
+
+    def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
+        slots = torch.arange(len(tokens), device=self.device)
+        return self._logits(tokens, Where(slots, positions, None, longest), None)
+
+    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
+        for tensors in self._cache.layers.values():
+            for t in tensors:
+                t[targets, :, :length] = t[sources, :, :length]
+
+    def drop_cache(self) -> None:
+        self._cache = Cache(0, 0)
+
+    def drop_weights(self) -> None:
+        self._weights = {}
+
+    def _logits(self, tokens: Tensor, where: Where, last: Tensor | None) -> Float[Tensor, "n V"]:
+        def forward(skeleton: Skeleton) -> Tensor:
+            body: Any = skeleton.model.base_model
+            found = body(
+                input_ids=tokens[None],
+                position_ids=where.positions[None],
+                use_cache=False,
+                cache=self._cache,
+                where=where,
+            )
+            hidden = found.last_hidden_state[0]
+            return skeleton.output_layer(hidden if last is None else hidden[last]).float()
+
+        return self.skeleton.run(self._weights, forward)

@@ -1,0 +1,403 @@
+"""The embedded rollout engine: a batched decoding loop in this process, on any device torch knows.
+
+Rows live in the slots of a cache. A row that ends leaves a hole, which is filled from the prompts that wait, or
+else by the last row, so that a step computes the rows that are alive and no others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from verl_fn.backends.hf.folder import ModelError
+from verl_fn.backends.hf.skeleton import dtype_of
+from verl_fn.backends.protocol import Sampling, StaleWeightsError
+from verl_fn.backends.sampler.decoder import Decoder
+from verl_fn.backends.sampler.llama import decoder_for
+from verl_fn.state import Batch, Key, uniform_at
+
+# Logits of the same row in batches of different sizes differ by about this much; draws within it are near ties.
+NOISE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+# Prompt tokens of one prefill, which bound its memory.
+PREFILL_TOKENS = 16384
+# Holes are filled when this part of the slots is free: a prefill costs about as much as a step, however few its rows.
+REFILL_PART = 8
+# Probability 1 in fixed point: sums of whole numbers are exact, in whatever order a device adds them up.
+ONE = 2.0**50
+
+
+class NotFiniteError(ModelError, FloatingPointError):
+    """A model whose logits are NaN or infinite, so that no token can be drawn."""
+
+
+class Sampler:
+    """A rollout engine in this process: see ``RolloutBackend``.
+
+    Draws do not depend on the order, the size or the slots of a batch, except where the rounding of logits, which
+    does, decides a draw; those are counted in ``near_ties``.
+
+    Args:
+        folder: a Hugging Face model folder; its config and end tokens are read, never its weights.
+        device: where it computes.
+        dtype: of weights and cache: ``float32`` or ``bfloat16``. Log-probs are fp32 in both.
+        slots: rows decoded at a time.
+
+    >>> import tempfile
+    >>> from verl_fn.backends.hf.folder import build
+    >>> from verl_fn.backends.hf.new_model import new_model
+    >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
+    >>> sampler = Sampler(folder)
+    >>> skeleton, params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
+    >>> sampler.publish(0, params.items())
+    >>> rows = sampler.generate([[1, 4], [1, 5, 4]], Sampling(max_tokens=3, n=2), Key.from_seed(0), version=0)
+    >>> len(rows), rows["group"].tolist(), rows["prompt_length"].tolist()
+    (4, [0, 0, 1, 1], [2, 2, 3, 3])
+    """
+
+    def __init__(
+        self, folder: str | Path, *, device: str | torch.device = "cpu", dtype: str = "float32", slots: int = 64
+    ) -> None:
+        if slots < 1:
+            raise ValueError(f"slots is {slots}; it must be at least 1")
+        self.folder = Path(folder)
+        self.device = torch.device(device)
+        self.dtype = dtype_of(dtype, "dtype")
+        self.slots = slots
+        self.version: int | None = None
+        self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
+        self.max_length, self.end_tokens = _limits(self.folder)
+
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take over these weights, tied ones once. The tensors are copied before the call returns.
+
+        Raises:
+            ValueError: a name is missing, unknown or given twice, or has another shape; the old weights stay.
+        """
+        wanted = self.decoder.shapes
+        taken: dict[str, Tensor] = {}
+        for name, tensor in named_tensors:
+            if name not in wanted:
+                raise ValueError(f"published tensor {name!r} is no parameter of {self.folder}")
+            if name in taken:
+                raise ValueError(f"tensor {name!r} is published twice")
+            if tensor.shape != wanted[name]:
+                raise ValueError(
+                    f"published tensor {name!r} has shape {tuple(tensor.shape)}; "
+                    f"the model's has {tuple(wanted[name])}"
+                )
+            taken[name] = tensor.detach().to(self.device, self.dtype, copy=True)
+        if missing := [name for name in wanted if name not in taken]:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise ValueError(f"these parameters were not published: {shown}")
+        with torch.inference_mode():
+            self.decoder.load(taken)
+        self.version = version
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        key: Key,
+        *,
+        ids: Sequence[int] | None = None,
+        version: int | None = None,
+    ) -> Batch:
+        """Responses to ``prompts``; see ``RolloutBackend``. The batch lies on the CPU.
+
+        Raises:
+            StaleWeightsError: the engine holds another version than ``version``, or none.
+            ValueError: a prompt that is empty, too long for the model or holds unknown tokens; ids that do not match.
+            NotFiniteError: the model's logits for a row are not finite.
+        """
+        if self.version is None or (version is not None and version != self.version):
+            asked = "any version" if version is None else f"version {version}"
+            held = "none; publish them first" if self.version is None else f"version {self.version}"
+            raise StaleWeightsError(f"the request asks for weights of {asked}, and the sampler holds {held}")
+        prompts = [list(map(int, prompt)) for prompt in prompts]
+        ids = list(range(len(prompts)) if ids is None else map(int, ids))
+        self._check(prompts, sampling, ids)
+        keys = [key.fold_in(i) for i in ids]
+        seeds = torch.tensor([k.fold_in(sample).seed() for k in keys for sample in range(sampling.n)])
+        run = _Run(self, prompts, sampling, seeds)
+        try:
+            with torch.inference_mode():
+                run.loop()
+        except NotFiniteError:
+            # What is left in the cache would poison the next request.
+            self.decoder.drop_cache()
+            raise
+        return _batch(run, ids, self.version)
+
+    def sleep(self) -> None:
+        """Give back the memory for caches and weights."""
+        self.decoder.drop_cache()
+        self.decoder.drop_weights()
+        self.version = None
+
+    def wake(self) -> None:
+        """Nothing to do: publishing and generating take what memory they need."""
+
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling, ids: Sequence[int]) -> None:
+        if not prompts or len(ids) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts with {len(ids)} ids: there must be as many, and at least one")
+        for i, prompt in enumerate(prompts):
+            if not prompt:
+                raise ValueError(f"prompt {i} is empty; it needs at least one token to go on from")
+            if len(prompt) + sampling.max_tokens > self.max_length:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens: with max_tokens={sampling.max_tokens} that is more than "
+                    f"the {self.max_length} positions of the model"
+                )
+            if min(prompt) < 0 or max(prompt) >= self.decoder.vocab:
+                raise ValueError(f"prompt {i} holds tokens outside the vocabulary of {self.decoder.vocab}")
+
+
+class _Run:
+    """One request: which rows are alive, and the loop that moves them on.
+
+    Slot i of the cache holds row ``rows[i]``; the rows alive are always the first slots.
+    """
+
+    def __init__(
+        self, sampler: Sampler, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Int[Tensor, " R"]
+    ) -> None:
+        self.decoder, self.device = sampler.decoder, sampler.device
+        self.prompts, self.sampling = prompts, sampling
+        self.seeds = seeds.to(self.device)
+        self.stops = sampler.end_tokens | set(sampling.stop_token_ids)
+        self.draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype])
+        self.slots = min(sampler.slots, len(seeds))
+        self.length = max(len(p) for p in prompts) + sampling.max_tokens
+        self.begun = 0
+        self.step = 0
+        self.rows: list[int] = []
+        # For each slot, the step of its last draw, and what to add to the step to have its length.
+        self.ends: list[int] = []
+        self.offsets: list[int] = []
+        self.drawn: list[int] = []
+        self.finished: set[int] = set()
+
+    def loop(self) -> None:
+        """Draw until every row has ended."""
+        self.decoder.reserve(self.slots, self.length)
+        self.tokens = torch.zeros(self.slots, dtype=torch.int64, device=self.device)
+        # Of each slot's last token in the cache; what is drawn goes to the position after it.
+        self.positions = torch.zeros_like(self.tokens)
+        self.uniforms = torch.zeros(self.slots, self.length, dtype=torch.float64, device=self.device)
+        while self.rows or self.begun < len(self.seeds):
+            logits = []
+            if alive := len(self.rows):
+                self.positions[:alive] += 1
+                logits.append(self.decoder.step(self.tokens[:alive], self.positions[:alive], self._longest()))
+            free, left = self.slots - alive, len(self.seeds) - self.begun
+            if left and free >= min(left, max(1, self.slots // REFILL_PART)):
+                logits.append(self._begin(min(free, left)))
+            self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
+            self.step += 1
+
+    def _longest(self) -> int:
+        return max(self.offsets) + self.step
+
+    def _begin(self, count: int) -> Float[Tensor, "m V"]:
+        """Prefill up to ``count`` rows into the slots after those in use; the samples of a prompt share one prefill."""
+        first, budget = len(self.rows), PREFILL_TOKENS
+        slot_of: dict[int, int] = {}
+        sources, targets, which = [], [], []
+        for row in range(self.begun, self.begun + count):
+            prompt, slot = row // self.sampling.n, len(self.rows)
+            length = len(self.prompts[prompt])
+            if prompt in slot_of:
+                sources.append(slot_of[prompt])
+                targets.append(slot)
+            else:
+                budget -= length
+                if budget < 0 and slot_of:
+                    break
+                slot_of[prompt] = slot
+            which.append(len(slot_of) - 1)
+            self.rows.append(row)
+            self.ends.append(self.step + self.sampling.max_tokens - 1)
+            self.offsets.append(length - self.step)
+        fresh = slice(first, len(self.rows))
+        self.begun += len(which)
+        batch = Batch.from_rows([self.prompts[prompt] for prompt in slot_of])
+        logits = self.decoder.prefill(batch, torch.tensor(list(slot_of.values())))
+        if sources:
+            self.decoder.copy(sources, targets, int(batch.lengths.max()))
+            logits = logits[which]
+        self.positions[fresh] = (batch.lengths[which] - 1).to(self.device)
+        places = torch.arange(1, self.length + 1, device=self.device)
+        self.uniforms[fresh] = uniform_at(self.seeds[self.rows[fresh]][:, None], places)
+        return logits
+
+    def _draw(self, logits: Float[Tensor, "n V"]) -> None:
+        n = len(self.rows)
+        tokens = self.draws.draw(logits, self.uniforms[:n].gather(1, self.positions[:n, None]))
+        self.tokens[:n] = tokens
+        self.drawn += self.rows
+        told = tokens.tolist()
+        if self.draws.nothing in told:
+            row = self.rows[told.index(self.draws.nothing)]
+            prompt, sample = divmod(row, self.sampling.n)
+            raise NotFiniteError(
+                f"row {row} (sample {sample} of prompt {prompt}): the model's logits are not finite, so its weights "
+                "have diverged or were never whole; lower the learning rate (actor.optim.lr), or use other weights"
+            )
+        stops, step = self.stops, self.step
+        done = [i for i, (t, end) in enumerate(zip(told, self.ends, strict=True)) if end == step or t in stops]
+        if done:
+            self.finished.update(self.rows[i] for i in done if told[i] in stops)
+            self._close(done)
+
+    def _close(self, done: list[int]) -> None:
+        """Take the rows in these slots away, and let the last rows have the places."""
+        left = len(self.rows) - len(done)
+        targets = [i for i in done if i < left]
+        if targets:
+            sources = [i for i in range(left, len(self.rows)) if i not in done]
+            self.decoder.copy(sources, targets, self._longest())
+            for state in (self.tokens, self.positions, self.uniforms):
+                state[targets] = state[sources]
+            for source, target in zip(sources, targets, strict=True):
+                for told in (self.rows, self.ends, self.offsets):
+                    told[target] = told[source]
+        del self.rows[left:], self.ends[left:], self.offsets[left:]
+
+
+class Draws:
+    """Draws tokens from logits, and remembers what their log-probs and near ties follow from.
+
+    Args:
+        sampling: temperature and cuts.
+        vocab: how many tokens there are; ``nothing``, one more than the last, stands for a draw from NaN.
+        noise: how much two computations of a logit may differ.
+
+    >>> draws = Draws(Sampling(max_tokens=1, top_k=2), 3, 1e-5)
+    >>> draws.draw(torch.tensor([[0.0, 0.0, -1.0]]), torch.tensor([[0.4]]).double()).tolist()
+    [1]
+    >>> tokens, log_probs, full, near = draws.results()
+    >>> log_probs.exp(), near
+    (tensor([0.5000]), tensor([False]))
+    """
+
+    def __init__(self, sampling: Sampling, vocab: int, noise: float) -> None:
+        self.temperature, self.nothing = sampling.temperature, vocab
+        self.noise = noise / (sampling.temperature or 1.0)
+        self.top_k = min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab
+        self.top_p = sampling.top_p
+        self.cut = self.temperature > 0 and (sampling.top_k > 0 or self.top_p < 1.0)
+        self._kept: list[tuple[Tensor, ...]] = []
+
+    def draw(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> Int[Tensor, " n"]:
+        """The token of each row at the number ``u`` in [0, 1); ``logits`` is used up."""
+        if self.temperature == 0:
+            return self._likeliest(logits)
+        probs = torch.softmax(logits if self.temperature == 1 else logits.div_(self.temperature), -1)
+        kept, doubtful = self._cut(probs) if self.cut else (probs, None)
+        # In the order of token ids, and never of likelihood: rounding could swap two neighbours there.
+        cdf = _fixed_point(kept).cumsum(-1)
+        total = cdf[:, -1:].clone()
+        # 1 - u is never 0, so the goal is at least 1, and the first token to reach it has a probability above 0.
+        goal = ((1.0 - u) * total).ceil().long()
+        token = torch.searchsorted(cdf, goal).clamp(max=self.nothing - 1)
+        prob = probs.gather(1, token)
+        parts = (token, prob, cdf.gather(1, token), goal, total)
+        self._kept.append(parts if doubtful is None else (*parts, doubtful))
+        return self._told(token, prob)
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Of all draws in order: token, log-prob, log-prob before the cut, and whether it is a near tie."""
+        parts = [torch.cat(part).flatten().cpu() for part in zip(*self._kept, strict=True)]
+        if self.temperature == 0:
+            tokens, probs, near = parts
+            return tokens, probs.log(), probs.log(), near
+        tokens, probs, above, goal, total = parts[:5]
+        # Noise of e in every logit moves the CDF by at most 2 e F (1 - F).
+        reach = 2 * self.noise * goal * (1.0 - goal / total)
+        near = torch.minimum(above - goal, goal - (above - _fixed_point(probs))) < reach
+        if self.cut:
+            near = near | parts[5]
+        return tokens, (probs * (ONE / total)).log().float(), probs.log(), near
+
+    def _likeliest(self, logits: Float[Tensor, "n V"]) -> Int[Tensor, " n"]:
+        best, ranked = logits.topk(2)
+        token = ranked[:, :1].clone()
+        prob = torch.softmax(logits, -1).gather(1, token)
+        self._kept.append((token, prob, best[:, 0] - best[:, 1] < 2 * self.noise))
+        return self._told(token, prob)
+
+    def _told(self, token: Int[Tensor, "n 1"], prob: Float[Tensor, "n 1"]) -> Int[Tensor, " n"]:
+        return token.masked_fill(prob.isnan(), self.nothing)[:, 0]
+
+    def _cut(self, probs: Float[Tensor, "n V"]) -> tuple[Float[Tensor, "n V"], Tensor]:
+        """The probabilities left by top-k and then top-p, and whether noise could let another token in or out.
+
+        Tokens as likely as the last one kept are kept too, so that no order among equals matters.
+        """
+        best = probs.topk(min(self.top_k + 1, self.nothing)).values
+        last = best.new_full((len(best), 1), self.top_k - 1, dtype=torch.int64)
+        doubtful = torch.zeros_like(last, dtype=torch.bool)
+        if self.top_p < 1.0:
+            mass = _fixed_point(best[:, : self.top_k]).cumsum(-1).double()
+            mass = mass / mass[:, -1:].clone()
+            last = (mass < self.top_p).sum(-1, keepdim=True).clamp(max=self.top_k - 1)
+            reach = 2 * self.noise * self.top_p * (1.0 - self.top_p)
+            doubtful = ((mass - self.top_p).abs() < reach).any(-1, keepdim=True)
+        bound = best.gather(1, last)
+        follower = best.gather(1, (last + 1).clamp(max=best.shape[1] - 1))
+        swapped = (bound - follower < 2 * self.noise * bound) & (last + 1 < best.shape[1])
+        return probs.where(probs >= bound, 0.0), doubtful | swapped
+
+
+def _fixed_point(probs: Float[Tensor, "*n"]) -> Int[Tensor, "*n"]:
+    """Probabilities as whole numbers of which ``ONE`` is 1."""
+    return (probs * ONE).long()
+
+
+def _batch(run: _Run, ids: Sequence[int], version: int) -> Batch:
+    """The rows of a request that has ended, in the order of its prompts."""
+    n = run.sampling.n
+    rows = torch.tensor(run.drawn)
+    # Draws come step by step; a stable sort by row brings each row's together and leaves them in order.
+    order = rows.argsort(stable=True)
+    tokens, log_probs, full_log_probs, near = (t[order] for t in run.draws.results())
+    responses = tokens.split(rows.bincount().tolist())
+    prompts = [torch.as_tensor(prompt) for prompt in run.prompts for _ in range(n)]
+    batch = Batch.from_rows([torch.cat(pair) for pair in zip(prompts, responses, strict=True)])
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    drawn = batch.positions >= batch.spread(lengths)
+    spread = lambda values: torch.zeros(batch.num_tokens).masked_scatter_(drawn, values)  # noqa: E731
+    batch = batch.with_tokens(response_mask=drawn.float(), rollout_log_probs=spread(log_probs))
+    if run.draws.cut:
+        batch = batch.with_tokens(rollout_full_log_probs=spread(full_log_probs))
+    return batch.with_rows(
+        group=torch.tensor([i for i in ids for _ in range(n)]),
+        prompt_length=lengths,
+        temperature=torch.full((len(batch),), run.sampling.temperature or 1.0),
+        finished=torch.tensor([float(row in run.finished) for row in range(len(batch))]),
+        version=torch.full((len(batch),), version),
+        near_ties=torch.zeros(len(batch), dtype=torch.int64).index_add_(0, rows[order], near.long()),
+    )
+
+
+def _limits(folder: Path) -> tuple[float, set[int]]:
+    """The longest row that the model can hold, and its end tokens."""
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(folder)
+    ends = None
+    if (folder / "generation_config.json").is_file():
+        ends = GenerationConfig.from_pretrained(folder).eos_token_id
+    text = config.get_text_config()
+    ends = text.eos_token_id if ends is None else ends
+    longest: float = getattr(text, "max_position_embeddings", None) or math.inf
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this, a row's frequencies depend on the longest row beside it.
+        longest = min(longest, rope["original_max_position_embeddings"])
+    return longest, set() if ends is None else {ends} if isinstance(ends, int) else set(ends)

@@ -1,0 +1,58 @@
+"""The command line as a user meets it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from verl_fn.cli import main
+
+
+def run(*args):
+    return subprocess.run([sys.executable, "-m", "verl_fn.cli.main", *args], capture_output=True, text=True)
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    assert {"train", "bench"} <= set(
+        capsys.readouterr().out.replace(",", " ").replace("{", " ").replace("}", " ").split()
+    )
+
+
+def test_a_users_mistake_is_one_line_without_a_traceback(tmp_path):
+    for args in (
+        ["train", "nowhere.toml"],
+        ["train", "recipes/ppo_reverse.toml", "algorithm.clip_ration=1"],
+        ["train", "recipes/ppo_reverse.toml", f"model.path={tmp_path}", f"trainer.dir={tmp_path}/run"],
+    ):
+        found = run(*args)
+        assert found.returncode in (1, 2)
+        assert found.stderr.startswith("error: ")
+        assert "Traceback" not in found.stderr
+        assert found.stderr.count("\n") == 1
+
+
+def test_train_trains(tmp_path):
+    found = run(
+        "train", "recipes/sft_reverse.toml", f"trainer.dir={tmp_path}", "trainer.total_training_steps=2",
+        "data.val_size=8", "driver.num_threads=1",
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    assert "step   2" in found.stdout or "step 2/2" in found.stdout
+    assert (tmp_path / "model" / "model.safetensors").exists()
+
+
+def test_an_error_is_told_with_its_notes(monkeypatch, capsys):
+    from verl_fn.backends.memory import OutOfMemory
+    from verl_fn.cli.commands import COMMANDS
+
+    def fails(args):
+        error = OutOfMemory("too many tokens")
+        error.add_note("raised in trainer rank 1")
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "list", fails)
+    assert main(["list"]) == 1
+    assert capsys.readouterr().err == "error: too many tokens\nraised in trainer rank 1\n"

@@ -1,0 +1,181 @@
+"""Configs: what is accepted, and what each mistake is told."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_fn.config import Config, ConfigError, describe, keys, load, notes, structure, to_table
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda p: p.stem)
+def test_recipes_load_and_round_trip(recipe):
+    cfg = load(recipe)
+    assert structure(tomllib.loads(tomli_w.dumps(to_table(cfg)))) == cfg
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.clip_ration=0.3", "unknown key algorithm.clip_ration; did you mean algorithm.clip_ratio?"),
+        ("algoritm.clip_ratio=0.3", "unknown key algoritm.clip_ratio; did you mean algorithm.clip_ratio?"),
+        ("actor_rollout_ref.actor.optim.lr=0.3", "did you mean actor.optim.lr?"),
+        ("actor_rollout_ref.rollout.val_kwargs.n=3", "did you mean rollout.val_kwargs.n?"),
+        ("critc.optim.lr=0.3", "did you mean critic.optim.lr?"),
+        ("reward.functions=[rewards.py:score]", "is not a list; texts in it need quotes, which the shell takes away"),
+        ("rollout.top_k=0", "rollout.top_k: must be -1, which keeps all, or at least 1 (got 0)"),
+        ("rollout.val_kwargs.top_k=0", "rollout.val_kwargs.top_k: must be -1"),
+        ("driver.num_threads=5000", "driver.num_threads: must be <= 4096"),
+        ("algorithm.clip_ratio=1e300", "algorithm.clip_ratio: must be <= 1000000.0"),
+        ("actor.optim.lr=1e30", "actor.optim.lr: must be <= 1000000.0"),
+        ("data.val_size=1000000", "data.val_size is 1000000; a made task gives at most 20000"),
+        ("data.max_response_length=99999999999999999999", "expected a whole number of at most 64 bits"),
+        ("lr=0.3", "unknown key lr; did you mean actor.optim.lr?"),
+        ("trainer=3", "trainer is a table of keys, not 3"),
+        ("actor.optim.lr=fast", "actor.optim.lr: expected a number, got 'fast'"),
+        ("actor.optim.lr=true", "actor.optim.lr: expected a number, got True"),
+        ("rollout.n=1.5", "rollout.n: expected a whole number, got 1.5"),
+        ("rollout.n=0", "rollout.n: must be >= 1: 0"),
+        ("driver.kind=slurm", "driver.kind: must be in"),
+        ("driver.deterministic=1", "driver.deterministic: expected true or false, got 1"),
+        ("actor.optim.betas=[0.9]", "actor.optim.betas"),
+        ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator is 'rloo'"),
+        ("trainer.seed", "'trainer.seed' is not of the form key=value"),
+    ],
+)
+def test_every_mistake_names_its_key(override, message):
+    with pytest.raises(ConfigError) as error:
+        load(overrides=[override])
+    assert message in str(error.value)
+
+
+def test_a_group_estimator_needs_groups():
+    with pytest.raises(ConfigError, match=r"rollout\.n is 1"):
+        load(overrides=["algorithm.name=grpo"])
+    assert load(overrides=["algorithm.name=grpo", "algorithm.adv_estimator=reinforce_plus_plus"])
+
+
+def test_a_part_of_a_table_keeps_the_other_defaults():
+    cfg = load(overrides=["critic.optim.weight_decay=0.5"])
+    assert (cfg.critic.optim.lr, cfg.critic.optim.weight_decay) == (1e-5, 0.5)
+    assert cfg.actor.optim.lr == 1e-6
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing\.toml cannot be read"):
+        load(tmp_path / "nothing.toml")
+    (tmp_path / "bad.toml").write_text("a = = 1")
+    with pytest.raises(ConfigError, match=r"bad\.toml is not TOML"):
+        load(tmp_path / "bad.toml")
+
+
+def test_every_key_has_documentation():
+    import typing
+
+    import attrs
+
+    def walk(cls):
+        hints = typing.get_type_hints(cls)
+        for f in attrs.fields(cls):
+            if attrs.has(hints[f.name]):
+                yield from walk(hints[f.name])
+            else:
+                yield f"{cls.__name__}.{f.name}", f.metadata.get("doc")
+
+    assert [name for name, doc in walk(Config) if not doc] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noted"),
+    [
+        (["algorithm.norm_adv_by_std_in_grpo=false"], "with gae"),
+        (["algorithm.name=sft", "algorithm.norm_adv_by_std_in_grpo=false"], 'with algorithm.name = "sft"'),
+        (["algorithm.name=sft", "algorithm.use_kl_loss=true"], 'with algorithm.name = "sft"'),
+        (["algorithm.loss_scale_factor=3"], 'without algorithm.loss_agg_mode = "seq-mean-token-sum-norm"'),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=1"], 'algorithm.kl_ctrl.type = "fixed"'),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.horizon=9"], 'algorithm.kl_ctrl.type = "fixed"'),
+        (["algorithm.name=grpo", "rollout.n=4", "algorithm.gamma=0.9"], "with grpo"),
+        (["algorithm.clip_ratio_low=0.1", "algorithm.clip_ratio_high=0.3", "algorithm.clip_ratio=0.5"], "_low and"),
+        (["critic.optim.min_lr_ratio=0.1"], 'critic.optim.lr_scheduler_type = "constant"'),
+        (["reward.timeout=3"], "without reward.functions"),
+        (["reward.num_workers=3"], "without reward.functions"),
+        (["data.filter_overlong_prompts=true"], "without data.train_files"),
+        (["trainer.project_name=p"], "without wandb in trainer.logger"),
+        (["ray.separate=critic"], 'with driver.kind = "local"'),
+        (
+            ["algorithm.name=grpo", "rollout.n=4", "driver.kind=ray", "ray.separate=critic"],
+            "for critic: this run trains with actor",
+        ),
+        (["driver.kind=ray", 'ray.separate=["critic", "reference"]'], "for reference: this run trains with actor, critic"),
+        (["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=64"], "above data.train_batch_size = 8"),
+    ],
+)  # fmt: skip
+def test_a_key_without_effect_is_noted(overrides, noted):
+    found = notes(None, overrides)
+    assert len(found) == 1
+    assert found[0].startswith(f"{overrides[-1].partition('=')[0]} has no effect") or "use_kl_loss" in overrides[-1]
+    assert noted in found[0]
+
+
+def test_keys_with_an_effect_and_keys_at_their_default_are_not_noted(tmp_path):
+    assert notes(None, ["algorithm.name=grpo", "rollout.n=4", "algorithm.lam=1.0", "reward.timeout=30"]) == []
+    assert notes(None, ["algorithm.clip_ratio=0.5", "algorithm.clip_ratio_high=0.6", "algorithm.gamma=0.9"]) == []
+    for recipe in RECIPES:
+        assert notes(recipe, []) == []
+        dumped = tmp_path / recipe.name
+        dumped.write_text(tomli_w.dumps(to_table(load(recipe))))
+        assert notes(dumped, []) == []
+
+
+def test_a_recipes_key_that_an_override_makes_useless_is_not_noted(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[data]\ntask = "count"\n[algorithm]\nkl_penalty = "k2"\n[model]\npath = "m"\n')
+    assert notes(file, ["data.train_files=a.jsonl"]) == [
+        "algorithm.kl_penalty has no effect without algorithm.use_kl_in_reward"
+    ]
+    assert notes(file, ["data.train_files=a.jsonl", "data.task=countdown"])[-1].startswith("data.task has no effect")
+
+
+def test_names_that_look_like_other_values_are_texts():
+    cfg = load(overrides=["model.path=2027-01-05", "trainer.dir=7", "data.train_files=2027-01-05"])
+    assert (cfg.model.path, cfg.trainer.dir, cfg.data.train_files) == ("2027-01-05", "7", ("2027-01-05",))
+
+
+def test_the_home_folder_is_meant_by_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/h")
+    cfg = load(overrides=["model.path=~/m", "trainer.dir=~/x", "data.train_files=~/a.jsonl", "critic.path=~/c"])
+    assert (cfg.model.path, cfg.trainer.dir, cfg.critic.path) == ("/h/m", "/h/x", "/h/c")
+    assert cfg.data.train_files == ("/h/a.jsonl",)
+
+
+def test_a_described_config_is_the_config():
+    cfg = load(overrides=['trainer.dir="a  b # \\t"', 'trainer.logger=["wandb", "tensorboard"]'])
+    assert structure(tomllib.loads(describe(cfg, {}))) == cfg
+
+
+VALUES = st.one_of(
+    st.integers(-3, 3), st.floats(allow_nan=False), st.text(max_size=4), st.booleans(), st.lists(st.floats())
+)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.dictionaries(st.sampled_from([*keys(), "nonsense", "actor.nonsense"]), VALUES, max_size=4))
+def test_any_values_give_a_config_or_a_config_error(given_values):
+    table = {}
+    for key, value in given_values.items():
+        *path, name = key.split(".")
+        inner = table
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[name] = value
+    try:
+        cfg = structure(table)
+    except ConfigError:
+        return
+    assert not any("nonsense" in key for key in given_values)
+    assert structure(to_table(cfg)) == cfg

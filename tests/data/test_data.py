@@ -1,0 +1,390 @@
+"""Data from files: what is read, what each mistake is told, how prompts are encoded, and the stream of problems."""
+
+import json
+from collections import Counter
+
+import attrs
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from verl_fn.backends.hf.new_model import char_tokenizer, new_model
+from verl_fn.config import load
+from verl_fn.config.schema import AlgorithmConfig
+from verl_fn.data.files import DataError, FileData, encode_prompts, file_data, read_problems
+from verl_fn.data.tasks import TASKS, Problem
+from verl_fn.rewards.reward import pack_examples
+from verl_fn.state import Key
+
+# Pads of another length for each role, so that a role that is lost or mixed up shows in the tokens.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ '!' if m.role == 'user' else '!!' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def row(prompt="ab", answer="ba", **more):
+    return {"data_source": "mine", "prompt": prompt, "reward_model": {"ground_truth": answer}} | more
+
+
+def messages(*contents):
+    return [{"role": "user", "content": content} for content in contents]
+
+
+def jsonl(path, *rows):
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), encoding="utf-8")
+    return path
+
+
+def parquet(path, *rows):
+    pq.write_table(pa.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def chat_tokenizer(chars="abcd!>"):
+    tokenizer = char_tokenizer(chars)
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.mark.parametrize(("write", "name"), [(parquet, "a.parquet"), (jsonl, "a.jsonl"), (jsonl, "a.json")])
+def test_a_row_becomes_a_problem(tmp_path, write, name):
+    extra = {"split": "train", "index": 7}
+    file = write(
+        tmp_path / name, row(messages("ab"), ability="math", extra_info=extra), row(messages("c", "d"), "dc")
+    )
+    first, second = read_problems([file])
+    assert first.prompt == ({"role": "user", "content": "ab"},)
+    assert (first.answer, first.data_source, first.id) == ("ba", "mine", 0)
+    assert first.extra_info == {"split": "train", "index": 7, "ability": "math"}
+    assert second.prompt == ({"role": "user", "content": "c"}, {"role": "user", "content": "d"})
+    assert (second.answer, second.id, second.extra_info) == ("dc", 1, {})
+
+
+def test_rows_are_numbered_over_all_files(tmp_path):
+    files = [parquet(tmp_path / "a.parquet", row("a"), row("b")), jsonl(tmp_path / "b.jsonl", row("c"))]
+    assert [(p.id, p.prompt) for p in read_problems(files)] == [(0, "a"), (1, "b"), (2, "c")]
+    assert [(p.id, p.prompt) for p in read_problems(files[::-1])] == [(0, "c"), (1, "a"), (2, "b")]
+
+
+def test_a_file_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    jsonl(tmp_path / "a.jsonl", row("a"))
+    assert read_problems(["~/a.jsonl"])[0].prompt == "a"
+
+
+def test_prompts_may_have_another_column(tmp_path):
+    file = parquet(tmp_path / "a.parquet", row("a", question="b"))
+    assert read_problems([file], prompt_key="question")[0].prompt == "b"
+
+
+@pytest.mark.parametrize(
+    ("truth", "answer"),
+    [
+        ("042", "042"),
+        ("", ""),
+        (42, "42"),
+        (True, "true"),
+        ([3, 5], "[3, 5]"),
+        ({"name": "ü", "target": 9}, '{"name": "ü", "target": 9}'),
+    ],
+    ids=str,
+)
+def test_ground_truths_that_are_no_text_are_json(tmp_path, truth, answer):
+    for file in (parquet(tmp_path / "a.parquet", row("a", truth)), jsonl(tmp_path / "a.jsonl", row("a", truth))):
+        assert read_problems([file])[0].answer == answer
+
+
+def test_keys_that_only_other_rows_have_are_left_out(tmp_path):
+    rows = [
+        row([{"role": "user", "content": "a", "name": "x"}], extra_info={"index": 1, "tools": [{"a": 1}, {"b": 2}]}),
+        row([{"role": "user", "content": "b"}], extra_info={"hint": "h"}),
+    ]
+    first, second = read_problems([parquet(tmp_path / "a.parquet", *rows)])
+    assert first.extra_info == {"index": 1, "tools": [{"a": 1}, {"b": 2}]}
+    assert first.prompt == ({"role": "user", "content": "a", "name": "x"},)
+    assert second.extra_info == {"hint": "h"}
+    assert second.prompt == ({"role": "user", "content": "b"},)
+
+
+def test_lines_end_at_newlines_alone(tmp_path):
+    (tmp_path / "a.jsonl").write_text(
+        "\ufeff" + json.dumps(row("a\u2028b"), ensure_ascii=False) + "\r\n\n" + json.dumps(row("c")), encoding="utf-8"
+    )
+    assert [p.prompt for p in read_problems([tmp_path / "a.jsonl"])] == ["a\u2028b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.parquet", None, r"a\.parquet: there is no such file"),
+        ("a.csv", b"a,b", r"a\.csv: the name of a data file must end in \.parquet, \.jsonl, \.json"),
+        ("a.parquet", b"not parquet at all", r"a\.parquet is not a whole parquet file"),
+        ("a.parquet", b"", r"a\.parquet is not a whole parquet file"),
+        ("a.jsonl", b"", r"a\.jsonl has no rows"),
+        ("a.jsonl", b"\n \n", r"a\.jsonl has no rows"),
+        ("a.jsonl", json.dumps(row()).encode() + b"\n\n{oops", r"a\.jsonl, line 3 is not JSON, one object a line"),
+        ("a.json", b"[\n", r"a\.json, line 1 is not JSON, one object a line"),
+        ("a.json", json.dumps([row()]).encode(), r"a\.json, line 1 is not a JSON object, one a line"),
+        ("a.jsonl", b"[" * 100000, r"a\.jsonl, line 1 is not JSON"),
+        ("a.jsonl", b'{"a": "\xff"}', r"a\.jsonl has text that is not UTF-8"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_problems([tmp_path / name])
+
+
+def test_a_parquet_file_without_rows_is_refused(tmp_path):
+    pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has no rows"):
+        read_problems([tmp_path / "a.parquet"])
+
+
+def test_a_parquet_file_that_is_damaged_inside_is_refused(tmp_path):
+    file = parquet(tmp_path / "a.parquet", *[row("ab" * i) for i in range(1, 100)])
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + bytes(60) + content[64:])
+    with pytest.raises(DataError, match=r"a\.parquet"):
+        read_problems([file])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": None, "prompts": "a"}, r"no column 'prompt' \(did you mean 'prompts'\?\); its columns are"),
+        ({"prompt": None, "text": "a"}, r"no column 'prompt'; its columns are .*text.*data\.prompt_key names the"),
+        ({"data_source": None}, r"no column 'data_source'; its columns are prompt, reward_model"),
+        ({"reward_model": None}, r"no column 'reward_model'; its columns are data_source, prompt"),
+    ],
+)
+def test_columns_that_are_not_there(tmp_path, change, message):
+    bad = {name: value for name, value in (row() | change).items() if value is not None}
+    with pytest.raises(DataError, match=r"a\.parquet: there is " + message):
+        read_problems([parquet(tmp_path / "a.parquet", bad)])
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: there is " + message):
+        read_problems([jsonl(tmp_path / "a.jsonl", row(), bad)])
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (row(None), "prompt must be a text or a list of messages"),
+        (row(""), "prompt must be a text or a list of messages"),
+        (row([]), "prompt must be a text or a list of messages"),
+        (row(["ab"]), "prompt must be a text or a list of messages"),
+        (row([{"role": "user"}]), "prompt must be a text or a list of messages"),
+        (row([{"role": "user", "content": [{"type": "image"}]}]), "prompt must be a text or a list of messages"),
+        (row("ab", None), "reward_model has no ground_truth"),
+        (row(reward_model={"style": "rule"}), "reward_model has no ground_truth"),
+        (row(reward_model="rule"), "reward_model has no ground_truth"),
+        (row(data_source=None), "data_source must be a text, not None"),
+        (row(extra_info="{}"), "extra_info must hold named values"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_named(tmp_path, bad, message):
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: {message}"):
+        read_problems([jsonl(tmp_path / "a.jsonl", row(), bad)])
+    with pytest.raises(DataError, match=rf"a\.parquet, row 0: {message}"):
+        read_problems([parquet(tmp_path / "a.parquet", bad)])
+
+
+def test_a_row_is_named_by_its_place_in_its_own_file(tmp_path):
+    files = [parquet(tmp_path / "a.parquet", row(), row()), parquet(tmp_path / "b.parquet", row(), row("ab", None))]
+    with pytest.raises(DataError, match=r"b\.parquet, row 1: reward_model has no ground_truth"):
+        read_problems(files)
+
+
+def test_a_text_comes_after_bos_and_messages_through_the_template():
+    tokenizer = chat_tokenizer()
+    chat = ({"role": "system", "content": "a"}, {"role": "user", "content": "cb"})
+    texts = [tokenizer.decode(ids) for ids in encode_prompts([Problem("ab", ""), Problem(chat, "")], tokenizer)]
+    assert texts == [f"{tokenizer.bos_token}ab", "!!a!cb>"]
+
+
+def test_messages_need_a_template():
+    with pytest.raises(DataError, match=r"problem 3 of 'mine'.*give text prompts, or .* with chat_template\.jinja"):
+        encode_prompts([Problem("ab", ""), Problem(tuple(messages("a")), "", 3, "mine")], char_tokenizer("ab"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (TEMPLATE, "no tools here"),
+        ("{% if %}", "Expected an expression"),
+        ("{{ messages[0].content.x.y }}", "undefined|no attribute"),
+        ("{{ messages[0].content + 1 }}", "str"),
+        ({"rag": TEMPLATE}, "no default"),
+    ],
+    ids=["raised", "syntax", "undefined", "type", "named"],
+)
+def test_a_template_that_fails_names_the_problem(template, message):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = template
+    bad = Problem(({"role": "tool", "content": "a"},), "", 5, "mine")
+    with pytest.raises(DataError, match=rf"problem 5 of 'mine': the tokenizer's chat template failed.*({message})"):
+        encode_prompts([bad], tokenizer)
+
+
+def test_characters_that_the_tokenizer_does_not_know_are_refused():
+    for prompt in ("axb", tuple(messages("axb"))):
+        with pytest.raises(DataError, match=r"every character of the prompt .*axb"):
+            encode_prompts([Problem(prompt, "")], chat_tokenizer())
+
+
+def test_a_tokenizer_whose_unk_is_its_bos_is_taken():
+    tokenizer = char_tokenizer("ab")
+    tokenizer.unk_token = tokenizer.bos_token
+    assert encode_prompts([Problem("ab", "")], tokenizer) == [[1, 4, 5]]
+
+
+def test_a_prompt_may_be_as_long_as_the_limit_and_no_longer():
+    problems = [Problem("abc", "", 0, "mine"), Problem("abcd", "", 1, "mine")]
+    assert [len(ids) for ids in encode_prompts(problems, chat_tokenizer(), 5)] == [4, 5]
+    with pytest.raises(DataError) as error:
+        encode_prompts(problems, chat_tokenizer(), 4)
+    for part in ("problem 1 of 'mine'", "5 tokens", "4;", "data.max_prompt_length", "data.filter_overlong_prompts"):
+        assert part in str(error.value)
+
+
+def config(train, val=(), **data):
+    overrides = {"train_files": [str(f) for f in train], "val_files": [str(f) for f in val], **data}
+    return load(overrides=["model.path=m", *(f"data.{k}={json.dumps(v)}" for k, v in overrides.items())])
+
+
+def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path):
+    short, long = jsonl(tmp_path / "short.jsonl", row("ab")), jsonl(tmp_path / "long.jsonl", row("ab"), row("abcdab"))
+    for cfg in (config([long], max_prompt_length=5), config([short], [long], max_prompt_length=5)):
+        with pytest.raises(DataError, match=r"problem 1 of 'mine': the prompt has 7 tokens, more than 5"):
+            file_data(cfg, chat_tokenizer())
+    data = file_data(config([long], [short], max_prompt_length=7), chat_tokenizer())
+    assert [p.prompt for p in data.training] == ["ab", "abcdab"]
+    assert [p.prompt for p in data.held_out(100)] == ["ab"]
+
+
+def test_the_filter_leaves_out_what_is_too_long_and_says_so(tmp_path):
+    train = jsonl(tmp_path / "a.jsonl", row("abcdab"), row("abcd"), row(messages("abcd")), row(messages("a")))
+    val = jsonl(tmp_path / "b.jsonl", row("abcdab"), row("ab"))
+    said = []
+    data = file_data(
+        config([train], [val], max_prompt_length=5, filter_overlong_prompts=True), chat_tokenizer(), said.append
+    )
+    assert [p.id for p in data.training] == [1, 3]
+    assert [p.id for p in data.held_out(1)] == [1]
+    assert said == [
+        "data.train_files: left out 2 of 4 prompts, longer than 5 tokens",
+        "data.val_files: left out 1 of 2 prompts, longer than 5 tokens",
+    ]
+    with pytest.raises(DataError, match=r"data\.train_files: all 4 prompts are longer than 2 tokens"):
+        file_data(config([train], [val], max_prompt_length=2, filter_overlong_prompts=True), chat_tokenizer())
+
+
+def test_nothing_is_said_where_nothing_is_left_out(tmp_path):
+    said = []
+    file = jsonl(tmp_path / "a.jsonl", row("ab"))
+    for on in (True, False):
+        data = file_data(config([file], filter_overlong_prompts=on, shuffle=on), chat_tokenizer(), said.append)
+        assert (len(data.training), data.held_out(8), data.shuffle) == (1, (), on)
+    assert said == []
+
+
+def stream(n, shuffle=True):
+    return FileData(tuple(Problem(f"p{i}", f"a{i}", i) for i in range(n)), (), shuffle)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    n=st.integers(1, 7), seed=st.integers(0, 3), shuffle=st.booleans(),
+    start=st.integers(0, 30), cuts=st.lists(st.integers(0, 9), max_size=5),
+)  # fmt: skip
+def test_a_stream_in_pieces_is_the_stream(n, seed, shuffle, start, cuts):
+    data, key = stream(n, shuffle), Key.from_seed(seed)
+    pieces, at = [], start
+    for count in cuts:
+        pieces += data.train(key, at, count)
+        at += count
+    assert tuple(pieces) == data.train(key, start, sum(cuts))
+    assert tuple(pieces) == data.train(key, 0, at)[start:]
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(n=st.integers(1, 9), seed=st.integers(0, 100), epoch=st.integers(0, 5), shuffle=st.booleans())
+def test_an_epoch_has_every_problem_once(n, seed, epoch, shuffle):
+    found = stream(n, shuffle).train(Key.from_seed(seed), epoch * n, n)
+    assert Counter((p.prompt, p.answer) for p in found) == {(f"p{i}", f"a{i}"): 1 for i in range(n)}
+    assert [p.id for p in found] == list(range(epoch * n, epoch * n + n))
+
+
+def test_orders_differ_between_keys_and_epochs():
+    data = stream(50)
+    orders = {
+        tuple(p.prompt for p in data.train(Key.from_seed(seed), epoch * 50, 50))
+        for seed in range(3)
+        for epoch in range(3)
+    }
+    assert len(orders) == 9
+
+
+def test_without_shuffling_the_order_is_the_files():
+    found = stream(3, shuffle=False).train(Key.from_seed(1), 2, 5)
+    assert [(p.id, p.prompt) for p in found] == [(2, "p2"), (3, "p0"), (4, "p1"), (5, "p2"), (6, "p0")]
+
+
+def test_as_many_held_out_problems_as_asked_for(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", row("a"), row("b"), row("c"))
+    data = file_data(config([file], [file]), chat_tokenizer())
+    assert [len(data.held_out(count)) for count in (None, 2, 9)] == [3, 2, 3]
+
+
+def test_a_task_gives_what_it_has_at_once():
+    assert len(TASKS["reverse"].held_out(None)) == 512
+    assert TASKS["countdown"].held_out(10**9) == TASKS["countdown"].held_out(None)
+
+
+def test_answers_that_are_trained_on_are_encoded_up_front(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", row("ab", "dc"), row("abc", ""), row("a", "abcdabcd"))
+    sft = lambda f: attrs.evolve(config([f]), algorithm=AlgorithmConfig(name="sft"))  # noqa: E731
+    data = file_data(sft(file), chat_tokenizer())
+    rows = pack_examples(data.training, chat_tokenizer())
+    assert data.max_row == max(rows.lengths) == 2 + 8 + 1
+    odd = jsonl(tmp_path / "odd.jsonl", row("ab"), row("ab", "xyz"))
+    assert file_data(config([odd]), chat_tokenizer()).max_row == 0
+    with pytest.raises(DataError, match=r"problem 1 of 'mine': the tokenizer does not know every .* answer 'xyz'"):
+        file_data(sft(odd), chat_tokenizer())
+    with pytest.raises(DataError, match="every character of the answer 'xyz'"):
+        pack_examples([Problem("ab", "xyz")], chat_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("bad", "column"),
+    [
+        (row("a\ud800"), "prompt"),
+        (row(messages("a", "\udfff")), "prompt"),
+        (row("a", "\ud800"), "reward_model"),
+    ],
+    ids=["prompt", "message", "answer"],
+)
+def test_half_of_a_surrogate_pair_is_refused(tmp_path, bad, column):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps(row("\U0001f600")) + "\n" + json.dumps(bad) + "\n")
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: {column} has '.ud[8f]..', half of a character"):
+        read_problems([file])
+
+
+def test_a_tiny_model_with_a_template_takes_messages(tmp_path):
+    folder = new_model(tmp_path / "m", chars="ab>", hidden_size=32, chat_template=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = encode_prompts([Problem(tuple(messages("ab", "b>")), "")], tokenizer)[0]
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab\nb>\n"
+
+
+def test_data_may_be_held_out_problems_alone():
+    held = (Problem("a>", "a"),)
+    assert FileData((), held, shuffle=True).held_out(9) == held

@@ -1,0 +1,142 @@
+"""Preparing GSM8K: rows as verl writes them, from either form of its raw files."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl_fn.data.files import DataError, read_problems
+from verl_fn.data.prepare import prepare_gsm8k
+
+TRAIN = [
+    {"question": "Two and three?", "answer": "2+3=<<2+3=5>>5\n#### 5"},
+    {"question": "A lot?", "answer": "Much.\n#### 1,234,000"},
+]
+TEST = [{"question": "Below?", "answer": "Cold.\n#### -2.5"}]
+
+
+def jsonl(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+
+
+def parquet(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def repository(folder, train=TRAIN, test=TEST):
+    jsonl(folder / "train.jsonl", train)
+    jsonl(folder / "test.jsonl", test)
+    jsonl(folder / "train_socratic.jsonl", [{"question": "no", "answer": "#### 0"}])
+    return folder
+
+
+def dataset(folder):
+    for name, train in (("main", TRAIN), ("socratic", TRAIN[:1])):
+        parquet(folder / name / "train-00000-of-00001.parquet", train)
+        parquet(folder / name / "test-00000-of-00001.parquet", TEST)
+    return folder
+
+
+@pytest.mark.parametrize("raw", [repository, dataset])
+def test_rows_are_those_of_verls_script(tmp_path, raw):
+    assert prepare_gsm8k(raw(tmp_path / "raw"), tmp_path / "out") == {"train": 2, "test": 1}
+    assert sorted(f.name for f in (tmp_path / "out").iterdir()) == ["test.parquet", "train.parquet"]
+    table = pq.read_table(tmp_path / "out" / "train.parquet")
+    assert table.column_names == ["data_source", "prompt", "ability", "reward_model", "extra_info"]
+    assert table.to_pylist()[1] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {
+                "role": "user",
+                "content": 'A lot? Let\'s think step by step and output the final answer after "####".',
+            }
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "1234000"},
+        "extra_info": {"split": "train", "index": 1, "answer": "Much.\n#### 1,234,000", "question": "A lot?"},
+    }
+
+
+def test_what_is_written_can_be_trained_on(tmp_path):
+    prepare_gsm8k(repository(tmp_path / "raw"), tmp_path / "out")
+    problems = read_problems([tmp_path / "out" / "train.parquet", tmp_path / "out" / "test.parquet"])
+    assert [(p.id, p.answer, p.data_source) for p in problems] == [
+        (0, "5", "openai/gsm8k"),
+        (1, "1234000", "openai/gsm8k"),
+        (2, "-2.5", "openai/gsm8k"),
+    ]
+    assert [m["role"] for m in problems[0].prompt] == ["user"]
+    assert problems[2].extra_info == {
+        "split": "test", "index": 0, "answer": "Cold.\n#### -2.5", "question": "Below?", "ability": "math",
+    }  # fmt: skip
+
+
+def test_shards_are_joined_in_order(tmp_path):
+    for i in (1, 0):
+        parquet(tmp_path / "raw" / f"train-0000{i}-of-00002.parquet", TRAIN[i : i + 1])
+    parquet(tmp_path / "raw" / "test.parquet", TEST)
+    assert prepare_gsm8k(tmp_path / "raw", tmp_path / "out") == {"train": 2, "test": 1}
+    rows = pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()
+    assert [(r["extra_info"]["index"], r["extra_info"]["question"]) for r in rows] == [
+        (0, "Two and three?"),
+        (1, "A lot?"),
+    ]
+
+
+def test_preparing_again_into_the_same_folder_changes_nothing(tmp_path):
+    raw = dataset(tmp_path / "raw")
+    for out in (raw, raw / "out"):
+        prepare_gsm8k(raw, out)
+        before = pq.read_table(out / "train.parquet")
+        assert prepare_gsm8k(raw, out) == {"train": 2, "test": 1}
+        assert pq.read_table(out / "train.parquet") == before
+        (out / "train.parquet").unlink()
+        (out / "test.parquet").unlink()
+
+
+def test_raw_files_are_never_written_over(tmp_path):
+    for split, rows in (("train", TRAIN), ("test", TEST)):
+        parquet(tmp_path / f"{split}.parquet", rows)
+    with pytest.raises(DataError, match=r"no train\.jsonl and no \*train\*\.parquet .*other than"):
+        prepare_gsm8k(tmp_path, tmp_path)
+    assert pq.read_table(tmp_path / "train.parquet").to_pylist() == TRAIN
+
+
+def test_folders_without_the_files_are_told_what_was_looked_for(tmp_path):
+    with pytest.raises(DataError, match=r"nothing is not a folder"):
+        prepare_gsm8k(tmp_path / "nothing", tmp_path / "out")
+    jsonl(tmp_path / "raw" / "train.jsonl", TRAIN)
+    with pytest.raises(DataError, match=r"raw has no test\.jsonl and no \*test\*\.parquet"):
+        prepare_gsm8k(tmp_path / "raw", tmp_path / "out")
+
+
+def test_two_copies_of_the_files_are_not_joined(tmp_path):
+    for name in ("a", "b"):
+        repository(tmp_path / name)
+    with pytest.raises(DataError, match=r"train files more than once; give one of .*a, .*b"):
+        prepare_gsm8k(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"question": "q", "answer": "It is 5."}, r"line 2: the answer has no number after '#### ': 'It is 5\.'"),
+        ({"question": "q", "answer": "#### five"}, r"line 2: the answer has no number"),
+        ({"question": None, "answer": "#### 5"}, r"line 2: question and answer must be texts"),
+        ({"question": "q", "answers": "#### 5"}, r"line 2: there is no column 'answer' \(did you mean 'answers'\?\)"),
+    ],
+)
+def test_a_bad_row_is_named_and_nothing_is_written(tmp_path, bad, message):
+    raw = repository(tmp_path / "raw", test=[TEST[0], bad])
+    with pytest.raises(DataError, match=r"test\.jsonl, " + message):
+        prepare_gsm8k(raw, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(DataError, match=r"out cannot be written"):
+        prepare_gsm8k(repository(tmp_path / "raw"), tmp_path / "out")

@@ -1,0 +1,53 @@
+"""Tasks: problems from keys, held-out problems apart, rewards by string code."""
+
+import pytest
+
+from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.data.files import encode_prompts
+from verl_fn.data.tasks import TASKS, Problem
+from verl_fn.state import Key
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda t: t.name)
+def test_problems_are_functions_of_key_and_number(task):
+    key = Key.from_seed(3)
+    assert task.train(key, 5, 10) == task.train(key, 0, 15)[5:]
+    assert task.train(key, 0, 10) != task.train(Key.from_seed(4), 0, 10)
+    assert [p.id for p in task.train(key, 7, 3)] == [7, 8, 9]
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda t: t.name)
+def test_held_out_problems_are_never_trained_on(task):
+    held_out = {p.prompt for p in task.held_out(512)}
+    assert len(held_out) >= 20
+    trained = {p.prompt for seed in range(2) for p in task.train(Key.from_seed(seed), 0, 2000)}
+    assert not held_out & trained
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda t: t.name)
+def test_answers_are_right_and_fit(task):
+    for p in task.train(Key.from_seed(0), 0, 300):
+        assert task.score(p, p.answer) == 1.0
+        assert task.score(p, p.answer + "a") < 1.0
+        assert task.score(p, "") < 1.0
+        assert set(p.prompt + p.answer) <= set(task.alphabet)
+        assert len(p.prompt) <= task.max_prompt
+        assert len(p.answer) <= task.max_answer
+
+
+def test_countdown_takes_any_right_expression():
+    score = TASKS["countdown"].score
+    problem = Problem("2,3,6>", "2*3")
+    assert [score(problem, t) for t in ("3*2", "2+3", "2*4", "2**3", "6", "__import__")] == [
+        1.0,
+        0.1,
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
+
+
+def test_unknown_characters_in_a_prompt_are_refused():
+    with pytest.raises(ValueError, match=r"every character of the prompt 'xyz>'"):
+        encode_prompts([Problem("xyz>", "")], char_tokenizer("abc>"))

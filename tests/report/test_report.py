@@ -1,0 +1,292 @@
+"""Reports: what stands on the page, what it must survive, and what is refused."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import tomli_w
+
+from verl_fn.config import load, to_table
+from verl_fn.report.page import SHOWN, ReportError, names, report
+from verl_fn.report.plots import COLORS, Axis, Curve, charts, smooth, svg, ticks, window
+
+HOSTILE = """<script>alert("x")</script><img src='https://evil.example/x.png'>&amp;\x00\ud800"""
+VOID = {"meta", "line", "path", "circle", "rect"}
+
+
+class Page(HTMLParser):
+    """Text by the elements around it; fails on tags that do not match."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.cells, self.titles = [], [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag in ("td", "th"):
+            self.cells.append("")
+        if tag == "h3":
+            self.titles.append("")
+
+    def handle_startendtag(self, tag, attrs):
+        assert tag in VOID
+        self.handle_starttag(tag, attrs)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "td" in self.open or "th" in self.open:
+            self.cells[-1] += data
+        if "h3" in self.open:
+            self.titles[-1] += data
+
+
+def metrics(steps, every=2, **more):
+    rows = [{"step": 0, "val-core/reverse/acc/mean@1": 0.25}] if every else []
+    for step in range(1, steps + 1):
+        row = {"step": step, "critic/score/mean": step / steps, "timing_s/step": 2.0, "timing_s/gen": 1.5}
+        row |= {"perf/throughput": 1000.0, "actor/entropy": 1 / step} | more
+        if every and step % every == 0:
+            row["val-core/reverse/acc/mean@1"] = 0.5
+        rows.append(row)
+    return rows
+
+
+def answer(step, prompt="ab>", response="ba", acc=1.0, **more):
+    given = {"step": step, "data_source": "reverse", "prompt": prompt, "response": response, "answer": "ba"}
+    return given | {"score": acc, "acc": acc, "finished": True} | more
+
+
+def write(folder, rows, answers=(), overrides=()):
+    folder.mkdir(parents=True)
+    cfg = load(overrides=[f"trainer.dir={folder.name}", *overrides])
+    (folder / "config.toml").write_text(tomli_w.dumps(to_table(cfg)))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if answers:
+        (folder / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    return folder
+
+
+def page(out):
+    text = out.read_text(encoding="utf-8")
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return text, Page(text)
+
+
+def test_a_page_says_what_a_run_did(tmp_path):
+    run = write(tmp_path / "one", metrics(6), [answer(0, response="ab", acc=0.0), answer(6)])
+    text, found = page(report([run], tmp_path / "new" / "page.html"))
+    assert found.cells[9:18] == [
+        "one", "ppo (gae)", "reverse", "6of 100", "2 s", "1,000", "0.500step 6", "0.500step 2", "1.000",
+    ]  # fmt: skip
+    assert found.titles == ["Held-out accuracy", "Training reward", "Entropy", "Tokens a second", "Time by phase"]
+    assert "one: from step 0 to step 6, +1 right" in text
+    assert "ba✓ right reward 1" in found.cells
+    assert "ab✗ wrong reward 0" in found.cells
+    assert f"verl-fn report {run} --out" in text
+
+
+def test_the_page_asks_for_nothing_and_runs_nothing(tmp_path):
+    _, found = page(report([write(tmp_path / "one", metrics(4), [answer(0), answer(4)])], tmp_path / "page.html"))
+    assert not {"script", "link", "img", "iframe", "object", "use"} & set(found.tags)
+    assert not {"src", "href", "style", "xlink:href"} & {name for name, _ in found.attributes}
+    assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in found.attributes
+
+
+def test_hostile_texts_are_shown_and_not_obeyed(tmp_path):
+    hostile = {field: HOSTILE for field in ("prompt", "response", "answer", "data_source")}
+    run = write(
+        tmp_path / "<b>bold&", [*metrics(4), {"step": 5, "timing_s/<i>": 1.0, "val-core/<u>/acc/mean@1": 0.5}],
+        [answer(step) | hostile for step in (0, 4)], ['model.path="</pre><script>"'],
+    )  # fmt: skip
+    text, found = page(report([run], tmp_path / "page.html", labels=["<s>$x^$"]))
+    assert not {"script", "img", "b", "i", "u", "s"} & set(found.tags)
+    assert "\x00" not in text
+    assert any("alert" in cell for cell in found.cells)
+
+
+def test_runs_are_compared_by_the_keys_in_which_they_differ(tmp_path):
+    a = write(tmp_path / "a", metrics(4), overrides=["actor.optim.lr=0.5", "rollout.n=3"])
+    b = write(tmp_path / "b", metrics(5), overrides=["actor.optim.lr=0.25", "rollout.n=3"])
+    _, found = page(report([a, b], tmp_path / "page.html"))
+    at = found.cells.index("actor.optim.lr")
+    assert found.cells[at : at + 3] == ["actor.optim.lr", "0.5", "0.25"]
+    assert "rollout.n" not in found.cells
+
+
+def test_one_run_is_compared_with_the_defaults(tmp_path):
+    run = write(tmp_path / "a", metrics(4), overrides=["rollout.n=3", "algorithm.clip_ratio_high=0.5"])
+    _, found = page(report([run], tmp_path / "page.html"))
+    at, unset = found.cells.index("rollout.n"), found.cells.index("algorithm.clip_ratio_high")
+    assert found.cells[at : at + 3] == ["rollout.n", "3", "1"]
+    assert found.cells[unset + 1] == "0.5"
+    assert "algorithm.clip_ratio" not in found.cells
+
+
+def test_a_config_without_a_newer_key_has_its_default(tmp_path):
+    a, b = (write(tmp_path / name, metrics(4)) for name in "ab")
+    text = (a / "config.toml").read_text()
+    (a / "config.toml").write_text(re.sub(r"log_freq = \d+\n", "", text))
+    _, found = page(report([a, b], tmp_path / "page.html"))
+    assert "trainer.log_freq" not in found.cells
+    assert "trainer.dir" in found.cells
+
+
+def test_answers_stand_side_by_side_at_the_last_common_evaluation(tmp_path):
+    a = write(tmp_path / "a", metrics(4), [answer(s, response=f"a{s}") for s in (0, 2, 4)])
+    b = write(tmp_path / "b", metrics(2), [answer(s, response=f"b{s}", acc=0.0, finished=False) for s in (0, 2)])
+    text, found = page(report([a, b, write(tmp_path / "c", metrics(1))], tmp_path / "page.html"))
+    assert "At step 2." in text
+    at = found.cells.index("ab>")
+    assert found.cells[at : at + 4] == ["ab>", "ba", "a2✓ right reward 1", "b2✗ wrong reward 0, cut off"]
+
+
+def test_runs_without_a_common_evaluation_show_their_own_last(tmp_path):
+    a = write(tmp_path / "a", metrics(4), [answer(4, response="")])
+    b = write(tmp_path / "b", metrics(4), [answer(3, prompt="cd>", score=None)])
+    _, found = page(report([a, b], tmp_path / "page.html"))
+    assert {"a, step 4", "b, step 3", "(empty)✓ right reward 1", "ba✓ right reward –"} <= set(found.cells)  # noqa: RUF001
+
+
+def test_runs_that_were_asked_other_things_have_tables_of_their_own(tmp_path):
+    a = write(tmp_path / "a", metrics(4), [answer(0), answer(4, response="a4")])
+    b = write(tmp_path / "b", metrics(2), [answer(0, prompt="1,2,3>"), answer(2, prompt="1,2,3>", response="b2")])
+    text, found = page(report([a, b], tmp_path / "page.html"))
+    assert {"a, step 4", "b, step 2", "a4✓ right reward 1", "b2✓ right reward 1"} <= set(found.cells)
+    assert "a: at step 4." in text and "b: at step 2." in text
+    samples = text[text.index("<h2>Held-out answers") : text.index("<h2>Config")]
+    assert "<td>–</td>" not in samples  # noqa: RUF001
+
+
+def test_only_the_first_prompts_are_shown(tmp_path):
+    run = write(tmp_path / "a", metrics(4), [answer(4, prompt=f"p{i}>") for i in range(SHOWN + 3)])
+    text, found = page(report([run], tmp_path / "page.html"))
+    assert f"p{SHOWN - 1}>" in found.cells
+    assert f"p{SHOWN}>" not in found.cells
+    assert f"the first {SHOWN} of {SHOWN + 3} prompts" in text
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        metrics(1, every=0),
+        metrics(5, every=0),
+        [{"step": 0, "val-core/reverse/acc/mean@1": 0.5}],
+        [{"step": 1}],
+        metrics(3, **{"actor/grad_norm": None, "perf/throughput": None, "timing_s/gen": None}),
+        metrics(3, **{"actor/grad_norm": 0.0, "actor/pg_loss": 1e305, "timing_s/gen": 0.0}),
+        metrics(90, **{"actor/pg_loss": -1e-9}),
+    ],
+    ids=["one step", "no evaluation", "evaluated only", "nothing known", "nulls", "extremes", "long and flat"],
+)
+def test_little_or_odd_metrics_still_make_a_page(tmp_path, rows):
+    text, _ = page(report([write(tmp_path / "a", rows)], tmp_path / "page.html"))
+    assert not re.search(r'(?:[xyd]|cx|cy|x1|y1|width)="[^"]*(?:nan|inf)', text)
+
+
+def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
+    rows = metrics(9)
+    rows[4]["actor/entropy"] = rows[5]["actor/entropy"] = None
+    text, _ = page(report([write(tmp_path / "a", rows)], tmp_path / "page.html"))
+    assert "2 values are not finite, shown as gaps" in text
+    drawing = svg(charts([rows])[2], ["a"], (0, 9), 1)
+    assert (drawing.count("<path"), drawing.count("<circle")) == (2, 7)
+
+
+def test_evaluations_are_drawn_as_they_were_however_many():
+    rows = [{"step": i, "val-core/reverse/acc/mean@1": i % 2} for i in range(200)]
+    drawing = svg(charts([rows])[0], ["a"], (0, 199), window([rows]))
+    assert "raw" not in drawing
+    assert drawing.count("<circle") == 200
+
+
+def test_a_damaged_last_line_is_left_out(tmp_path):
+    run = write(tmp_path / "a", metrics(4), [answer(4)])
+    for name in ("metrics.jsonl", "generations.jsonl"):
+        with (run / name).open("a") as file:
+            file.write('{"step": 5, "critic/sc')
+    _, found = page(report([run], tmp_path / "page.html"))
+    assert "4of 100" in found.cells
+
+
+def test_folders_of_the_same_name_are_told_apart(tmp_path):
+    runs = [write(tmp_path / name, metrics(2)) for name in ("x/seed1", "y/seed1", "seed2")]
+    assert names(runs) == ["x/seed1", "y/seed1", "seed2"]
+    text, _ = page(report(runs, tmp_path / "page.html"))
+    assert "<h1>x/seed1, y/seed1, seed2</h1>" in text
+
+
+def test_each_run_keeps_its_look(tmp_path):
+    many = [metrics(3) for _ in range(len(COLORS) + 1)]
+    drawing = svg(charts(many)[0], [str(i) for i in range(len(many))], (0, 3), 1)
+    assert 'class="run0"' in drawing
+    assert 'class="run0 dashed"' in drawing
+
+
+def test_what_cannot_be_reported_is_told(tmp_path):
+    run, out = write(tmp_path / "a", metrics(2)), tmp_path / "page.html"
+    empty = write(tmp_path / "empty", [])
+    broken = write(tmp_path / "broken", metrics(2))
+    (broken / "config.toml").write_text("a = = 1")
+    partial = write(tmp_path / "partial", metrics(2), [{"step": 1, "prompt": "ab>"}])
+    for runs, message in [
+        ([tmp_path / "missing"], r"missing is no run: it has no config\.toml"),
+        ([empty], "empty has no metrics yet"),
+        ([broken], r"broken/config\.toml is not TOML"),
+        ([partial], r"partial/generations\.jsonl, line 1, has no 'data_source'"),
+        ([run, run], "two runs are called"),
+        ([], "name at least one folder"),
+    ]:
+        with pytest.raises(ReportError, match=message):
+            report(runs, out)
+    with pytest.raises(ReportError, match="2 labels for 1 runs"):
+        report([run], out, labels=["a", "b"])
+    with pytest.raises(ReportError, match=r"does not end in \.html"):
+        report([run], tmp_path / "page.png")
+    assert not out.exists()
+
+
+def test_ticks_are_round_and_inside():
+    for low, high in [(0, 1), (-3.2, 17), (1e-7, 9e-7), (0.99991, 0.99996), (0, 12345), (5, 5)]:
+        found = ticks(low, high)
+        assert 1 <= len(found) <= 8
+        assert all(low - 1e-12 <= t <= high + 1e-12 for t in found)
+        assert len(set(found)) == len(found)
+
+
+def test_a_log_axis_only_where_values_span_decades():
+    wide, narrow = np.array([1e-3, 1.0, 50.0]), np.array([1.0, 2.0])
+    assert Axis.of(wide, "log").log
+    assert not Axis.of(narrow, "log").log
+    assert not Axis.of(wide, "linear").log
+    assert not Axis.of(np.array([0.0, 50.0]), "log").log
+    assert Axis.of(wide, "log").smooth(np.array([1.0, 10.0, 100.0]), 3)[1] == pytest.approx(10.0)
+
+
+def test_smoothing_means_over_known_points_only():
+    values = np.array([1.0, math.nan, 3.0, 5.0])
+    assert smooth(values, 3).tolist() == pytest.approx([1.0, math.nan, 4.0, 4.0], nan_ok=True)
+    assert smooth(np.ones(4), 9).tolist() == [1.0] * 4
+    assert (window([[{}] * 40]), window([[{}] * 400, []]), window([[{}] * 10**5])) == (1, 21, 101)
+
+
+def test_a_long_curve_is_thinned_but_keeps_its_spike():
+    values = np.zeros(20_000)
+    values[7_777] = 10.0
+    rows = [{"step": i, "actor/entropy": v} for i, v in enumerate(values.tolist())]
+    chart = charts([rows])[0]
+    drawing = svg(chart, ["a"], (0, len(rows)), window([rows]))
+    assert len(drawing) < 40_000
+    assert Curve(np.arange(3.0), np.array([1.0, math.nan, 2.0])).gaps == 1
+    tops = [float(y) for y in re.findall(r",([0-9.]+)", drawing)]
+    assert min(tops) < 20

@@ -1,0 +1,109 @@
+"""Rewards: what a judge says of texts becomes fields of the batch."""
+
+import pytest
+import torch
+
+from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.config import load
+from verl_fn.data.tasks import Problem
+from verl_fn.driver import build
+from verl_fn.rewards.reward import Reward, RewardError, pack_examples, response_texts
+from verl_fn.rewards.rules import by_rules
+from verl_fn.state import Batch
+
+PROBLEM = Problem("abc>", "cba", id=3, data_source="reverse")
+
+
+def responses(*texts, finished=None):
+    tokenizer = char_tokenizer("abcdefgh>")
+    prompt = [tokenizer.bos_token_id, *tokenizer.encode("abc>", add_special_tokens=False)]
+    rows, masks = [], []
+    for text in texts:
+        answer = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        rows.append(prompt + answer)
+        masks.append([0.0] * len(prompt) + [1.0] * len(answer))
+    return Batch.from_rows(rows, {"response_mask": masks}, {"finished": finished or [1.0] * len(texts)}), tokenizer
+
+
+def scored(*results, problems=(PROBLEM,)):
+    """A batch whose rows a judge gives these results, with a score, acc and pred where they have none."""
+    batch, tokenizer = responses(*["cba"] * len(results))
+    usual = {"score": 1.0, "acc": 1.0, "pred": ""}
+    return Reward(lambda answers: [usual | result for result in results], tokenizer)(batch, problems)
+
+
+def test_scores_sit_on_the_last_response_token():
+    batch, tokenizer = responses("cba", "cbb", "c")
+    found = Reward(by_rules, tokenizer)(batch, [PROBLEM])
+    assert found["score"].tolist() == pytest.approx([1.0, 1 / 3, 1 / 6])
+    assert found["acc"].tolist() == [1.0, 0.0, 0.0]
+    for name in ("token_level_scores", "token_level_rewards"):
+        rows = found.rows(name)
+        assert [row.nonzero().flatten().tolist() for row in rows] == [[8], [8], [6]]
+        assert [float(row.sum()) for row in rows] == pytest.approx([1.0, 1 / 3, 1 / 6])
+
+
+def test_the_judge_sees_texts_their_problems_and_which_did_not_end():
+    other = Problem("de>", "ed", id=4)
+    batch, tokenizer = responses("cba", "a", "ed", "b", finished=[1.0, 0.0, 1.0, 1.0])
+    seen = []
+
+    def judge(answers):
+        seen.extend((a.problem.id, a.text, a.finished) for a in answers)
+        return [{"score": 0.0, "acc": 0.0, "pred": ""}] * len(answers)
+
+    Reward(judge, tokenizer)(batch, [PROBLEM, other])
+    assert seen == [(3, "cba", True), (3, "a", False), (4, "ed", True), (4, "b", True)]
+
+
+def test_equal_predictions_have_equal_numbers_in_every_process():
+    pred = scored({"pred": "42"}, {"pred": "43"}, {"pred": "42"}, {"pred": ""})["pred"]
+    assert pred.dtype == torch.int64
+    # From: b2sum -l 64 of "42", as a signed number.
+    assert (
+        pred.tolist()[0] == pred.tolist()[2] == int.from_bytes(bytes.fromhex("57b43cf02666687a"), "big", signed=True)
+    )
+    assert len(set(pred.tolist())) == 3
+
+
+def test_other_numbers_become_metrics_of_rows():
+    found = scored({"length": 3.0, "f/format": 0.5}, {"length": 4.0, "f/format": 1.0})
+    assert found["reward/length"].tolist() == [3.0, 4.0]
+    assert found["reward/f/format"].tolist() == [0.5, 1.0]
+    assert found.take([1])["reward/length"].tolist() == [4.0]
+
+
+def test_rows_with_other_metrics_are_refused():
+    with pytest.raises(RewardError, match=r"problem 3 of 'reverse', response 'cba' lacks 'length'"):
+        scored({"length": 3.0}, {})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e31])
+@pytest.mark.parametrize("name", ["score", "acc", "length"])
+def test_numbers_that_are_not_finite_name_the_row(name, value):
+    usual = {"length": 0.0}
+    with pytest.raises(RewardError, match=rf"problem 3 of 'reverse', response 'cba' has .* as '{name}'"):
+        scored(usual, usual | {name: value})
+
+
+def test_examples_teach_answer_and_end():
+    tokenizer = char_tokenizer("abc>")
+    batch = pack_examples([Problem("ab>", "ba")], tokenizer)
+    assert batch["response_mask"].tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert batch.tokens[-1] == tokenizer.eos_token_id
+    assert response_texts(batch, tokenizer) == ["ba"]
+
+
+def test_a_config_without_functions_takes_the_rules(tiny):
+    batch, _ = responses("cba", "ab")
+    reward = build.reward(load(overrides=[f"model.path={tiny}"]))
+    assert reward(batch, [PROBLEM])["acc"].tolist() == [1.0, 0.0]
+
+
+def test_a_config_with_functions_takes_those_of_its_folder(tiny, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def length(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
+    )
+    batch, _ = responses("cba", "ab")
+    cfg = load(overrides=[f"model.path={tiny}", 'reward.functions=["mine.py:length"]', "reward.weights=[0.5]"])
+    assert build.reward(cfg, str(tmp_path))(batch, [PROBLEM])["score"].tolist() == [1.5, 1.0]

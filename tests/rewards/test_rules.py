@@ -1,0 +1,73 @@
+"""Rules: what an answer is worth, by the data source of its problem."""
+
+import pytest
+
+from verl_fn.data.tasks import Problem
+from verl_fn.rewards.reward import Answer, RewardError
+from verl_fn.rewards.rules import SOURCES, by_rules, rule_for
+
+
+def gsm8k(text, truth="1234", finished=True, source="openai/gsm8k"):
+    return rule_for(source)(Problem("q", truth), text, finished)
+
+
+@pytest.mark.parametrize(
+    ("text", "score", "pred"),
+    [
+        ("so it is\n#### 1234", 1.0, "1234"),
+        ("#### 1,234", 1.0, "1234"),
+        ("#### 7 no, #### 1234", 1.0, "1234"),
+        ("#### 1234 no, #### 7", 0.0, "7"),
+        ("#### -1234", 0.0, "-1234"),
+        ("#### 1234.0", 0.0, "1234.0"),
+        ("####1234", 0.0, ""),
+        ("#### $1234", 0.0, ""),
+        ("1234", 0.0, ""),
+        ("", 0.0, ""),
+        ("#### 1234" + "x" * 290, 1.0, "1234"),
+        ("#### 1234" + "x" * 300, 0.0, ""),
+    ],
+)
+def test_gsm8k_takes_the_last_number_after_four_hashes_near_the_end(text, score, pred):
+    assert gsm8k(text) == {"score": score, "acc": score, "pred": pred}
+
+
+def test_gsm8k_keeps_a_sign_and_judges_a_response_that_was_cut_off():
+    assert gsm8k("#### -3", "-3", finished=False)["score"] == 1.0
+
+
+def test_no_number_is_not_an_empty_ground_truth():
+    assert gsm8k("no idea", "")["score"] == 0.0
+
+
+def test_any_source_of_that_name_takes_the_rule():
+    assert gsm8k("#### 1234", source="mirror/of/gsm8k")["score"] == 1.0
+
+
+def test_made_tasks_give_their_own_score_and_nothing_to_what_did_not_end():
+    rule, problem = rule_for("reverse"), Problem("abc>", "cba")
+    assert rule(problem, "cba", True) == {"score": 1.0, "acc": 1.0, "pred": "cba"}
+    assert rule(problem, "cbb", True) == {"score": pytest.approx(1 / 3), "acc": 0.0, "pred": "cbb"}
+    assert rule(problem, "cba", False) == {"score": 0.0, "acc": 0.0, "pred": "cba"}
+
+
+def test_each_answer_is_judged_by_its_own_source():
+    answers = [
+        Answer(Problem("2,3,6>", "2*3", data_source="countdown"), "3*2"),
+        Answer(Problem("q", "6", data_source="openai/gsm8k"), "#### 5"),
+    ]
+    assert [(one["score"], one["pred"]) for one in by_rules(answers)] == [(1.0, "3*2"), (0.0, "5")]
+
+
+def test_an_unknown_source_is_named_with_the_known_ones_and_the_way_out():
+    with pytest.raises(
+        RewardError, match=r"'my/data' has no rule .*count, reverse, countdown, openai/gsm8k.* reward\.f"
+    ):
+        rule_for("my/data")
+    assert all(map(rule_for, SOURCES))
+
+
+def test_a_rule_that_does_not_fit_the_problem_names_it():
+    chat = Problem(({"role": "user", "content": "reach 6"},), "6", id=5, data_source="countdown")
+    with pytest.raises(RewardError, match=r"problem 5 of 'countdown', response '2\*3': .*; set reward\.functions"):
+        by_rules([Answer(chat, "2*3")])

@@ -1,0 +1,315 @@
+"""Each mistake of a user is one clear line that names the place and what to do, and loses nothing."""
+
+import json
+import shutil
+import sys
+import types
+
+import pytest
+import torch
+from run_configs import TINY, tiny_run
+
+from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.cli import main
+from verl_fn.config import ConfigError
+from verl_fn.driver import build
+from verl_fn.runs.folder import RunError, checkpoints, read_metrics
+from verl_fn.runs.loop import train
+
+SILENT = lambda line: None  # noqa: E731
+
+
+@pytest.fixture
+def refused(capsys, tmp_path):
+    """Runs a command that must fail; gives its one line."""
+
+    def run(*args, status=1):
+        assert main([str(a) for a in args]) == status
+        found = capsys.readouterr().err
+        assert found.startswith("error: ") and found.count("\n") == 1 and "Traceback" not in found
+        return found
+
+    return run
+
+
+def start(model, folder, *more):
+    return ["train", "recipes/sft_reverse.toml", *TINY, "trainer.stop_at=1.0", f"model.path={model}",
+            f"trainer.dir={folder}", *more]  # fmt: skip
+
+
+def test_model_folders_that_cannot_be_used(refused, tiny, tmp_path):
+    assert "has no config.json" in refused(*start(tmp_path / "nowhere", tmp_path / "run"))
+    bare = shutil.copytree(tiny, tmp_path / "bare")
+    for file in bare.glob("tokenizer*"):
+        file.unlink()
+    assert "no tokenizer that can be read" in refused(*start(bare, tmp_path / "run"))
+    odd = shutil.copytree(tiny, tmp_path / "odd")
+    (odd / "config.json").write_text(json.dumps({"model_type": "abacus"}))
+    assert "config.json cannot be read" in refused(*start(odd, tmp_path / "run"))
+    dropping = shutil.copytree(tiny, tmp_path / "dropping")
+    held = json.loads((dropping / "config.json").read_text()) | {"attention_dropout": 0.1}
+    (dropping / "config.json").write_text(json.dumps(held))
+    assert "set it to 0.0" in refused(*start(dropping, tmp_path / "run"))
+
+
+def test_a_tokenizer_of_another_model(refused, tiny, tmp_path):
+    other = shutil.copytree(tiny, tmp_path / "other")
+    char_tokenizer("abcdefgh>ijklmnopq").save_pretrained(other)
+    found = refused(*start(other, tmp_path / "run"))
+    assert "the tokenizer has 22 tokens" in found and "only 13" in found
+
+
+def test_rows_that_do_not_fit(refused, tiny, tmp_path):
+    found = refused(*start(tiny, tmp_path / "a", "actor.ppo_max_token_len_per_gpu=10"), status=2)
+    assert "actor.ppo_max_token_len_per_gpu = 10; raise that budget" in found
+    found = refused(*start(tiny, tmp_path / "a", "data.max_response_length=1000"), status=2)
+    assert "only 256 positions" in found
+
+
+def write_rows(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def row(prompt="ab>", answer="ba"):
+    return {"data_source": "mine", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": answer}}
+
+
+def test_data_files_that_cannot_be_used(refused, tiny, tmp_path):
+    run = lambda file, *more: refused(*start(tiny, tmp_path / "run", f"data.train_files={file}", *more))  # noqa: E731
+    assert "nowhere.parquet" in run(tmp_path / "nowhere.parquet")
+    assert "empty.jsonl" in run(write_rows(tmp_path / "empty.jsonl", []))
+    assert "data_source" in run(write_rows(tmp_path / "lacking.jsonl", [{"prompt": "ab>"}]))
+    long = write_rows(tmp_path / "long.jsonl", [row(), row("abcdefgh" * 5 + ">")])
+    found = run(long, "data.max_prompt_length=20")
+    assert "data.max_prompt_length" in found and "data.filter_overlong_prompts" in found
+    chat = write_rows(tmp_path / "chat.jsonl", [row([{"role": "user", "content": "ab>"}])])
+    assert "chat template" in run(chat)
+    strange = write_rows(tmp_path / "strange.jsonl", [row("xyz>")])
+    assert "'xyz>'" in run(strange)
+
+
+def test_a_source_without_a_rule(refused, tiny, tmp_path):
+    file = write_rows(tmp_path / "mine.jsonl", [row()])
+    args = start(tiny, tmp_path / "run", f"data.train_files={file}", f"data.val_files={file}")
+    found = refused(*args)
+    assert "mine" in found and "reward.functions" in found
+
+
+REWARDS = """
+def raises(data_source, solution_str, ground_truth, extra_info=None):
+    return 1 / 0
+def nan(data_source, solution_str, ground_truth, extra_info=None):
+    return float("nan")
+def hangs(data_source, solution_str, ground_truth, extra_info=None):
+    import re
+    re.match(r"(a+)+$", "a" * 60 + "b")
+def few(data_sources, solution_strs, ground_truths, extra_infos=None):
+    return [1.0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("raises", "ZeroDivisionError"),
+        ("nan", "nan"),
+        ("hangs", "reward.timeout"),
+        ("few", "1 result"),
+        ("missing", "missing"),
+    ],
+)
+def test_rewards_that_fail(refused, tiny, tmp_path, name, says):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    args = start(tiny, tmp_path / "run", f"reward.functions={tmp_path}/mine.py:{name}", "reward.timeout=1.0")
+    found = refused(*args)
+    assert "mine.py" in found and name in found and says in found
+    if name in ("raises", "nan", "hangs"):
+        assert "reverse" in found
+
+
+def test_gradients_that_are_never_finite_end_the_run(tiny, tmp_path, monkeypatch):
+    """Updates are skipped and counted; after the set number of steps the run ends and keeps its checkpoints."""
+    from verl_fn.algorithms import sft
+    from verl_fn.steps import cross_entropy
+
+    cfg = tiny_run(
+        tiny, tmp_path, "algorithm.name=sft", "trainer.total_training_steps=9", "trainer.max_skipped_steps=3"
+    )
+    right = sft.cross_entropy
+    calls = []
+
+    def breaks():
+        calls.append(0)
+        return float("nan") * right() if len(calls) > 2 else right()
+
+    assert right is cross_entropy
+    monkeypatch.setattr(sft, "cross_entropy", breaks)
+    with pytest.raises(RunError, match="gradients of train were not finite in any update of the last 3 steps, up to"):
+        train(cfg, SILENT)
+    rows = read_metrics(tmp_path)
+    assert [row["train/update_skipped"] for row in rows[1:]] == [0.0, 0.0, 1.0, 1.0, 1.0]
+    assert checkpoints(tmp_path)[0].name == "step_4"
+
+
+def test_a_logger_that_is_not_installed(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(
+        ConfigError, match=r"trainer.logger asks for wandb, which is not installed: pip install wandb"
+    ):
+        train(tiny_run(tiny, tmp_path, "algorithm.name=sft", "trainer.logger=wandb"), SILENT)
+
+
+def test_loggers_get_what_the_file_gets(tiny, tmp_path, monkeypatch):
+    logged, made = {}, {}
+    run = types.SimpleNamespace(log=lambda report, step: logged.update({step: report}), finish=lambda: None)
+    fake = types.SimpleNamespace(init=lambda **kwargs: made.update(kwargs) or run)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    more = ["algorithm.name=sft", 'trainer.logger=["wandb", "tensorboard"]', "trainer.project_name=p"]
+    train(tiny_run(tiny, tmp_path / "a", *more), SILENT)
+    rows = read_metrics(tmp_path / "a")
+    assert (made["project"], made["name"], made["config"]["algorithm"]["name"]) == ("p", "a", "sft")
+    assert [logged[row["step"]] for row in rows] == [{k: v for k, v in row.items() if k != "step"} for row in rows]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "a" / "tensorboard"))
+    events.Reload()
+    found = [(e.step, e.value) for e in events.Scalars("train/loss")]
+    assert found == [(row["step"], float(torch.tensor(row["train/loss"]))) for row in rows[1:]]
+
+
+def test_commands_that_are_given_the_wrong_thing(refused, tiny, tmp_path):
+    assert "is not a run's folder" in refused("replay", tmp_path, "--step", 1)
+    assert "is not a run's folder" in refused("fork", tmp_path, "--step", 1)
+    refused("report", tmp_path)
+    assert "has no config.json" in refused("export", tmp_path, tmp_path / "out")
+    assert "is not empty" in refused("new-model", tiny, status=2)
+    assert "there is no task 'nothing'" in refused("new-model", tmp_path / "m", "--task", "nothing", status=2)
+    assert "transformers makes no abacus" in refused("new-model", tmp_path / "m", "--arch", "abacus", status=2)
+    assert "is not a folder" in refused(
+        *start(tiny, tmp_path / "run", f"trainer.resume_from_path={tmp_path}/x"), status=2
+    )
+    assert "data.task" in refused("eval", tiny, "data.task=nothing", status=2)
+    refused("prepare", "gsm8k", tmp_path / "nowhere", "--out", tmp_path / "o")
+    assert "temperature 0" in refused("eval", tiny, "rollout.val_kwargs.n=2", status=2)
+
+
+def test_unused_keys_are_told(tiny, tmp_path, capsys):
+    assert main(["config", "recipes/grpo_count.toml", "algorithm.lam=0.9"]) == 0
+    assert 'note: algorithm.lam has no effect with algorithm.name = "grpo"' in capsys.readouterr().err
+
+
+def test_new_model_and_export_and_eval(tmp_path, capsys):
+    model, out = tmp_path / "m", tmp_path / "out"
+    assert main(["new-model", str(model), "--task", "count", "--arch", "llama", "hidden_size=32", "--seed", "3"]) == 0
+    assert json.loads((model / "config.json").read_text())["hidden_size"] == 32
+    assert main(["export", str(model), str(out), "--dtype", "bfloat16"]) == 0
+    from transformers import AutoModelForCausalLM
+
+    ours, theirs = (AutoModelForCausalLM.from_pretrained(f, dtype="auto") for f in (out, model))
+    assert ours.dtype == torch.bfloat16
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a, b.to(torch.bfloat16))
+    more = ["data.val_size=8", "rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0", "driver.num_threads=1"]
+    assert main(["eval", str(model), "data.task=count", *more, "--json", str(tmp_path / "f.json")]) == 0
+    found = json.loads((tmp_path / "f.json").read_text())["metrics"]
+    assert {"val-core/count/acc/mean@4", "val-core/count/acc/best@4/mean", "val-core/count/acc/maj@4/mean"} <= set(
+        found
+    )
+    assert "val-core/count/acc/mean@4" in capsys.readouterr().out
+
+
+def test_sizes_of_a_random_model_that_do_not_go_together(refused, tmp_path):
+    new = lambda *more: refused("new-model", tmp_path / "m", *more, status=2)  # noqa: E731
+    assert "hidden_size must be a whole number of at least 1, not -4" in new("hidden_size=-4")
+    assert "num_attention_heads must be a whole number of at least 1, not 0" in new("num_attention_heads=0")
+    assert "3 does not divide num_attention_heads = 4" in new("num_key_value_heads=3")
+    assert "3 does not divide hidden_size = 64" in new("num_attention_heads=3", "num_key_value_heads=3")
+    assert "it must be even" in new("hidden_size=4")
+    assert len(new("intermediate_size=-3")) < 300
+    assert "--chars is empty" in new("--chars", "")
+    assert "given twice in 'aa'" in new("--chars", "aa")
+    assert not (tmp_path / "m").exists()
+    train = lambda key: refused(*start("", tmp_path / "run", key), status=2)  # noqa: E731
+    assert "transformers makes no nope language model" in train("model.new.arch=nope")
+    assert "4 does not divide hidden_size = 1" in train("model.new.hidden_size=1")
+
+
+def test_places_that_cannot_be_written(refused, tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "file is a file; choose a folder" in refused("new-model", tmp_path / "file", status=2)
+    assert "file is a file; choose a folder" in refused("export", tiny, tmp_path / "file", status=2)
+    assert "/proc/zz" in refused("new-model", "/proc/zz", status=2)
+    assert "--json" in refused("eval", tiny, "data.val_size=4", "--json", tmp_path / "none" / "x.json", status=2)
+    run = tmp_path / "run"
+    train(tiny_run(tiny, run, "algorithm.name=sft", "trainer.total_training_steps=1"), SILENT)
+    assert "/proc/x.html" in refused("report", run, "--out", "/proc/x.html")
+
+
+def test_a_full_disk_while_the_random_model_is_written(refused, tmp_path, monkeypatch):
+    import transformers
+    from safetensors import SafetensorError
+
+    def full(*args, **kwargs):
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", full)
+    found = refused(*start("", tmp_path / "run"), status=2)
+    assert str(tmp_path / "run") in found and "No space left" in found
+    assert not list((tmp_path / "run").glob("*new_model*"))
+
+
+def test_a_random_model_with_a_damaged_note_is_made_anew(tmp_path):
+    cfg = tiny_run("", tmp_path)
+    folder = build.model_folder(cfg)
+    for damaged in ("", '{"arch"', "[]", "\x00"):
+        (folder / "made_from.json").write_text(damaged)
+        (folder / "config.json").unlink()
+        assert build.model_folder(cfg) == folder and (folder / "config.json").is_file()
+
+
+def test_weights_that_are_not_finite(refused, tiny, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    odd = shutil.copytree(tiny, tmp_path / "odd")
+    weights = {name: torch.full_like(t, float("nan")) for name, t in load_file(odd / "model.safetensors").items()}
+    save_file(weights, odd / "model.safetensors", metadata={"format": "pt"})
+    found = refused(*start(odd, tmp_path / "run"))
+    assert "logits are not finite" in found and "lower the learning rate (actor.optim.lr)" in found
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there(refused, tiny, tmp_path):
+    assert "driver.device is cuda" in refused(*start(tiny, tmp_path / "run", "driver.device=cuda"), status=2)
+
+
+def test_what_fits_is_known_before_the_first_step(refused, tiny, tmp_path):
+    run = lambda *more: refused(*start(tiny, tmp_path / "run", *more), status=2)  # noqa: E731
+    assert "up to 10 tokens, more than data.max_prompt_length = 9" in run("data.max_prompt_length=9")
+    assert "19 tokens (prompt, answer and end token)" in run("actor.ppo_max_token_len_per_gpu=18")
+    long = write_rows(tmp_path / "long.jsonl", [row(answer="a" * 300), row()])
+    files = [f"data.train_files={long}", f"data.val_files={long}"]
+    assert "305 tokens (prompt, answer and end token), but" in run(*files)
+    assert "has only 256 positions" in run(*files)
+    assert "trainer.stop_at needs held-out problems; set data.val_files" in run(f"data.train_files={long}")
+
+
+def test_a_run_whose_newest_checkpoint_was_removed_is_still_a_model(tiny, tmp_path, capsys):
+    run = tmp_path / "run"
+    train(tiny_run(tiny, run, "algorithm.name=sft"), SILENT)
+    shutil.rmtree(run / "checkpoints" / "step_3")
+    assert main(["eval", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert f"evaluating {run / 'checkpoints' / 'step_2' / 'actor'} on 8 held-out problems of reverse, greedy" in said
+    assert "(reward 0" in said
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+
+
+def test_an_evaluation_asks_the_held_out_files_alone(tiny, tmp_path, capsys):
+    """Training files may be gone, and their answers need not be what the model can say."""
+    held = write_rows(tmp_path / "held.jsonl", [row(), row("b>")])
+    args = [f"data.train_files={tmp_path}/gone.jsonl", f"data.val_files={held}", "rollout.val_kwargs.temperature=1"]
+    rewards = tmp_path / "one.py"
+    rewards.write_text("def one(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
+    assert main(["eval", str(tiny), *args, f"reward.functions={rewards}:one"]) == 0
+    assert "on all problems of held.jsonl, 1 at temperature 1" in capsys.readouterr().out

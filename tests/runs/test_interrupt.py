@@ -1,0 +1,45 @@
+"""Ctrl-C: the step is finished, the state saved, and the same command goes on from there."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from run_configs import TINY
+
+from verl_fn.runs.folder import checkpoints, read_metrics
+
+
+def start(folder, model, *more):
+    command = [sys.executable, "-m", "verl_fn.cli.main", "train", "recipes/sft_reverse.toml", *TINY, *more]
+    command += [f"trainer.dir={folder}", f"model.path={model}", "trainer.save_freq=-1", "trainer.stop_at=1.0"]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["local", "ray"])
+def test_an_interrupted_run_saves_and_goes_on(kind, tiny, tmp_path):
+    """The signal goes to the whole group of processes, as a terminal sends it."""
+    more = [f"driver.kind={kind}"]
+    process = start(tmp_path / "a", tiny, *more, "trainer.total_training_steps=100000")
+    while len(read_metrics(tmp_path / "a")) < 3 and process.poll() is None:
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate()
+    assert process.returncode == 130, err
+    last = len(read_metrics(tmp_path / "a")) - 1
+    assert [p.name for p in checkpoints(tmp_path / "a")] == [f"step_{last}"]
+    assert "stopping after this step" in out
+    assert f"stopped after step {last} and saved" in err and "the same command continues from there" in err
+    assert "Traceback" not in err
+    if kind == "ray":  # which driver continues makes no difference, and starting one is slow
+        return
+    process = start(tmp_path / "a", tiny, f"trainer.total_training_steps={last + 1}")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert f"after step {last}" in out
+    assert [row["step"] for row in read_metrics(tmp_path / "a")] == list(range(last + 2))

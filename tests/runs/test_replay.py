@@ -1,0 +1,201 @@
+"""Fork and replay, and what a run tells of itself on the way."""
+
+import json
+import shutil
+
+import pytest
+from run_configs import tiny_run
+
+from verl_fn.cli import main
+from verl_fn.runs.folder import RunError, read_lines, read_metrics
+from verl_fn.runs.loop import train
+from verl_fn.runs.replay import fork_config, replay
+
+SILENT = lambda line: None  # noqa: E731
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "a"
+    more = ["algorithm.name=ppo", "trainer.journal=samples", "algorithm.use_kl_in_reward=true", "trainer.save_freq=2"]
+    train(tiny_run(tiny, folder, *more), SILENT)
+    return folder
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "a", symlinks=True)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_every_step_comes_out_bitwise_the_same(run, step, recorded):
+    found = replay(run, step, recorded=recorded, say=SILENT)
+    assert (found.step, found.difference) == (step, None)
+    assert found.compared["metrics"] > 30 and found.compared["state leaves"] > 50
+    assert found.compared["sample fields"] > 5
+
+
+def change(file, step, edit):
+    rows = read_lines(file)
+    for row in rows:
+        if row["step"] == step:
+            edit(row)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_the_first_value_that_differs_is_named(copy):
+    change(copy / "metrics.jsonl", 3, lambda row: row.update({"actor/pg_loss": row["actor/pg_loss"] + 1e-9}))
+    assert replay(copy, 3, say=SILENT).difference.startswith("metric actor/pg_loss: logged")
+    change(copy / "journal.jsonl", 3, lambda row: row["samples"].update({".tokens": "0"}))
+    assert replay(copy, 3, say=SILENT).difference == "samples .tokens: another value than in the journal"
+
+
+def test_a_step_of_several_processes_is_not_replayed_in_one(copy):
+    """It would be rounded otherwise, which is no fault of the run."""
+    change(copy / "metrics.jsonl", 2, lambda row: row.update({"perf/ranks": 2}))
+    with pytest.raises(RunError, match=r"step 2 .* made by 2 training processes.*--nproc-per-node 2"):
+        replay(copy, 2, say=SILENT)
+    assert replay(copy, 3, say=SILENT).difference is None
+
+
+def test_a_run_over_several_processes_is_evaluated_in_one(copy, capsys):
+    layout = ["actor.strategy=fsdp", "actor.fsdp_config.ulysses_sequence_parallel_size=2", "critic.strategy=fsdp"]
+    assert main(["eval", str(copy), *layout]) == 0, capsys.readouterr().err
+
+
+def test_a_state_that_differs_is_named_by_its_leaf(copy):
+    name = ".params['model.norm.weight']"
+    change(copy / "journal.jsonl", 3, lambda row: row["state"]["critic"].update({name: "0"}))
+    assert replay(copy, 3, say=SILENT).difference == f"state critic{name}: another value than in the journal"
+
+
+def test_another_learning_rate_is_seen_at_the_step_where_it_first_acts(copy):
+    text = (copy / "config.toml").read_text()
+    assert "lr = 0.001" in text
+    (copy / "config.toml").write_text(text.replace("lr = 0.001", "lr = 0.002"))
+    shutil.rmtree(copy / "checkpoints")
+    found = replay(copy, 3, say=SILENT)
+    assert found.step == 1 and found.difference.startswith(("metric actor/lr", "metric actor/"))
+
+
+def test_without_a_journal_the_checkpoint_stands_in(copy):
+    (copy / "journal.jsonl").unlink()
+    found = replay(copy, 2, say=SILENT)
+    assert found.difference is None and found.compared["state leaves"] > 50
+    shutil.rmtree(copy / "samples")
+    with pytest.raises(RunError, match=r"no samples of step 1: they are kept with trainer.journal=samples"):
+        replay(copy, 2, recorded=True, say=SILENT)
+    with pytest.raises(RunError, match=r"no step 9 to replay; its metrics.jsonl ends at step 3"):
+        replay(copy, 9, say=SILENT)
+
+
+def test_a_fork_goes_on_from_the_state_under_another_config(run, tmp_path):
+    cfg = fork_config(run, 2, [f"trainer.dir={tmp_path}/b", "actor.optim.lr=0.0", "critic.optim.lr=0.0"])
+    lines = []
+    train(cfg, lines.append)
+    assert f"from {run}/checkpoints/step_2" in "".join(lines)
+    ours, theirs = read_metrics(tmp_path / "b"), read_metrics(run)
+    assert [row["step"] for row in ours] == [0, 1, 2, 3]
+    assert ours[:3] == theirs[:3]
+    # The same samples, from the same state and key; the update is another.
+    assert ours[3]["critic/score/mean"] == theirs[3]["critic/score/mean"]
+    assert (ours[3]["actor/lr"], theirs[3]["actor/lr"]) == (0.0, 0.001)
+    with pytest.raises(RunError, match=r"no checkpoint of step 1; there are: 2, 3"):
+        fork_config(run, 1)
+
+
+def test_a_fork_with_nothing_changed_is_the_run(run, tmp_path):
+    train(fork_config(run, 2, [f"trainer.dir={tmp_path}/b"]), SILENT)
+    ours, theirs = (read_lines(folder / "journal.jsonl")[-1] for folder in (tmp_path / "b", run))
+    assert ours == theirs
+
+
+def test_a_run_continued_with_other_settings_says_which(run, tiny, copy):
+    lines = []
+    more = ["algorithm.name=ppo", "trainer.journal=samples", "algorithm.use_kl_in_reward=true", "trainer.save_freq=2"]
+    train(tiny_run(tiny, copy, *more, "actor.optim.lr=5e-4", "trainer.total_training_steps=4"), lines.append)
+    assert "continuing with another setting: actor.optim.lr: 0.001 -> 0.0005" in lines
+    assert "continuing with another setting: trainer.total_training_steps: 3 -> 4" in lines
+
+
+def test_a_finished_run_is_left_as_it_is(run, tiny, copy):
+    before = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
+    lines = []
+    more = ["algorithm.name=ppo", "trainer.journal=samples", "algorithm.use_kl_in_reward=true", "trainer.save_freq=2"]
+    train(tiny_run(tiny, copy, *more, "actor.optim.lr=0.5"), lines.append)
+    assert "finished before: 3 steps of 3; nothing was done or changed" in lines[-1]
+    assert {p: p.read_bytes() for p in copy.rglob("*") if p.is_file() and p.name != ".lock"} == {
+        p: data for p, data in before.items() if p.name != ".lock"
+    }
+
+
+def test_what_the_state_holds_cannot_be_changed_in_place(run, tiny, copy):
+    more = ["algorithm.name=ppo", "trainer.journal=samples", "algorithm.use_kl_in_reward=true", "trainer.save_freq=2"]
+    for other in ("trainer.seed=5", "algorithm.kl_ctrl.type=adaptive"):
+        with pytest.raises(RunError, match=r"cannot change in a run that is continued .* Fork the run"):
+            train(tiny_run(tiny, copy, *more, other, "trainer.total_training_steps=4"), SILENT)
+
+
+def test_a_fork_takes_up_another_seed_and_controller(run, tmp_path):
+    for name, other in (("seed", "trainer.seed=5"), ("kl", "algorithm.kl_ctrl.kl_coef=0.5")):
+        train(fork_config(run, 2, [f"trainer.dir={tmp_path}/{name}", other]), SILENT)
+    seed, kl, whole = (read_metrics(folder)[-1] for folder in (tmp_path / "seed", tmp_path / "kl", run))
+    assert seed["actor/entropy"] != whole["actor/entropy"]
+    assert kl["actor/entropy"] == whole["actor/entropy"]
+    name = "actor/reward_kl_penalty_coeff"
+    assert (kl[name], whole[name]) == (0.5, 0.001)
+
+
+def test_two_forks_of_one_step_do_not_share_a_folder(copy):
+    train(fork_config(copy, 2), SILENT)
+    assert fork_config(copy, 2).trainer.dir == f"{copy}_fork_2"
+    with pytest.raises(RunError, match=r"holds a fork with other settings \(actor.optim.lr: 0.001 -> 0.5\)"):
+        fork_config(copy, 2, ["actor.optim.lr=0.5"])
+
+
+def test_a_fork_is_replayed_from_where_it_began(copy, tmp_path):
+    train(fork_config(copy, 2, [f"trainer.dir={tmp_path}/b", "actor.optim.lr=1e-2", "trainer.save_freq=-1"]), SILENT)
+    found = replay(tmp_path / "b", 3, say=SILENT)
+    assert (found.step, found.difference) == (3, None)
+    with pytest.raises(RunError, match=r"step 2 is of the run that was forked: replay it in"):
+        replay(tmp_path / "b", 2, say=SILENT)
+
+
+def test_a_step_is_replayed_with_the_settings_of_its_time(tiny, copy):
+    more = ["algorithm.name=ppo", "trainer.journal=samples", "algorithm.use_kl_in_reward=true", "trainer.save_freq=1"]
+    train(tiny_run(tiny, copy, *more, "actor.optim.lr=5e-4", "trainer.total_training_steps=5"), SILENT)
+    for step in (2, 3, 4, 5):
+        assert replay(copy, step, say=SILENT).difference is None, step
+
+
+def test_a_moved_run_is_replayed_where_it_is(copy, tmp_path):
+    moved = copy.rename(tmp_path / "moved")
+    assert replay(moved, 3, say=SILENT).difference is None
+    assert not copy.exists()
+
+
+def test_a_folder_belongs_to_one_process_at_a_time(tiny, copy):
+    from verl_fn.runs.folder import Run
+
+    cfg = tiny_run(tiny, copy, "algorithm.name=ppo")
+    with Run(cfg).locked(), pytest.raises(RunError, match="another process trains in"):
+        train(cfg, SILENT)
+
+
+def test_a_damaged_line_in_a_log_is_named_and_nothing_is_dropped(tiny, copy):
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    (copy / "metrics.jsonl").write_text("\n".join([lines[0], lines[1][:30], *lines[2:]]) + "\n")
+    before = (copy / "metrics.jsonl").read_text()
+    with pytest.raises(RunError, match=r"metrics.jsonl, line 2, is damaged"):
+        train(tiny_run(tiny, copy, "algorithm.name=ppo", "algorithm.use_kl_in_reward=true"), SILENT)
+    assert (copy / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_without_its_checkpoints_says_what_it_drops(tiny, copy):
+    shutil.rmtree(copy / "checkpoints")
+    lines = []
+    more = ["algorithm.name=ppo", "trainer.total_training_steps=1", "trainer.journal=samples"]
+    train(tiny_run(tiny, copy, *more), lines.append)
+    assert any("beginning anew; what was logged up to step 3 is dropped" in line for line in lines)
+    assert [p.name for p in (copy / "samples").iterdir()] == ["step_1.safetensors"]

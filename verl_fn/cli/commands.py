@@ -1,0 +1,222 @@
+"""What the commands of ``verl-fn`` do; each takes its parsed arguments and returns the exit status."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from verl_fn.config import ConfigError, describe, load, notes, origins, schema
+
+
+def train(args: argparse.Namespace) -> int:
+    """Train from a config."""
+    cfg = load(args.config, args.overrides)
+    return _train(cfg, notes(args.config, args.overrides), args.quiet)
+
+
+def fork(args: argparse.Namespace) -> int:
+    """Train on from a checkpoint of another run."""
+    from verl_fn.runs.replay import fork_config
+
+    cfg = fork_config(args.run, args.step, args.overrides)
+    return _train(cfg, notes(Path(args.run) / "config.toml", args.overrides), args.quiet)
+
+
+def _train(cfg: schema.Config, hints: Sequence[str], quiet: bool) -> int:
+    from verl_fn.runs.loop import Interrupted, train
+
+    say = (lambda line: None) if quiet else (lambda line: print(line, flush=True))
+    for line in hints:
+        say(f"note: {line}")
+    try:
+        train(cfg, say, live=sys.stdout.isatty() and not quiet)
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        return 130
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Evaluate a model on held-out problems."""
+    from verl_fn.runs.evaluate import evaluate_model
+
+    model, run = _model_of(args.model)
+    file = args.config or (run / "config.toml" if run is not None else None)
+    cfg = load(file, [*args.overrides, f"model.path={model}"])
+    if cfg.data.train_files and not cfg.data.val_files:
+        raise ConfigError("there are no held-out problems: set data.val_files")
+    # Nothing is trained, so training files need not be there.
+    cfg = attrs.evolve(cfg, data=attrs.evolve(cfg.data, train_files=()))
+    out = Path(args.json) if args.json else None
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        raise ConfigError(f"--json: {out} cannot be written; name a file in a folder that is there")
+    print(f"evaluating {model} on {_evaluated(cfg)}", flush=True)
+    report, answers = evaluate_model(cfg, print)
+    for name, value in report.items():
+        print(f"{name:<48} {value:.4f}")
+    for answer in answers[:3]:
+        told = f"reward {answer['score']:.3g}; expected {answer['answer']!r}"
+        print(f"{answer['prompt']!r} -> {answer['response']!r} ({told})")
+    if out is not None:
+        out.write_text(json.dumps({"model": str(model), "metrics": report, "answers": answers}, indent=1))
+    return 0
+
+
+def _evaluated(cfg: schema.Config) -> str:
+    """What an evaluation asks, and how it answers."""
+    from verl_fn.data.tasks import TASKS
+
+    d, v = cfg.data, cfg.rollout.val_kwargs
+    if d.val_files:
+        names = ", ".join(Path(file).name for file in d.val_files)
+        problems = f"{'all' if d.val_size is None else f'up to {d.val_size}'} problems of {names}"
+    else:
+        problems = f"{len(TASKS[d.task].held_out(d.val_size))} held-out problems of {d.task}"
+    return f"{problems}, " + (f"{v.n} at temperature {v.temperature:g}" if v.temperature else "greedy")
+
+
+def config(args: argparse.Namespace) -> int:
+    """Show the whole config."""
+    overrides = list(args.overrides)
+    file = args.config
+    if file is not None and "=" in file and not Path(file).exists():
+        file, overrides = None, [file, *overrides]
+    cfg, set_by = load(file, overrides), origins(file, overrides)
+    print(describe(cfg, set_by), end="")
+    for line in notes(file, overrides):
+        print(f"note: {line}", file=sys.stderr)
+    return 0
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write a page about runs."""
+    from verl_fn.report.page import report
+
+    page = report([Path(run) for run in args.runs], Path(args.out))
+    print(f"wrote {page} and {page.with_suffix('.png')}")
+    return 0
+
+
+def replay(args: argparse.Namespace) -> int:
+    """Execute a step again and compare."""
+    from verl_fn.runs.replay import replay
+
+    found = replay(args.run, args.step, recorded=args.recorded)
+    if found.difference is not None:
+        print(f"step {found.step} differs; first in {found.difference}")
+        return 1
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.compared.items())
+    print(f"step {found.step} comes out bitwise the same: {kinds}")
+    if "state leaves" not in found.compared:
+        print("the state itself was not compared: the run kept no journal (trainer.journal) and no checkpoint of it")
+    return 0
+
+
+def new_model(args: argparse.Namespace) -> int:
+    """Write a tiny random model."""
+    from verl_fn.backends.checkpoint.export import check_empty
+    from verl_fn.backends.hf.new_model import new_model
+    from verl_fn.data.tasks import TASKS
+
+    if args.task not in TASKS:
+        raise ConfigError(f"there is no task {args.task!r}; there are {', '.join(TASKS)}")
+    if args.chars == "":
+        raise ConfigError("--chars is empty; name the characters, or leave it out to take those of --task")
+    check_empty(Path(args.folder))
+    fields = dict(_field(text) for text in args.overrides)
+    if own := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):
+        raise ConfigError(f"{own[0]} is no field of a model's config; see verl-fn new-model --help")
+    chars = TASKS[args.task].alphabet if args.chars is None else args.chars
+    folder = new_model(
+        args.folder, chars=chars, arch=args.arch, seed=args.seed, chat_template=args.chat_template, **fields
+    )
+    print(f"wrote {folder}")
+    return 0
+
+
+def _field(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is not of the form key=value")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def export(args: argparse.Namespace) -> int:
+    """Copy a model as a Hugging Face folder, or its adapters as PEFT's."""
+    from verl_fn.backends.checkpoint.export import export_adapter, export_model
+
+    model, _ = _model_of(args.model)
+    write = export_adapter if args.adapter else export_model
+    print(f"wrote {write(model, args.out, args.dtype)}")
+    return 0
+
+
+def prepare(args: argparse.Namespace) -> int:
+    """Turn raw files into parquet."""
+    from verl_fn.data.prepare import prepare_gsm8k
+
+    rows = prepare_gsm8k(args.source, args.out)
+    print(f"wrote {args.out}: " + ", ".join(f"{split}.parquet with {count} rows" for split, count in rows.items()))
+    return 0
+
+
+def show_choices(args: argparse.Namespace) -> int:
+    """List what there is to choose from."""
+    from verl_fn.data.tasks import TASKS
+    from verl_fn.rewards.rules import SOURCES
+
+    losses = ("ppo_clip", "value_clip", "cross_entropy", "entropy", "kl_to_reference")
+    for kind, names in (
+        ("tasks", TASKS),
+        ("algorithms", schema.ESTIMATORS),
+        ("estimators", [one for several in schema.ESTIMATORS.values() for one in several]),
+        ("losses", losses),
+        ("KL estimators", schema.KL_TYPES),
+        ("aggregation", (*schema.AGGREGATIONS, "seq")),
+        ("training backends", ("local", "fsdp", "mock")),
+        ("rollout engines", ("sampler", "mock")),
+        ("drivers", ("local", "ray")),
+        ("rewards by data source", SOURCES),
+        ("loggers", ("metrics.jsonl", "tensorboard", "wandb")),
+    ):
+        print(f"{kind:<24}{', '.join(names)}")
+    return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Run a benchmark."""
+    return importlib.import_module(f"verl_fn.benchmarks.{args.what.replace('-', '_')}").main(args.rest)
+
+
+COMMANDS = {
+    "train": train, "eval": evaluate, "config": config, "report": report, "fork": fork, "replay": replay,
+    "new-model": new_model, "export": export, "prepare": prepare, "list": show_choices, "bench": bench,
+}  # fmt: skip
+
+
+def _model_of(path: str) -> tuple[Path, Path | None]:
+    """The model folder that a path means, and the run that it belongs to, if any."""
+    from verl_fn.runs.folder import MANIFEST, RunError, checkpoints
+
+    folder = Path(path)
+    if (folder / "config.toml").is_file():
+        if not checkpoints(folder):
+            raise RunError(f"the run {folder} has no checkpoint yet")
+        # The link dangles where the newest checkpoint was removed by hand.
+        link = folder / "model"
+        return link.resolve() if link.exists() else checkpoints(folder)[0] / "actor", folder
+    if (folder / MANIFEST).is_file():
+        run = folder.parents[1]
+        return folder / "actor", run if (run / "config.toml").is_file() else None
+    return folder, None

@@ -1,0 +1,156 @@
+"""``verl-fn``: the command line. Parsing only; ``verl_fn.cli.commands`` does the work."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from verl_fn import __version__
+from verl_fn.errors import UserError
+
+OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
+
+
+path = os.path.expanduser  # a shell leaves the ~ of --out=~/x
+
+
+def parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    top = argparse.ArgumentParser(prog="verl-fn", description="Functional RL post-training in PyTorch.")
+    top.add_argument("--version", action="version", version=__version__)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, doc: str, **kwargs: object) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".", **kwargs)  # type: ignore[arg-type]
+
+    def overrides(to: argparse.ArgumentParser) -> None:
+        to.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
+
+    train = command("train", "train from a TOML config; the same command continues a run that was stopped")
+    train.add_argument("config", type=path, help="a TOML file, such as recipes/ppo_reverse.toml")
+    overrides(train)
+    train.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+    evaluate = command(
+        "eval", "evaluate a run, one of its checkpoints or any Hugging Face folder on held-out problems"
+    )
+    evaluate.add_argument("model", type=path, help="a run's folder, a checkpoint, or a Hugging Face model folder")
+    overrides(evaluate)
+    evaluate.add_argument(
+        "--config", type=path, help="a TOML file; by default the run's, where the model is of a run"
+    )
+    evaluate.add_argument("--json", type=path, metavar="FILE", help="write metrics and answers there too")
+
+    config = command("config", "show the whole config: every key, its doc, and where its value came from")
+    config.add_argument("config", type=path, nargs="?", help="a TOML file; without one, the defaults")
+    overrides(config)
+
+    report = command("report", "one HTML page, and a PNG, about one or several runs")
+    report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run's folder")
+    report.add_argument("--out", type=path, default="report.html", help="the page; by default %(default)s")
+
+    fork = command("fork", "continue a run's state from a checkpoint under another config, in a new folder")
+    fork.add_argument("run", type=path, help="the run's folder")
+    fork.add_argument("--step", type=int, required=True, help="the step of the checkpoint")
+    overrides(fork)
+    fork.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+    replay = command("replay", "execute a step of a run again and say whether it comes out bitwise the same")
+    replay.add_argument("run", type=path, help="the run's folder")
+    replay.add_argument("--step", type=int, required=True, help="the step")
+    replay.add_argument(
+        "--recorded", action="store_true", help="take the journal's samples instead of sampling again"
+    )
+
+    model = command("new-model", "write a tiny random model with a character tokenizer")
+    model.add_argument("folder", type=path, help="where to write it")
+    model.add_argument("--task", default="reverse", help="the task whose characters it knows; by default %(default)s")
+    model.add_argument("--chars", help="its characters, instead of a task's")
+    model.add_argument("--arch", default="qwen3", help="transformers model type; by default %(default)s")
+    model.add_argument("--seed", type=int, default=0, help="of the weights; by default %(default)s")
+    model.add_argument(
+        "--chat-template", action="store_true", help="a minimal chat template, so that prompts may be chat messages"
+    )
+    model.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key=value",
+        help="fields of that architecture's config, such as hidden_size=64",
+    )
+
+    export = command("export", "copy a trained model, in another dtype if asked, as a Hugging Face folder")
+    export.add_argument("model", type=path, help="a run's folder, a checkpoint, or a Hugging Face model folder")
+    export.add_argument("out", type=path, help="the folder to write")
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="by default as it is")
+    export.add_argument(
+        "--adapter", action="store_true", help="of a LoRA run, only the adapters, as PEFT's PeftModel loads them"
+    )
+
+    prepare = command("prepare", "turn a dataset's raw files into parquet in verl's columns")
+    prepare.add_argument("dataset", choices=("gsm8k",))
+    prepare.add_argument("source", help="the folder with the raw files")
+    prepare.add_argument("--out", required=True, help="the folder to write")
+
+    command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
+
+    bench = command("bench", "measure")
+    bench.add_argument(
+        "what",
+        choices=("purity", "sampler", "imports", "crash", "first-step", "ppo-layouts", "throughput", "residency"),
+    )
+    bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
+    return top
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments; overrides may stand before and after options."""
+    top = parser()
+    args, rest = top.parse_known_args(argv)
+    if rest and (not hasattr(args, "overrides") or any(one.startswith("-") or "=" not in one for one in rest)):
+        top.error(f"{args.command} does not take {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status."""
+    args = parse(argv)
+    from verl_fn.config import ConfigError
+
+    try:
+        from verl_fn.cli.commands import COMMANDS
+
+        return COMMANDS[args.command](args)
+    except ConfigError as error:
+        return _refuse(error, 2)
+    except Exception as error:
+        if isinstance(error, UserError):
+            return _refuse(error, 1)
+        # A file that cannot be read or written. An error that names none is this program's own.
+        if isinstance(error, OSError) and error.filename is not None:
+            return _refuse(f"{error.filename}: {error.strerror}", 1)
+        raise
+    except KeyboardInterrupt:
+        return _refuse("stopped at once; the same command continues from the last checkpoint, if there is one", 130)
+
+
+def _refuse(error: object, status: int) -> int:
+    # Notes say which process raised it.
+    print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    return status
+
+
+def run_rank() -> NoReturn:
+    """``main`` as torchrun starts it. Threads of a process group outlive it, and would abort an orderly end."""
+    try:
+        status = main()
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -1,0 +1,89 @@
+"""Public data sets, from their raw files to files that ``data.train_files`` takes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl_fn.data.files import DataError, read_rows
+
+SPLITS = ("train", "test")
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+
+
+def prepare_gsm8k(source: str | Path, out: str | Path) -> dict[str, int]:
+    """Write ``train.parquet`` and ``test.parquet`` of GSM8K into ``out``, row for row as verl's own script does.
+
+    Args:
+        source: a folder that holds, at any depth, ``train.jsonl`` and ``test.jsonl`` of OpenAI's repository or the
+            parquet files of the Hugging Face data set. Its socratic variant is passed over.
+        out: the folder to write to.
+
+    Returns:
+        The rows of each split.
+
+    Raises:
+        DataError: files are missing or found in several folders, a row has no final answer, or ``out`` cannot be
+            written.
+    """
+    source, out = Path(source).expanduser(), Path(out).expanduser()
+    if not source.is_dir():
+        raise DataError(f"{source} is not a folder; give the one with GSM8K's raw files")
+    tables = {split: pa.Table.from_pylist(_gsm8k_rows(source, out, split)) for split in SPLITS}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for split, table in tables.items():
+            pq.write_table(table, _aside(out, split))
+        for split in SPLITS:
+            _aside(out, split).replace(_target(out, split))
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error}") from error
+    return {split: table.num_rows for split, table in tables.items()}
+
+
+def _target(out: Path, split: str) -> Path:
+    return out / f"{split}.parquet"
+
+
+def _aside(out: Path, split: str) -> Path:
+    return out / f".{split}.parquet.writing"
+
+
+def _gsm8k_rows(source: Path, out: Path, split: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for file in _gsm8k_files(source, out, split):
+        for place, raw in read_rows(file, ("question", "answer")):
+            rows.append(_gsm8k_row(place, raw["question"], raw["answer"], split, len(rows)))
+    return rows
+
+
+def _gsm8k_files(source: Path, out: Path, split: str) -> list[Path]:
+    target = _target(out, split)
+    for pattern in (f"{split}.jsonl", f"*{split}*.parquet"):
+        below = [file for file in source.rglob(pattern) if file.resolve() != target.resolve()]
+        found = sorted(file for file in below if "socratic" not in str(file.relative_to(source)))
+        folders = sorted({str(file.parent) for file in found})
+        if len(folders) > 1:
+            raise DataError(f"{source} has GSM8K's {split} files more than once; give one of {', '.join(folders)}")
+        if found:
+            return found
+    raise DataError(f"{source} has no {split}.jsonl and no *{split}*.parquet at any depth (other than {target})")
+
+
+def _gsm8k_row(place: str, question: Any, answer: Any, split: str, index: int) -> dict[str, Any]:
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise DataError(f"{place}: question and answer must be texts")
+    final = re.search(r"#### (-?[0-9.,]+)", answer)
+    if final is None:
+        raise DataError(f"{place}: the answer has no number after '#### ': {answer[-80:]!r}")
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": final[1].replace(",", "")},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }

@@ -1,0 +1,381 @@
+"""A run's folder: the resolved config, ``metrics.jsonl`` and checkpoints that a kill cannot spoil."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import attrs
+import tomli_w
+
+from verl_fn.algorithms.workers import Workers
+from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.backends.checkpoint.tensor_file import sync
+from verl_fn.config import ConfigError, flat, load, to_table
+from verl_fn.config.plan import roles
+from verl_fn.config.schema import Config
+from verl_fn.driver import ranks
+from verl_fn.errors import UserError
+from verl_fn.state import serial
+
+S = TypeVar("S")
+ROLES = ("actor", "critic", "reference")
+MANIFEST = "checkpoint.json"
+LOGS = ("metrics.jsonl", "generations.jsonl", "journal.jsonl")
+RANKS = "perf/ranks"
+TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput")
+
+
+class RunError(UserError, ValueError):
+    """A run's folder that cannot be begun, continued or written."""
+
+
+class Run:
+    """The folder of one run.
+
+    Attributes:
+        folder: where everything lies.
+    """
+
+    def __init__(self, cfg: Config) -> None:
+        # Absolute, since workers may run in another directory.
+        self.folder = Path(cfg.trainer.dir).resolve()
+        self._keep = cfg.trainer.max_ckpt_to_keep
+        self._cfg = cfg
+        with self.written("the run's folder"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """The folder for this process alone.
+
+        Raises:
+            RunError: another process trains in it.
+        """
+        with self.written("the run's folder"), (self.folder / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise RunError(
+                    f"another process trains in {self.folder}; wait for it, or choose another trainer.dir"
+                ) from None
+            yield
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def start(self, step: int, *, origin: Path | None) -> None:
+        """Begin after ``step``, new or from the checkpoint ``origin``.
+
+        What was logged up to ``step`` is kept, or taken over from the run that is forked; what an earlier try
+        logged beyond it is dropped, since it will come again. Settings that no longer hold stay in ``configs/``.
+
+        Raises:
+            RunError: a new run would write over the checkpoints of another, or the folder cannot be written.
+        """
+        newest = self.latest()
+        if newest is not None and origin is None:
+            raise RunError(
+                f"{self.folder} holds checkpoints of another run, up to {newest.name}; "
+                f"choose another trainer.dir, remove it, or continue it with trainer.resume_mode=auto"
+            )
+        with self.written("the run's folder"):
+            if newest is not None and changed_keys(self.folder, self._cfg):
+                (self.folder / "configs").mkdir(exist_ok=True)
+                shutil.copy(self.folder / "config.toml", self.folder / "configs" / f"until_step_{step}.toml")
+            _write(self.folder / "config.toml", tomli_w.dumps(to_table(self._cfg)))
+            for sample in self.folder.glob("samples/step_*.safetensors"):
+                if int(sample.stem.removeprefix("step_")) > step:
+                    sample.unlink()
+            if newest is not None:
+                self._point_at(newest / "actor")
+            for name in LOGS:
+                source = origin.parents[1] / name if origin is not None else None
+                rows = [row for row in read_lines(source) if row["step"] <= step] if source is not None else []
+                if rows or name == LOGS[0] or (self.folder / name).exists():
+                    _write(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
+
+    def log(self, step: int, report: Mapping[str, float]) -> None:
+        """Append one line; what is not a number in JSON becomes null."""
+        self.append("metrics.jsonl", metrics_row(step, report))
+
+    def append(self, name: str, *rows: Mapping[str, Any]) -> None:
+        """Append lines to a file of the folder."""
+        with self.written(name), (self.folder / name).open("a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint."""
+        return next(iter(checkpoints(self.folder)), None)
+
+    def save(self, state: Any, w: Workers) -> Path:
+        """Write a checkpoint aside, bring it to the disk, and only then give it its name.
+
+        Raises:
+            RunError: it cannot be written; the checkpoints before it are as they were.
+        """
+        final = self._checkpoint(state.step)
+        aside = _aside(final)
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            with self.written(f"the checkpoint of step {state.step}"):
+                # Where several processes save, the folder is there before any of them writes.
+                with ranks.together():
+                    aside.mkdir(parents=True)
+                _save_roles(state, aside, w)
+                # None of them goes on, perhaps to its end, while the checkpoint has no name.
+                with ranks.together():
+                    self._fill(aside, state)
+                    for name in LOGS:
+                        if (self.folder / name).exists():
+                            sync(self.folder / name)
+                    aside.rename(final)
+                    sync(final.parent)
+                    self._point_at(final / "actor")
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        for old in checkpoints(self.folder)[self._keep :]:
+            shutil.rmtree(old)
+        return final
+
+    def _fill(self, aside: Path, state: Any) -> None:
+        """The rest of a checkpoint, and what tells whether all of it is whole."""
+        rest = state
+        for role in ROLES:
+            if getattr(state, role, None) is not None:
+                if not (aside / role).is_dir():
+                    raise RunError(
+                        f"the worker of {role} wrote its checkpoint elsewhere than {aside}: no shared folder?"
+                    )
+                rest = attrs.evolve(rest, **{role: None})
+        _, scalars = serial.flatten(rest)
+        held = [path for path in sorted(aside.rglob("*")) if path.is_file()]
+        files = {str(path.relative_to(aside)): [path.stat().st_size, _crc(path)] for path in held}
+        about = {"algorithm": self._cfg.algorithm.name, "state": scalars, "files": files}
+        _write(aside / MANIFEST, json.dumps(about, indent=1))
+        for path in (*aside.rglob("*"), aside):
+            sync(path)
+
+    @contextlib.contextmanager
+    def written(self, what: str) -> Iterator[None]:
+        """Errors of the disk become one sentence that names the disk and the last checkpoint."""
+        try:
+            yield
+        except OSError as error:
+            last = self.latest()
+            kept = f"the last whole checkpoint is {last}" if last is not None else "there is no checkpoint yet"
+            raise RunError(
+                f"{what} cannot be written to {self.folder}: {error.strerror or error}{_room(self.folder)}; {kept}. "
+                f"Make room or mend the folder, then run the same command to continue"
+            ) from error
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.folder / "checkpoints" / f"step_{step}"
+
+    def _point_at(self, actor: Path) -> None:
+        """Let ``model`` in the run's folder be its newest model."""
+        link, aside = self.folder / "model", self.folder / ".model.writing"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(actor.relative_to(self.folder))
+        aside.replace(link)
+
+
+class Follower(Run):
+    """The folder of a run whose first process writes it: this one reads, and saves its part of the state with it."""
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        yield
+
+    def start(self, step: int, *, origin: Path | None) -> None:
+        pass
+
+    def append(self, name: str, *rows: Mapping[str, Any]) -> None:
+        pass
+
+    def save(self, state: Any, w: Workers) -> Path:
+        final = self._checkpoint(state.step)
+        with self.written(f"the checkpoint of step {state.step}"):
+            with ranks.together():
+                pass
+            _save_roles(state, _aside(final), w)
+            with ranks.together():
+                pass
+        return final
+
+
+def _aside(final: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return final.with_name(f".writing_{final.name}")
+
+
+def _save_roles(state: Any, aside: Path, w: Workers) -> None:
+    for role in ROLES:
+        if getattr(state, role, None) is not None:
+            getattr(w, role).save(getattr(state, role), aside / role)
+
+
+def metrics_row(step: int, report: Mapping[str, float]) -> dict[str, Any]:
+    """A step's report as a line of ``metrics.jsonl``; what is not a number in JSON becomes null.
+
+    >>> metrics_row(3, {"loss": 0.5, "kl": math.nan})
+    {'step': 3, 'kl': None, 'loss': 0.5}
+    """
+    return {"step": step} | {k: v if math.isfinite(v) else None for k, v in sorted(report.items())}
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The checkpoints of a run, newest first."""
+    found = [p for p in Path(folder).glob("checkpoints/step_*") if step_of(p) is not None]
+    return sorted(found, key=lambda p: -(step_of(p) or 0))
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step that a checkpoint's name says.
+
+    >>> step_of(Path("runs/a/checkpoints/step_20")), step_of(Path("runs/a"))
+    (20, None)
+    """
+    number = checkpoint.name.removeprefix("step_")
+    return int(number) if number != checkpoint.name and number.isdigit() else None
+
+
+def restore(folder: Path, blank: S, w: Workers, cfg: Config) -> S:
+    """The state in a checkpoint; ``blank`` is the algorithm's state without its roles.
+
+    Raises:
+        RunError: the checkpoint is of another algorithm, lacks a role that the config asks for, or is damaged;
+            then the last good one is named.
+    """
+    try:
+        about = verify(folder)
+        held = tuple(role for role in ROLES if (folder / role).is_dir())
+        if (about["algorithm"], held) != (cfg.algorithm.name, roles(cfg)):
+            raise RunError(
+                f"{folder} is of {about['algorithm']} with {', '.join(held)}; "
+                f"the config asks for {cfg.algorithm.name} with {', '.join(roles(cfg))}"
+            )
+        try:
+            state = serial.unflatten(blank, {}, about["state"])
+        except ValueError as error:
+            raise RunError(f"{folder} is of a run with other settings of algorithm.kl_ctrl: {error}") from error
+        return attrs.evolve(state, **{role: getattr(w, role).restore(folder / role) for role in held})  # type: ignore[type-var]
+    except CheckpointError as error:
+        raise RunError(f"{error}; {_another(folder)}") from error
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's manifest says, after every file has been compared with it.
+
+    Raises:
+        CheckpointError: a file is missing, or its length or check sum is not what was written.
+    """
+    try:
+        about = json.loads((folder / MANIFEST).read_text())
+        for name, (size, crc) in about["files"].items():
+            path = folder / name
+            if not path.is_file():
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
+            if path.stat().st_size != size:
+                raise CheckpointError(
+                    f"the checkpoint {folder} is damaged: {name} has {path.stat().st_size} bytes of {size}"
+                )
+            if _crc(path) != crc:
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error}") from error
+    return about
+
+
+def _another(damaged: Path) -> str:
+    for folder in checkpoints(damaged.parents[1]):
+        if folder != damaged:
+            with contextlib.suppress(CheckpointError):
+                verify(folder)
+                return f"{folder} is whole: remove the damaged one to continue from there"
+    return "no other checkpoint of this run is whole"
+
+
+def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int]:
+    """The config that ``step`` of a run was made with, by default its last, and the step after which it held.
+
+    Raises:
+        RunError: the folder is no run.
+    """
+    folder = Path(folder)
+    if not (folder / "config.toml").is_file():
+        raise RunError(f"{folder} is not a run's folder: it has no config.toml")
+    ends = sorted(int(p.stem.removeprefix("until_step_")) for p in folder.glob("configs/until_step_*.toml"))
+    later = [end for end in ends if step is not None and end >= step]
+    file = folder / "configs" / f"until_step_{later[0]}.toml" if later else folder / "config.toml"
+    cfg = load(file)
+    forked = step_of(Path(cfg.trainer.resume_from_path)) if cfg.trainer.resume_from_path else None
+    since = max((end for end in ends if not later or end < later[0]), default=forked or 0)
+    return attrs.evolve(cfg, trainer=attrs.evolve(cfg.trainer, dir=str(folder))), since
+
+
+def changed_keys(folder: Path, cfg: Config) -> dict[str, str]:
+    """How ``cfg`` differs from the config that the folder was last trained with: before and after, by key."""
+    try:
+        before = flat(to_table(run_config(folder)[0]))
+    except (RunError, ConfigError):
+        return {}
+    now = flat(to_table(cfg))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "trainer.dir"]
+    return {key: f"{before.get(key)!r} -> {now.get(key)!r}" for key in keys}
+
+
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """The rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    return read_lines(Path(folder) / "metrics.jsonl")
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file, less a last one that a kill cut short; none where there is no file.
+
+    Raises:
+        RunError: another line is damaged.
+    """
+    rows: list[dict[str, Any]] = []
+    lines = file.read_bytes().splitlines() if file.exists() else []
+    for i, line in enumerate(lines):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if i < len(lines) - 1:
+                raise RunError(f"{file}, line {i + 1}, is damaged: {error}; mend or remove the line") from error
+    return rows
+
+
+def _write(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_text(text)
+    sync(aside)
+    aside.rename(path)
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _room(folder: Path) -> str:
+    there = next((p for p in (folder, *folder.parents) if p.exists()), None)
+    if there is None:
+        return ""
+    return f" ({shutil.disk_usage(there).free / 2**20:,.0f} MiB are free on its disk)"

@@ -1,0 +1,157 @@
+"""The journal of a run: digests of samples and state after each step, and the samples themselves if asked for.
+
+Replay re-executes a step and compares. What is recorded is seen from outside the algorithm: the recorder wraps
+the rollout engine and the reward, and passes everything through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors.torch import load_file, save_file
+
+from verl_fn.algorithms.workers import Workers
+from verl_fn.backends.checkpoint.state_folder import disk_errors
+from verl_fn.backends.protocol import Sampling
+from verl_fn.config import flat
+from verl_fn.runs.folder import ROLES, Run, RunError
+from verl_fn.state import Batch, Key, serial, tree
+from verl_fn.state.batch import CORE
+
+
+def digests(value: Any) -> dict[str, str]:
+    """A short hash of every leaf of a value, by path; of shards, those of the whole leaves, one after the other.
+
+    >>> digests({"w": torch.zeros(2)}) == digests({"w": torch.zeros(2)})
+    True
+    """
+    whole = lambda leaf: leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf  # noqa: E731
+    return {path: tree.digest(whole(leaf))[:16] for path, leaf in tree.paths(value).items()}
+
+
+class Recorder:
+    """A rollout engine and a reward that remember what passed through them in the current step."""
+
+    def __init__(self, w: Workers) -> None:
+        self._w = w
+        self.samples: Any = None
+        self.scored: Any = None
+        self.workers = attrs.evolve(w, rollout=_Listening(w.rollout, self), reward=self._reward)
+
+    def _reward(self, batch: Any, problems: Sequence[Any]) -> Any:
+        self.scored = self._w.reward(batch, problems)
+        return self.scored
+
+
+class _Listening:
+    """A rollout backend that keeps the last batch it passed on."""
+
+    def __init__(self, inner: Any, recorder: Recorder) -> None:
+        self._inner, self._recorder = inner, recorder
+
+    @property
+    def version(self) -> int | None:
+        return self._inner.version
+
+    def publish(self, version: int, named_tensors: Any) -> Any:
+        return self._inner.publish(version, named_tensors)
+
+    def generate(self, prompts: Any, sampling: Sampling, key: Key, **kwargs: Any) -> Any:
+        self._recorder.samples = self._inner.generate(prompts, sampling, key, **kwargs)
+        return self._recorder.samples
+
+    def sleep(self) -> Any:
+        return self._inner.sleep()
+
+    def wake(self) -> Any:
+        return self._inner.wake()
+
+
+class Recorded:
+    """A rollout engine that gives the recorded samples of one step again, whatever the weights.
+
+    For engines whose draws cannot be repeated.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self.version: int | None = None
+
+    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.version = version
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: Key, **kwargs: Any) -> Batch:
+        """The recorded batch.
+
+        Raises:
+            ValueError: the prompts are not those that were recorded.
+        """
+        rows, lengths = self._batch.rows(), self._batch["prompt_length"].int().tolist()
+        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            if row[:length].tolist() != list(prompts[i // sampling.n]):
+                raise ValueError(f"the recorded samples are of other prompts, row {i} first")
+        return self._batch
+
+    def sleep(self) -> None:
+        self.version = None
+
+    def wake(self) -> None:
+        pass
+
+
+def entry(state: Any, seen: Recorder, w: Workers) -> dict[str, Any]:
+    """The journal's line of the step that led to ``state``."""
+    line: dict[str, Any] = {"step": state.step, "samples": {}, "state": {}}
+    if seen.scored is not None:
+        line["samples"] = w.get(w.call(digests, seen.scored))
+    rest = state
+    for role in ROLES:
+        if getattr(state, role, None) is not None:
+            line["state"][role] = w.get(getattr(w, role).map(digests, getattr(state, role)))
+            rest = attrs.evolve(rest, **{role: None})
+    line["state"]["rest"] = serial.flatten(rest)[1]
+    return line
+
+
+def keep_samples(run: Run, step: int, seen: Recorder, w: Workers) -> None:
+    """Write the samples of a step, as the engine gave them, into the run's folder."""
+    if seen.samples is None:
+        return
+    batch = w.get(seen.samples)
+    tensors = {name: batch[name] for name in CORE}
+    tensors |= {f"token.{name}": t for name, t in batch.per_token.items()}
+    tensors |= {f"row.{name}": t for name, t in batch.per_row.items()}
+    with run.written(f"the samples of step {step}"), disk_errors(run.folder):
+        (run.folder / "samples").mkdir(exist_ok=True)
+        save_file({name: t.contiguous() for name, t in tensors.items()}, _file(run.folder, step))
+
+
+def read_samples(folder: Path, step: int) -> Batch:
+    """The samples of a step, as ``keep_samples`` wrote them.
+
+    Raises:
+        RunError: they were not kept.
+    """
+    if not _file(folder, step).is_file():
+        raise RunError(f"{folder} has no samples of step {step}: they are kept with trainer.journal=samples")
+    # Copies: what a file gave may lie where kernels round otherwise.
+    tensors = {name: t.clone() for name, t in load_file(_file(folder, step)).items()}
+    part = lambda kind: {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}  # noqa: E731
+    return Batch(*(tensors[name] for name in CORE), part("token."), part("row."))
+
+
+def _file(folder: Path, step: int) -> Path:
+    return folder / "samples" / f"step_{step}.safetensors"
+
+
+def first_difference(recorded: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> str | None:
+    """The first value of ``samples`` or ``state`` in two journal lines that is not the same, or None."""
+    before, after = (flat(line[kind]) for line in (recorded, now))
+    for name in (*before, *after):
+        if before.get(name) != after.get(name):
+            return f"{kind} {name.replace('..', '.')}: another value than in the journal"
+    return None
