@@ -7,14 +7,15 @@ from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, Named, Node, named, node, static
 from .outputs import TokenOutputs
 from .ownership import donate, is_donated, spare
+from .rollout import FinishReason, Request, Sample, Sampling, pack, requests_for, unpack
 from .split import Split, deal, split_by_count, split_by_tokens
 from .train import Buffers, Grads, Params, Slots, TrainState, sum_of_squares
 from .tree import snapshot
 
 __all__ = [
-    "Batch", "Buffers", "DonatedError", "Grads", "Key", "Max", "Metric", "Metrics", "Min", "Moments", "Named",
-    "Node", "Params", "Slots", "Split", "Sum", "TokenOutputs", "TrainState", "Weighted", "concatenate", "deal",
+    "Batch", "Buffers", "DonatedError", "FinishReason", "Grads", "Key", "Max", "Metric", "Metrics", "Min", "Moments", "Named",
+    "Node", "Params", "Request", "Sample", "Sampling", "Slots", "Split", "Sum", "TokenOutputs", "TrainState", "Weighted", "concatenate", "deal",
     "donate", "is_donated", "metrics",
-    "named", "node", "snapshot", "spare", "split_by_count", "split_by_tokens", "static", "sum_of_squares", "tree",
-    "uniform_at",
+    "named", "node", "pack", "requests_for", "snapshot", "spare", "split_by_count", "split_by_tokens", "static", "sum_of_squares", "tree",
+    "uniform_at", "unpack",
 ]  # fmt: skip
