@@ -1,0 +1,49 @@
+"""Values that lie elsewhere: handles to what stays with its workers, references to what travels."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeAlias, TypeVar
+
+from verl_fn.state import Params, TrainState
+
+T = TypeVar("T")
+
+
+class Remote(Generic[T]):
+    """Stands for a value that stays with the workers that made it, such as a training state or gradients.
+
+    A driver's own class derives from this one. Whoever holds it can pass it on, and read the fields that are
+    themselves values of that kind.
+    """
+
+    __slots__ = ()
+
+    @property
+    def params(self: Remote[TrainState]) -> Remote[Params]:
+        """The parameters of a training state."""
+        raise NotImplementedError
+
+    @property
+    def base(self: Remote[Params]) -> Remote[Params]:
+        """The parameters that are not trained."""
+        raise NotImplementedError
+
+
+class Reference(Generic[T]):
+    """Stands for a value that a call will have made, such as a batch or metrics; ``get`` of the workers fetches it.
+
+    A driver registers its own class of references as a base of this one's (``Handles.register`` style), so that
+    ``isinstance`` knows them.
+    """
+
+    __slots__ = ()
+
+
+Handle: TypeAlias = T | Remote[T]
+"""A value that a training backend made: the value itself in one process, a ``Remote`` where it stays with workers.
+
+An algorithm passes handles on and reads ``state.params``; both kinds allow that. A backend takes back handles of the
+kind that it gives out, which Python's types cannot say."""
+
+Ref: TypeAlias = T | Reference[T]
+"""A value that travels between workers: the value itself in one process, a ``Reference`` otherwise."""
