@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from verl_fn.config import (
-    Config,
     ConfigError,
     Plan,
     describe,
@@ -29,19 +28,19 @@ from verl_fn.config.loading import algorithm_options
 
 def train(args: argparse.Namespace) -> int:
     """Train from a config, or only check it."""
-    cfg = load(args.config, args.overrides)
-    return _train(cfg, notes(args.config, args.overrides), args)
+    plan = make_plan(load(args.config, args.overrides))
+    return _train(plan, notes(args.config, args.overrides), args)
 
 
 def fork(args: argparse.Namespace) -> int:
     """Train on from a checkpoint of another run."""
-    from verl_fn.runs.replay import fork_config
+    from verl_fn.runs.replay import fork_plan
 
-    cfg = fork_config(args.run, args.step, args.overrides)
-    return _train(cfg, notes(Path(args.run) / "config.toml", args.overrides), args)
+    plan = fork_plan(args.run, args.step, args.overrides)
+    return _train(plan, notes(Path(args.run) / "config.toml", args.overrides), args)
 
 
-def _train(cfg: Config, hints: Sequence[str], args: argparse.Namespace) -> int:
+def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
     from verl_fn.runs.loop import Interrupted, train
 
     def say(line: str) -> None:
@@ -50,7 +49,6 @@ def _train(cfg: Config, hints: Sequence[str], args: argparse.Namespace) -> int:
 
     for line in hints:
         say(f"note: {line}")
-    plan = make_plan(cfg)
     if args.check:
         from verl_fn.runs.check_run import check_run
 

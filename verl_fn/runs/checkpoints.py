@@ -14,6 +14,7 @@ from verl_fn.backends.checkpoint.tensor_file import sync
 from verl_fn.config import Plan
 from verl_fn.state import serial
 
+from .errors import RunError
 from .state import RunState, run_of
 
 MANIFEST = "checkpoint.json"
@@ -50,13 +51,11 @@ def write_manifest(aside: Path, state: RunState, plan: Plan) -> None:
     """Writes the rest of a checkpoint, and what shows whether all of it is whole.
 
     Raises:
-        CheckpointError: a worker wrote its role elsewhere.
+        RunError: a worker wrote its role elsewhere.
     """
     for name in plan.roles:
         if not (aside / name).is_dir():
-            raise CheckpointError(
-                f"the worker of {name} wrote its checkpoint elsewhere than {aside}: no shared folder?"
-            )
+            raise RunError(f"the worker of {name} wrote its checkpoint elsewhere than {aside}: no shared folder?")
     _, scalars = serial.flatten(state.without_roles(plan))
     held = [path for path in sorted(aside.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(aside)): [path.stat().st_size, _crc(path)] for path in held}
@@ -73,24 +72,24 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
         blank: the run's state without its training states.
 
     Raises:
-        CheckpointError: the checkpoint is of another algorithm, lacks a role that the plan asks for, or is damaged;
+        RunError: the checkpoint is of another algorithm, lacks a role that the plan asks for, or is damaged;
             then the last good one is named.
     """
     try:
         about = verify(folder)
         held = sorted(path.name for path in folder.iterdir() if path.is_dir())
         if about["algorithm"] != plan.algorithm or held != sorted(plan.roles):
-            raise CheckpointError(
+            raise RunError(
                 f"{folder} is of {about['algorithm']} with {', '.join(held)}; "
                 f"the config asks for {plan.algorithm} with {', '.join(plan.roles)}"
             )
         try:
             state = serial.unflatten(blank, {}, about["state"])
         except ValueError as error:
-            raise CheckpointError(f"{folder} is of a run with other settings of its algorithm: {error}") from error
+            raise RunError(f"{folder} is of a run with other settings of its algorithm: {error}") from error
         return state.with_roles({name: w.trainers[name].restore(folder / name) for name in plan.roles})
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; {_another(folder)}") from error
+        raise RunError(f"{error}; {_another(folder)}") from error
 
 
 def verify(folder: Path) -> dict[str, Any]:

@@ -19,17 +19,13 @@ from verl_fn.backends.checkpoint.tensor_file import sync
 from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.tables import Table
 from verl_fn.driver import ranks
-from verl_fn.errors import UserError
 
 from .checkpoints import aside_of, checkpoints, save_roles, step_of, write_manifest, write_text
+from .errors import RunError
 from .state import RunState, run_of
 
 LOGS = ("metrics.jsonl", "generations.jsonl", "journal.jsonl")
 TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput")
-
-
-class RunError(UserError, ValueError):
-    """A run's folder that cannot be begun, continued or written."""
 
 
 class Run:

@@ -18,7 +18,8 @@ from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.checkpoint.state_folder import disk_errors
 from verl_fn.backends.protocol import Sampling
 from verl_fn.config import Plan, flat
-from verl_fn.runs.folder import Run, RunError
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.folder import Run
 from verl_fn.runs.state import RunState
 from verl_fn.state import Batch, Key, serial, tree
 from verl_fn.state.batch import CORE

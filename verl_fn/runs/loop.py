@@ -15,8 +15,9 @@ from verl_fn.driver import ranks
 from verl_fn.state import Params
 
 from .checkpoints import restore, step_of
+from .errors import RunError
 from .evaluate import accuracy, validate
-from .folder import Follower, Run, RunError, changed_keys, read_metrics, run_config
+from .folder import Follower, Run, changed_keys, read_metrics, run_config
 from .journal import Recorder, entry, keep_samples
 from .loggers import loggers
 from .prepare import prepare, workers

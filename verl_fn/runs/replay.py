@@ -9,15 +9,14 @@ from typing import Any
 import attrs
 
 from verl_fn.algorithms import Workers
-from verl_fn.config import Config, Plan, load, make_plan, to_table
-from verl_fn.config.plan import with_absolute_paths
+from verl_fn.config import Plan, load, make_plan
 from verl_fn.driver.ranks import torchrun_size
 
 from .checkpoints import checkpoints, step_of
+from .errors import RunError
 from .evaluate import validate
 from .folder import (
     TIMED,
-    RunError,
     changed_keys,
     metrics_row,
     read_lines,
@@ -31,8 +30,8 @@ from .progress import Say
 from .state import RANKS, RunState, advance, algorithm_of, initial_state, run_of
 
 
-def fork_config(folder: str | Path, step: int, overrides: Iterable[str] = ()) -> Config:
-    """The config that continues a run's state after ``step`` in a folder of its own.
+def fork_plan(folder: str | Path, step: int, overrides: Iterable[str] = ()) -> Plan:
+    """Returns the plan that continues a run's state after ``step`` in a folder of its own.
 
     Raises:
         RunError: the run has no checkpoint of that step; those that it has are named.
@@ -47,11 +46,11 @@ def fork_config(folder: str | Path, step: int, overrides: Iterable[str] = ()) ->
             f"(trainer.save_freq and trainer.max_ckpt_to_keep say how many are kept)"
         )
     own = [f"trainer.dir={folder}_fork_{step}", f"trainer.resume_from_path={found[step]}"]
-    cfg = with_absolute_paths(load(folder / "config.toml", [*own, *overrides]), Path.cwd())
-    if changed := changed_keys(Path(cfg.trainer.dir), to_table(cfg)):
+    plan = make_plan(load(folder / "config.toml", [*own, *overrides]))
+    if changed := changed_keys(Path(plan.trainer.dir), plan.table):
         told = "; ".join(f"{key}: {values}" for key, values in changed.items())
-        raise RunError(f"{cfg.trainer.dir} holds a fork with other settings ({told}); choose another trainer.dir")
-    return cfg
+        raise RunError(f"{plan.trainer.dir} holds a fork with other settings ({told}); choose another trainer.dir")
+    return plan
 
 
 @attrs.frozen
