@@ -49,7 +49,7 @@ def test_steps_know_nothing_of_processes(file):
     [
         ("import verl_fn", {"torch", "transformers", *HEAVY}),
         ("import verl_fn.config.loading", {"torch", "transformers", *HEAVY}),
-        ("import verl_fn.cli.main", {"torch", "transformers", *HEAVY}),
+        ("import verl_fn.cli", {"torch", "transformers", *HEAVY}),
         ("import verl_fn.state, verl_fn.steps", {"transformers", "torch.distributed.fsdp", *HEAVY}),
         ("import verl_fn.backends, verl_fn.testing", {"transformers", *HEAVY}),
     ],

@@ -9,6 +9,10 @@ from verl_fn.state import Params, TrainState
 T = TypeVar("T")
 
 
+class Freed(LookupError):
+    """A handle stands for a value that its worker does not hold."""
+
+
 class Remote(Generic[T]):
     """Stands for a value that stays with the workers that made it, such as a training state or gradients.
 
@@ -32,8 +36,7 @@ class Remote(Generic[T]):
 class Reference(Generic[T]):
     """Stands for a value that a call will have made, such as a batch or metrics; ``get`` of the workers fetches it.
 
-    A driver registers its own class of references as a base of this one's (``Handles.register`` style), so that
-    ``isinstance`` knows them.
+    A driver's own class of references derives from this one.
     """
 
     __slots__ = ()
