@@ -15,7 +15,7 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import Sampling
 from verl_fn.backends.sampler import Sampler
 from verl_fn.data.tasks import TASKS
-from verl_fn.state import Key
+from verl_fn.state import Key, pack, requests_for
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, loss, token_mean
 
 TASK = TASKS["count"]
@@ -52,10 +52,11 @@ def reward(batch, problems):
 
 def step(state, problems, backend, engine, sampling, key):
     """One step of the algorithm: sample, judge, compare, update. ``state`` is donated: use the one returned."""
-    engine.publish(state.step, backend.named_tensors(state.params))
+    engine.publish(state.step, backend.weights(state.params))
     prompts = [TOKENIZER.encode(problem.prompt) for problem in problems]
     ids = [problem.id for problem in problems]
-    batch = engine.generate(prompts, sampling, key.fold_in(state.step), ids=ids, version=state.step)
+    requests = requests_for(prompts, sampling, key.fold_in(state.step), ids)
+    batch = pack(engine.generate(requests, version=state.step))
     batch = aggregate(best_of_group(reward(batch, problems)), "token-mean")
     grads, metrics = backend.forward_backward(state, batch, imitate)
     state, _ = backend.apply_update(state, grads)
