@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl_fn.backends.protocol import TrainBackend
+from verl_fn.backends.protocol import TrainBackend, where_used
 from verl_fn.config.algorithms import Aggregation, PolicyOptimization
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
@@ -136,6 +136,7 @@ def loss_scale(options: Aggregation, w: Workers) -> float:
     return options.loss_scale_factor or float(w.sampling.max_tokens)
 
 
+@where_used
 def weighted_minibatches(
     batch: Batch, share: tuple[int, int], epochs: int, key: Key | None, mode: str, scale: float | None
 ) -> list[Batch]:
