@@ -30,11 +30,14 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
+# A pin stays as it is unless the ranges or locks/constraints.txt ask for another; UPGRADE=name moves one.
+COMPILE = $(UV) pip compile pyproject.toml --constraints locks/constraints.txt --universal --python-version 3.11 \
+	--generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet \
+	$(UPGRADE:%=--upgrade-package %)
+
 lock: $(UV)
-	$(UV) pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet -o locks/dev.txt
-	$(UV) pip compile pyproject.toml --extra dev --extra vllm --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet -o locks/vllm.txt
+	$(COMPILE) --extra dev --extra docs -o locks/dev.txt
+	$(COMPILE) --extra dev --extra docs --extra vllm -o locks/vllm.txt
 
 clean:
 	rm -rf $(VENV) .uv runs
