@@ -28,9 +28,13 @@ def sources() -> list[Path]:
 
 def imported_modules(source: str) -> set[str]:
     """Returns the absolute names of the modules that a source imports, anywhere in it."""
-    nodes = list(ast.walk(ast.parse(source)))
-    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level and node.module}
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module)
+    return names
 
 
 def third_party(source: str) -> set[str]:
@@ -71,7 +75,8 @@ def test_steps_know_nothing_of_processes(file):
 def loaded(code: str, names: set[str]) -> set[str]:
     """Returns those of ``names`` that a fresh interpreter holds after it has run ``code``."""
     script = f"import sys; {code}; print(*(name for name in {sorted(names)!r} if name in sys.modules))"
-    return set(subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split())
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(process.stdout.split())
 
 
 @pytest.mark.parametrize(
