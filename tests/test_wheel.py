@@ -65,7 +65,9 @@ def test_a_wheel_brings_one_name(wheel):
 def test_a_wheel_holds_every_module(wheel):
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("verl_fn/")}
     own = {file.relative_to(ROOT).as_posix() for file in (ROOT / "verl_fn").rglob("*.py")}
-    linked = {f"verl_fn/{file.relative_to(ROOT).as_posix()}" for name in LINKED for file in (ROOT / name).rglob("*.py")}
+    linked = {
+        f"verl_fn/{file.relative_to(ROOT).as_posix()}" for name in LINKED for file in (ROOT / name).rglob("*.py")
+    }
     assert packed == own | linked | set(DATA)
 
 
