@@ -11,7 +11,7 @@ import torch
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.protocol import Sampling, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
-from verl_fn.backends.sampler.engine import engine as module
+from verl_fn.backends.sampler import engine as module
 from verl_fn.state import Key, uniform_at
 
 EOS = 2

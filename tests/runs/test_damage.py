@@ -13,7 +13,7 @@ from run_configs import tiny_run
 
 from verl_fn.backends.checkpoint import tensor_file
 from verl_fn.runs.folder import RunError, checkpoints, verify
-from verl_fn.runs.folder import folder as runs
+from verl_fn.runs import folder as runs
 from verl_fn.runs.loop import restored_state, train, workers
 
 SILENT = lambda line: None  # noqa: E731
