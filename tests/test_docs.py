@@ -12,8 +12,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from verl_fn import steps
-from verl_fn.cli import main as cli
+from verl_fn import cli, steps
 from verl_fn.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
