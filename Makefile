@@ -34,7 +34,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 docs: $(STAMP)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A pin stays as it is unless the ranges or locks/constraints.txt ask for another; UPGRADE=name moves one.
 COMPILE = $(UV) pip compile pyproject.toml --constraints locks/constraints.txt --universal --python-version 3.11 \

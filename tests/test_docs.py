@@ -118,7 +118,7 @@ def test_the_reference_names_modules_that_exist(page):
 
 def build(config, site):
     """Builds the site without a way out: a proxy that does not answer stands for the network."""
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--config-file", config, "-d", site]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", site]
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     environment = os.environ | nowhere | {"NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -134,3 +134,15 @@ def test_the_site_builds_and_fetches_nothing(tmp_path):
     for page in tmp_path.rglob("*.html"):
         fetched = re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"(?:https?:)?//[^\"]+", page.read_text())
         assert not fetched, f"{page.name} fetches {fetched}"
+
+
+def test_a_link_to_nowhere_breaks_the_site(tmp_path):
+    pytest.importorskip("mkdocs")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Home\n\nSee [there](nowhere.md).\n")
+    changes = {"docs_dir": "docs", "nav": "[index.md]", "hooks": "[]", "plugins": "[search]"}
+    lines = [f"INHERIT: {ROOT / 'mkdocs.yml'}", *(f"{key}: {value}" for key, value in changes.items())]
+    (tmp_path / "mkdocs.yml").write_text("\n".join(lines))
+    process = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert process.returncode != 0
+    assert "nowhere.md" in process.stderr
