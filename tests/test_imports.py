@@ -84,7 +84,7 @@ def loaded(code: str, names: set[str]) -> set[str]:
     [
         ("import verl_fn", {"torch", "transformers", "numpy", *HEAVY}),
         ("import verl_fn.config.loading", {"torch", "transformers", "numpy", *HEAVY}),
-        ("import verl_fn.cli.main", {"torch", "transformers", *HEAVY}),
+        ("import verl_fn.cli", {"torch", "transformers", *HEAVY}),
         ("import verl_fn.state, verl_fn.steps", {"transformers", "torch.distributed.fsdp", *HEAVY}),
         ("import verl_fn.backends, verl_fn.testing", {"transformers", *HEAVY}),
     ],

@@ -24,7 +24,7 @@ SFT = [
 
 
 def command(*args, program=(sys.executable,), folder=ROOT):
-    line = [*program, "-m", "verl_fn.cli.main", "train", *SFT, *args]
+    line = [*program, "-m", "verl_fn.cli", "train", *SFT, *args]
     return subprocess.run(line, capture_output=True, text=True, cwd=folder, timeout=300)
 
 

@@ -13,7 +13,9 @@ from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.cli import main
 from verl_fn.config import ConfigError
 from verl_fn.driver import build
-from verl_fn.runs.folder import RunError, checkpoints, read_metrics
+from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.folder import read_metrics
 from verl_fn.runs.loop import train
 
 SILENT = lambda line: None  # noqa: E731
@@ -260,12 +262,14 @@ def test_a_full_disk_while_the_random_model_is_written(refused, tmp_path, monkey
 
 
 def test_a_random_model_with_a_damaged_note_is_made_anew(tmp_path):
-    cfg = tiny_run("", tmp_path)
-    folder = build.model_folder(cfg)
+    plan = tiny_run("", tmp_path)
+    build.make_model_folder(plan)
+    folder = tmp_path / "new_model"
     for damaged in ("", '{"arch"', "[]", "\x00"):
         (folder / "made_from.json").write_text(damaged)
         (folder / "config.json").unlink()
-        assert build.model_folder(cfg) == folder and (folder / "config.json").is_file()
+        build.make_model_folder(plan)
+        assert (folder / "config.json").is_file()
 
 
 def test_weights_that_are_not_finite(refused, tiny, tmp_path):

@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     train = command("train", "train from a TOML config; the same command continues a run that was stopped")
     train.add_argument("config", type=path, help="a TOML file, such as recipes/ppo_reverse.toml")
     overrides(train)
+    train.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     evaluate = command(
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     fork.add_argument("run", type=path, help="the run's folder")
     fork.add_argument("--step", type=int, required=True, help="the step of the checkpoint")
     overrides(fork)
+    fork.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
     fork.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     replay = command("replay", "execute a step of a run again and say whether it comes out bitwise the same")
@@ -95,7 +97,10 @@ def parser() -> argparse.ArgumentParser:
     prepare.add_argument("source", help="the folder with the raw files")
     prepare.add_argument("--out", required=True, help="the folder to write")
 
-    command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
+    choices = command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
+    choices.add_argument(
+        "algorithm", nargs="?", help="an algorithm, built-in or of yours as FILE.py:NAME: its roles and its options"
+    )
 
     bench = command("bench", "measure")
     bench.add_argument(

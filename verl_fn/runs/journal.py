@@ -17,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.checkpoint.state_folder import disk_errors
 from verl_fn.backends.protocol import Sampling
-from verl_fn.config import flat
-from verl_fn.runs.folder import ROLES, Run, RunError
+from verl_fn.config import Plan, flat
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.folder import Run
+from verl_fn.runs.state import RunState
 from verl_fn.state import Batch, Key, serial, tree
 from verl_fn.state.batch import CORE
 
@@ -103,17 +105,14 @@ class Recorded:
         pass
 
 
-def entry(state: Any, seen: Recorder, w: Workers) -> dict[str, Any]:
-    """The journal's line of the step that led to ``state``."""
+def entry(state: RunState, seen: Recorder, w: Workers, plan: Plan) -> dict[str, Any]:
+    """Returns the journal's line of the step that led to ``state``."""
     line: dict[str, Any] = {"step": state.step, "samples": {}, "state": {}}
     if seen.scored is not None:
         line["samples"] = w.get(w.call(digests, seen.scored))
-    rest = state
-    for role in ROLES:
-        if getattr(state, role, None) is not None:
-            line["state"][role] = w.get(getattr(w, role).map(digests, getattr(state, role)))
-            rest = attrs.evolve(rest, **{role: None})
-    line["state"]["rest"] = serial.flatten(rest)[1]
+    for name in plan.roles:
+        line["state"][name] = w.get(w.trainers[name].map(digests, state.role(name)))
+    line["state"]["rest"] = serial.flatten(state.without_roles(plan))[1]
     return line
 
 
