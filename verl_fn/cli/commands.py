@@ -140,6 +140,7 @@ def replay(args: argparse.Namespace) -> int:
 def new_model(args: argparse.Namespace) -> int:
     """Write a tiny random model."""
     from verl_fn.backends.checkpoint.export import check_empty
+    from verl_fn.backends.hf.folder import ModelError
     from verl_fn.backends.hf.new_model import new_model
     from verl_fn.data.tasks import TASKS
 
@@ -152,9 +153,12 @@ def new_model(args: argparse.Namespace) -> int:
     if own := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):
         raise ConfigError(f"{own[0]} is no field of a model's config; see verl-fn new-model --help")
     chars = TASKS[args.task].alphabet if args.chars is None else args.chars
-    folder = new_model(
-        args.folder, chars=chars, arch=args.arch, seed=args.seed, chat_template=args.chat_template, **fields
-    )
+    try:
+        folder = new_model(
+            args.folder, chars=chars, arch=args.arch, seed=args.seed, chat_template=args.chat_template, **fields
+        )
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
     print(f"wrote {folder}")
     return 0
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from verl_fn import __version__
-from verl_fn.errors import UserError
+from verl_fn.errors import UsageError, UserError
 
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
 
@@ -125,13 +125,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     args = parse(argv)
-    from verl_fn.config import ConfigError
-
     try:
         from verl_fn.cli.commands import COMMANDS
 
         return COMMANDS[args.command](args)
-    except ConfigError as error:
+    except UsageError as error:
         return _refuse(error, 2)
     except Exception as error:
         if isinstance(error, UserError):

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from verl_fn.errors import UserError
+from verl_fn.errors import UsageError
 
 
-class ConfigError(UserError, ValueError):
+class ConfigError(UsageError):
     """A configuration that cannot be used; the message names the key."""
 
 

@@ -73,12 +73,14 @@ def options_class(factory: Callable[..., Any], key: str) -> type[Any]:
     Raises:
         ConfigError: the object is not a function with one annotated parameter of an attrs class.
     """
-    try:
-        hints = typing.get_type_hints(factory)
-    except (NameError, TypeError) as error:
-        raise ConfigError(f"{key}: the annotations of {factory!r} cannot be read: {error}") from error
-    parameters = [kind for name, kind in hints.items() if name != "return"]
-    if not callable(factory) or not parameters or not attrs.has(parameters[0]):
+    parameters: list[Any] = []
+    if callable(factory):
+        try:
+            hints = typing.get_type_hints(factory)
+        except (NameError, TypeError) as error:
+            raise ConfigError(f"{key}: the annotations of {factory!r} cannot be read: {error}") from error
+        parameters = [kind for name, kind in hints.items() if name != "return"]
+    if not parameters or not attrs.has(parameters[0]):
         raise ConfigError(
             f"{key}: {getattr(factory, '__name__', factory)!r} must be a function whose first parameter is annotated "
             "with an attrs class, its options: def mine(options: MyOptions) -> Algorithm"

@@ -48,8 +48,7 @@ def make_model_folder(plan: Plan) -> None:
     """Makes the random model of a plan without ``model.path``, unless its folder holds that very model.
 
     Raises:
-        ConfigError: it cannot be written.
-        ModelError: there is no such model.
+        ConfigError: it cannot be written, or there is no such model.
     """
     if plan.new_model is None:
         return
@@ -66,6 +65,8 @@ def make_model_folder(plan: Plan) -> None:
         (aside / note.name).write_text(json.dumps(wanted))
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
+    except ModelError as error:
+        raise ConfigError(f"model.new: {error}") from error
     except OSError as error:
         raise ConfigError(f"the random model cannot be written to {folder}: {error.strerror or error}") from error
     finally:
