@@ -1,6 +1,7 @@
 """Broken rollout engines, each with the promise that it breaks."""
 
 from functools import partial
+from typing import ClassVar
 
 import attrs
 import torch
@@ -226,25 +227,26 @@ class ForgetsTemperature(Edits):
         return attrs.evolve(sample, temperature=1.0)
 
 
-class PassesOverTopK(MockRollout):
-    """Promises top_k, and draws from all tokens; the log-probs are those of its draws."""
+class PassesOver(MockRollout):
+    """Promises a cut, and draws from all tokens; the log-probs are those of its draws."""
+
+    changes: ClassVar = {}
 
     def generate(self, requests, *, version=None):
-        samples = super().generate(resampled(requests, top_k=-1), version=version)
+        samples = super().generate(resampled(requests, **self.changes), version=version)
         cuts = {request.id: request.sampling.cuts for request in requests}
-        return [attrs.evolve(s, full_log_probs=s.log_probs if cuts[s.request] else None) for s in samples]
+        return [self._told(s) if cuts[s.request] else s for s in samples]
+
+    def _told(self, s):
+        return s if s.full_log_probs is not None else attrs.evolve(s, full_log_probs=s.log_probs)
 
 
-class PassesOverTopP(MockRollout):
-    def generate(self, requests, *, version=None):
-        samples = super().generate(resampled(requests, top_p=1.0), version=version)
-        cuts = {request.id: request.sampling.cuts for request in requests}
-        return [
-            attrs.evolve(s, full_log_probs=(s.full_log_probs if s.full_log_probs is not None else s.log_probs))
-            if cuts[s.request]
-            else s
-            for s in samples
-        ]
+class PassesOverTopK(PassesOver):
+    changes: ClassVar = {"top_k": -1}
+
+
+class PassesOverTopP(PassesOver):
+    changes: ClassVar = {"top_p": 1.0}
 
 
 class AnswersWhatItDoesNotPromise(MockRollout):

@@ -165,8 +165,12 @@ class _Case:
             self.generate(version=version)
         except StaleWeightsError:
             return
+        except Exception as error:
+            instead = f"raises {type(error).__name__} instead of StaleWeightsError"
+        else:
+            instead = "raises no StaleWeightsError"
         asked = "no certain version" if version is None else f"version {version}"
-        raise LawViolation("Version", f"{when}, a request for {asked} raises no StaleWeightsError", cause)
+        raise LawViolation("Version", f"{when}, a request for {asked} {instead}", cause)
 
     def require_same(
         self, law: str, what: str, expected: Sequence[Sample], samples: Sequence[Sample], cause: str
