@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from verl_fn.state import (
     Key,
     Metrics,
     Params,
+    Slots,
     Sum,
     TokenOutputs,
     TrainState,
@@ -145,6 +146,10 @@ class Local:
     def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under canonical names, with the adapters merged in, one after the other."""
         yield from self._built().adapters.merged(params)
+
+    def named(self, value: Params | Grads | Slots) -> Mapping[str, Tensor]:
+        """The tensors under canonical names."""
+        return dict(value.items())
 
     def weights(self, params: Params) -> Weights:
         """These parameters for ``RolloutBackend.publish``, adapters merged in."""

@@ -26,6 +26,7 @@ from verl_fn.state import (
     Key,
     Metrics,
     Params,
+    Slots,
     Sum,
     TokenOutputs,
     TrainState,
@@ -129,6 +130,10 @@ class Mock:
         """Both tables."""
         self._called("named_tensors")
         return iter(params.items())
+
+    def named(self, value: Params | Grads | Slots) -> Mapping[str, Tensor]:
+        """The tensors under canonical names."""
+        return dict(value.items())
 
     def weights(self, params: Params) -> Weights:
         """Both tables."""

@@ -377,7 +377,7 @@ def _layout(case: _Case, others: _Case, state: TrainState) -> None:
         returned = case.backend.restore(back)
     cause = "names, an order or a padding of the executor's own in the file"
     named = [
-        {name: t.cpu() for name, t in one.get(one.backend.named_tensors(held.params))}
+        {name: t.cpu() for name, t in dict(one.get(one.backend.named(held.params))).items()}
         for one, held in ((case, state), (others, moved))
     ]
     require_equal("Layout", "a parameter in the other layout", named[0], named[1], cause)
