@@ -26,17 +26,8 @@ from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, parameter, with_specs
 from verl_fn.backends.hf.folder import ModelError, build, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora, canonical
-from verl_fn.backends.hf.skeleton import (
-    Skeleton,
-    Staged,
-    check_head,
-    check_needs,
-    check_targets,
-    compile_layer,
-    dtype_of,
-    repeatable,
-    token_outputs,
-)
+from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, check_targets, token_outputs
+from verl_fn.backends.hf.skeleton import Skeleton, compile_layer, dtype_of, repeatable
 from verl_fn.backends.hf.ulysses import check_heads
 from verl_fn.backends.memory import fits
 from verl_fn.backends.placing import beside
@@ -52,11 +43,12 @@ from verl_fn.state import (
     TrainState,
     deal,
     donate,
+    groups_of,
     metrics,
     tree,
 )
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update, check_update, total_loss
+from verl_fn.steps import Loss, Optimizer, apply_update, check_update, check_weights, total_loss
 
 
 class Fsdp:
@@ -191,7 +183,7 @@ class Fsdp:
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
         """What ``needs`` names for every token with ``response_mask``, of all rows on every rank, on the CPU."""
         wanted = check_needs(self.head, needs)
-        found: list[tuple[list[int], dict[str, Tensor]]] = []
+        parts_here: list[tuple[list[int], TokenOutputs]] = []
         self._agree(batch, wanted)
         parts = self._mine(batch)
         with repeatable(self.deterministic), self._pointing_at(params):
@@ -199,36 +191,34 @@ class Fsdp:
                 with fits(staged.batch, i, len(parts), self.max_tokens, sharers=self.layout.sp):
                     outputs = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
                 if rows:
-                    found.append((rows, dict(outputs.by_name)))
-        found = tree.map_tensors(lambda t: t.cpu(), found)
-        told = [one for rank in gathered(found if self.layout.speaks else []) for one in rank]
-        split = Split(batch, tuple(torch.tensor(rows) for rows, _ in told))
-        return TokenOutputs({name: split.join([outputs[name] for _, outputs in told]) for name in wanted})
+                    parts_here.append((rows, tree.map_tensors(lambda t: t.cpu(), outputs)))
+        everywhere = [one for rank in gathered(parts_here if self.layout.speaks else []) for one in rank]
+        split = Split(batch, tuple(torch.tensor(rows) for rows, _ in everywhere))
+        return split.join_outputs([outputs for _, outputs in everywhere])
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
         """Gradients of the loss over the whole batch, fp32 shards, and its metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks ``loss_weight``, a row is longer than the token budget, or ranks were
-                given different batches, needs or states. That they were given different losses is not seen.
+            ValueError: the batch lacks the weights that the loss's levels want or the field that keeps its rows
+                together, a row or group is longer than the token budget, or ranks were given different batches, needs
+                or states. That they were given different losses is not seen.
             DonatedError: the state was donated.
             OutOfMemory: a micro-batch does not fit into this rank's memory. The others wait for it, as for a rank
                 whose loss raises, until the process group's timeout; the Ray driver tells at once.
         """
-        if "loss_weight" not in batch:
-            raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
+        check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
         found: Metrics = {}
         sharers, keeps = self.layout.sp, not self.checkpointing
         self._agree(batch, wanted, state)
-        parts = self._mine(batch)
+        parts = self._mine(batch, loss.together)
         with repeatable(self.deterministic), self._pointing_at(state.params) as held:
             for i, (rows, staged) in enumerate(parts):
 
                 def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
-                    per_token, told = loss(token_outputs(model, staged, wanted), staged.batch)
-                    total = total_loss(staged.batch, per_token)
-                    return total, {"loss": Sum(total.detach().double()), **told}
+                    total, of_part = total_loss(loss, token_outputs(model, staged, wanted), staged.batch)
+                    return total, {"loss": Sum(total.detach().double()), **of_part}
 
                 with fits(staged.batch, i, len(parts), self.max_tokens, sharers=sharers, keeps=keeps):
                     total, told = self._built()(compute)
@@ -371,7 +361,7 @@ class Fsdp:
             about = () if state is None else (state.step, str(state.rng))
             require_same({"batch": of_batch(batch), "needs": sorted(wanted), "state (step and key)": about})
 
-    def _mine(self, batch: Batch) -> list[tuple[list[int], Staged]]:
+    def _mine(self, batch: Batch, together: str | None = None) -> list[tuple[list[int], Staged]]:
         """This rank's micro-batches, as many as every other rank has; one to fill up is of no weight.
 
         All are staged before any is computed on: a copy to a GPU waits for what the GPU does.
@@ -379,10 +369,13 @@ class Fsdp:
         check_targets(batch)
         self._built().check_longest(int(batch.lengths.max()))
         found = []
-        for rows in deal(batch, self.layout.shares, self.max_tokens)[self.layout.share]:
-            part = batch.take(torch.tensor(rows or [0]))
+        for rows in deal(batch, self.layout.shares, self.max_tokens, together)[self.layout.share]:
+            # One that fills up is a whole group, so that a loss of groups can be computed on it.
+            part = batch.take(torch.tensor(rows or groups_of(batch, together)[0]))
             if not rows and "loss_weight" in batch:
                 part = part.with_tokens(loss_weight=torch.zeros(part.num_tokens))
+            if not rows and "row_weight" in batch:
+                part = part.with_rows(row_weight=torch.zeros(len(part)))
             found.append((rows, Staged.of(part, self.device, self.layout.sequence)))
         return found
 

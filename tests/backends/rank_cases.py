@@ -241,8 +241,8 @@ class IgnoresParameters(Fsdp):
 class DropsARank(Fsdp):
     """The last rank's rows count for nothing."""
 
-    def _mine(self, batch):
-        found = super()._mine(batch)
+    def _mine(self, batch, together=None):
+        found = super()._mine(batch, together)
         if self.layout.rank == self.layout.size - 1 and "loss_weight" in batch:
             silent = lambda b: b.with_tokens(loss_weight=torch.zeros(b.num_tokens))  # noqa: E731
             found = [(rows, attrs.evolve(staged, batch=silent(staged.batch))) for rows, staged in found]
