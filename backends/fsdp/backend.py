@@ -31,6 +31,7 @@ from verl_fn.backends.hf.skeleton import Skeleton, compile_layer, dtype_of, repe
 from verl_fn.backends.hf.ulysses import check_heads
 from verl_fn.backends.memory import fits
 from verl_fn.backends.placing import beside
+from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -172,6 +173,18 @@ class Fsdp:
         """Whole tensors under canonical names, with the adapters merged in, one after the other on all ranks."""
         whole = lambda t: t.full_tensor()  # noqa: E731
         yield from self._built().adapters.merged(params, whole, whole)
+
+    def weights(self, params: Params) -> Weights:
+        """These parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read it together.
+
+        A tensor is gathered when it is asked for, so no rank ever holds the whole model.
+        """
+        adapters = self._built().adapters
+
+        def merged() -> Iterator[tuple[str, Tensor]]:
+            return adapters.merged(params, DTensor.full_tensor, DTensor.full_tensor)
+
+        return Weights(specs_of(adapters.without(params)), merged)
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """``fn(*values)``: of this rank's shards; all ranks call it together."""
