@@ -10,9 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.fsdp.sharding import locals_of, whole_of
+from verl_fn.backends.fsdp.torch_private import PRIVATE
 from verl_fn.backends.local import Local
 from verl_fn.state import Grads, Key, Weighted, snapshot, tree
-from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, entropy, ppo_clip, value_clip
+from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, entropy, loss, ppo_clip, value_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 
 KEY = Key.from_seed(0)
@@ -121,28 +122,46 @@ class _Broken(torch.autograd.Function):
         raise RuntimeError("broken on purpose")
 
 
-def after_failure(folder, where):
-    """A call that fails on its way leaves nothing behind."""
-    backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+def after_failure(folder, where, options):
+    """A call that fails on its way leaves nothing behind, and its model is not made anew."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24, **options), tiny_batch()
     state = backend.init(KEY)
     expected = snapshot(backend.forward_backward(state, batch, ppo_clip())[0])
+    told = backend.forward(state.params, batch)
+    skeleton, layers, calls = backend._built(), backend._built().model.base_model.layers, []
 
     def broken(module, args, output):
-        if where == "forward":
+        calls.append(module)
+        if len(calls) < (3 if where.startswith("later") else 1):
+            return output
+        if where.endswith("forward"):
             raise RuntimeError("broken on purpose")
         return _Broken.apply(output)
 
-    hook = backend._built().model.base_model.layers[0].mlp.register_forward_hook(broken)
+    def broken_loss(outputs, batch):
+        broken(None, None, None)
+        values, found = ppo_clip()(outputs, batch)
+        return (_Broken.apply(values) if where == "loss backward" else values), found
+
+    hook, used = None, ppo_clip()
+    if where.startswith("loss"):
+        used = loss(needs=["logprobs"])(broken_loss)
+    else:
+        hook = layers[0].mlp.register_forward_hook(broken)
     try:
-        backend.forward_backward(state, batch, ppo_clip())
+        backend.forward_backward(state, batch, used)
     except RuntimeError as error:
         assert "broken on purpose" in str(error)
     else:
         raise AssertionError("nothing broke")
-    hook.remove()
+    if hook is not None:
+        hook.remove()
+    assert backend._built() is skeleton, "the model was made anew"
+    assert tree.equal(backend.forward(state.params, batch), told)
     again, _ = backend.forward_backward(state, batch, ppo_clip())
     assert float(again.global_norm()) > 0
-    return tree.equal(again, expected)
+    _, found = backend.apply_update(state, again)
+    return tree.equal(again, expected) and found["perf/residency_copies"].value == 0
 
 
 def trained_in_turn(folder, options):
@@ -241,23 +260,26 @@ class IgnoresParameters(Fsdp):
 class DropsARank(Fsdp):
     """The last rank's rows count for nothing."""
 
-    def _mine(self, batch):
-        found = super()._mine(batch)
-        if self.layout.rank == self.layout.size - 1 and "loss_weight" in batch:
-            silent = lambda b: b.with_tokens(loss_weight=torch.zeros(b.num_tokens))  # noqa: E731
-            found = [(rows, attrs.evolve(staged, batch=silent(staged.batch))) for rows, staged in found]
-        return found
+    def _share(self, batch, *rest):
+        share = super()._share(batch, *rest)
+        if self.layout.rank < self.layout.size - 1 or "loss_weight" not in batch:
+            return share
+
+        def silent(staged):
+            return attrs.evolve(staged, batch=staged.batch.with_tokens(loss_weight=torch.zeros(staged.batch.num_tokens)))
+
+        return attrs.evolve(share, staged=[silent(staged) for staged in share.staged])
 
 
 class Averages(Fsdp):
     """Gradients are divided by the number of ranks, as FSDP does by itself."""
 
-    def _wrapped(self, skeleton, params):
-        places = super()._wrapped(skeleton, params)
-        for module in skeleton.modules():
+    def _sharded(self, model):
+        modules = super()._sharded(model)
+        for module in model.skeleton.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(float(self.layout.size))
-        return places
+        return modules
 
 
 class NormOfOneRank(Fsdp):
@@ -294,3 +316,25 @@ def mutant(folder, name):
         check_backend(backend, Whole(folder, optimizer(), max_tokens=24), loss=loss_for("lm"), tolerance=1e-5)
     except LawViolation as error:
         return error.law
+
+
+def private_names(folder):
+    """The private names that an object of its kind lacks after a pass."""
+    backend = Fsdp(folder, optimizer(), max_tokens=24)
+    state = backend.init(KEY)
+    backend.forward_backward(state, tiny_batch(), ppo_clip())
+    fsdp = backend._built()._get_fsdp_state()
+    group = fsdp._fsdp_param_group
+    place = group.fsdp_params[0]
+    objects = {
+        "DTensor": next(iter(state.params.values())),
+        "FSDPState": fsdp,
+        "FSDPStateContext": fsdp._state_ctx,
+        "FSDPCommContext": fsdp._comm_ctx,
+        "FSDPParamGroup": group,
+        "FSDPParam": place,
+        "ParamModuleInfo": place._module_info,
+    }
+    assert all(type(value).__name__ == kind for kind, value in objects.items())
+    assert objects.keys() == PRIVATE.keys()
+    return [f"{kind}.{name}" for kind, names in PRIVATE.items() for name in names if not hasattr(objects[kind], name)]

@@ -1,7 +1,9 @@
 """The sharded backend on 1, 2 and 4 processes: the laws, the first step beside one process, and what it refuses."""
 
 import pytest
+import torch
 
+from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
@@ -81,9 +83,18 @@ def test_layers_are_compiled_once_for_all_sizes(two, untied, options):
     two.run("compiled_once", untied, options)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_call_that_fails_leaves_nothing_behind(one, folder, where):
-    assert one.run("after_failure", folder, where) == [True]
+@pytest.mark.parametrize(
+    "where", ["forward", "backward", "later forward", "later backward", "loss forward", "loss backward"]
+)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False, "compute_dtype": "bfloat16"}], ids=str)
+def test_a_call_that_fails_leaves_nothing_behind(two, folder, where, options):
+    assert two.run("after_failure", folder, where, options) == [True, True]
+
+
+def test_what_is_private_to_torch_is_there(one, folder):
+    """Every private name of PyTorch that sharding touches; a new version is tried here first."""
+    assert torch.__version__.startswith(f"{torch_private.TORCH}."), "read backends/fsdp/torch_private.py anew"
+    assert one.run("private_names", folder) == [[]]
 
 
 @pytest.mark.parametrize("reshard", [True, False])
