@@ -2,15 +2,19 @@
 
 from . import losses
 from .advantages import gae, grpo, reinforce_plus_plus, rloo, whiten_masked
-from .aggregate import aggregate
+from .aggregate import aggregate, aggregate_rows
 from .kl import AdaptiveKL, FixedKL, apply_kl_in_reward, kl_penalty
 from .losses import (
     Loss,
+    Term,
+    bradley_terry,
+    check_weights,
     cross_entropy,
     entropy,
     kl_to_reference,
     loss,
     ppo_clip,
+    row_mean,
     token_mean,
     total_loss,
     value_clip,
@@ -35,8 +39,46 @@ from .optim import (
 )
 
 __all__ = [
-    "AdamState", "AdaptiveKL", "FixedKL", "GradTransform", "Loss", "Optimizer", "Update", "adamw", "aggregate",
-    "apply_kl_in_reward", "apply_update", "chain", "check_update", "clip_by_global_norm", "constant", "cosine", "cross_entropy",
-    "entropy", "frozen", "gae", "grpo", "kl_penalty", "kl_to_reference", "linear", "loss", "losses", "minibatches", "ppo_clip", "reinforce_plus_plus", "rloo", "scan", "sgd", "token_mean", "total_loss",
-    "value_clip", "weighted_sum", "whiten_masked",
-]  # fmt: skip
+    "AdamState",
+    "AdaptiveKL",
+    "FixedKL",
+    "GradTransform",
+    "Loss",
+    "Optimizer",
+    "Term",
+    "Update",
+    "adamw",
+    "aggregate",
+    "aggregate_rows",
+    "apply_kl_in_reward",
+    "apply_update",
+    "bradley_terry",
+    "chain",
+    "check_update",
+    "check_weights",
+    "clip_by_global_norm",
+    "constant",
+    "cosine",
+    "cross_entropy",
+    "entropy",
+    "frozen",
+    "gae",
+    "grpo",
+    "kl_penalty",
+    "kl_to_reference",
+    "linear",
+    "loss",
+    "losses",
+    "minibatches",
+    "ppo_clip",
+    "reinforce_plus_plus",
+    "rloo",
+    "row_mean",
+    "scan",
+    "sgd",
+    "token_mean",
+    "total_loss",
+    "value_clip",
+    "weighted_sum",
+    "whiten_masked",
+]

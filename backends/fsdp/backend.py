@@ -37,15 +37,8 @@ from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved
 from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
 from verl_fn.backends.hf.folder import Hollow, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.skeleton import (
-    Skeleton,
-    Staged,
-    check_head,
-    check_needs,
-    dtype_of,
-    repeatable,
-    token_outputs,
-)
+from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_outputs
+from verl_fn.backends.hf.skeleton import Skeleton, dtype_of, repeatable
 from verl_fn.backends.hf.ulysses import check_heads
 from verl_fn.backends.memory import fits
 from verl_fn.backends.placing import beside
@@ -64,7 +57,7 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update, check_update, total_loss
+from verl_fn.steps import Loss, Optimizer, apply_update, check_update, check_weights, total_loss
 
 
 class Fsdp:
@@ -212,7 +205,7 @@ class Fsdp:
 
     @torch.no_grad()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """What ``needs`` names for every token with ``response_mask``, of all rows on every rank, on the CPU."""
+        """What ``needs`` names for every token with ``response_mask``, or every row, on every rank, on the CPU."""
         wanted = check_needs(self.head, needs)
         outputs: list[dict[str, Tensor]] = []
         share = self._share(batch, wanted)
@@ -230,24 +223,23 @@ class Fsdp:
         """Gradients of the loss over the whole batch, fp32 shards, and its metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks ``loss_weight``, a row is longer than the token budget, or ranks were
-                given different batches, needs or states. That they were given different losses is not seen.
+            ValueError: the batch lacks the weights that the loss's levels want or the field that keeps its rows
+                together, a row or group is longer than the token budget, or ranks were given different batches, needs
+                or states. That they were given different losses is not seen.
             DonatedError: the state was donated.
             OutOfMemory: a micro-batch does not fit into this rank's memory. The others wait for it, as for a rank
                 whose loss raises, until the process group's timeout; the Ray driver tells at once.
         """
-        if "loss_weight" not in batch:
-            raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
+        check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
         totals: Metrics = {}
         sharers, keeps = self.layout.sp, not self.checkpointing
-        share = self._share(batch, wanted, state)
+        share = self._share(batch, wanted, state, loss.together)
         with repeatable(self.deterministic), self._pointing_at(state.params) as held:
             for i, (rows, staged) in enumerate(share):
 
                 def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
-                    per_token, measured = loss(token_outputs(model, staged, wanted), staged.batch)
-                    total = total_loss(staged.batch, per_token)
+                    total, measured = total_loss(loss, token_outputs(model, staged, wanted), staged.batch)
                     return total, {"loss": Sum(total.detach().double()), **measured}
 
                 with fits(staged.batch, i, len(share), self.max_tokens, sharers=sharers, keeps=keeps):
@@ -336,12 +328,14 @@ class Fsdp:
         with self._built_modules().pointing_at(leaves, trained) as held:
             yield held
 
-    def _share(self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None) -> Share:
+    def _share(
+        self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None, together: str | None = None
+    ) -> Share:
         """Returns this rank's micro-batches of a call that all ranks were given alike."""
-        agree_on_call(self.layout, batch, wanted, state)
+        agree_on_call(self.layout, batch, wanted, state, together)
         self._built().check_longest(int(batch.lengths.max()))
         with one_thread(self.layout):
-            return share_out(self.layout, batch, self.max_tokens, self.device)
+            return share_out(self.layout, batch, self.max_tokens, self.device, together)
 
 
 def _whole(t: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from verl_fn.backends.agreement import agreed, of_batch, require_same
 from verl_fn.backends.fsdp.sharding import Layout
-from verl_fn.backends.hf.skeleton import Staged
-from verl_fn.state import Batch, TrainState, deal
+from verl_fn.backends.hf.outputs import Staged
+from verl_fn.state import PER_ROW, Batch, TrainState, deal, groups_of
 
 
 @attrs.frozen(eq=False)
@@ -56,7 +56,13 @@ def one_thread(layout: Layout) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def agree_on_call(layout: Layout, batch: Batch, wanted: Iterable[str], state: TrainState | None = None) -> None:
+def agree_on_call(
+    layout: Layout,
+    batch: Batch,
+    wanted: Iterable[str],
+    state: TrainState | None = None,
+    together: str | None = None,
+) -> None:
     """Refuses calls that would let ranks wait for each other: other rows, other outputs or another state.
 
     Raises:
@@ -64,7 +70,8 @@ def agree_on_call(layout: Layout, batch: Batch, wanted: Iterable[str], state: Tr
     """
     if layout.size > 1:
         about = () if state is None else (state.step, str(state.rng))
-        require_same({"batch": _outline(batch), "needs": sorted(wanted), "state (step and key)": about})
+        given = {"batch": _outline(batch, together), "needs": sorted(wanted), "state (step and key)": about}
+        require_same({**given, "field that keeps rows together": together})
 
 
 def agree_on_batch(layout: Layout, batch: Batch) -> None:
@@ -77,30 +84,42 @@ def agree_on_batch(layout: Layout, batch: Batch) -> None:
         require_same({"batch": of_batch(batch)})
 
 
-def _outline(batch: Batch) -> bytes:
-    """Returns a hash of what decides who computes which rows: the lengths, and the fields by name."""
+def _outline(batch: Batch, together: str | None) -> bytes:
+    """Returns a hash of what decides who computes which rows: lengths, groups, and the fields by name."""
     found = hashlib.blake2b(batch.cu_seqlens.numpy().data, digest_size=8)
     found.update(repr((sorted(batch.per_token), sorted(batch.per_row))).encode())
+    if together is not None:
+        found.update(repr(groups_of(batch, together)).encode())
     return found.digest()
 
 
-def share_out(layout: Layout, batch: Batch, max_tokens: int, device: torch.device) -> Share:
+def share_out(
+    layout: Layout, batch: Batch, max_tokens: int, device: torch.device, together: str | None = None
+) -> Share:
     """Returns this rank's micro-batches.
 
     All are staged before any is computed on: a copy to a GPU waits for what the GPU does.
 
+    Args:
+        together: a per-row field; rows with one value of it go to one micro-batch of one rank.
+
     Raises:
-        ValueError: a row is longer than the budget, or cannot be computed on; on all ranks.
+        ValueError: a row or group is longer than the budget, or cannot be computed on; on all ranks.
     """
-    rows = deal(batch, layout.shares, max_tokens)
+    rows = deal(batch, layout.shares, max_tokens, together)
     mine, staged = rows[layout.share], []
     with contextlib.nullcontext() if layout.size == 1 else agreed():
         for part in mine:
-            taken = batch.take(torch.tensor(part or [0]))
-            if not part and "loss_weight" in batch:
-                taken = taken.with_tokens(loss_weight=torch.zeros(taken.num_tokens))
-            staged.append(Staged.of(taken, device, layout.sequence))
+            # One that fills up is a whole group, so that a loss of groups can be computed on it.
+            taken = batch.take(torch.tensor(part or groups_of(batch, together)[0]))
+            staged.append(Staged.of(taken if part else _weightless(taken), device, layout.sequence))
     return Share(rows, staged, mine)
+
+
+def _weightless(batch: Batch) -> Batch:
+    if "loss_weight" in batch:
+        batch = batch.with_tokens(loss_weight=torch.zeros(batch.num_tokens))
+    return batch.with_rows(row_weight=torch.zeros(len(batch))) if "row_weight" in batch else batch
 
 
 def brought_together(
@@ -109,34 +128,54 @@ def brought_together(
     """Returns the outputs of all rows, in the order of the batch, on every rank, on the CPU.
 
     Args:
+        layout: how ranks share rows.
+        batch: the whole.
+        share: how it was shared out.
         outputs: of each of this rank's micro-batches that has rows.
-        names: of the outputs.
+        names: of the outputs, per token and per row.
     """
-    names = sorted(names)
-    lengths = batch.lengths
     dealt = [torch.tensor([row for part in parts for row in part], dtype=torch.int64) for parts in share.rows]
-    sizes = [int(lengths[rows].sum()) for rows in dealt]
     device = share.staged[0].batch.tokens.device
-    mine = torch.zeros(len(names), max(sizes), device=device)
-    for i, name in enumerate(names):
-        parts = [found[name] for found in outputs]
-        if parts:
-            mine[i, : sizes[layout.share]] = torch.cat(parts)
+    whole: dict[str, Tensor] = {}
+    by_row = sorted(name for name in names if name in PER_ROW)
+    by_token = sorted(name for name in names if name not in PER_ROW)
+    for chosen, lengths in ((by_token, batch.lengths), (by_row, torch.ones(len(batch), dtype=torch.int64))):
+        if chosen:
+            sizes = [int(lengths[rows].sum()) for rows in dealt]
+            mine = torch.zeros(len(chosen), max(sizes), device=device)
+            for i, name in enumerate(chosen):
+                if outputs:
+                    mine[i, : sizes[layout.share]] = torch.cat([found[name] for found in outputs])
+            spoken = _of_all_shares(layout, mine).transpose(0, 1).reshape(len(chosen), -1)
+            places = _places(lengths, dealt, max(sizes)).to(device)
+            whole |= zip(chosen, spoken[:, places].cpu().unbind(), strict=True)
+    return whole
+
+
+def _of_all_shares(layout: Layout, mine: Tensor) -> Tensor:
+    """Returns the tensors of all shares, by share; ranks that share rows have the same one."""
     if layout.size == 1:
-        everyone = mine[None]
-    else:
-        everyone = mine.new_empty(layout.size, *mine.shape)
-        dist.all_gather_into_tensor(everyone.view(-1), mine.view(-1))
-    spoken = everyone[:: layout.sp].transpose(0, 1).reshape(len(names), -1)
-    whole = spoken[:, _places(batch, dealt, max(sizes)).to(device)].cpu()
-    return dict(zip(names, whole.unbind(), strict=True))
+        return mine[None]
+    everyone = mine.new_empty(layout.size, *mine.shape)
+    dist.all_gather_into_tensor(everyone.view(-1), mine.view(-1))
+    return everyone[:: layout.sp]
 
 
-def _places(batch: Batch, dealt: Sequence[Tensor], each: int) -> Tensor:
-    """Returns where each token of the batch lies among the shares, which have room for ``each`` tokens."""
-    starts = torch.empty(len(batch), dtype=torch.int64)
-    lengths = batch.lengths
+def _places(lengths: Tensor, dealt: Sequence[Tensor], each: int) -> Tensor:
+    """Returns where each entry of the whole lies among the shares, which have room for ``each`` entries.
+
+    Args:
+        lengths: entries of each row: its tokens, or one.
+        dealt: the rows of each share.
+        each: entries that there is room for.
+
+    >>> _places(torch.tensor([2, 1, 1]), [torch.tensor([1, 2]), torch.tensor([0])], 2).tolist()
+    [2, 3, 0, 1]
+    """
+    starts = torch.empty(len(lengths), dtype=torch.int64)
     for share, rows in enumerate(dealt):
         taken = lengths[rows]
         starts[rows] = share * each + taken.cumsum(0) - taken
-    return batch.spread(starts) + torch.arange(batch.num_tokens) - batch.spread(batch.cu_seqlens[:-1].long())
+    ends = lengths.cumsum(0)
+    within = torch.arange(int(ends[-1])) - (ends - lengths).repeat_interleave(lengths)
+    return starts.repeat_interleave(lengths) + within

@@ -11,7 +11,7 @@ from transformers import AutoModelForTokenClassification
 from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.hf.skeleton import check_head
+from verl_fn.backends.hf.outputs import check_head
 from verl_fn.backends.local import Local
 from verl_fn.state import Batch, tree
 from verl_fn.steps import cross_entropy, value_clip

@@ -183,7 +183,7 @@ def show_choices(args: argparse.Namespace) -> int:
         ("estimators", [one for several in schema.ESTIMATORS.values() for one in several]),
         ("losses", losses),
         ("KL estimators", schema.KL_TYPES),
-        ("aggregation", (*schema.AGGREGATIONS, "seq")),
+        ("aggregation", schema.AGGREGATIONS),
         ("training backends", ("local", "fsdp", "mock")),
         ("rollout engines", ("sampler", "mock")),
         ("drivers", ("local", "ray")),
