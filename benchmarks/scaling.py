@@ -152,7 +152,9 @@ class Group:
         return reports
 
 
-def measured(shape: str, sizes: Sequence[int], device: str, rounds: int, rows: int) -> dict[str, dict[int, list[float]]]:
+def measured(
+    shape: str, sizes: Sequence[int], device: str, rounds: int, rows: int
+) -> dict[str, dict[int, list[float]]]:
     """Returns the seconds of every call, by what was called and the number of ranks; the sizes take turns."""
     seconds: dict[str, dict[int, list[float]]] = {call: {size: [] for size in sizes} for call in CALLS}
     with tempfile.TemporaryDirectory() as folder:

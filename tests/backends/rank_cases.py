@@ -7,14 +7,25 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
-from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.fsdp import Fsdp, torch_private
 from verl_fn.backends.fsdp.sharding import locals_of, whole_of
 from verl_fn.backends.fsdp.torch_private import PRIVATE
 from verl_fn.backends.local import Local
-from verl_fn.state import Grads, Key, Weighted, snapshot, tree
-from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, entropy, loss, ppo_clip, value_clip
-from verl_fn.testing import LawViolation, check_backend, tiny_batch
+from verl_fn.state import Grads, Key, Slots, Weighted, snapshot, tree
+from verl_fn.steps import (
+    adamw,
+    bradley_terry,
+    chain,
+    clip_by_global_norm,
+    constant,
+    entropy,
+    loss,
+    ppo_clip,
+    value_clip,
+)  # fmt: skip
+from verl_fn.testing import LawViolation, check_backend, tiny_batch, tiny_pairs
 
 KEY = Key.from_seed(0)
 SHARED = ("head", "compute_dtype", "checkpointing", "lora", "device", "deterministic")  # what Local takes too
@@ -160,8 +171,9 @@ def after_failure(folder, where, options):
     assert tree.equal(backend.forward(state.params, batch), told)
     again, _ = backend.forward_backward(state, batch, ppo_clip())
     assert float(again.global_norm()) > 0
+    same = tree.equal(again, expected)
     _, found = backend.apply_update(state, again)
-    return tree.equal(again, expected) and found["perf/residency_copies"].value == 0
+    return same and found["perf/residency_copies"].value == 0
 
 
 def trained_in_turn(folder, options):
@@ -266,7 +278,9 @@ class DropsARank(Fsdp):
             return share
 
         def silent(staged):
-            return attrs.evolve(staged, batch=staged.batch.with_tokens(loss_weight=torch.zeros(staged.batch.num_tokens)))
+            return attrs.evolve(
+                staged, batch=staged.batch.with_tokens(loss_weight=torch.zeros(staged.batch.num_tokens))
+            )
 
         return attrs.evolve(share, staged=[silent(staged) for staged in share.staged])
 
@@ -338,3 +352,82 @@ def private_names(folder):
     assert all(type(value).__name__ == kind for kind, value in objects.items())
     assert objects.keys() == PRIVATE.keys()
     return [f"{kind}.{name}" for kind, names in PRIVATE.items() for name in names if not hasattr(objects[kind], name)]
+
+
+def levels(folder, options, rows, loss_name):
+    """Gradients, metrics and outputs of a loss of rows, alone and added to one of tokens, beside ``Local``."""
+    used = {"pairs": bradley_terry(), "both": bradley_terry() + 0.5 * value_clip()}[loss_name]
+    one = Local(folder, optimizer(), head="value", max_tokens=30)
+    many = Fsdp(folder, optimizer(), head="value", max_tokens=30, **options)
+    batch, states = tiny_pairs(pairs=rows // 2), []
+    for backend in (one, many):
+        state = backend.init(KEY)
+        # A head of zeros would give every row the same value.
+        leaves = {n: t + 0.5 if n == "score.weight" else t for n, t in state.params.items()}
+        states.append(attrs.evolve(state, params=attrs.evolve(state.params, leaves=leaves)))
+    (ga, ma), (gb, mb) = (b.forward_backward(s, batch, used) for b, s in zip((one, many), states, strict=True))
+    whole = dict(many.named(gb))
+    gaps = [
+        float((whole[n] - g).norm()) / max(float(g.norm()), 1e-6 * float(ga.global_norm())) for n, g in ga.items()
+    ]
+    gaps += [abs(v.value - mb[n].value) for n, v in ma.items()]
+    needs = ("values", "row_values")
+    mine, theirs = (b.forward(s.params, batch, needs) for b, s in zip((one, many), states, strict=True))
+    assert mine.row_values.unique().numel() > 1 and mine.row_values.shape == theirs.row_values.shape == (rows,)
+    return max(*gaps, *(float((mine.by_name[n] - theirs.by_name[n]).abs().max()) for n in needs))
+
+
+class SplitsGroups(Fsdp):
+    """Deals rows as if no loss ever kept any together."""
+
+    def _share(self, batch, wanted, state=None, together=None):
+        return super()._share(batch, wanted, state)
+
+
+def split_groups(folder):
+    """What a loss of pairs says where a backend splits them: it has a row without its other."""
+    backend = SplitsGroups(folder, optimizer(), head="value", max_tokens=30)
+    try:
+        backend.forward_backward(backend.init(KEY), tiny_pairs(pairs=5), bradley_terry())
+    except ValueError as error:
+        return str(error)
+
+
+def refused_groups(folder):
+    """A group longer than the budget, and a field that the batch lacks."""
+    backend, says = Fsdp(folder, optimizer(), head="value", max_tokens=30), []
+    state, batch = backend.init(KEY), tiny_pairs(pairs=5)
+    for given in (batch.with_rows(pair=[0] * 5 + [1] * 5), batch.without("pair")):
+        try:
+            backend.forward_backward(state, given, bradley_terry())
+        except ValueError as error:
+            says.append(str(error))
+    return says
+
+
+def named(folder, options):
+    """``named`` of parameters, gradients and moments beside ``Local``; everything bitwise but what was reduced."""
+    one, many = (cls(folder, optimizer(), max_tokens=24, **o) for cls, o in ((Local, {}), (Fsdp, options)))
+    a, b = one.init(KEY), many.init(KEY)
+    params = dict(many.named(b.params))
+    assert list(params) == list(a.params) and all(torch.equal(t, params[n]) for n, t in a.params.items())
+    assert not any(hasattr(t, "full_tensor") for t in params.values())
+    batch = tiny_batch()
+    (ga, _), (gb, _) = one.forward_backward(a, batch, ppo_clip()), many.forward_backward(b, batch, ppo_clip())
+    gap = max(float((t - ga[n]).abs().max()) for n, t in many.named(gb))
+    (a, _), (b, _) = one.apply_update(a, ga), many.apply_update(b, gb)
+    slots = [[s for s in tree_leaves(x.optimizer, is_leaf=lambda s: isinstance(s, Slots)) if isinstance(s, Slots)]
+             for x in (a, b)]  # fmt: skip
+    assert len(slots[0]) == len(slots[1]) > 0
+    for mine, theirs in zip(*slots, strict=True):
+        gap = max(gap, *(float((t - mine[n]).abs().max()) for n, t in many.named(theirs)))
+    return gap
+
+
+def without_reset(folder):
+    """Whether a call that fails leaves nothing behind although FSDP is not brought back to rest."""
+    with mock.patch.object(torch_private, "reset", lambda root: None):
+        try:
+            return after_failure(folder, "loss forward", {})
+        except (AssertionError, RuntimeError):
+            return False

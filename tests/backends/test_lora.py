@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from verl_fn.backends.checkpoint.export import export_adapter, export_model
 from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.lora import Lora, LoraError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.hf.folder import ModelError
 from verl_fn.state import Batch, Key, tree
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cross_entropy, entropy, ppo_clip, value_clip
 from verl_fn.testing import check_backend, tiny_batch
