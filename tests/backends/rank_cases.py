@@ -143,14 +143,15 @@ def after_failure(folder, where, options):
 
     def broken(module, args, output):
         calls.append(module)
-        if len(calls) < (3 if where.startswith("later") else 1):
+        if len(calls) < (2 if where.startswith("later") else 1):
             return output
         if where.endswith("forward"):
             raise RuntimeError("broken on purpose")
         return _Broken.apply(output)
 
     def broken_loss(outputs, batch):
-        broken(None, None, None)
+        if where == "loss forward":
+            raise RuntimeError("broken on purpose")
         values, found = ppo_clip()(outputs, batch)
         return (_Broken.apply(values) if where == "loss backward" else values), found
 
