@@ -14,7 +14,7 @@ from verl_fn.backends.fsdp import Fsdp, loading
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.local import Local
 from verl_fn.state import Grads, is_donated
-from verl_fn.steps import GradTransform, Optimizer, adamw, chain, clip_by_global_norm, frozen, linear, ppo_clip, sgd
+from verl_fn.steps import SGD, adamw, chain, clip_by_global_norm, frozen, linear, ppo_clip, sgd, stateless
 from verl_fn.testing import tiny_batch
 
 OPTIMIZERS = {
@@ -251,16 +251,21 @@ def other_calls(folder):
     ]
 
 
+class HoldsADict(SGD):
+    def init(self, params):
+        return {name: torch.zeros_like(p) for name, p in params.items()}
+
+
 def own_optimizers(folder):
     """A momentum in a dict cannot be sharded; a norm of each parameter's own can be had through ``reduce``."""
     plain = sgd(lambda count: 0.1)
-    held = Optimizer(lambda params: {n: torch.zeros_like(p) for n, p in params.items()}, plain.update)
+    held = HoldsADict(plain.schedule)
     says = told(lambda: Fsdp(folder, held).init(KEY))
 
     def normalized(grads, update):
         return Grads({n: g / (update.reduce(g.square().sum()).sqrt() + 1e-9) for n, g in grads.items()}), update
 
-    by_layer, moved = chain(GradTransform(normalized), plain), []
+    by_layer, moved = chain(stateless(normalized), plain), []
     for backend in (Local(folder, by_layer), Fsdp(folder, by_layer)):
         state = backend.init(KEY)
         grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())

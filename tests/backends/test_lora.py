@@ -49,7 +49,7 @@ def test_only_adapters_are_trained_and_names_are_those_of_the_model(tiny):
     )]  # fmt: skip
     adapters = [f"{layer}.lora_{ab}.weight" for layer in layers for ab in "AB"]
     assert list(state.params) == [*full.params, *adapters]
-    assert state.params.trained() == adapters == list(state.optimizer.exp_avg)
+    assert state.params.trained() == adapters == list(state.optimizer[-1].exp_avg)
     assert tree.equal(state.params.base.leaves, full.params.leaves)
     grads, _ = backend.forward_backward(state, ragged(), cross_entropy())
     assert list(grads) == adapters
