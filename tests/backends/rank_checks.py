@@ -9,7 +9,8 @@ import torch.distributed as dist
 from rank_cases import KEY, optimizer
 from torch.distributed.tensor import DTensor
 
-from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.checkpoint import tensor_file
+from verl_fn.backends.fsdp import Fsdp, loading
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.local import Local
 from verl_fn.state import Grads, is_donated
@@ -270,3 +271,33 @@ def own_optimizers(folder):
         grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
         moved.append(whole_of(backend.apply_update(state, grads)[0].params))
     return says, max(float((moved[1][n] - t).abs().max()) for n, t in moved[0].items())
+
+
+def loaded(folder, options):
+    """Whether the shards of a folder are the rows that one process reads; the rows read and the wholes made here."""
+    alone = {name: options[name] for name in ("head", "lora") if name in options}
+    backend, rows, wholes = Fsdp(folder, optimizer(), **options), 0, 0
+    read, make = tensor_file.Slices.rows, loading.build
+
+    def counted(self, name, start, end):
+        nonlocal rows
+        rows += end - start
+        return read(self, name, start, end)
+
+    def noted(*args, **kwargs):
+        nonlocal wholes
+        wholes += 1
+        return make(*args, **kwargs)
+
+    tensor_file.Slices.rows, loading.build = counted, noted
+    try:
+        states = [backend.load_pretrained(), backend.init(KEY)]
+    finally:
+        tensor_file.Slices.rows, loading.build = read, make
+    local = Local(folder, optimizer(), **alone)
+    same = [
+        all(torch.equal(t, wanted.params[name]) for name, t in backend.named(state.params))
+        and state.params.trainable == wanted.params.trainable
+        for state, wanted in zip(states, (local.load_pretrained(), local.init(KEY)), strict=True)
+    ]
+    return same, rows, wholes

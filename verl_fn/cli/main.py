@@ -115,6 +115,8 @@ def parser() -> argparse.ArgumentParser:
             "throughput",
             "residency",
             "publish",
+            "loading",
+            "scaling",
         ),
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
