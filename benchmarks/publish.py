@@ -76,9 +76,9 @@ def compare(shape: str, device: str, dtype: str, rounds: int) -> dict[str, Any]:
                 cluster.get(engine.publish(version, backend.weights(state.params)))
                 return time.perf_counter() - began
 
-            return _rounds(
-                publish, lambda: cluster.get(backend.map(copy_seconds, state.params)), rounds
-            ) | {"bytes": cluster.get(backend.map(total_bytes, state.params))}
+            return _rounds(publish, lambda: cluster.get(backend.map(copy_seconds, state.params)), rounds) | {
+                "bytes": cluster.get(backend.map(total_bytes, state.params))
+            }
         finally:
             cluster.stop()
 

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from verl_fn.backends.hf import attention
-from verl_fn.backends.hf.skeleton import DTYPES, Skeleton, Staged, token_outputs
+from verl_fn.backends.hf.outputs import Staged, token_outputs
+from verl_fn.backends.hf.skeleton import DTYPES, Skeleton
 from verl_fn.backends.local import Local
 from verl_fn.state import Batch, Grads, Key, split_by_tokens
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip

@@ -15,15 +15,8 @@ from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.checkpoint.tensor_file import Part
 from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.skeleton import (
-    Skeleton,
-    Staged,
-    check_head,
-    check_needs,
-    dtype_of,
-    repeatable,
-    token_outputs,
-)
+from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_outputs
+from verl_fn.backends.hf.skeleton import Skeleton, dtype_of, repeatable
 from verl_fn.backends.memory import fits
 from verl_fn.backends.placing import beside
 from verl_fn.backends.weight_sync import Weights, specs_of
@@ -42,7 +35,7 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
+from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
 
 
 class Local:
@@ -164,48 +157,47 @@ class Local:
 
     @torch.no_grad()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """What ``needs`` names for every token with ``response_mask``, on the CPU, without gradients."""
+        """What ``needs`` names for every token with ``response_mask``, or every row, on the CPU, without gradients."""
         wanted = check_needs(self.head, needs)
         tensors = self._compute_tensors(params)
         split = split_by_tokens(batch, self.max_tokens)
-        found: list[TokenOutputs] = []
+        parts: list[TokenOutputs] = []
         with repeatable(self.deterministic):
             for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
                 with fits(part, i, len(split), self.max_tokens):
                     outputs = self._built().run(tensors, lambda model, s=staged: token_outputs(model, s, wanted))
-                found.append(tree.map_tensors(lambda t: t.cpu(), outputs))
-        return TokenOutputs({name: split.join([o.by_name[name] for o in found]) for name in wanted})
+                parts.append(tree.map_tensors(lambda t: t.cpu(), outputs))
+        return split.join_outputs(parts)
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
         """Gradients of the loss over the whole batch, fp32, and its metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks ``loss_weight``, or a row is longer than the token budget.
+            ValueError: the batch lacks the weights that the loss's levels want or the field that keeps its rows
+                together, or a row or group is longer than the token budget.
             OutOfMemory: a micro-batch does not fit into the device's memory.
             DonatedError: the state was donated.
         """
-        if "loss_weight" not in batch:
-            raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
+        check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
         tensors = self._compute_tensors(state.params)
         leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
         tensors |= leaves
-        found: Metrics = {}
-        split = split_by_tokens(batch, self.max_tokens)
+        reported: Metrics = {}
+        split = split_by_tokens(batch, self.max_tokens, loss.together)
         with repeatable(self.deterministic):
             for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
 
                 def backward(model: Skeleton, staged: Staged = staged) -> Metrics:
-                    per_token, told = loss(token_outputs(model, staged, wanted), staged.batch)
-                    total = total_loss(staged.batch, per_token)
+                    total, of_part = total_loss(loss, token_outputs(model, staged, wanted), staged.batch)
                     total.backward()
-                    return {"loss": Sum(total.detach().double()), **told}
+                    return {"loss": Sum(total.detach().double()), **of_part}
 
                 with fits(part, i, len(split), self.max_tokens, keeps=not self.checkpointing):
-                    found = metrics.merge(found, self._built().run(tensors, backward))
-        return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), found
+                    reported = metrics.merge(reported, self._built().run(tensors, backward))
+        return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), reported
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
         """The next state; see ``steps.apply_update``. Gradients come to where the parameters are.

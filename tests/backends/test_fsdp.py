@@ -1,7 +1,9 @@
 """The sharded backend on 1, 2 and 4 processes: the laws, the first step beside one process, and what it refuses."""
 
 import pytest
+import torch
 
+from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
@@ -81,9 +83,22 @@ def test_layers_are_compiled_once_for_all_sizes(two, untied, options):
     two.run("compiled_once", untied, options)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_call_that_fails_leaves_nothing_behind(one, folder, where):
-    assert one.run("after_failure", folder, where) == [True]
+@pytest.mark.parametrize(
+    "where", ["forward", "backward", "later forward", "later backward", "loss forward", "loss backward"]
+)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False, "compute_dtype": "bfloat16"}], ids=str)
+def test_a_call_that_fails_leaves_nothing_behind(two, folder, where, options):
+    assert two.run("after_failure", folder, where, options) == [True, True]
+
+
+def test_a_reset_that_does_nothing_is_caught(two, folder):
+    assert two.run("without_reset", folder) == [False, False]
+
+
+def test_what_is_private_to_torch_is_there(one, folder):
+    """Every private name of PyTorch that sharding touches; a new version is tried here first."""
+    assert torch.__version__.startswith(f"{torch_private.TORCH}."), "read backends/fsdp/torch_private.py anew"
+    assert one.run("private_names", folder) == [[]]
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -92,6 +107,32 @@ def test_what_is_trained_may_change_from_call_to_call(one, two, untied, dtype, t
     for ranks in (one, two):
         options = {"compute_dtype": dtype, "reshard_after_forward": reshard}
         assert max(ranks.run("trained_in_turn", untied, options)) < tolerance
+
+
+@pytest.mark.parametrize("loss", ["pairs", "both"])
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(10, {}), (2, {}), (6, {"sp": 2}), (10, {"reshard_after_forward": False, "checkpointing": True})],
+    ids=str,
+)
+def test_losses_of_rows_that_belong_together(two, folder, loss, rows, options):
+    """Also with fewer pairs than ranks, where a rank fills up with a pair of no weight."""
+    assert max(two.run("levels", folder, options, rows, loss)) < 1e-5
+
+
+def test_a_backend_that_splits_pairs_is_caught(two, folder):
+    assert all(told and "do not have two rows" in told for told in two.run("split_groups", folder))
+
+
+def test_groups_that_cannot_stay_together_are_refused(two, folder):
+    for long, missing in two.run("refused_groups", folder):
+        assert "the group pair = " in long and "more than the budget of 30" in long
+        assert "no per-row field of that name" in missing
+
+
+@pytest.mark.parametrize("options", [{}, {"sp": 2}, {"replicate": 2}], ids=str)
+def test_whole_tensors_by_canonical_name(two, folder, options):
+    assert max(two.run("named", folder, options)) < 1e-6
 
 
 def test_values_keep_their_meaning(two, folder):

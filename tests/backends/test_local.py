@@ -133,7 +133,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(tiny):
     gap = float((got + want.scale(-1.0)).global_norm() / want.global_norm())
     assert 1e-4 < gap < 3e-2
     state, _ = half.apply_update(state, got)
-    assert all(t.dtype == torch.float32 for t in (*state.params.values(), *state.optimizer.exp_avg.values()))
+    assert all(t.dtype == torch.float32 for t in (*state.params.values(), *state.optimizer[-1].exp_avg.values()))
 
 
 def test_bf16_copies_follow_the_parameters(tiny):

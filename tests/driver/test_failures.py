@@ -18,7 +18,7 @@ from verl_fn.driver.host import Host
 from verl_fn.driver.parcels import flattened
 from verl_fn.driver.watch import Watch, ask
 from verl_fn.state import Key
-from verl_fn.steps import Loss, cross_entropy
+from verl_fn.steps import cross_entropy, loss
 from verl_fn.testing import tiny_batch
 
 
@@ -30,7 +30,7 @@ def on_rank_1(act):
             act()
         return cross_entropy()(outputs, batch)
 
-    return Loss(fn, cross_entropy().needs)
+    return loss(cross_entropy().needs)(fn)
 
 
 def say():

@@ -8,15 +8,15 @@ import remote_mutants
 import torch
 from ray_ranks import start_ranks
 
-from verl_fn.backends.protocol import Freed, StaleWeightsError
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.local import Local
+from verl_fn.backends.protocol import Freed, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.weight_sync import Weights
 from verl_fn.config.schema import DriverConfig
 from verl_fn.driver.cluster import Seat
 from verl_fn.driver.group import Group
 from verl_fn.driver.remote import RemoteRollout, RemoteTrain
-from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import DonatedError, Key, Sampling, requests_for, snapshot, tree
 from verl_fn.steps import entropy, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch

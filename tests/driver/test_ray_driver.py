@@ -45,7 +45,10 @@ def test_ray_and_one_process_are_the_same_run(ray_cluster, model, tmp_path):
             make_plan(
                 load(
                     overrides=[
-                        *OVERRIDES, f"driver.kind={kind}", f"model.path={model}", f"trainer.dir={tmp_path / kind}"
+                        *OVERRIDES,
+                        f"driver.kind={kind}",
+                        f"model.path={model}",
+                        f"trainer.dir={tmp_path / kind}",
                     ]
                 )
             ),
@@ -148,4 +151,4 @@ def test_each_field_goes_to_each_process_once(ray_cluster, model, tmp_path):
     for name, (fetched, _) in traffic.items():
         assert max(fetched.values(), default=0) <= 1, name
     assert traffic["rollout"][1] == 0
-    assert 5 <= len(traffic["data"][0]) and len(traffic["reward"][0]) <= 2 * 12
+    assert len(traffic["data"][0]) >= 5 and len(traffic["reward"][0]) <= 2 * 12

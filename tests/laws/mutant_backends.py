@@ -21,6 +21,7 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.steps import (
+    Loss,
     adamw,
     constant,
 )
@@ -149,6 +150,21 @@ class DropsAMicroBatch(Mock):
         parts = list(split_by_tokens(batch, self.max_tokens))
         found = super().forward_backward(state, batch, loss)[1]
         return super().forward_backward(state, concatenate(parts[:-1] or parts), loss)[0], found
+
+
+class SplitsGroups(Mock):
+    """Takes no notice of which rows a loss keeps together."""
+
+    def forward_backward(self, state, batch, loss):
+        apart = Loss(tuple(attrs.evolve(term, together=None) for term in loss.terms))
+        return super().forward_backward(state, batch, apart)
+
+
+class IgnoresRowWeight(Mock):
+    """Weighs all rows alike."""
+
+    def forward_backward(self, state, batch, loss):
+        return super().forward_backward(state, batch.with_rows(row_weight=torch.full((len(batch),), 0.1)), loss)
 
 
 class ForgetsTheOrder(Mock):
@@ -324,6 +340,8 @@ BACKENDS = [
     (partial(mock, MeanPerMicroBatch), "Split invariance"),
     (partial(mock, MeanOfMetrics), "Split invariance"),
     (partial(mock, DropsAMicroBatch), "Split invariance"),
+    (partial(mock, SplitsGroups), "Split invariance"),
+    (partial(mock, IgnoresRowWeight), "Split invariance"),
     (partial(mock, ForgetsTheOrder), "Purity"),
     (partial(mock, ReusesGradients), "Persistence"),
     (partial(mock, ReusesOutputs), "Persistence"),

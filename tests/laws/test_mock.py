@@ -18,6 +18,7 @@ from verl_fn.steps import (
     grpo,
     kl_to_reference,
     ppo_clip,
+    total_loss,
     value_clip,
 )
 from verl_fn.testing import tiny_batch
@@ -37,8 +38,7 @@ def by_autograd(tables, batch, loss):
         found["entropy"][t] = -(log_probs.exp() * log_probs).sum()
         found["values"][t] = leaves["values"][last]
     outputs = TokenOutputs({name: torch.stack(column) for name, column in found.items()})
-    per_token, _ = loss(outputs, batch)
-    (batch["loss_weight"] * per_token).sum().backward()
+    total_loss(loss, outputs, batch)[0].backward()
     return outputs, {name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in leaves.items()}
 
 

@@ -115,7 +115,7 @@ def test_kl_to_reference_is_the_penalty_on_new_log_probs(kind):
 def test_kl_to_reference_uses_k3_unless_told():
     batch, fields = pack([[1, 1]], 3, "logprobs", "ref_log_prob", "loss_weight")
     plain, named = (
-        run(term, batch, **{"logprobs": fields["logprobs"]})[0] for term in (kl_to_reference(), kl_to_reference("k3"))
+        run(term, batch, logprobs=fields["logprobs"])[0] for term in (kl_to_reference(), kl_to_reference("k3"))
     )
     assert torch.equal(plain["loss"], named["loss"])
 
@@ -154,7 +154,9 @@ def test_the_total_is_weighed_and_skips_what_weighs_nothing(masks, seed):
     weights = [np.where(mask, row, 0.0) for mask, row in zip(masks, fields["weight"], strict=True)]
     batch = batch.with_tokens(loss_weight=np.concatenate(weights))
     junk = torch.where(batch["loss_weight"] == 0, torch.nan, batch["per_token"]).requires_grad_()
-    total = total_loss(batch, junk)
+    total, _ = total_loss(
+        loss()(lambda outputs, batch: (outputs.logprobs, {})), TokenOutputs({"logprobs": junk}), batch
+    )
     total.backward()
     expected = sum((w * x).sum() for w, x in zip(weights, fields["per_token"], strict=True))
     assert total.item() == pytest.approx(expected, abs=1e-12)

@@ -13,6 +13,7 @@ import attrs
 from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.backends.sampler import Sampler
@@ -24,8 +25,6 @@ from verl_fn.rewards.functions import RewardFunctions
 from verl_fn.rewards.reward import Reward
 from verl_fn.rewards.rules import by_rules
 from verl_fn.steps import Optimizer, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
-
-TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
 
 
 def set_up_process(driver: DriverConfig, ranks: int) -> None:
@@ -140,23 +139,6 @@ def validation_sampling(validation: ValConfig, max_response_length: int) -> Samp
     return Sampling(max_response_length, v.temperature, v.top_k, v.top_p, v.n)
 
 
-def tokenizer(folder: str | Path) -> Any:
-    """Reads the tokenizer of a model's folder.
-
-    Raises:
-        ModelError: the folder has none.
-    """
-    from transformers import AutoTokenizer
-
-    # Without any of these files transformers makes an empty tokenizer for some architectures.
-    if not any(file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)):
-        raise ModelError(f"{folder} has no tokenizer that can be read: copy the tokenizer's files into it")
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{folder} has no tokenizer that can be read: {str(error).splitlines()[0]}") from error
-
-
 def reward(table: RewardConfig, model: str, folder: str | None = None) -> Reward:
     """Makes the reward by ``reward.functions``, or by the rules of the problems' data sources where there are none.
 
@@ -170,4 +152,4 @@ def reward(table: RewardConfig, model: str, folder: str | None = None) -> Reward
     judge: Any = by_rules
     if table.functions:
         judge = RewardFunctions(table.functions, table.weights, table.timeout, table.num_workers, folder)
-    return Reward(judge, tokenizer(model))
+    return Reward(judge, read_tokenizer(model))

@@ -56,7 +56,7 @@ class Group:
         if len(self.members) > 1:
             # Batches go to the store once, not once for every rank.
             args = tuple(ray.put(arg) if isinstance(arg, Batch) else arg for arg in args)
-        results = self._call({member: args for member in self.members}, method, returns)[0]
+        results = self._call(dict.fromkeys(self.members, args), method, returns)[0]
         return results if returns > 1 else results[0]
 
     def scatter(self, method: str, parts: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from verl_fn.algorithms.workers import Workers
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config.plan import Plan
 
 from . import build, ranks
@@ -21,7 +22,7 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
             trainers={name: build.trainer(role, plan.driver, device) for name, role in plan.roles.items()},
             rollout=build.rollout(plan.rollout, device),
             reward=build.reward(plan.reward, plan.model),
-            tokenizer=build.tokenizer(plan.model),
+            tokenizer=read_tokenizer(plan.model),
             sampling=build.sampling(plan.rollout),
             max_prompt_length=plan.rollout.max_prompt_length,
         )

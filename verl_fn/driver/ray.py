@@ -195,9 +195,7 @@ def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
     return {"trainer": together} | {role.name: (role,) for role in apart}
 
 
-def seating(
-    groups: Sequence[str], ranks: int, device: str
-) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
+def seating(groups: Sequence[str], ranks: int, device: str) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
     """Where each group's actors go, and the room that the run asks the cluster for, a bundle for each rank.
 
     Args:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
-
-from verl_fn.backends.hf.folder import read_config
-from verl_fn.backends.hf.lora import Lora, target_layers
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.sizes import parameter_counts
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import Plan, RolePlan
-from verl_fn.driver import build, ranks
+from verl_fn.driver import ranks
 
 from .checks import row_lengths
 from .prepare import prepare
@@ -28,7 +27,7 @@ def check_run(plan: Plan) -> str:
         UserError: the run could not begin.
     """
     source = prepare(plan, print)
-    tokenizer = build.tokenizer(plan.model)
+    tokenizer = read_tokenizer(plan.model)
     size = ranks.training_ranks(plan)
     d, r, t = plan.data, plan.rollout, plan.trainer
     rows = d.train_batch_size * (1 if plan.algorithm == "sft" else r.n)
@@ -50,7 +49,8 @@ def check_run(plan: Plan) -> str:
 
 
 def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
-    total, trained = parameter_counts(role)
+    total, trained = parameter_counts(role.folder, role.head, Lora(*role.lora) if role.lora else None)
+    trained = trained if role.optim is not None else 0
     shards = size // role.fsdp.replicate if role.strategy == "fsdp" else 1
     layout = role.strategy
     if role.strategy == "fsdp":
@@ -64,29 +64,3 @@ def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
     sizes = ", ".join(f"{name} {count / shards / GIB:.3f}" for name, count in parts.items() if count)
     place = "; parameters and moments stay on the CPU between passes" if role.offload else ""
     yield f"            GiB a rank: {sizes}; micro-batches of at most {role.max_tokens:,} tokens{place}"
-
-
-def parameter_counts(role: RolePlan) -> tuple[int, int]:
-    """Counts the elements of a role's model, and those that are trained, without its weights."""
-    import transformers
-
-    config = read_config(role.folder)
-    auto = transformers.AutoModelForCausalLM
-    if role.head == "value":
-        auto, config.num_labels = transformers.AutoModelForTokenClassification, 1
-    with torch.device("meta"):
-        model = auto.from_config(config)
-    total = sum(p.numel() for p in model.parameters())
-    if role.optim is None:
-        return total, 0
-    if role.lora is None:
-        return total, total
-    lora = Lora(*role.lora)
-    if role.head == "lm":
-        output, head = model.get_output_embeddings(), 0
-    else:
-        output = next(getattr(model, name) for name in ("score", "classifier") if hasattr(model, name))
-        head = sum(p.numel() for p in output.parameters())
-    layers = target_layers(model, lora, output, role.folder)
-    adapters = sum(lora.rank * sum(model.get_submodule(name).weight.shape) for name in layers)
-    return total + adapters, adapters + head

@@ -6,6 +6,7 @@ import contextlib
 
 from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.folder import read_config
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import Plan
 from verl_fn.data.files import file_data
 from verl_fn.data.tasks import TASKS, Source
@@ -24,7 +25,7 @@ def prepare(plan: Plan, say: Say) -> Source:
     build.make_model_folder(plan)
     read_config(plan.model)
     from_files = plan.data.train_files or plan.data.val_files
-    tokenizer = build.tokenizer(plan.model)
+    tokenizer = read_tokenizer(plan.model)
     answers = plan.algorithm == "sft" and any(role.optim is not None for role in plan.roles.values())
     source: Source = file_data(plan.data, tokenizer, say, answers=answers) if from_files else TASKS[plan.data.task]
     check(plan, source, tokenizer)

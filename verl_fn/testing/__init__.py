@@ -27,12 +27,12 @@ from verl_fn.backends.mock.train import Mock
 
 from .advantages import check_advantage
 from .backends import check_backend
-from .builders import tiny_batch, tiny_outputs
+from .builders import tiny_batch, tiny_outputs, tiny_pairs
 from .losses import check_loss
 from .rollouts import check_rollout
 from .violation import LawViolation
 
 __all__ = [
     "LawViolation", "Mock", "MockRollout", "Response", "Turn", "check_advantage", "check_backend", "check_loss",
-    "check_rollout", "sample_table", "tiny_batch", "tiny_outputs",
+    "check_rollout", "sample_table", "tiny_batch", "tiny_outputs", "tiny_pairs",
 ]  # fmt: skip
