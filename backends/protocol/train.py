@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
@@ -16,6 +16,9 @@ from .weights import WeightSource
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+NamedTensors: TypeAlias = Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]
 
 
 class TrainBackend(Protocol):
@@ -59,8 +62,11 @@ class TrainBackend(Protocol):
         """The state that ``save`` wrote, bitwise."""
         ...
 
-    def named(self, value: Handle[Params] | Handle[Grads] | Handle[Slots]) -> Ref[Mapping[str, Tensor]]:
-        """Whole tensors under canonical names, to compare, edit or export; a sharded one is gathered when it is read."""
+    def named(self, value: Handle[Params] | Handle[Grads] | Handle[Slots]) -> Ref[NamedTensors]:
+        """Whole tensors under canonical names, to compare, edit or export; a sharded one is gathered when it is read.
+
+        ``dict(named)`` holds all of them at once; where values lie on several ranks, all of them read it together.
+        """
         ...
 
     def weights(self, params: Handle[Params]) -> Handle[WeightSource]:

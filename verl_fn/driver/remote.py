@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -163,9 +163,9 @@ class RemoteTrain:
         self._group.run("map", fn, value.stored.id, *opened)
         return value
 
-    def named(self, value: protocol.Remote[Params | Grads | Slots]) -> Ref[Mapping[str, Tensor]]:
+    def named(self, value: protocol.Remote[Params | Grads | Slots]) -> Ref[dict[str, Tensor]]:
         """A reference to whole tensors by name, on the CPU: to compare or to export, not to publish."""
-        named: Ref[Mapping[str, Tensor]] = self._group.run("named", self._component, self._opened(value))
+        named: Ref[dict[str, Tensor]] = self._group.run("named", self._component, self._opened(value))
         return named
 
     def weights(self, params: protocol.Remote[Params]) -> RemoteWeights:
