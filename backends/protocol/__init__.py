@@ -8,7 +8,7 @@ from .train import TrainBackend
 from .weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
 __all__ = [
-    "BUCKET_BYTES", "Capabilities", "Chunk", "Freed", "Handle", "Ref", "Reference", "Remote", "Request", "RolloutBackend",
-    "Sample", "Sampling", "StaleWeightsError", "TensorSpec", "TrainBackend", "UnsupportedSampling", "WeightSource",
-    "check_sampling", "is_where_used", "where_used",
+    "BUCKET_BYTES", "Capabilities", "Chunk", "Freed", "Handle", "Ref", "Reference", "Remote", "Request",
+    "RolloutBackend", "Sample", "Sampling", "StaleWeightsError", "TensorSpec", "TrainBackend",
+    "UnsupportedSampling", "WeightSource", "check_sampling", "is_where_used", "where_used",
 ]  # fmt: skip

@@ -55,7 +55,7 @@ class Decoder(Protocol):
         ...
 
     def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
-        """Append a token to each of the first n slots; the logits after it, fp32. ``longest`` bounds positions + 1."""
+        """Append a token to each of the first n slots; the logits after it, fp32. ``longest`` bounds the lengths."""
         ...
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
@@ -128,7 +128,7 @@ def attend(
     scaling: float,
     window: int | None,
 ) -> Float[Tensor, "n heads vdim"]:
-    """One query a row against its slot. The query heads of a KV head are queries of that head: nothing is repeated."""
+    """One query a row against its slot. The heads of a KV head are queries of that head: nothing is repeated."""
     n, kv_heads = len(query), keys.shape[1]
     # A product of batched matrices: several times as fast here as SDPA, which treats every row and head apart.
     k = keys[:n, :, : where.longest].flatten(0, 1)

@@ -203,7 +203,7 @@ class _Run:
         return max(self.offsets) + self.step
 
     def _begin(self, count: int) -> Float[Tensor, "m V"]:
-        """Prefill up to ``count`` rows into the slots after those in use; the samples of a prompt share one prefill."""
+        """Prefill up to ``count`` rows into the slots after those in use; a prompt's samples share one."""
         first, budget = len(self.rows), PREFILL_TOKENS
         slot_of: dict[int, int] = {}
         sources, targets, which = [], [], []

@@ -56,7 +56,7 @@ def misfit(config: Any, shapes: Mapping[str, torch.Size]) -> str | None:
 
 def _llama_shapes(config: Any, found: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
     """The parameters that a model must have; the biases of projections only where found."""
-    H, I, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    H, inner, V = config.hidden_size, config.intermediate_size, config.vocab_size
     dim = head_dim(config)
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,)}
@@ -71,8 +71,8 @@ def _llama_shapes(config: Any, found: Mapping[str, torch.Size]) -> dict[str, tup
                 shapes |= {f"{layer}self_attn.{p}_proj.bias": projections[p][:1] for p in together}
         if config.model_type == "qwen3":
             shapes |= {f"{layer}self_attn.{p}_norm.weight": (dim,) for p in "qk"}
-        shapes |= {f"{layer}mlp.{p}_proj.weight": (I, H) for p in ("gate", "up")}
-        shapes[f"{layer}mlp.down_proj.weight"] = (H, I)
+        shapes |= {f"{layer}mlp.{p}_proj.weight": (inner, H) for p in ("gate", "up")}
+        shapes[f"{layer}mlp.down_proj.weight"] = (H, inner)
         shapes |= {f"{layer}{p}_layernorm.weight": (H,) for p in ("input", "post_attention")}
     return shapes
 

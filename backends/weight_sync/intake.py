@@ -83,7 +83,7 @@ def receive(
                 )
             if checked and checksum(chunk.values) != chunk.checksum:
                 raise IncompleteWeights(
-                    f"rows {chunk.start} to {chunk.start + count} of {name!r} arrived with other values than were sent"
+                    f"rows {chunk.start} to {chunk.start + count} of {name!r} differ from what was sent"
                 )
             write(chunk)
             done[name] += count

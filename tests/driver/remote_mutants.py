@@ -1,4 +1,4 @@
-"""Backends for ranks, right ones and broken ones, and broken ways to speak to ranks, each with the laws that it breaks."""
+"""Backends for ranks and ways to speak to ranks, right ones and broken ones with the laws that they break."""
 
 import torch.distributed as dist
 

@@ -18,7 +18,8 @@ from verl_fn.runs.folder import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SFT = [
-    str(ROOT / "recipes/sft_reverse.toml"), "data.train_batch_size=8", "data.val_size=16", "trainer.total_training_steps=3",
+    str(ROOT / "recipes/sft_reverse.toml"), "data.train_batch_size=8", "data.val_size=16",
+    "trainer.total_training_steps=3",
     "trainer.test_freq=2", "trainer.save_freq=2", "driver.device=cpu",
 ]  # fmt: skip
 

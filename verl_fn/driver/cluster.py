@@ -78,8 +78,8 @@ class Cluster:
         if not self._place.wait(START_SECONDS):
             free = {name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise ActorDied(
-                f"no room for {len(bundles)} training processes in {START_SECONDS} s: each asks for {dict(bundles[-1])}, "
-                f"and of the cluster's resources {free} are free"
+                f"no room for {len(bundles)} training processes in {START_SECONDS} s: each asks for "
+                f"{dict(bundles[-1])}, and of the cluster's resources {free} are free"
             )
 
     def start(
@@ -187,8 +187,8 @@ class Cluster:
             raise ActorDied(f"{name} did not start in {START_SECONDS} s") from None
         except ray.exceptions.RayError as error:
             raise ActorDied(
-                f"{name} did not start: {error}\nIf it cannot import verl_fn, install it on every node, or send it with "
-                "the run: py_modules or working_dir in the file of ray.runtime_env"
+                f"{name} did not start: {error}\nIf it cannot import verl_fn, install it on every node, or send "
+                "it with the run: py_modules or working_dir in the file of ray.runtime_env"
             ) from None
         self.code = self.code or identity.identity(code)
         if (odd := identity.difference(self.code, told["identity"], name)) is not None:

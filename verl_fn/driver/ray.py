@@ -170,13 +170,13 @@ def check_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5.0).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"ray.address: no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or leave "
-            "the key empty to use this machine alone"
+            f"ray.address: no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or "
+            "leave the key empty to use this machine alone"
         ) from error
 
 
 def cluster_device(device: str) -> str:
-    """The device that the cluster has where the config leaves it open, since the driver's machine may have another."""
+    """The device of the cluster where the config leaves it open, since the driver's machine may have another."""
     if device != "auto":
         return device
     return "cuda" if _total("GPU") >= 1 else "cpu"
@@ -225,20 +225,20 @@ def check_room(bundles: Sequence[Mapping[str, float]], table: RayConfig) -> None
     if asked > gpus:
         apart = f" and ray.separate = {list(table.separate)}" if table.separate else ""
         raise ConfigError(
-            f"ray.ranks = {table.ranks}{apart} ask for {asked:g} GPUs, and the cluster has {gpus:g}; lower ray.ranks, "
-            "or set driver.device=cpu"
+            f"ray.ranks = {table.ranks}{apart} ask for {asked:g} GPUs, and the cluster has {gpus:g}; lower "
+            "ray.ranks, or set driver.device=cpu"
         )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if table.placement == "STRICT_SPREAD" and len(nodes) < len(bundles):
         raise ConfigError(
-            f"ray.placement = STRICT_SPREAD wants a node for each of {len(bundles)} training processes, and the cluster "
-            f"has {len(nodes)}; take SPREAD, or lower ray.ranks"
+            f"ray.placement = STRICT_SPREAD wants a node for each of {len(bundles)} training processes, and the "
+            f"cluster has {len(nodes)}; take SPREAD, or lower ray.ranks"
         )
     largest = max(node.get("GPU", 0) for node in nodes)
     if table.placement == "STRICT_PACK" and asked > largest:
         raise ConfigError(
-            f"ray.placement = STRICT_PACK wants {asked:g} GPUs on one node, and the largest has {largest:g}; take PACK, "
-            "or lower ray.ranks"
+            f"ray.placement = STRICT_PACK wants {asked:g} GPUs on one node, and the largest has {largest:g}; take "
+            "PACK, or lower ray.ranks"
         )
 
 

@@ -149,7 +149,7 @@ class RemoteTrain:
             field.parent, field.path = kept[field.path], ""
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
-        """``fn`` of every rank's part of ``values``: a handle if ``keep``, else a reference to the first rank's result.
+        """``fn`` of every rank's part of ``values``: a handle if ``keep``, else a reference to the first's result.
 
         Where the parts are shards, ``fn`` may put them together (``full_tensor``): all ranks run it at once.
         """

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol import (
-    BUCKET_BYTES,
-    Chunk,
-    RolloutBackend,
-    Sampling,
-    StaleWeightsError,
-    TensorSpec,
-    TrainBackend,
-    UnsupportedSampling,
-)
-from verl_fn.backends.weight_sync import Weights
-from verl_fn.state import Batch, Key, Params, Sample, pack, requests_for
+from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend, UnsupportedSampling
+from verl_fn.state import Batch, Key, Params, Sample, pack
 
-from .violation import LawViolation, require, require_close, require_equal, seeded, untouched
+from . import publications
+from .rollout_case import Case
+from .violation import LawViolation, require, require_close, seeded, untouched
 
 PROMPTS = ((1, 5), (4,), (5, 4, 6), (1, 5))
 DRAWS = 500
@@ -75,20 +66,19 @@ def check_rollout(
     """
     made: RolloutBackend = engine if hasattr(engine, "generate") else engine()  # type: ignore[assignment,operator]
     stops = tuple(stop_token_ids) if made.capabilities.stop_token_ids else ()
-    sampling = Sampling(6, n=3, stop_token_ids=stops)
-    case = _Case(
-        made, trainer, [tuple(p) for p in prompts], sampling, tolerance, key or Key.from_seed(0), environment,
-        tuple(stop_token_ids), get,
+    case = Case(
+        made, trainer, [tuple(p) for p in prompts], Sampling(6, n=3, stop_token_ids=stops), tolerance,
+        key or Key.from_seed(0), environment, tuple(stop_token_ids), get,
     )  # fmt: skip
+    first, second = case.weights("first"), case.weights("second")
     if made.version is None:
         case.require_stale("before anything was published", None)
-    first, second = case.weights("first"), case.weights("second")
-    if trainer is not None and made.version is None:
-        _altered(case, first)
-    given = _published(case, first)
+        if trainer is not None:
+            publications.altered(case, first)
+    given = publications.published(case, first)
     if made.capabilities.repeatable:
         _repeated(case)
-        _spoilt(case, given)
+        publications.spoilt(case, given)
     for sampling in _samplings(case):
         samples = case.generate(sampling=sampling)
         _signature(case, sampling, samples)
@@ -102,93 +92,12 @@ def check_rollout(
     _refused(case)
     _versions(case, first, second)
     if trainer is not None:
-        _broken_publications(case, first)
+        publications.broken(
+            case, first, lambda version: _log_probs(case, case.sampling, case.generate(version=version), first)
+        )
 
 
-@attrs.frozen(eq=False)
-class _Case:
-    """What is checked, and with what."""
-
-    engine: RolloutBackend
-    trainer: TrainBackend | None
-    prompts: Sequence[tuple[int, ...]]
-    sampling: Sampling
-    tolerance: float
-    key: Key
-    environment: bool
-    ends: tuple[int, ...]
-    get: Callable[[Any], Any]
-
-    def weights(self, name: str) -> Params:
-        """Random parameters for the model."""
-        if self.trainer is None:
-            return Params({})
-        made: Params = self.trainer.init(self.key.fold_in(name)).params  # type: ignore[assignment]
-        return made
-
-    def tensors(self, params: Params) -> dict[str, Tensor]:
-        """Copies, so that they can be spoilt."""
-        source = Weights.of({}) if self.trainer is None else self.trainer.weights(params)
-        whole: dict[str, list[Tensor]] = {}
-        shapes = {spec.name: spec.shape for spec in source.specs}
-        for bucket in source.buckets():
-            for chunk in bucket:
-                whole.setdefault(chunk.name, []).append(chunk.values.clone())
-        return {name: torch.cat(parts).reshape(shapes[name]) for name, parts in whole.items()}
-
-    def id(self, row: int) -> int:
-        """The id of a prompt, which is not its place."""
-        return 100 + 7 * row
-
-    def generate(
-        self,
-        rows: Sequence[int] | None = None,
-        *,
-        sampling: Sampling | None = None,
-        key: Key | None = None,
-        version: int | None = None,
-    ) -> list[Sample]:
-        """Responses to these prompts, which keep their ids."""
-        rows = range(len(self.prompts)) if rows is None else rows
-        ids = [self.id(i) for i in rows]
-        asked = requests_for([self.prompts[i] for i in rows], sampling or self.sampling, key or self.key, ids)
-        samples: list[Sample] = self.get(self.engine.generate(asked, version=version))
-        return samples
-
-    def publish(self, version: int, tensors: dict[str, Tensor]) -> None:
-        """Publish whole tensors and wait for it."""
-        self.get(self.engine.publish(version, Weights.of(tensors)))
-
-    def require_stale(self, when: str, version: int | None, cause: str = "a version that is not compared") -> None:
-        """A request for this version must be refused."""
-        try:
-            self.generate(version=version)
-        except StaleWeightsError:
-            return
-        except Exception as error:
-            instead = f"raises {type(error).__name__} instead of StaleWeightsError"
-        else:
-            instead = "raises no StaleWeightsError"
-        asked = "no certain version" if version is None else f"version {version}"
-        raise LawViolation("Version", f"{when}, a request for {asked} {instead}", cause)
-
-    def require_same(
-        self, law: str, what: str, expected: Sequence[Sample], samples: Sequence[Sample], cause: str
-    ) -> None:
-        """The same draws, and log-probs to the tolerance, in all samples that both have and that had no near ties."""
-        before = {(s.request, s.number): s for s in expected}
-        pairs = [(before[name], s) for s in samples if (name := (s.request, s.number)) in before]
-        require(bool(pairs), law, f"{what} gives none of the samples that it gave before", cause)
-        sure = [pair for pair in pairs if pair[0].near_ties == 0 == pair[1].near_ties]
-        require(bool(sure), law, f"{what} has near ties in all rows", "near ties that are counted too often")
-        alike = [(a, b) for a, b in sure if torch.equal(a.prompt, b.prompt) and torch.equal(a.tokens, b.tokens)]
-        other = len(sure) - len(alike)
-        require(other == 0, law, f"{what} draws other tokens in {other} of {len(pairs)} rows", cause)
-        log_probs = [torch.cat([pair[side].log_probs for pair in alike]) for side in (0, 1)]
-        require_close(law, f"{what} gives log-probs which", *log_probs, cause, tolerance=self.tolerance, floor=1.0)
-
-
-def _samplings(case: _Case) -> list[Sampling]:
+def _samplings(case: Case) -> list[Sampling]:
     """The ways of sampling that the engine promises."""
     plain, able = case.sampling, case.engine.capabilities
     found = [plain, attrs.evolve(plain, temperature=0.7), attrs.evolve(plain, temperature=0.0)]
@@ -199,29 +108,7 @@ def _samplings(case: _Case) -> list[Sampling]:
     return found
 
 
-def _altered(case: _Case, params: Params) -> None:
-    """The first publication is compared by checksum, so that a transport that alters values is noticed."""
-    cause = "checksums that are not compared at the first publication"
-    try:
-        case.get(case.engine.publish(2, _Altered(Weights.of(case.tensors(params)))))
-    except Exception:
-        case.require_stale("after a first publication whose values were altered on the way", None, cause)
-        return
-    raise LawViolation("Version", "a first publication whose values were altered on the way raises nothing", cause)
-
-
-def _published(case: _Case, params: Params) -> dict[str, Tensor]:
-    """The tensors that were published as version 3."""
-    given = case.tensors(params)
-    case.publish(3, given)
-    require_equal("Version", "a published tensor", case.tensors(params), given, "weights converted in place")
-    held = case.engine.version
-    require(held == 3, "Version", f"after version 3 was published, the engine says {held}", "a missing assignment")
-    case.require_stale("with version 3 published", 4)
-    return given
-
-
-def _repeated(case: _Case) -> None:
+def _repeated(case: Case) -> None:
     """The same request gives the same, whatever the global generators hold, and leaves them alone."""
     samples = []
     for seed in (1, 2):
@@ -231,16 +118,7 @@ def _repeated(case: _Case) -> None:
     case.require_same("Purity", "the same request again", *samples, cause)
 
 
-def _spoilt(case: _Case, given: dict[str, Tensor]) -> None:
-    """What is published is read at once."""
-    before = case.generate()
-    for t in given.values():
-        t.zero_()
-    what = "the engine, after the tensors that it had been given were overwritten,"
-    case.require_same("Version", what, before, case.generate(), "references kept instead of copies")
-
-
-def _signature(case: _Case, sampling: Sampling, samples: Sequence[Sample]) -> None:
+def _signature(case: Case, sampling: Sampling, samples: Sequence[Sample]) -> None:
     ids = [case.id(i) for i in range(len(case.prompts))]
     names = [(s.request, s.number) for s in samples]
     places = [(ids.index(request), number) for request, number in names if request in ids]
@@ -267,7 +145,7 @@ def _signature(case: _Case, sampling: Sampling, samples: Sequence[Sample]) -> No
         _ends(case, sampling, s)
 
 
-def _fields(case: _Case, sampling: Sampling, sample: Sample) -> None:
+def _fields(case: Case, sampling: Sampling, sample: Sample) -> None:
     """Masks, log-probs, versions and the temperature of one sample."""
     drawn = sample.mask.bool()
     require(
@@ -290,7 +168,7 @@ def _fields(case: _Case, sampling: Sampling, sample: Sample) -> None:
     require(said == [held], "Version", f"samples of version {held} say they are of {said}", "a version not passed on")
 
 
-def _ends(case: _Case, sampling: Sampling, sample: Sample) -> None:
+def _ends(case: Case, sampling: Sampling, sample: Sample) -> None:
     """Responses stop where they must, and ``finish_reason`` says which did so by themselves."""
     response = sample.tokens[sample.mask.bool()].tolist()
     finished = sample.finish_reason == "stop"
@@ -310,14 +188,15 @@ def _ends(case: _Case, sampling: Sampling, sample: Sample) -> None:
     )  # fmt: skip
 
 
-def _log_probs(case: _Case, sampling: Sampling, samples: Sequence[Sample], params: Params) -> None:
+def _log_probs(case: Case, sampling: Sampling, samples: Sequence[Sample], params: Params) -> None:
     if case.trainer is None or sampling.temperature == 0.0:
         return
     batch = pack(samples)
     name = "rollout_full_log_probs" if sampling.cuts else "rollout_log_probs"
     ours = case.trainer.forward(params, batch, ["logprobs"]).logprobs  # type: ignore[union-attr]
     require_close(
-        "Log-probs", f"{name} at temperature {sampling.temperature}, against the trainer's,", ours, batch[name].float(),
+        "Log-probs", f"{name} at temperature {sampling.temperature}, against the trainer's,", ours,
+        batch[name].float(),
         "log-probs of the raw logits instead of those divided by the temperature, or weights that were not updated",
         tolerance=case.tolerance, floor=1.0,
     )  # fmt: skip
@@ -329,7 +208,7 @@ def _log_probs(case: _Case, sampling: Sampling, samples: Sequence[Sample], param
         )  # fmt: skip
 
 
-def _independent(case: _Case) -> None:
+def _independent(case: Case) -> None:
     """Draws don't depend on the batch around a row, nor on anything global."""
     whole, size = case.generate(), len(case.prompts)
     position = "a seed from the position in the batch instead of (request's key, sample)"
@@ -342,7 +221,7 @@ def _independent(case: _Case) -> None:
     case.require_same("Purity", "the first sample alone", whole, fewer, cause)
 
 
-def _random(case: _Case) -> None:
+def _random(case: Case) -> None:
     """The key and the sample's number make a difference."""
     whole, other = (
         [s.tokens.tolist() for s in case.generate(key=key)] for key in (None, case.key.fold_in("another"))
@@ -353,13 +232,13 @@ def _random(case: _Case) -> None:
     require(not repeated, "Purity", "all samples of a prompt are the same", "a seed without the sample's number")
 
 
-def _drawn(case: _Case, sampling: Sampling) -> tuple[Batch, Tensor]:
+def _drawn(case: Case, sampling: Sampling) -> tuple[Batch, Tensor]:
     """Many one-token samples of the first prompt, and the tokens."""
     batch = pack(case.generate([0], sampling=sampling))
     return batch, batch.tokens[batch.last]
 
 
-def _frequencies(case: _Case) -> None:
+def _frequencies(case: Case) -> None:
     """First tokens come as often as their log-probs say, within 5 standard deviations."""
     plain = Sampling(1, n=DRAWS)
     cut = [attrs.evolve(plain, temperature=1.5, top_k=3)] if case.engine.capabilities.top_k else []
@@ -372,12 +251,13 @@ def _frequencies(case: _Case) -> None:
             sigma = max((said * (1.0 - said) / DRAWS) ** 0.5, 1.0 / DRAWS)
             require(
                 abs(share - said) <= 5.0 * sigma, "Log-probs",
-                f"a token of probability {said:.3g} was drawn in a share of {share:.3g} of {DRAWS} samples with {sampling}",
+                f"a token of probability {said:.3g} was drawn in a share of {share:.3g} of {DRAWS} samples, with "
+                f"{sampling}",
                 "draws from another distribution than the one whose log-probs are given",
             )  # fmt: skip
 
 
-def _cut(case: _Case) -> None:
+def _cut(case: Case) -> None:
     """Top-k and top-p leave out what they must, where the engine promises them."""
     able = case.engine.capabilities
     if able.top_k:
@@ -401,7 +281,7 @@ def _cut(case: _Case) -> None:
         )  # fmt: skip
 
 
-def _refused(case: _Case) -> None:
+def _refused(case: Case) -> None:
     """A way of sampling that is not promised is refused, not passed over."""
     able, plain = case.engine.capabilities, case.sampling
     for name, promised, sampling in (
@@ -421,7 +301,7 @@ def _refused(case: _Case) -> None:
         )  # fmt: skip
 
 
-def _versions(case: _Case, first: Params, second: Params) -> None:
+def _versions(case: Case, first: Params, second: Params) -> None:
     """New weights replace the old ones, and sleep forgets them."""
     engine, before = case.engine, case.generate()
     case.publish(4, case.tensors(second))
@@ -440,66 +320,3 @@ def _versions(case: _Case, first: Params, second: Params) -> None:
     if engine.capabilities.repeatable:
         cause = "caches that outlive the weights that they were made with"
         case.require_same("Version", what, before, case.generate(version=5), cause)
-
-
-@attrs.frozen
-class _Altered:
-    """A source whose values change between the sender's checksum and the receiver."""
-
-    inner: Weights
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return self.inner.specs
-
-    def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
-        """The buckets, one number of each altered."""
-        for bucket in self.inner.buckets(max_bytes, checked=checked):
-            for chunk in bucket:
-                chunk.values.view(-1)[0] += 1
-            yield bucket
-
-
-@attrs.frozen
-class _Broken:
-    """A source that gives its buckets wrongly.
-
-    Attributes:
-        how: ``dropped``, ``repeated`` or ``broken off``.
-    """
-
-    inner: Weights
-    how: str
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        return self.inner.specs
-
-    def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
-        """Small buckets, the second of which is spoilt."""
-        total = sum(spec.nbytes for spec in self.specs)
-        for i, bucket in enumerate(self.inner.buckets(max(1, total // 4), checked=checked)):
-            if i == 1 and self.how == "broken off":
-                raise ConnectionError("the sender is gone")
-            if i != 1 or self.how != "dropped":
-                yield bucket
-            if i == 1 and self.how == "repeated":
-                yield bucket
-
-
-def _broken_publications(case: _Case, params: Params) -> None:
-    """Part of a version is never served, and a whole publication heals the engine."""
-    for number, how in enumerate(("dropped", "repeated", "broken off")):
-        version = 10 + 2 * number
-        source = _Broken(Weights.of(case.tensors(params)), how)
-        cause = "a publication that is not counted, or a version that is set before all of it has come"
-        try:
-            case.get(case.engine.publish(version, source))
-        except Exception:
-            pass
-        else:
-            raise LawViolation("Version", f"a publication with a bucket {how} raises nothing", cause)
-        for asked in (None, version, version - 1):
-            case.require_stale(f"after a publication with a bucket {how}", asked, cause)
-        case.publish(version + 1, case.tensors(params))
-        _log_probs(case, case.sampling, case.generate(version=version + 1), params)
