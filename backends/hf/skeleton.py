@@ -74,13 +74,17 @@ class Skeleton(nn.Module):
     def transformable(self) -> Iterator[None]:
         """Inside, the model takes every ``torch.func`` transformation, and all agree on its derivative.
 
-        No layer is recomputed, since transformations refuse the hooks that do it. The embedding of the padding token
+        No layer is recomputed, since transformations refuse the hooks that do it, and the one of transformers that makes
+        embeddings require gradients for it. The embedding of the padding token
         is a constant also in forward mode: torch drops it in the backward pass alone.
         """
         training = self.model.training
-        embeddings = (m for m in self.model.modules() if isinstance(m, nn.Embedding))
+        embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
+        hooks = {m: dict(m._forward_hooks) for m in embeddings}
         padded = {m: m.padding_idx for m in embeddings if m.padding_idx is not None}
         self.model.eval()
+        for module in hooks:
+            module._forward_hooks.clear()
         for module, padding in padded.items():
             module.forward = functools.partial(_embed, module.forward, padding)  # type: ignore[method-assign]
             module.padding_idx = None
@@ -88,6 +92,8 @@ class Skeleton(nn.Module):
             yield
         finally:
             self.model.train(training)
+            for module, held in hooks.items():
+                module._forward_hooks.update(held)
             for module, padding in padded.items():
                 del module.forward
                 module.padding_idx = padding
