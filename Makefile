@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | lock.  Everything is installed below this folder: .uv and .venv.
+# make setup | demo | test | lint | docs | lock.  Everything is installed below this folder: .uv and .venv.
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,7 @@ STAMP := $(VENV)/.stamp
 UV := .uv/bin/uv
 DEMO_SEED ?= 1
 
-.PHONY: setup demo test lint lock clean
+.PHONY: setup demo test lint docs lock clean
 
 setup: $(STAMP)
 
@@ -25,16 +25,25 @@ demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py --seed $(DEMO_SEED)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --durations=30 --durations-min=2
 
 lint: $(STAMP)
-	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# A pin stays as it is unless the ranges or locks/constraints.txt ask for another; UPGRADE=name moves one.
+COMPILE = $(UV) pip compile pyproject.toml --constraints locks/constraints.txt --universal --python-version 3.11 \
+	--generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet \
+	$(UPGRADE:%=--upgrade-package %)
 
 lock: $(UV)
-	$(UV) pip compile pyproject.toml --extra dev --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet -o locks/dev.txt
-	$(UV) pip compile pyproject.toml --extra dev --extra vllm --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet -o locks/vllm.txt
+	$(COMPILE) --extra dev --extra docs -o locks/dev.txt
+	$(COMPILE) --extra dev --extra docs --extra vllm -o locks/vllm.txt
 
 clean:
-	rm -rf $(VENV) .uv runs
+	rm -rf $(VENV) .uv runs site

@@ -21,20 +21,20 @@ from typing import Any
 import torch
 
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.config import load
-from verl_fn.config.schema import Config
+from verl_fn.config import Plan, load, make_plan
 from verl_fn.data.tasks import TASKS
 from verl_fn.runs import loop as training
-from verl_fn.runs.folder import TIMED, checkpoints, read_lines
+from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.folder import TIMED, read_lines
 
 from . import measure
 
 STEPS = 6
 
 
-def config(folder: Path, model: Path, seed: int) -> Config:
+def plan_of(folder: Path, model: Path, seed: int) -> Plan:
     """A PPO run of some steps that saves and evaluates after each."""
-    return load(
+    cfg = load(
         None,
         [
             f"trainer.dir={folder}", f"model.path={model}", f"trainer.seed={seed}",
@@ -46,9 +46,10 @@ def config(folder: Path, model: Path, seed: int) -> Config:
             "driver.device=cpu",
         ],
     )  # fmt: skip
+    return make_plan(cfg)
 
 
-def run(cfg: Config, kill_after: float | None = None) -> tuple[bool, float, bool]:
+def run(plan: Plan, kill_after: float | None = None) -> tuple[bool, float, bool]:
     """Train in a process of its own, killed after so many seconds if it still runs.
 
     Returns whether it ended by itself and well, its seconds, and whether a checkpoint was half written at the end.
@@ -58,10 +59,10 @@ def run(cfg: Config, kill_after: float | None = None) -> tuple[bool, float, bool
     if child == 0:
         status = 1
         try:
-            log = os.open(Path(cfg.trainer.dir).with_suffix(".log"), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+            log = os.open(Path(plan.trainer.dir).with_suffix(".log"), os.O_CREAT | os.O_APPEND | os.O_WRONLY)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            training.train(cfg)
+            training.train(plan)
             status = 0
         except BaseException:
             import traceback
@@ -73,7 +74,7 @@ def run(cfg: Config, kill_after: float | None = None) -> tuple[bool, float, bool
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
     _, found = os.waitpid(child, 0)
-    half = any(Path(cfg.trainer.dir).glob("checkpoints/.writing_*"))
+    half = any(Path(plan.trainer.dir).glob("checkpoints/.writing_*"))
     return found == 0, time.perf_counter() - began, half
 
 
@@ -93,21 +94,21 @@ def trials(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     # Before anything computes: a process with threads must not be forked.
     torch.set_num_threads(1)
     model = new_model(folder / "model", chars=TASKS["reverse"].alphabet, hidden_size=16)
-    training.train(config(folder / "whole", model, seed), lambda line: None)
+    training.train(plan_of(folder / "whole", model, seed), lambda line: None)
     wanted = numbers(folder / "whole")
     whole = []
     for i in range(3):
-        ended, seconds, _ = run(config(folder / f"whole_{i}", model, seed))
+        ended, seconds, _ = run(plan_of(folder / f"whole_{i}", model, seed))
         if not ended or numbers(folder / f"whole_{i}") != wanted:
             raise RuntimeError((folder / f"whole_{i}.log").read_text())
         whole.append(seconds)
     rng = random.Random(seed)
     result: dict[str, Any] = {"kills": 0, "ended_before": 0, "while_saving": 0, "resumed_from": {}, "failures": []}
     while result["kills"] < kills:
-        cfg = config(folder / "killed", model, seed)
+        plan = plan_of(folder / "killed", model, seed)
         shutil.rmtree(folder / "killed", ignore_errors=True)
         after = rng.uniform(0, statistics.median(whole))
-        ended, _, half = run(cfg, after)
+        ended, _, half = run(plan, after)
         if ended:
             result["ended_before"] += 1
             continue
@@ -116,7 +117,7 @@ def trials(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         at = checkpoints(folder / "killed")
         name = at[0].name if at else "the beginning"
         result["resumed_from"][name] = result["resumed_from"].get(name, 0) + 1
-        ended, _, _ = run(cfg)
+        ended, _, _ = run(plan)
         if not ended:
             log = (folder / "killed.log").read_text().splitlines()
             result["failures"].append({"after_s": after, "why": log[-1] if log else "no output"})

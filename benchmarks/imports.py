@@ -12,7 +12,7 @@ from . import measure
 
 COMMANDS = {
     "import verl_fn": ([sys.executable, "-c", "import verl_fn"], 0.3),
-    "verl-fn --help": ([sys.executable, "-m", "verl_fn.cli.main", "--help"], 0.5),
+    "verl-fn --help": ([sys.executable, "-m", "verl_fn.cli", "--help"], 0.5),
 }
 
 

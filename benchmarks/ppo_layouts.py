@@ -14,14 +14,14 @@ from typing import Any
 
 import attrs
 
-from verl_fn.algorithms import by_name
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.config import load
-from verl_fn.config.schema import Config
+from verl_fn.config import Plan, load, make_plan
 from verl_fn.data.tasks import TASKS
 from verl_fn.runs.folder import read_metrics
 from verl_fn.runs.journal import Recorded, read_samples
-from verl_fn.runs.loop import advance, initial_state, prepared, train, workers
+from verl_fn.runs.loop import train
+from verl_fn.runs.prepare import prepare, workers
+from verl_fn.runs.state import advance, algorithm_of, initial_state
 
 from . import measure
 
@@ -39,10 +39,11 @@ SETTINGS = (
 def compare(folder: Path, model: Path, steps: int, layout: Sequence[str]) -> list[dict[str, Any]]:
     """Each step's metrics on one process and on ``layout``, and how far they differ."""
     settings = [*SETTINGS, f"model.path={model}", f"trainer.total_training_steps={steps}"]
-    local = load(overrides=[*settings, f"trainer.dir={folder / 'local'}"])
+    local = make_plan(load(overrides=[*settings, f"trainer.dir={folder / 'local'}"]))
     train(local, lambda line: None)
     wanted = {row["step"]: row for row in read_metrics(folder / "local")}
-    found = recorded_run(load(overrides=[*settings, f"trainer.dir={folder / 'other'}", *layout]), folder / "local")
+    other = make_plan(load(overrides=[*settings, f"trainer.dir={folder / 'other'}", *layout]))
+    found = recorded_run(other, folder / "local")
     rows = []
     for step, report in enumerate(found, 1):
         told = {name: (wanted[step][name], report[name]) for name in METRICS}
@@ -51,15 +52,15 @@ def compare(folder: Path, model: Path, steps: int, layout: Sequence[str]) -> lis
     return rows
 
 
-def recorded_run(cfg: Config, samples: Path) -> list[dict[str, float]]:
+def recorded_run(plan: Plan, samples: Path) -> list[dict[str, float]]:
     """The reports of a run's steps on the samples of another one."""
-    cfg, source = prepared(cfg, lambda line: None)
+    source = prepare(plan, lambda line: None)
     reports = []
-    with workers(cfg) as w:
-        state = initial_state(cfg, w)
-        for step in range(1, cfg.trainer.total_training_steps + 1):
+    with workers(plan) as w:
+        state = initial_state(plan, w)
+        for step in range(1, plan.trainer.total_training_steps + 1):
             engine = attrs.evolve(w, rollout=Recorded(read_samples(samples, step)))
-            state, report = advance(by_name(cfg.algorithm.name), state, source, engine, cfg)
+            state, report = advance(algorithm_of(plan), state, source, engine, plan.data.train_batch_size)
             reports.append(report)
     return reports
 

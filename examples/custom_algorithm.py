@@ -1,80 +1,114 @@
-"""A reinforcement learning algorithm of your own, from plain functions over values.
+"""A reinforcement learning algorithm of your own: options, a state, and the two functions of a step.
 
 RAFT (Dong et al. 2023, arXiv 2304.06767): draw several answers to each prompt and learn to say the best one. Here
-a random model of 0.1 M parameters learns to write as many letters as its prompt says:
+a random model of 0.1 M parameters learns to write as many letters as its prompt says. By itself, from plain parts:
 
     .venv/bin/python examples/custom_algorithm.py
+
+From the command line, with everything that a run has (checkpoints, resume, replay, report); the numbers are the same:
+
+    .venv/bin/verl-fn train recipes/raft_count.toml
 """
 
 import tempfile
+from typing import Any
 
+import attrs
 import torch
 
-from verl_fn.backends.hf.new_model import char_tokenizer, new_model
-from verl_fn.backends.local import Local
-from verl_fn.backends.protocol import Sampling
-from verl_fn.backends.sampler import Sampler
-from verl_fn.data.tasks import TASKS
-from verl_fn.state import Key
-from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, loss, token_mean
+from verl_fn.algorithms import Algorithm, Experience, Workers
+from verl_fn.algorithms.experience import sample_and_score
+from verl_fn.config import Role, opt
+from verl_fn.state import Key, Node, node
+from verl_fn.steps import aggregate, loss, token_mean
 
-TASK = TASKS["count"]
-TOKENIZER = char_tokenizer(TASK.alphabet)
+
+@attrs.frozen(kw_only=True)
+class Raft:
+    """Options of RAFT: the keys of the [algorithm] table."""
+
+    only_best: bool = opt(True, "learn from the best answers alone; otherwise from all that beat the worst one")
+
+
+@node
+class RaftState(Node):
+    """All that a run is; saving it saves everything."""
+
+    actor: Any
+    key: Key
+    step: int
 
 
 @loss(needs=["logprobs"])
 def imitate(outputs, batch):
     """The loss: make tokens with an advantage likelier."""
-    return -batch["advantages"] * outputs.logprobs, {"share_learnt": token_mean(batch, batch["advantages"])}
+    return -batch["advantages"] * outputs.logprobs, {"raft/share_learnt": token_mean(batch, batch["advantages"])}
 
 
-def best_of_group(batch):
+def best_of_group(batch, only_best=True):
     """The estimator: 1 for the best answer to each prompt, 0 for the others and where all are equally good."""
     score = batch.sum_rows(batch["token_level_rewards"] * batch["response_mask"])
     same = batch["group"][:, None] == batch["group"]
     best = torch.where(same, score, -torch.inf).amax(1)
     worst = torch.where(same, score, torch.inf).amin(1)
-    chosen = (score == best) & (score > worst)
+    chosen = (score > worst) & ((score == best) | (not only_best))
     advantages = batch.spread(chosen.float()) * batch["response_mask"]
-    return batch.with_tokens(advantages=advantages, returns=advantages)
+    return aggregate(batch.with_tokens(advantages=advantages, returns=advantages), "token-mean")
 
 
-def reward(batch, problems):
-    """Judge each answer's text; an answer that was cut off gets 0. The score goes to the row's last token."""
-    by_id = {problem.id: problem for problem in problems}
-    answers = [row[start:] for row, start in zip(batch.rows(), batch["prompt_length"], strict=True)]
-    texts = TOKENIZER.batch_decode(answers, skip_special_tokens=True)
-    scores = [TASK.score(by_id[name], text) for name, text in zip(batch["group"].tolist(), texts, strict=True)]
-    score = torch.tensor(scores) * batch["finished"]
-    rewards = torch.zeros(batch.num_tokens).index_copy(0, batch.last, score)
-    return batch.with_rows(score=score).with_tokens(token_level_rewards=rewards)
+def raft(options: Raft) -> Algorithm:
+    """The algorithm, made from its options. Values may be references to other processes: `w.call` runs there."""
+
+    def init(states, key):
+        return RaftState(states["actor"], key, step=0)
+
+    def sample(state, problems, w):
+        return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
+
+    def learn(state: RaftState, experience: Experience, w: Workers):
+        batch = w.call(best_of_group, experience.batch, only_best=options.only_best)
+        grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, imitate)
+        actor, more = w.trainers["actor"].apply_update(state.actor, grads)
+        report = {name: metric.value for name, metric in (w.get(metrics) | w.get(more)).items()}
+        report["critic/score/mean"] = w.get(w.call(mean_score, batch))
+        return RaftState(actor, state.key, state.step + 1), report
+
+    return Algorithm({"actor": Role()}, init, sample, learn, min_n=2)
 
 
-def step(state, problems, backend, engine, sampling, key):
-    """One step of the algorithm: sample, judge, compare, update. ``state`` is donated: use the one returned."""
-    engine.publish(state.step, backend.named_tensors(state.params))
-    prompts = [TOKENIZER.encode(problem.prompt) for problem in problems]
-    ids = [problem.id for problem in problems]
-    batch = engine.generate(prompts, sampling, key.fold_in(state.step), ids=ids, version=state.step)
-    batch = aggregate(best_of_group(reward(batch, problems)), "token-mean")
-    grads, metrics = backend.forward_backward(state, batch, imitate)
-    state, _ = backend.apply_update(state, grads)
-    return state, float(batch["score"].mean()), metrics
+def mean_score(batch):
+    return float(batch["score"].mean())
 
 
 def main(steps=40, prompts=16, answers=16, seed=0):
-    """Train, and return the mean reward of every step."""
+    """Train without config or command line, and return the mean reward of every step."""
+    from verl_fn.backends.hf.new_model import char_tokenizer, new_model
+    from verl_fn.backends.local import Local
+    from verl_fn.backends.protocol import Sampling
+    from verl_fn.backends.sampler import Sampler
+    from verl_fn.data.tasks import TASKS
+    from verl_fn.rewards import Reward, by_rules
+    from verl_fn.steps import adamw, chain, clip_by_global_norm, constant
+
+    task, algorithm, key = TASKS["count"], raft(Raft()), Key.from_seed(seed)
+    tokenizer = char_tokenizer(task.alphabet)
     with tempfile.TemporaryDirectory() as folder:
-        new_model(folder, chars=TASK.alphabet, seed=seed)
-        backend = Local(folder, chain(clip_by_global_norm(1.0), adamw(constant(3e-3), betas=(0.9, 0.95))))
-        engine, sampling = Sampler(folder, slots=256), Sampling(max_tokens=12, n=answers)
-        key, state, scores = Key.from_seed(seed), backend.load_pretrained(), []
+        new_model(folder, chars=task.alphabet, seed=seed)
+        actor = Local(folder, chain(clip_by_global_norm(1.0), adamw(constant(3e-3), betas=(0.9, 0.95))))
+        workers = Workers(
+            trainers={"actor": actor},
+            rollout=Sampler(folder, slots=256),
+            reward=Reward(by_rules, tokenizer),
+            tokenizer=tokenizer,
+            sampling=Sampling(max_tokens=12, n=answers),
+        )
+        state, scores = algorithm.init({"actor": actor.load_pretrained(key=key.fold_in("actor"))}, key), []
         for i in range(steps):
-            problems = TASK.train(key, i * prompts, prompts)
-            state, score, metrics = step(state, problems, backend, engine, sampling, key)
-            scores.append(score)
-            learnt = metrics["share_learnt"].value
-            print(f"step {i:2}  learnt from {learnt:4.0%}  reward {score:.3f}  {'#' * int(80 * score)}")
+            problems = task.train(key.fold_in("data"), i * prompts, prompts)
+            state, report = algorithm.step(state, problems, workers)
+            scores.append(report["critic/score/mean"])
+            learnt = report["raft/share_learnt"]
+            print(f"step {i:2}  learnt from {learnt:4.0%}  reward {scores[-1]:.3f}  {'#' * int(80 * scores[-1])}")
     return scores
 
 

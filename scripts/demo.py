@@ -5,7 +5,7 @@ import shutil
 import time
 from pathlib import Path
 
-from verl_fn.config import load
+from verl_fn.config import load, make_plan
 from verl_fn.report.plots import reward_curves
 from verl_fn.runs.folder import read_metrics
 from verl_fn.runs.loop import train
@@ -24,10 +24,10 @@ def main() -> int:
 
     warm, seed = args.dir / "warm_start", f"trainer.seed={args.seed}"
     say(f"1/2  supervised warm start on reverse, seed {args.seed}")
-    train(load("recipes/sft_reverse.toml", [f"trainer.dir={warm}", seed]), say)
+    train(make_plan(load("recipes/sft_reverse.toml", [f"trainer.dir={warm}", seed])), say)
     say("2/2  PPO with a critic: rollout, reward and training as Ray actors")
     options = [f"trainer.dir={args.dir}", f"model.path={warm}/model", "driver.kind=ray", seed]
-    train(load("recipes/ppo_reverse.toml", options), say)
+    train(make_plan(load("recipes/ppo_reverse.toml", options)), say)
 
     held = [row[METRIC] for row in read_metrics(args.dir) if METRIC in row]
     before, after = held[0], held[-1]

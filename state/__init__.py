@@ -7,14 +7,17 @@ from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, Named, Node, named, node, static
 from .outputs import PER_ROW, TokenOutputs
 from .ownership import donate, is_donated, spare
+from .rollout import FinishReason, Request, Sample, Sampling, pack, requests_for, unpack
 from .split import Split, deal, groups_of, split_by_count, split_by_tokens
 from .train import Buffers, Grads, Params, Slots, TrainState, sum_of_squares
 from .tree import snapshot
 
 __all__ = [
+    "PER_ROW",
     "Batch",
     "Buffers",
     "DonatedError",
+    "FinishReason",
     "Grads",
     "Key",
     "Max",
@@ -24,8 +27,10 @@ __all__ = [
     "Moments",
     "Named",
     "Node",
-    "PER_ROW",
     "Params",
+    "Request",
+    "Sample",
+    "Sampling",
     "Slots",
     "Split",
     "Sum",
@@ -40,6 +45,8 @@ __all__ = [
     "metrics",
     "named",
     "node",
+    "pack",
+    "requests_for",
     "snapshot",
     "spare",
     "split_by_count",
@@ -48,4 +55,5 @@ __all__ = [
     "sum_of_squares",
     "tree",
     "uniform_at",
+    "unpack",
 ]

@@ -51,6 +51,7 @@ from .optim import (
 )
 
 __all__ = [
+    "SGD",
     "AdamState",
     "AdamW",
     "AdaptiveKL",
@@ -64,7 +65,6 @@ __all__ = [
     "Linear",
     "Loss",
     "Optimizer",
-    "SGD",
     "SGDState",
     "Schedule",
     "Term",

@@ -1,6 +1,6 @@
 """A run small enough to be made again in every test."""
 
-from verl_fn.config import load
+from verl_fn.config import load, make_plan
 
 TINY = [
     "data.train_batch_size=8", "data.val_size=8", "data.max_response_length=8", "algorithm.ppo_mini_batch_size=4",
@@ -10,4 +10,4 @@ TINY = [
 
 
 def tiny_run(model, folder, *more):
-    return load(overrides=[*TINY, f"model.path={model}", f"trainer.dir={folder}", *more])
+    return make_plan(load(overrides=[*TINY, f"model.path={model}", f"trainer.dir={folder}", *more]))

@@ -1,21 +1,26 @@
 """The pages are true: their Python runs, their commands parse, and what they name exists."""
 
+import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 from functools import reduce
 from pathlib import Path
 
 import attrs
 import pytest
 
-from verl_fn import steps
-from verl_fn.cli import main as cli
+from verl_fn import cli, steps
+from verl_fn.config.algorithms import BUILT_IN
 from verl_fn.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+REFERENCE = {page.stem: page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md"))}
 BLOCKS = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def blocks(page, *languages):
@@ -79,18 +84,75 @@ def test_algorithms_names_every_step():
     assert not missing + modes, f"docs/algorithms.md says nothing of {missing + modes}"
 
 
+def reads(key):
+    """Says whether some config has this key: those of ``[algorithm]`` depend on the algorithm."""
+    part, *names = key.split(".")
+    roots = [make() for make in BUILT_IN.values()] if part == "algorithm" else []
+    roots.append(getattr(Config(), part))
+    return any(
+        reduce(lambda table, name: getattr(table, name, KeyError), names, root) is not KeyError for root in roots
+    )
+
+
 def test_algorithms_names_keys_that_exist():
     sections = "|".join(field.name for field in attrs.fields(Config))
     text = (ROOT / "docs" / "algorithms.md").read_text()
     keys = set(re.findall(rf"(?<!verl )`((?:{sections})(?:\.\w+)+)", text)) - {"actor.optim", "critic.optim"}
     assert len(keys) > 30
-    for key in sorted(keys):
-        assert reduce(lambda part, name: getattr(part, name, KeyError), key.split("."), Config()) is not KeyError, key
+    assert not [key for key in sorted(keys) if not reads(key)]
+    assert not reads("algorithm.no_such_key") and not reads("actor.no_such_key")
 
 
 def test_algorithms_names_every_key_of_its_section():
     text = (ROOT / "docs" / "algorithms.md").read_text()
-    missing = [
-        field.name for field in attrs.fields(type(Config().algorithm)) if f"algorithm.{field.name}" not in text
-    ]
+    names = {field.name for options in BUILT_IN.values() for field in attrs.fields(options)}
+    missing = sorted(name for name in names if f"algorithm.{name}" not in text)
     assert not missing, f"docs/algorithms.md says nothing of algorithm.{{{', '.join(missing)}}}"
+
+
+def test_the_reference_has_a_page_for_each_package():
+    parts = {part.stem for part in (ROOT / "verl_fn").iterdir() if part.is_dir() and not part.name.startswith("_")}
+    assert parts - {"benchmarks"} == REFERENCE.keys() - {"index"}
+    missing = [part.name for part in (ROOT / "backends").iterdir() if (part / "__init__.py").exists()]
+    missing = [name for name in missing if f"::: verl_fn.backends.{name}\n" not in REFERENCE["backends"]]
+    assert not missing, f"docs/api/backends.md lacks {missing}"
+
+
+@pytest.mark.parametrize("page", REFERENCE)
+def test_the_reference_names_modules_that_exist(page):
+    modules = re.findall(r"^::: (\S+)$", REFERENCE[page], re.MULTILINE)
+    assert modules or page == "index"
+    for module in modules:
+        importlib.import_module(module)
+
+
+def build(config, site):
+    """Builds the site without a way out: a proxy that does not answer stands for the network."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", config, "--site-dir", site]
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    environment = os.environ | nowhere | {"NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_the_site_builds_and_fetches_nothing(tmp_path):
+    pytest.importorskip("mkdocs")
+    process = build(ROOT / "mkdocs.yml", tmp_path)
+    assert process.returncode == 0, process.stderr
+    reference = (tmp_path / "api" / "state.html").read_text()
+    assert 'id="verl_fn.state.Batch.from_rows"' in reference
+    assert "<blockquote>" not in reference, "an example is shown as a quotation"
+    for page in tmp_path.rglob("*.html"):
+        fetched = re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"(?:https?:)?//[^\"]+", page.read_text())
+        assert not fetched, f"{page.name} fetches {fetched}"
+
+
+def test_a_link_to_nowhere_breaks_the_site(tmp_path):
+    pytest.importorskip("mkdocs")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("# Home\n\nSee [there](nowhere.md).\n")
+    changes = {"docs_dir": "docs", "nav": "[index.md]", "hooks": "[]", "plugins": "[search]"}
+    lines = [f"INHERIT: {ROOT / 'mkdocs.yml'}", *(f"{key}: {value}" for key, value in changes.items())]
+    (tmp_path / "mkdocs.yml").write_text("\n".join(lines))
+    process = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+    assert process.returncode != 0
+    assert "nowhere.md" in process.stderr

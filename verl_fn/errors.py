@@ -9,3 +9,7 @@ class UserError(Exception):
     >>> isinstance(DiskError("no room"), UserError)
     True
     """
+
+
+class UsageError(UserError, ValueError):
+    """An argument or a setting that cannot be used; the command line ends with status 2, as for unknown options."""

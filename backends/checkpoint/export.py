@@ -7,25 +7,26 @@ from pathlib import Path
 from verl_fn.backends.checkpoint.state_folder import TENSORS
 from verl_fn.backends.hf import lora
 from verl_fn.backends.hf.folder import ModelError, quiet, read_config
+from verl_fn.errors import UsageError
 
 
 def check_empty(folder: Path) -> None:
     """Refuse a place that holds something already.
 
     Raises:
-        ModelError: it is a file, or a folder with anything in it.
+        UsageError: it is a file, or a folder with anything in it.
     """
     if folder.exists() and not folder.is_dir():
-        raise ModelError(f"{folder} is a file; choose a folder")
+        raise UsageError(f"{folder} is a file; choose a folder")
     if folder.exists() and any(folder.iterdir()):
-        raise ModelError(f"{folder} is not empty; choose another folder")
+        raise UsageError(f"{folder} is not empty; choose another folder")
 
 
 def export_model(source: str | Path, out: str | Path, dtype: str | None = None) -> Path:
     """Copy a model and its tokenizer into ``out``, cast to ``dtype`` if given.
 
     Raises:
-        ModelError: ``out`` holds something already.
+        UsageError: ``out`` holds something already.
         ModelError: ``source`` is no model folder that transformers can load.
     """
     from safetensors import SafetensorError
@@ -54,7 +55,7 @@ def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None
     ``peft.PeftModel.from_pretrained(model, out)`` puts them into the model that the run began with.
 
     Raises:
-        ModelError: ``out`` holds something already, or ``source`` has no adapters.
+        UsageError: ``out`` holds something already, or ``source`` has no adapters.
         LoraError: PEFT is not installed, or the checkpoint is damaged.
     """
     import torch
@@ -64,7 +65,7 @@ def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None
     check_empty(out)
     found = lora.read(Path(source))
     if found is None:
-        raise ModelError(
+        raise UsageError(
             f"{source} has no adapters: it is no checkpoint of a run with actor.lora_rank above 0; "
             f"leave out --adapter to copy the model"
         )

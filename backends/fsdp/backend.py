@@ -42,6 +42,7 @@ from verl_fn.backends.hf.skeleton import Skeleton, dtype_of, repeatable
 from verl_fn.backends.hf.ulysses import check_heads
 from verl_fn.backends.memory import fits
 from verl_fn.backends.placing import beside
+from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -208,6 +209,18 @@ class Fsdp:
     def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors under canonical names, with the adapters merged in, one after the other on all ranks."""
         yield from self._built().adapters.merged(params, _whole, _whole)
+
+    def weights(self, params: Params) -> Weights:
+        """These parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read it together.
+
+        A tensor is gathered when it is asked for, so no rank ever holds the whole model.
+        """
+        adapters = self._built().adapters
+
+        def merged() -> Iterator[tuple[str, Tensor]]:
+            return adapters.merged(params, DTensor.full_tensor, DTensor.full_tensor)
+
+        return Weights(specs_of(adapters.without(params)), merged)
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """``fn(*values)``: of this rank's shards; all ranks call it together."""

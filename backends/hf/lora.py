@@ -212,7 +212,7 @@ def inject(model: nn.Module, lora: Lora, output: nn.Module, key: Key, folder: st
         LoraError: PEFT is not installed, or the targets name no linear layer of the model.
     """
     peft = _peft()
-    layers = _targets(model, lora, output, folder)
+    layers = target_layers(model, lora, output, folder)
     config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # PEFT tells of weights that lie as [in, out], for which it does the right thing.
@@ -226,7 +226,12 @@ def inject(model: nn.Module, lora: Lora, output: nn.Module, key: Key, folder: st
     return Adapters(lora, tuple(made), frozenset(name for name, m in made.items() if m.fan_in_fan_out))
 
 
-def _targets(model: nn.Module, lora: Lora, output: nn.Module, folder: str | Path) -> list[str]:
+def target_layers(model: nn.Module, lora: Lora, output: nn.Module, folder: str | Path) -> list[str]:
+    """Returns the names of the layers that get adapters, in the model's order.
+
+    Raises:
+        LoraError: a target names none.
+    """
     from transformers.pytorch_utils import Conv1D
 
     named = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D)) and m is not output]

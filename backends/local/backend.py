@@ -19,6 +19,7 @@ from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_o
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of, repeatable
 from verl_fn.backends.memory import fits
 from verl_fn.backends.placing import beside
+from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -137,6 +138,11 @@ class Local:
     def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under canonical names, with the adapters merged in, one after the other."""
         yield from self._built().adapters.merged(params)
+
+    def weights(self, params: Params) -> Weights:
+        """These parameters for ``RolloutBackend.publish``, adapters merged in."""
+        adapters = self._built().adapters
+        return Weights(specs_of(adapters.without(params)), lambda: adapters.merged(params))
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """``fn(*values)``: values lie in this process."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from verl_fn.backends.checkpoint.state_folder import MODEL, read_state, save_state
 from verl_fn.backends.checkpoint.tensor_file import Part
+from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import (
     PER_ROW,
     Batch,
@@ -39,7 +40,7 @@ from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_lo
 NEEDS = frozenset({"logprobs", "entropy", "values", "row_values"})
 METHODS = (
     "init", "load_pretrained", "forward", "forward_backward", "apply_update", "place", "save", "restore",
-    "named_tensors",
+    "named_tensors", "weights",
 )  # fmt: skip
 
 
@@ -129,6 +130,11 @@ class Mock:
         """Both tables."""
         self._called("named_tensors")
         return iter(params.items())
+
+    def weights(self, params: Params) -> Weights:
+        """Both tables."""
+        self._called("weights")
+        return Weights.of(params)
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """``fn(*values)``: values lie in this process."""

@@ -9,7 +9,7 @@ from verl_fn.cli import main
 
 
 def run(*args):
-    return subprocess.run([sys.executable, "-m", "verl_fn.cli.main", *args], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "verl_fn.cli", *args], capture_output=True, text=True)
 
 
 def test_help_names_the_commands(capsys):

@@ -8,7 +8,8 @@ import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_fn.config import Config, ConfigError, describe, keys, load, notes, structure, to_table
+from verl_fn.config import Config, ConfigError, describe, keys, load, make_plan, notes, structure, to_table
+from verl_fn.config.algorithms import BUILT_IN
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
@@ -27,7 +28,7 @@ def test_recipes_load_and_round_trip(recipe):
         ("actor_rollout_ref.actor.optim.lr=0.3", "did you mean actor.optim.lr?"),
         ("actor_rollout_ref.rollout.val_kwargs.n=3", "did you mean rollout.val_kwargs.n?"),
         ("critc.optim.lr=0.3", "did you mean critic.optim.lr?"),
-        ("reward.functions=[rewards.py:score]", "is not a list; texts in it need quotes, which the shell takes away"),
+        ("reward.functions=[rewards.py:score]", "is not a list; strings in it need quotes, which the shell removes"),
         ("rollout.top_k=0", "rollout.top_k: must be -1, which keeps all, or at least 1 (got 0)"),
         ("rollout.val_kwargs.top_k=0", "rollout.val_kwargs.top_k: must be -1"),
         ("driver.num_threads=5000", "driver.num_threads: must be <= 4096"),
@@ -44,7 +45,10 @@ def test_recipes_load_and_round_trip(recipe):
         ("driver.kind=slurm", "driver.kind: must be in"),
         ("driver.deterministic=1", "driver.deterministic: expected true or false, got 1"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas"),
-        ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator is 'rloo'"),
+        (
+            "algorithm.adv_estimator=rloo",
+            "algorithm.adv_estimator: must be gae, or an object of yours as FILE.py:NAME or MODULE:NAME (got 'rloo')",
+        ),
         ("trainer.seed", "'trainer.seed' is not of the form key=value"),
     ],
 )
@@ -56,8 +60,8 @@ def test_every_mistake_names_its_key(override, message):
 
 def test_a_group_estimator_needs_groups():
     with pytest.raises(ConfigError, match=r"rollout\.n is 1"):
-        load(overrides=["algorithm.name=grpo"])
-    assert load(overrides=["algorithm.name=grpo", "algorithm.adv_estimator=reinforce_plus_plus"])
+        make_plan(load(overrides=["algorithm.name=grpo"]))
+    assert make_plan(load(overrides=["algorithm.name=grpo", "algorithm.adv_estimator=reinforce_plus_plus"]))
 
 
 def test_a_part_of_a_table_keeps_the_other_defaults():
@@ -87,13 +91,14 @@ def test_every_key_has_documentation():
             else:
                 yield f"{cls.__name__}.{f.name}", f.metadata.get("doc")
 
-    assert [name for name, doc in walk(Config) if not doc] == []
+    classes = [Config, *BUILT_IN.values()]
+    assert [name for cls in classes for name, doc in walk(cls) if not doc and "AlgorithmTable" not in name] == []
 
 
 @pytest.mark.parametrize(
     ("overrides", "noted"),
     [
-        (["algorithm.norm_adv_by_std_in_grpo=false"], "with gae"),
+        (["algorithm.norm_adv_by_std_in_grpo=false"], 'with algorithm.name = "ppo"'),
         (["algorithm.name=sft", "algorithm.norm_adv_by_std_in_grpo=false"], 'with algorithm.name = "sft"'),
         (["algorithm.name=sft", "algorithm.use_kl_loss=true"], 'with algorithm.name = "sft"'),
         (["algorithm.loss_scale_factor=3"], 'without algorithm.loss_agg_mode = "seq-mean-token-sum-norm"'),

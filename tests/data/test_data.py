@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 
-import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +12,6 @@ from transformers import AutoTokenizer
 
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.config import load
-from verl_fn.config.schema import AlgorithmConfig
 from verl_fn.data.files import DataError, FileData, encode_prompts, file_data, read_problems
 from verl_fn.data.tasks import TASKS, Problem
 from verl_fn.rewards.reward import pack_examples
@@ -255,7 +253,7 @@ def test_a_prompt_may_be_as_long_as_the_limit_and_no_longer():
 
 def config(train, val=(), **data):
     overrides = {"train_files": [str(f) for f in train], "val_files": [str(f) for f in val], **data}
-    return load(overrides=["model.path=m", *(f"data.{k}={json.dumps(v)}" for k, v in overrides.items())])
+    return load(overrides=["model.path=m", *(f"data.{k}={json.dumps(v)}" for k, v in overrides.items())]).data
 
 
 def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path):
@@ -349,14 +347,13 @@ def test_a_task_gives_what_it_has_at_once():
 
 def test_answers_that_are_trained_on_are_encoded_up_front(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", row("ab", "dc"), row("abc", ""), row("a", "abcdabcd"))
-    sft = lambda f: attrs.evolve(config([f]), algorithm=AlgorithmConfig(name="sft"))  # noqa: E731
-    data = file_data(sft(file), chat_tokenizer())
+    data = file_data(config([file]), chat_tokenizer(), answers=True)
     rows = pack_examples(data.training, chat_tokenizer())
     assert data.max_row == max(rows.lengths) == 2 + 8 + 1
     odd = jsonl(tmp_path / "odd.jsonl", row("ab"), row("ab", "xyz"))
     assert file_data(config([odd]), chat_tokenizer()).max_row == 0
     with pytest.raises(DataError, match=r"problem 1 of 'mine': the tokenizer does not know every .* answer 'xyz'"):
-        file_data(sft(odd), chat_tokenizer())
+        file_data(config([odd]), chat_tokenizer(), answers=True)
     with pytest.raises(DataError, match="every character of the answer 'xyz'"):
         pack_examples([Problem("ab", "xyz")], chat_tokenizer())
 

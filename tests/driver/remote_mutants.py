@@ -13,9 +13,8 @@ def optimizer():
     return chain(clip_by_global_norm(1.0), adamw(constant(1e-3), weight_decay=0.0))
 
 
-def fsdp(cfg, folder, cls=Fsdp):
-    deterministic = cfg.driver.device == "cuda"
-    return cls(folder, optimizer(), max_tokens=24, device=cfg.driver.device, deterministic=deterministic)
+def fsdp(device, folder, cls=Fsdp):
+    return cls(folder, optimizer(), max_tokens=24, device=device, deterministic=device == "cuda")
 
 
 class OneWriter(Mock):
@@ -27,7 +26,7 @@ class OneWriter(Mock):
         dist.barrier()
 
 
-def mock(cfg):
+def mock(device):
     return OneWriter(8, optimizer(), max_tokens=24)
 
 

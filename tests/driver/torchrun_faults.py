@@ -7,7 +7,7 @@ import time
 
 from verl_fn.cli import main
 from verl_fn.data.files import DataError
-from verl_fn.runs.folder import folder as runs
+from verl_fn.runs import folder as runs
 from verl_fn.runs.folder import loop as train
 
 FAULT, RANK = os.environ["FAULT"], int(os.environ["RANK"])

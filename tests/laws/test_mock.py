@@ -7,7 +7,7 @@ import torch
 from verl_fn.backends.mock.rollout import MockRollout, sample_table
 from verl_fn.backends.mock.train import Mock
 from verl_fn.backends.protocol import Sampling
-from verl_fn.state import Batch, Key, TokenOutputs
+from verl_fn.state import Batch, Key, TokenOutputs, pack, requests_for
 from verl_fn.steps import (
     adamw,
     aggregate,
@@ -105,8 +105,10 @@ def test_both_mocks_together_learn():
     trainer, engine = Mock(mutants.VOCAB, adamw(constant(0.3))), MockRollout(sample_table)
     state, key, scores = trainer.init(Key.from_seed(0)), Key.from_seed(1), []
     for step in range(20):
-        engine.publish(step, trainer.named_tensors(state.params))
-        batch = engine.generate([[1], [2], [3]], Sampling(4, n=8), key.fold_in(step), version=step)
+        engine.publish(step, trainer.weights(state.params))
+        batch = pack(
+            engine.generate(requests_for([[1], [2], [3]], Sampling(4, n=8), key.fold_in(step)), version=step)
+        )
         reward = (batch.tokens == 5).float() * batch["response_mask"]
         scores.append(float(reward.sum() / batch["response_mask"].sum()))
         batch = aggregate(

@@ -104,7 +104,7 @@ def test_the_page_asks_for_nothing_and_runs_nothing(tmp_path):
 
 
 def test_hostile_texts_are_shown_and_not_obeyed(tmp_path):
-    hostile = {field: HOSTILE for field in ("prompt", "response", "answer", "data_source")}
+    hostile = dict.fromkeys(("prompt", "response", "answer", "data_source"), HOSTILE)
     run = write(
         tmp_path / "<b>bold&", [*metrics(4), {"step": 5, "timing_s/<i>": 1.0, "val-core/<u>/acc/mean@1": 0.5}],
         [answer(step) | hostile for step in (0, 4)], ['model.path="</pre><script>"'],

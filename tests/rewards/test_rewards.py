@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.config import load
+from verl_fn.config.schema import RewardConfig
 from verl_fn.data.tasks import Problem
 from verl_fn.driver import build
 from verl_fn.rewards.reward import Reward, RewardError, pack_examples, response_texts
@@ -96,7 +96,7 @@ def test_examples_teach_answer_and_end():
 
 def test_a_config_without_functions_takes_the_rules(tiny):
     batch, _ = responses("cba", "ab")
-    reward = build.reward(load(overrides=[f"model.path={tiny}"]))
+    reward = build.reward(RewardConfig(), tiny)
     assert reward(batch, [PROBLEM])["acc"].tolist() == [1.0, 0.0]
 
 
@@ -105,5 +105,5 @@ def test_a_config_with_functions_takes_those_of_its_folder(tiny, tmp_path):
         "def length(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
     )
     batch, _ = responses("cba", "ab")
-    cfg = load(overrides=[f"model.path={tiny}", 'reward.functions=["mine.py:length"]', "reward.weights=[0.5]"])
-    assert build.reward(cfg, str(tmp_path))(batch, [PROBLEM])["score"].tolist() == [1.5, 1.0]
+    table = RewardConfig(functions=("mine.py:length",), weights=(0.5,))
+    assert build.reward(table, tiny, str(tmp_path))(batch, [PROBLEM])["score"].tolist() == [1.5, 1.0]

@@ -12,9 +12,11 @@ import pytest
 from run_configs import tiny_run
 
 from verl_fn.backends.checkpoint import tensor_file
-from verl_fn.runs.folder import RunError, checkpoints, verify
-from verl_fn.runs.folder import folder as runs
-from verl_fn.runs.loop import restored_state, train, workers
+from verl_fn.runs import folder as runs
+from verl_fn.runs.checkpoints import checkpoints, verify
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.loop import restored_state, train
+from verl_fn.runs.prepare import workers
 
 SILENT = lambda line: None  # noqa: E731
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -86,8 +88,11 @@ disk, source, out = map(Path, sys.argv[1:4])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)], check=True)
 sys.path.insert(0, sys.argv[4])
 from run_configs import tiny_run
-from verl_fn.runs.folder import Run, RunError, checkpoints, verify
-from verl_fn.runs.loop import restored_state, workers
+from verl_fn.runs.checkpoints import checkpoints, verify
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.folder import Run
+from verl_fn.runs.loop import restored_state
+from verl_fn.runs.prepare import workers
 cfg = tiny_run(sys.argv[5], disk / "a", "algorithm.name=sft")
 shutil.copytree(source, disk / "a", symlinks=True)
 shutil.rmtree(disk / "a/checkpoints/step_2")
@@ -116,7 +121,7 @@ out.write_text(str(failed))
 def test_a_really_full_disk(run, tiny, tmp_path):
     """The same on a file system of 8 MB with more and more room left."""
     (tmp_path / "disk").mkdir()
-    here = str(Path(__file__).parent)
+    here = str(Path(__file__).parents[1])
     inside = [sys.executable, "-c", FILLED, tmp_path / "disk", run, tmp_path / "failed", here, tiny]
     if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode != 0:
         pytest.skip("this machine lets nobody mount a small file system")
@@ -132,7 +137,7 @@ def test_kills_at_random_moments_cost_nothing(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "verl_fn.cli.main",
+        "verl_fn.cli",
         "bench",
         "crash",
         "--kills",
@@ -190,5 +195,5 @@ def test_a_checkpoint_of_another_model_is_refused(run, tiny, tmp_path):
 
 def test_a_whole_checkpoint_verifies(run):
     about = verify(checkpoints(run)[0])
-    assert about["algorithm"] == "sft" and about["state"][".step"] == 2
+    assert about["algorithm"] == "sft" and about["state"][".algorithm.step"] == 2
     assert {"actor/model.safetensors", "actor/config.json", "actor/train_state.json"} <= set(about["files"])

@@ -9,11 +9,12 @@ import time
 import pytest
 from run_configs import TINY
 
-from verl_fn.runs.folder import checkpoints, read_metrics
+from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.folder import read_metrics
 
 
 def start(folder, model, *more):
-    command = [sys.executable, "-m", "verl_fn.cli.main", "train", "recipes/sft_reverse.toml", *TINY, *more]
+    command = [sys.executable, "-m", "verl_fn.cli", "train", "recipes/sft_reverse.toml", *TINY, *more]
     command += [f"trainer.dir={folder}", f"model.path={model}", "trainer.save_freq=-1", "trainer.stop_at=1.0"]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 from test_train import config, files, model, numbers  # noqa: F401
 
 from verl_fn.cli import main
-from verl_fn.config import load, to_table
-from verl_fn.runs.folder import Run, RunError
-from verl_fn.runs.loop import _tell_changes, train, workers
+from verl_fn.config import load, make_plan
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.folder import Run
+from verl_fn.runs.loop import _changes, train
+from verl_fn.runs.prepare import workers
 
 LORA = ["actor.lora_rank=8", "actor.lora_alpha=32", "algorithm.use_kl_loss=true"]
 QUIET = lambda line: None  # noqa: E731
@@ -26,7 +28,7 @@ def test_a_resumed_lora_run_is_the_uninterrupted_run(algorithm, model, tmp_path)
         [*LORA, "algorithm.ppo_mini_batch_size=8", "algorithm.ppo_epochs=1", "algorithm.use_kl_in_reward=true"],
     )
     if algorithm == "ppo":
-        more += ["critic.lora_rank=2", 'critic.target_modules=["q_proj", "v_proj"]', "trainer.critic_warmup=0"]
+        more += ["critic.lora_rank=2", 'critic.target_modules=["q_proj", "v_proj"]', "algorithm.critic_warmup=0"]
     cfg = config(model, tmp_path / "whole", algorithm, *more, f"trainer.total_training_steps={steps}")
     train(cfg, QUIET)
     whole = numbers(tmp_path / "whole")
@@ -66,19 +68,19 @@ def test_adapters_of_a_continued_run_cannot_change(run, model, more):  # noqa: F
 
 def test_adapters_come_up_only_where_some_role_has_them(tmp_path):
     def continued(algorithm, *more):
-        cfg = load(overrides=[f"trainer.dir={tmp_path}", f"algorithm.name={algorithm}", "rollout.n=2", *more])
-        return Run(cfg), cfg
+        options = [f"trainer.dir={tmp_path}", f"algorithm.name={algorithm}", "rollout.n=2", *more]
+        plan = make_plan(load(overrides=options))
+        return Run(plan), plan
 
     _, before = continued("grpo")
-    (tmp_path / "config.toml").write_text(tomli_w.dumps(to_table(before)))
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(before.table))
     (tmp_path / "checkpoints/step_1").mkdir(parents=True)
-    lines = []
-    _tell_changes(*continued("grpo", "actor.lora_alpha=32", "critic.lora_rank=3"), lines.append)
+    lines = _changes(*continued("grpo", "actor.lora_alpha=32", "critic.lora_rank=3"))
     assert "actor.lora_alpha" in lines[0] and "critic.lora_rank" in lines[1]
     with pytest.raises(
         RunError, match=r"actor.lora_rank .*\(0 -> 4\): the state is without adapters.*actor's model is"
     ):
-        _tell_changes(*continued("grpo", "actor.lora_rank=4"), QUIET)
+        _changes(*continued("grpo", "actor.lora_rank=4"))
 
 
 def test_a_fork_with_other_adapters_is_refused_in_one_line(run, capsys):
@@ -131,6 +133,6 @@ def test_ray_and_ranks_give_the_same_lora_run(model, tmp_path):  # noqa: F811
         for key, value in one.items():
             assert value == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
     with workers(config(model, tmp_path / "local", "grpo", *LORA)) as w:
-        assert w.reference is None
-        held = w.actor.restore(tmp_path / "two" / "checkpoints" / "step_2" / "actor")
+        assert list(w.trainers) == ["actor"]
+        held = w.trainers["actor"].restore(tmp_path / "two" / "checkpoints" / "step_2" / "actor")
     assert held.step == 8 and held.params.trainable is not None

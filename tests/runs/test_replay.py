@@ -7,9 +7,10 @@ import pytest
 from run_configs import tiny_run
 
 from verl_fn.cli import main
-from verl_fn.runs.folder import RunError, read_lines, read_metrics
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.folder import read_lines, read_metrics
 from verl_fn.runs.loop import train
-from verl_fn.runs.replay import fork_config, replay
+from verl_fn.runs.replay import fork_plan, replay
 
 SILENT = lambda line: None  # noqa: E731
 
@@ -91,7 +92,7 @@ def test_without_a_journal_the_checkpoint_stands_in(copy):
 
 
 def test_a_fork_goes_on_from_the_state_under_another_config(run, tmp_path):
-    cfg = fork_config(run, 2, [f"trainer.dir={tmp_path}/b", "actor.optim.lr=0.0", "critic.optim.lr=0.0"])
+    cfg = fork_plan(run, 2, [f"trainer.dir={tmp_path}/b", "actor.optim.lr=0.0", "critic.optim.lr=0.0"])
     lines = []
     train(cfg, lines.append)
     assert f"from {run}/checkpoints/step_2" in "".join(lines)
@@ -102,11 +103,11 @@ def test_a_fork_goes_on_from_the_state_under_another_config(run, tmp_path):
     assert ours[3]["critic/score/mean"] == theirs[3]["critic/score/mean"]
     assert (ours[3]["actor/lr"], theirs[3]["actor/lr"]) == (0.0, 0.001)
     with pytest.raises(RunError, match=r"no checkpoint of step 1; there are: 2, 3"):
-        fork_config(run, 1)
+        fork_plan(run, 1)
 
 
 def test_a_fork_with_nothing_changed_is_the_run(run, tmp_path):
-    train(fork_config(run, 2, [f"trainer.dir={tmp_path}/b"]), SILENT)
+    train(fork_plan(run, 2, [f"trainer.dir={tmp_path}/b"]), SILENT)
     ours, theirs = (read_lines(folder / "journal.jsonl")[-1] for folder in (tmp_path / "b", run))
     assert ours == theirs
 
@@ -139,7 +140,7 @@ def test_what_the_state_holds_cannot_be_changed_in_place(run, tiny, copy):
 
 def test_a_fork_takes_up_another_seed_and_controller(run, tmp_path):
     for name, other in (("seed", "trainer.seed=5"), ("kl", "algorithm.kl_ctrl.kl_coef=0.5")):
-        train(fork_config(run, 2, [f"trainer.dir={tmp_path}/{name}", other]), SILENT)
+        train(fork_plan(run, 2, [f"trainer.dir={tmp_path}/{name}", other]), SILENT)
     seed, kl, whole = (read_metrics(folder)[-1] for folder in (tmp_path / "seed", tmp_path / "kl", run))
     assert seed["actor/entropy"] != whole["actor/entropy"]
     assert kl["actor/entropy"] == whole["actor/entropy"]
@@ -148,14 +149,14 @@ def test_a_fork_takes_up_another_seed_and_controller(run, tmp_path):
 
 
 def test_two_forks_of_one_step_do_not_share_a_folder(copy):
-    train(fork_config(copy, 2), SILENT)
-    assert fork_config(copy, 2).trainer.dir == f"{copy}_fork_2"
+    train(fork_plan(copy, 2), SILENT)
+    assert fork_plan(copy, 2).trainer.dir == f"{copy}_fork_2"
     with pytest.raises(RunError, match=r"holds a fork with other settings \(actor.optim.lr: 0.001 -> 0.5\)"):
-        fork_config(copy, 2, ["actor.optim.lr=0.5"])
+        fork_plan(copy, 2, ["actor.optim.lr=0.5"])
 
 
 def test_a_fork_is_replayed_from_where_it_began(copy, tmp_path):
-    train(fork_config(copy, 2, [f"trainer.dir={tmp_path}/b", "actor.optim.lr=1e-2", "trainer.save_freq=-1"]), SILENT)
+    train(fork_plan(copy, 2, [f"trainer.dir={tmp_path}/b", "actor.optim.lr=1e-2", "trainer.save_freq=-1"]), SILENT)
     found = replay(tmp_path / "b", 3, say=SILENT)
     assert (found.step, found.difference) == (3, None)
     with pytest.raises(RunError, match=r"step 2 is of the run that was forked: replay it in"):

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.config import load
+from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
-from verl_fn.runs.folder import Run, RunError, read_metrics
-from verl_fn.runs.loop import train, workers
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.folder import Run, read_metrics
+from verl_fn.runs.loop import train
+from verl_fn.runs.prepare import workers
 from verl_fn.state import tree
 
 SMALL = [
@@ -20,7 +22,7 @@ SMALL = [
     "actor.ppo_max_token_len_per_gpu=120", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=99", "trainer.test_freq=2",
 ]  # fmt: skip
 ALGORITHMS = {
-    "ppo": ["algorithm.name=ppo", "trainer.critic_warmup=1", "algorithm.use_kl_in_reward=true",
+    "ppo": ["algorithm.name=ppo", "algorithm.critic_warmup=1", "algorithm.use_kl_in_reward=true",
             "algorithm.kl_ctrl.type=adaptive", "actor.optim.lr_scheduler_type=cosine"],
     "grpo": ["algorithm.name=grpo", "algorithm.use_kl_loss=true", "algorithm.entropy_coeff=0.01"],
     "sft": ["algorithm.name=sft"],
@@ -33,7 +35,8 @@ def model(tmp_path_factory):
 
 
 def config(model, folder, algorithm, *more):
-    return load(overrides=[*SMALL, *ALGORITHMS[algorithm], f"model.path={model}", f"trainer.dir={folder}", *more])
+    overrides = [*SMALL, *ALGORITHMS[algorithm], f"model.path={model}", f"trainer.dir={folder}", *more]
+    return make_plan(load(overrides=overrides))
 
 
 def numbers(folder):
@@ -71,7 +74,7 @@ def test_what_a_run_leaves_behind(model, tmp_path):
     cfg = config(model, tmp_path, "ppo", "trainer.total_training_steps=2", "trainer.max_ckpt_to_keep=1")
     evaluation = train(cfg, lambda line: None)
     assert set(evaluation) == {"val-core/reverse/acc/mean@1", "val-aux/reverse/reward/mean@1"}
-    assert load(tmp_path / "config.toml") == cfg
+    assert make_plan(load(tmp_path / "config.toml")) == cfg
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -120,8 +123,8 @@ def test_the_reference_policy_is_the_first_actor(model, tmp_path):
     cfg = config(model, tmp_path, "grpo", "trainer.total_training_steps=2")
     train(cfg, lambda line: None)
     with workers(cfg) as w:
-        held = w.reference.restore(tmp_path / "checkpoints" / "step_2" / "reference")
-        fresh = w.reference.load_pretrained(model)
+        held = w.trainers["reference"].restore(tmp_path / "checkpoints" / "step_2" / "reference")
+        fresh = w.trainers["reference"].load_pretrained(model)
     assert tree.equal(held.params, fresh.params)
     assert not torch.equal(held.params["model.norm.weight"], torch.zeros(32))
 
@@ -131,7 +134,7 @@ def test_stop_at_ends_the_run(model, tmp_path):
     train(config(model, tmp_path, "sft", *more), lambda line: None)
     rows = read_metrics(tmp_path)
     assert rows[-1]["step"] == 2
-    assert json.loads((tmp_path / "checkpoints/step_2/checkpoint.json").read_text())["state"][".step"] == 2
+    assert json.loads((tmp_path / "checkpoints/step_2/checkpoint.json").read_text())["state"][".algorithm.step"] == 2
 
 
 def test_a_folder_of_another_run_is_not_written_over(model, tmp_path):

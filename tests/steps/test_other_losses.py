@@ -115,7 +115,7 @@ def test_kl_to_reference_is_the_penalty_on_new_log_probs(kind):
 def test_kl_to_reference_uses_k3_unless_told():
     batch, fields = pack([[1, 1]], 3, "logprobs", "ref_log_prob", "loss_weight")
     plain, named = (
-        run(term, batch, **{"logprobs": fields["logprobs"]})[0] for term in (kl_to_reference(), kl_to_reference("k3"))
+        run(term, batch, logprobs=fields["logprobs"])[0] for term in (kl_to_reference(), kl_to_reference("k3"))
     )
     assert torch.equal(plain["loss"], named["loss"])
 

@@ -1,15 +1,36 @@
-"""Algorithms: ``new(cfg, key) -> state`` and ``step(state, problems, workers, cfg) -> (state, report)``."""
+"""Algorithms as values: each is made from its own options."""
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
+from typing import Any
+
+from verl_fn.config.names import load_object
+
+from .contract import Algorithm, AlgorithmState, Experience, Report
+from .grpo import grpo
+from .ppo import ppo
+from .sft import sft
+from .workers import Clock, Workers
+
+__all__ = ["Algorithm", "AlgorithmState", "Clock", "Experience", "Report", "Workers", "grpo", "make", "ppo", "sft"]
+
+_BUILT_IN = {"ppo": ppo, "grpo": grpo, "sft": sft}
 
 
-def by_name(name: str) -> ModuleType:
-    """The module of an algorithm.
+def make(name: str, options: Any) -> Algorithm[Any]:
+    """Makes the algorithm that ``algorithm.name`` names from its options.
 
-    >>> by_name("ppo").__name__
-    'verl_fn.algorithms.ppo'
+    Args:
+        name: ``ppo``, ``grpo``, ``sft``, or a function of the user's as ``FILE.py:NAME`` or ``MODULE:NAME``.
+        options: an instance of the algorithm's options class.
+
+    Raises:
+        ConfigError: the user's function cannot be imported.
+
+    Example:
+        >>> from verl_fn.config import PPO
+        >>> list(make("ppo", PPO()).roles)
+        ['actor', 'critic']
     """
-    return importlib.import_module(f"verl_fn.algorithms.{name}")
+    factory = _BUILT_IN[name] if name in _BUILT_IN else load_object(name, "algorithm.name")
+    return factory(options)

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_fn.algorithms.experience import (
-    batch_report,
-    collect,
-    timing_report,
-    update,
-    update_batches,
-    update_report,
-    with_outputs,
-)
-from verl_fn.algorithms.workers import Clock, Workers
-from verl_fn.config.schema import Config
+from verl_fn.config.algorithms import PPO
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key, Node, node
-from verl_fn.steps import (
-    AdaptiveKL,
-    FixedKL,
-    Loss,
-    apply_kl_in_reward,
-    entropy,
-    gae,
-    kl_to_reference,
-    ppo_clip,
-    value_clip,
-)
+from verl_fn.steps import AdaptiveKL, FixedKL, value_clip
+
+from .contract import Algorithm, Experience, Report
+from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, update, update_batches
+from .policy import estimator, policy_loss
+from .reports import batch_report, timing_report, update_report
+from .workers import Clock, Workers
 
 
 @node
@@ -41,7 +27,6 @@ class PPOState(Node):
         kl: the controller of the KL penalty in the reward.
         key: of the run; a step derives its own from it and ``step``.
         step: steps done.
-        cursor: training problems used.
     """
 
     actor: Any
@@ -50,56 +35,54 @@ class PPOState(Node):
     kl: FixedKL | AdaptiveKL
     key: Key
     step: int
-    cursor: int
 
 
-def new(cfg: Config, key: Key) -> PPOState:
-    """The state before the first step, its roles still to be loaded."""
-    return PPOState(actor=None, critic=None, reference=None, kl=kl_controller(cfg), key=key, step=0, cursor=0)
+def ppo(options: PPO) -> Algorithm[PPOState]:
+    """Makes PPO: sample, estimate advantages, update critic and actor.
 
+    Example:
+        >>> ppo(PPO(lam=0.95, critic_warmup=20)).updates("actor", 256, 100)
+        80
+    """
+    advantages, actor_loss, critic_loss = (
+        estimator(options),
+        policy_loss(options),
+        value_clip(options.cliprange_value),
+    )
+    needs_reference = "reference" in options.roles
 
-def step(state: PPOState, problems: Sequence[Problem], w: Workers, cfg: Config) -> tuple[PPOState, dict[str, float]]:
-    """Sample, estimate advantages, update critic and actor. ``state`` is spent: its roles are donated."""
-    assert w.critic is not None
-    a, clock, key = cfg.algorithm, Clock(w.wait), state.key.fold_in(state.step)
+    def init(states: Mapping[str, Any], key: Key) -> PPOState:
+        return PPOState(
+            actor=states["actor"],
+            critic=states["critic"],
+            reference=states.get("reference"),
+            kl=kl_controller(options),
+            key=key,
+            step=0,
+        )
 
-    batch = collect(state.actor, state.reference, problems, w, cfg, key, state.step, clock)
-    outputs = clock.run("values", w.critic.forward, state.critic.params, batch, ("values",))
-    batch = w.call(with_outputs, batch, outputs, values="values")
-    kl, report = state.kl, {}
-    if a.use_kl_in_reward:
-        batch, kl, found = w.call(apply_kl_in_reward, batch, kl, a.kl_penalty, returns=3)
-        kl, found = w.get((kl, found))
-        report |= update_report("actor", [(found, {})])
-    batch = clock.run("adv", w.call, gae, batch, gamma=a.gamma, lam=a.lam)
-    batches = update_batches(w, batch, len(problems) * cfg.rollout.n, cfg, key.fold_in("minibatches"))
+    def sample(state: PPOState, problems: Sequence[Problem], w: Workers) -> Experience:
+        return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
 
-    value_loss = value_clip(a.cliprange_value)
-    critic, updates = clock.run("update_critic", update, w.critic, state.critic, batches, value_loss)
-    report |= update_report("critic", w.get(updates))
-    actor = state.actor
-    if state.step >= cfg.trainer.critic_warmup:
-        actor, updates = clock.run("update_actor", update, w.actor, state.actor, batches, policy_loss(cfg))
-        report |= update_report("actor", w.get(updates))
+    def learn(state: PPOState, experience: Experience, w: Workers) -> tuple[PPOState, Report]:
+        clock, key = Clock(w.wait, experience.seconds), state.key.fold_in(state.step)
+        batch = annotate(experience.batch, state, w, clock, reference=needs_reference, critic=True)
+        batch, kl, report = kl_in_reward(batch, state.kl, options, w)
+        batch = clock.run("adv", w.call, advantages, batch)
+        batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"))
 
-    report |= w.get(w.call(batch_report, batch, cfg.data.max_response_length))
-    report |= timing_report(clock, report["perf/total_num_tokens"])
-    new = PPOState(actor, critic, state.reference, kl, state.key, state.step + 1, state.cursor + len(problems))
-    return new, report
+        updates = {"critic": lambda: update(w.trainers["critic"], state.critic, batches, critic_loss)}
+        if state.step >= options.critic_warmup:
+            updates["actor"] = lambda: update(w.trainers["actor"], state.actor, batches, actor_loss)
+        updated = clock.run_all({f"update_{role}": run for role, run in updates.items()})
+        trained = {role: updated[f"update_{role}"] for role in updates}
+        for role, (_, metrics) in trained.items():
+            report |= update_report(role, w.get(metrics))
 
+        report |= experience.report | w.get(w.call(batch_report, batch))
+        report |= timing_report(clock, report["perf/total_num_tokens"])
+        critic = trained["critic"][0]
+        actor = trained["actor"][0] if "actor" in trained else state.actor
+        return PPOState(actor, critic, state.reference, kl, state.key, state.step + 1), report
 
-def policy_loss(cfg: Config) -> Loss:
-    """The clipped surrogate, with the KL and entropy terms that the config asks for."""
-    a = cfg.algorithm
-    loss = ppo_clip(a.clip_ratio, a.clip_ratio_low, a.clip_ratio_high, a.clip_ratio_c)
-    if a.use_kl_loss:
-        loss = loss + a.kl_loss_coef * kl_to_reference(a.kl_loss_type)
-    if a.entropy_coeff:
-        loss = loss - a.entropy_coeff * entropy()
-    return loss
-
-
-def kl_controller(cfg: Config) -> FixedKL | AdaptiveKL:
-    """The controller that ``algorithm.kl_ctrl`` asks for."""
-    k = cfg.algorithm.kl_ctrl
-    return FixedKL(k.kl_coef) if k.type == "fixed" else AdaptiveKL(k.kl_coef, k.target_kl, k.horizon)
+    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n)

@@ -1,17 +1,20 @@
-"""Supervised fine-tuning on a task's own answers."""
+"""Supervised fine-tuning on the problems' own answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_fn.algorithms.experience import loss_scale, timing_report, update, update_report
-from verl_fn.algorithms.workers import Clock, Workers
-from verl_fn.config.schema import Config
+from verl_fn.config.algorithms import SFT
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards.reward import pack_examples
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import aggregate, cross_entropy
+
+from .contract import Algorithm, Experience, Report
+from .experience import loss_scale, update
+from .reports import timing_report, update_report
+from .workers import Clock, Workers
 
 
 @node
@@ -21,22 +24,30 @@ class SFTState(Node):
     actor: Any
     key: Key
     step: int
-    cursor: int
 
 
-def new(cfg: Config, key: Key) -> SFTState:
-    """The state before the first step, its model still to be loaded."""
-    return SFTState(actor=None, key=key, step=0, cursor=0)
+def sft(options: SFT) -> Algorithm[SFTState]:
+    """Makes supervised fine-tuning: one update on the answers to each step's problems.
 
+    Example:
+        >>> list(sft(SFT()).roles)
+        ['actor']
+    """
 
-def step(state: SFTState, problems: Sequence[Problem], w: Workers, cfg: Config) -> tuple[SFTState, dict[str, float]]:
-    """One update on the answers to ``problems``. ``state`` is spent: its actor is donated."""
-    clock = Clock(w.wait)
-    batch = aggregate(
-        pack_examples(problems, w.tokenizer), cfg.algorithm.loss_agg_mode, loss_scale_factor=loss_scale(cfg)
-    )
-    actor, updates = clock.run("update_actor", update, w.actor, state.actor, [batch], cross_entropy())
-    report = update_report("train", w.get(updates))
-    tokens = float(batch.num_tokens)
-    report |= {"train/global_tokens": tokens} | timing_report(clock, tokens)
-    return SFTState(actor, state.key, state.step + 1, state.cursor + len(problems)), report
+    def init(states: Mapping[str, Any], key: Key) -> SFTState:
+        return SFTState(states["actor"], key, step=0)
+
+    def sample(state: SFTState, problems: Sequence[Problem], w: Workers) -> Experience:
+        batch = pack_examples(problems, w.tokenizer)
+        batch = aggregate(batch, options.loss_agg_mode, loss_scale_factor=loss_scale(options, w))
+        return Experience(batch, len(problems), report={"train/global_tokens": float(batch.num_tokens)})
+
+    def learn(state: SFTState, experience: Experience, w: Workers) -> tuple[SFTState, Report]:
+        clock = Clock(w.wait, experience.seconds)
+        batches = [experience.batch]
+        actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, batches, cross_entropy())
+        report = update_report("train", w.get(metrics)) | experience.report
+        report |= timing_report(clock, report["train/global_tokens"])
+        return SFTState(actor, state.key, state.step + 1), report
+
+    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n)

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import attrs
 
-from verl_fn.backends.protocol import RolloutBackend, TrainBackend
-from verl_fn.errors import UserError
+from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
+
+T = TypeVar("T")
 
 
 def call_here(fn: Callable[..., Any], *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
-    """Apply ``fn`` in this process; with ``returns=k`` its k results come back as a list.
+    """Applies ``fn`` in this process; with ``returns=k`` its k results come back as a list.
 
-    >>> call_here(divmod, 7, 3), call_here(divmod, 7, 3, returns=2)
-    ((2, 1), [2, 1])
+    Example:
+        >>> call_here(divmod, 7, 3), call_here(divmod, 7, 3, returns=2)
+        ((2, 1), [2, 1])
     """
-    found = fn(*args, **kwargs)
-    return found if returns is None else list(found)
+    result = fn(*args, **kwargs)
+    return result if returns is None else list(result)
 
 
-def get_here(value: Any) -> Any:
-    """The value itself: in one process nothing is remote."""
+def get_here(value: T) -> T:
+    """Returns the value itself: in one process nothing is remote."""
     return value
 
 
@@ -32,60 +34,74 @@ class Workers:
     """The parts that a step composes. Values that they exchange may be references: a step passes them on.
 
     Attributes:
-        actor, critic, reference: training backends, the last two where the algorithm wants them.
+        trainers: training backends by role.
         rollout: the engine that samples.
         reward: ``(batch, problems) -> batch`` with scores.
         tokenizer: the model's.
+        sampling: how responses are drawn in training.
+        max_prompt_length: longest prompt, in tokens.
         call: applies a function to values, references or handles, where they lie; ``returns=k`` for k results.
-        get: the value behind a reference, or behind all references of a nested value.
-        wait: blocks until what is behind references is there, and passes them on.
+        get: returns the value behind a reference, or behind all references of a nested value.
+        wait: blocks until what is behind references is there, and returns them.
         about: a line on what the workers run, for the screen.
     """
 
-    actor: TrainBackend
+    trainers: Mapping[str, TrainBackend]
     rollout: RolloutBackend
     reward: Callable[..., Any]
     tokenizer: Any
-    critic: TrainBackend | None = None
-    reference: TrainBackend | None = None
+    sampling: Sampling
+    max_prompt_length: int | None = None
     call: Callable[..., Any] = call_here
     get: Callable[[Any], Any] = get_here
     wait: Callable[[Any], Any] = get_here
     about: str = ""
 
 
-class ActorDied(UserError, RuntimeError):
-    """A worker's process ended; the message holds its own error and the end of its log."""
-
-
-class ActorHangs(UserError, RuntimeError):
-    """A worker is not where others wait or waited for it; the message says where it is."""
-
-
-class Freed(LookupError):
-    """A handle stands for a value that its worker does not hold."""
-
-
 class Clock:
-    """Seconds by phase, as verl's ``timing_s/*``; waits for what a phase returns.
+    """Seconds by phase, as verl's ``timing_s/*``; it waits for what a phase returns.
 
-    >>> clock = Clock(get_here)
-    >>> clock.run("adv", lambda: 3), list(clock.seconds)
-    (3, ['adv'])
+    Example:
+        >>> clock = Clock(get_here)
+        >>> clock.run("adv", lambda: 3), list(clock.seconds)
+        (3, ['adv'])
     """
 
-    def __init__(self, wait: Callable[[Any], Any]) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, wait: Callable[[Any], Any], seconds: Mapping[str, float] | None = None) -> None:
+        """Starts a clock.
+
+        Args:
+            wait: blocks until a value is there.
+            seconds: phases that ran before, such as those of ``sample``.
+        """
+        self.seconds: dict[str, float] = dict(seconds or {})
         self._wait = wait
+        self._earlier = sum(self.seconds.values())
         self._began = time.perf_counter()
 
     def run(self, phase: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``fn(*args, **kwargs)``, its time added to ``phase``."""
-        start = time.perf_counter()
-        found = self._wait(fn(*args, **kwargs))
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-        return found
+        """Returns ``fn(*args, **kwargs)`` and adds its time to ``phase``."""
+        return self.run_all({phase: lambda: fn(*args, **kwargs)})[phase]
+
+    def run_all(self, phases: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+        """Starts all phases, waits for each in turn, and returns their results by phase.
+
+        Phases on workers of their own overlap; a phase is then charged with the time that it kept the step waiting.
+        """
+        started: dict[str, Any] = {}
+        for phase, fn in phases.items():
+            began = time.perf_counter()
+            started[phase] = fn()
+            self._add(phase, began)
+        for phase, value in started.items():
+            began = time.perf_counter()
+            self._wait(value)
+            self._add(phase, began)
+        return started
 
     def total(self) -> float:
-        """Seconds since this clock was made, with what lies between the phases."""
-        return time.perf_counter() - self._began
+        """Returns the seconds since this clock was made and those before, with what lies between the phases."""
+        return self._earlier + time.perf_counter() - self._began
+
+    def _add(self, phase: str, began: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began

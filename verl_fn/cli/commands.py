@@ -11,33 +11,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
-
-from verl_fn.config import ConfigError, describe, load, notes, origins, schema
+from verl_fn.config import (
+    ConfigError,
+    Plan,
+    describe,
+    evaluation_plan,
+    load,
+    make_plan,
+    notes,
+    options_lines,
+    origins,
+)
+from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, KL_TYPES
+from verl_fn.config.loading import algorithm_options
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train from a config."""
-    cfg = load(args.config, args.overrides)
-    return _train(cfg, notes(args.config, args.overrides), args.quiet)
+    """Train from a config, or only check it."""
+    plan = make_plan(load(args.config, args.overrides))
+    return _train(plan, notes(args.config, args.overrides), args)
 
 
 def fork(args: argparse.Namespace) -> int:
     """Train on from a checkpoint of another run."""
-    from verl_fn.runs.replay import fork_config
+    from verl_fn.runs.replay import fork_plan
 
-    cfg = fork_config(args.run, args.step, args.overrides)
-    return _train(cfg, notes(Path(args.run) / "config.toml", args.overrides), args.quiet)
+    plan = fork_plan(args.run, args.step, args.overrides)
+    return _train(plan, notes(Path(args.run) / "config.toml", args.overrides), args)
 
 
-def _train(cfg: schema.Config, hints: Sequence[str], quiet: bool) -> int:
+def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
     from verl_fn.runs.loop import Interrupted, train
 
-    say = (lambda line: None) if quiet else (lambda line: print(line, flush=True))
+    def say(line: str) -> None:
+        if not args.quiet:
+            print(line, flush=True)
+
     for line in hints:
         say(f"note: {line}")
+    if args.check:
+        from verl_fn.runs.check_run import check_run
+
+        print(check_run(plan))
+        return 0
     try:
-        train(cfg, say, live=sys.stdout.isatty() and not quiet)
+        train(plan, say, live=sys.stdout.isatty() and not args.quiet)
     except Interrupted as error:
         print(error, file=sys.stderr)
         return 130
@@ -53,28 +71,27 @@ def evaluate(args: argparse.Namespace) -> int:
     cfg = load(file, [*args.overrides, f"model.path={model}"])
     if cfg.data.train_files and not cfg.data.val_files:
         raise ConfigError("there are no held-out problems: set data.val_files")
-    # Nothing is trained, so training files need not be there.
-    cfg = attrs.evolve(cfg, data=attrs.evolve(cfg.data, train_files=()))
+    plan = evaluation_plan(cfg)
     out = Path(args.json) if args.json else None
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise ConfigError(f"--json: {out} cannot be written; name a file in a folder that is there")
-    print(f"evaluating {model} on {_evaluated(cfg)}", flush=True)
-    report, answers = evaluate_model(cfg, print)
+    print(f"evaluating {model} on {_evaluated(plan)}", flush=True)
+    report, answers = evaluate_model(plan, print)
     for name, value in report.items():
         print(f"{name:<48} {value:.4f}")
     for answer in answers[:3]:
-        told = f"reward {answer['score']:.3g}; expected {answer['answer']!r}"
-        print(f"{answer['prompt']!r} -> {answer['response']!r} ({told})")
+        verdict = f"reward {answer['score']:.3g}; expected {answer['answer']!r}"
+        print(f"{answer['prompt']!r} -> {answer['response']!r} ({verdict})")
     if out is not None:
         out.write_text(json.dumps({"model": str(model), "metrics": report, "answers": answers}, indent=1))
     return 0
 
 
-def _evaluated(cfg: schema.Config) -> str:
+def _evaluated(plan: Plan) -> str:
     """What an evaluation asks, and how it answers."""
     from verl_fn.data.tasks import TASKS
 
-    d, v = cfg.data, cfg.rollout.val_kwargs
+    d, v = plan.data, plan.rollout.validation
     if d.val_files:
         names = ", ".join(Path(file).name for file in d.val_files)
         problems = f"{'all' if d.val_size is None else f'up to {d.val_size}'} problems of {names}"
@@ -109,13 +126,13 @@ def replay(args: argparse.Namespace) -> int:
     """Execute a step again and compare."""
     from verl_fn.runs.replay import replay
 
-    found = replay(args.run, args.step, recorded=args.recorded)
-    if found.difference is not None:
-        print(f"step {found.step} differs; first in {found.difference}")
+    replayed = replay(args.run, args.step, recorded=args.recorded)
+    if replayed.difference is not None:
+        print(f"step {replayed.step} differs; first in {replayed.difference}")
         return 1
-    kinds = ", ".join(f"{count} {kind}" for kind, count in found.compared.items())
-    print(f"step {found.step} comes out bitwise the same: {kinds}")
-    if "state leaves" not in found.compared:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in replayed.compared.items())
+    print(f"step {replayed.step} comes out bitwise the same: {kinds}")
+    if "state leaves" not in replayed.compared:
         print("the state itself was not compared: the run kept no journal (trainer.journal) and no checkpoint of it")
     return 0
 
@@ -123,6 +140,7 @@ def replay(args: argparse.Namespace) -> int:
 def new_model(args: argparse.Namespace) -> int:
     """Write a tiny random model."""
     from verl_fn.backends.checkpoint.export import check_empty
+    from verl_fn.backends.hf.folder import ModelError
     from verl_fn.backends.hf.new_model import new_model
     from verl_fn.data.tasks import TASKS
 
@@ -135,9 +153,12 @@ def new_model(args: argparse.Namespace) -> int:
     if own := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):
         raise ConfigError(f"{own[0]} is no field of a model's config; see verl-fn new-model --help")
     chars = TASKS[args.task].alphabet if args.chars is None else args.chars
-    folder = new_model(
-        args.folder, chars=chars, arch=args.arch, seed=args.seed, chat_template=args.chat_template, **fields
-    )
+    try:
+        folder = new_model(
+            args.folder, chars=chars, arch=args.arch, seed=args.seed, chat_template=args.chat_template, **fields
+        )
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
     print(f"wrote {folder}")
     return 0
 
@@ -172,18 +193,21 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def show_choices(args: argparse.Namespace) -> int:
-    """List what there is to choose from."""
+    """List what there is to choose from, or the options of one algorithm."""
+    if args.algorithm:
+        print(_algorithm_page(args.algorithm))
+        return 0
     from verl_fn.data.tasks import TASKS
     from verl_fn.rewards.rules import SOURCES
 
     losses = ("ppo_clip", "value_clip", "cross_entropy", "entropy", "kl_to_reference")
     for kind, names in (
         ("tasks", TASKS),
-        ("algorithms", schema.ESTIMATORS),
-        ("estimators", [one for several in schema.ESTIMATORS.values() for one in several]),
+        ("algorithms", (*BUILT_IN, "FILE.py:NAME", "MODULE:NAME")),
+        ("estimators", ("gae", "grpo", "rloo", "reinforce_plus_plus", "FILE.py:NAME")),
         ("losses", losses),
-        ("KL estimators", schema.KL_TYPES),
-        ("aggregation", schema.AGGREGATIONS),
+        ("KL estimators", KL_TYPES),
+        ("aggregation", AGGREGATIONS),
         ("training backends", ("local", "fsdp", "mock")),
         ("rollout engines", ("sampler", "mock")),
         ("drivers", ("local", "ray")),
@@ -192,6 +216,20 @@ def show_choices(args: argparse.Namespace) -> int:
     ):
         print(f"{kind:<24}{', '.join(names)}")
     return 0
+
+
+def _algorithm_page(name: str) -> str:
+    """What an algorithm is, its roles, and its options with their defaults."""
+    from verl_fn.algorithms import make
+
+    options = algorithm_options(name)()
+    made = make(name, options)
+    doc = (type(options).__doc__ or "").strip().splitlines()
+    lines = [f"{name}: {doc[0] if doc else type(options).__name__}"]
+    for role_name, role in made.roles.items():
+        source = f", a frozen copy of {role.copy_of}" if role.copy_of else ""
+        lines.append(f"  role {role_name}: {role.head} head, {'trained' if role.trained else 'not trained'}{source}")
+    return "\n".join([*lines, "", *options_lines(options, "algorithm")]).rstrip()
 
 
 def bench(args: argparse.Namespace) -> int:
@@ -207,7 +245,8 @@ COMMANDS = {
 
 def _model_of(path: str) -> tuple[Path, Path | None]:
     """The model folder that a path means, and the run that it belongs to, if any."""
-    from verl_fn.runs.folder import MANIFEST, RunError, checkpoints
+    from verl_fn.runs.checkpoints import MANIFEST, checkpoints
+    from verl_fn.runs.folder import RunError
 
     folder = Path(path)
     if (folder / "config.toml").is_file():
@@ -217,6 +256,6 @@ def _model_of(path: str) -> tuple[Path, Path | None]:
         link = folder / "model"
         return link.resolve() if link.exists() else checkpoints(folder)[0] / "actor", folder
     if (folder / MANIFEST).is_file():
-        run = folder.parents[1]
+        run = folder.absolute().parents[1]
         return folder / "actor", run if (run / "config.toml").is_file() else None
     return folder, None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from verl_fn import __version__
-from verl_fn.errors import UserError
+from verl_fn.errors import UsageError, UserError
 
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
 
@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
     train = command("train", "train from a TOML config; the same command continues a run that was stopped")
     train.add_argument("config", type=path, help="a TOML file, such as recipes/ppo_reverse.toml")
     overrides(train)
+    train.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     evaluate = command(
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     fork.add_argument("run", type=path, help="the run's folder")
     fork.add_argument("--step", type=int, required=True, help="the step of the checkpoint")
     overrides(fork)
+    fork.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
     fork.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     replay = command("replay", "execute a step of a run again and say whether it comes out bitwise the same")
@@ -95,12 +97,27 @@ def parser() -> argparse.ArgumentParser:
     prepare.add_argument("source", help="the folder with the raw files")
     prepare.add_argument("--out", required=True, help="the folder to write")
 
-    command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
+    choices = command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
+    choices.add_argument(
+        "algorithm", nargs="?", help="an algorithm, built-in or of yours as FILE.py:NAME: its roles and its options"
+    )
 
     bench = command("bench", "measure")
     bench.add_argument(
         "what",
-        choices=("purity", "sampler", "imports", "crash", "first-step", "ppo-layouts", "throughput", "residency", "loading", "scaling"),
+        choices=(
+            "purity",
+            "sampler",
+            "imports",
+            "crash",
+            "first-step",
+            "ppo-layouts",
+            "throughput",
+            "residency",
+            "publish",
+            "loading",
+            "scaling",
+        ),
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
     return top
@@ -120,13 +137,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     args = parse(argv)
-    from verl_fn.config import ConfigError
-
     try:
         from verl_fn.cli.commands import COMMANDS
 
         return COMMANDS[args.command](args)
-    except ConfigError as error:
+    except UsageError as error:
         return _refuse(error, 2)
     except Exception as error:
         if isinstance(error, UserError):

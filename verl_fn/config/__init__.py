@@ -1,17 +1,37 @@
 """The configuration: its keys, how it is read, and what it means. Nothing here loads torch."""
 
-from .loading import (
-    describe,
-    flat,
-    keys,
-    load,
-    notes,
-    origins,
-    structure,
-    to_table,
-)
-from .schema import Config, ConfigError
+from .algorithms import GRPO, PPO, SFT
+from .describe import describe, options_lines, origins
+from .fields import ConfigError, opt, sub
+from .loading import keys, load, structure, to_table
+from .notes import notes
+from .plan import Plan, RolePlan, RolloutPlan, evaluation_plan, make_plan
+from .roles import Role
+from .schema import AlgorithmTable, Config
+from .tables import flat
 
 __all__ = [
-    "Config", "ConfigError", "describe", "flat", "keys", "load", "notes", "origins", "structure", "to_table",
-]  # fmt: skip
+    "GRPO",
+    "PPO",
+    "SFT",
+    "AlgorithmTable",
+    "Config",
+    "ConfigError",
+    "Plan",
+    "Role",
+    "RolePlan",
+    "RolloutPlan",
+    "describe",
+    "evaluation_plan",
+    "flat",
+    "keys",
+    "load",
+    "make_plan",
+    "notes",
+    "opt",
+    "options_lines",
+    "origins",
+    "structure",
+    "sub",
+    "to_table",
+]

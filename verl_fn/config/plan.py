@@ -1,51 +1,305 @@
-"""What a config means: roles, their tables and folders, and how many updates a step has."""
+"""What a config means for a run, as one value: its models with their layouts, its rollouts, and its code.
+
+A plan is a pure function of the config and the current folder. Below it nothing takes the whole config.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 import attrs
 
-from .schema import ActorConfig, Config
+from .algorithms import BUILT_IN
+from .fields import ConfigError
+from .loading import to_table
+from .names import absolute, is_reference, load_object
+from .roles import Outline, Role
+from .schema import (
+    ActorConfig,
+    Config,
+    DataConfig,
+    DriverConfig,
+    FsdpConfig,
+    NewModelConfig,
+    OptimConfig,
+    RayConfig,
+    RewardConfig,
+    RolloutConfig,
+    TrainerConfig,
+    ValConfig,
+)
+from .tables import Table
 
 
-def settings(cfg: Config, role: str) -> ActorConfig:
-    """The table of a training role. The reference has the actor's; so has the critic its layout, unless it has its own.
+@attrs.frozen
+class RolePlan:
+    """One model of a run: what it is, where it comes from, and how it is laid out.
 
-    >>> cfg = Config(actor=ActorConfig(strategy="fsdp"))
-    >>> [settings(cfg, role).strategy for role in ("actor", "critic", "reference")]
-    ['fsdp', 'fsdp', 'fsdp']
+    Attributes:
+        name: the role.
+        table: the config's table that its settings come from: ``actor`` or ``critic``.
+        head: ``lm`` or ``value``.
+        folder: its model folder.
+        optim: its optimizer's settings; None for a model that is not trained.
+        total_updates: updates in the whole run, the length of its learning-rate decay.
+        strategy: ``local`` or ``fsdp``.
+        fsdp: the layout over ranks, for ``fsdp``.
+        max_tokens: strict budget of tokens a micro-batch, of all ranks that share its rows together.
+        dtype: compute dtype; master weights are float32.
+        checkpointing: recompute each layer in the backward pass.
+        lora: rank, alpha and target layers of its adapters, or None.
+        offload: keep parameters and optimizer on the CPU between the passes.
     """
-    if role != "critic":
-        return cfg.actor
+
+    name: str
+    table: str
+    head: str
+    folder: str
+    optim: OptimConfig | None
+    total_updates: int
+    strategy: str
+    fsdp: FsdpConfig
+    max_tokens: int
+    dtype: str
+    checkpointing: bool
+    lora: tuple[int, float, tuple[str, ...]] | None
+
+    @property
+    def offload(self) -> bool:
+        return self.strategy == "fsdp" and self.fsdp.offload_policy
+
+
+@attrs.frozen
+class RolloutPlan:
+    """The rollout engine of a run, and how responses are drawn.
+
+    Attributes:
+        name: the engine.
+        folder: the actor's model folder.
+        dtype: of weights and cache.
+        slots: rows decoded at once.
+        n, temperature, top_k, top_p: of training rollouts.
+        validation: the same of evaluations.
+        max_prompt_length, max_response_length: in tokens.
+    """
+
+    name: str
+    folder: str
+    dtype: str
+    slots: int
+    n: int
+    temperature: float
+    top_k: int
+    top_p: float
+    validation: ValConfig
+    max_prompt_length: int
+    max_response_length: int
+
+
+@attrs.frozen
+class Plan:
+    """A run.
+
+    Attributes:
+        algorithm: the algorithm's name.
+        options: an instance of its options class.
+        roles: the models by name, in the algorithm's order.
+        copies: roles without workers of their own, since another role's frozen base stands for them, by that role.
+        rollout: the engine that samples.
+        model: folder of the policy's model, which also has the tokenizer.
+        new_model: sizes of the random model to make in ``model`` first; None where the folder is given.
+        code: references to the user's own objects, whose source workers compare.
+        table: the config with absolute paths, as nested tables: what the run's folder keeps.
+    """
+
+    algorithm: str
+    options: Any
+    roles: Mapping[str, RolePlan]
+    copies: Mapping[str, str]
+    rollout: RolloutPlan
+    model: str
+    new_model: NewModelConfig | None
+    trainer: TrainerConfig
+    data: DataConfig
+    reward: RewardConfig
+    driver: DriverConfig
+    ray: RayConfig
+    code: tuple[str, ...]
+    table: Table
+
+
+def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
+    """Makes the plan of a config.
+
+    Args:
+        folder: what relative paths are relative to, by default the current folder.
+
+    Raises:
+        ConfigError: an algorithm of the user's cannot be imported or made, or asks for more than the config gives.
+
+    Example:
+        >>> from verl_fn.config import load
+        >>> sorted(make_plan(load(overrides=["model.path=m", "algorithm.use_kl_loss=true"])).roles)
+        ['actor', 'critic', 'reference']
+    """
+    cfg = with_absolute_paths(cfg, folder or Path.cwd())
+    shape = outline(cfg)
+    if cfg.rollout.n < shape.min_n:
+        raise ConfigError(
+            f"rollout.n is {cfg.rollout.n}: {cfg.algorithm.name} compares responses within a group and needs at least "
+            f"{shape.min_n} a prompt"
+        )
+    if "actor" not in shape.roles:
+        raise ConfigError(f"{cfg.algorithm.name} has no role 'actor'; it is the policy that is sampled and saved")
+    model = cfg.model.path or str(Path(cfg.trainer.dir) / "new_model")
+    names = role_names(cfg)
+    r, d = cfg.rollout, cfg.data
+    return Plan(
+        algorithm=cfg.algorithm.name,
+        options=cfg.algorithm.options,
+        roles={name: _role_plan(cfg, shape, name, model) for name in names},
+        copies={name: role.copy_of for name, role in shape.roles.items() if role.copy_of and name not in names},
+        rollout=_rollout_plan(r, d, model),
+        model=model,
+        new_model=None if cfg.model.path else cfg.model.new,
+        trainer=cfg.trainer,
+        data=d,
+        reward=cfg.reward,
+        driver=cfg.driver,
+        ray=cfg.ray,
+        code=_code(cfg),
+        table=to_table(cfg),
+    )
+
+
+def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
+    """Makes the plan of evaluating ``model.path``: its actor alone, in one process, without an optimizer.
+
+    Weights are merged, so there are no adapters, and training files need not be there.
+    """
+    training = make_plan(attrs.evolve(cfg, data=attrs.evolve(cfg.data, train_files=())), folder)
+    actor = attrs.evolve(
+        training.roles["actor"], optim=None, strategy="local", fsdp=FsdpConfig(), lora=None, total_updates=0
+    )
+    return attrs.evolve(training, roles={"actor": actor}, copies={}, ray=attrs.evolve(cfg.ray, ranks=1))
+
+
+def outline(cfg: Config) -> Outline:
+    """Returns the roles, updates and needs of the config's algorithm; one of the user's is made for it.
+
+    Raises:
+        ConfigError: the user's function cannot be imported, or returns something that has no roles.
+    """
+    name, options = cfg.algorithm.name, cfg.algorithm.options
+    if name in BUILT_IN:
+        return options
+    made = load_object(name, "algorithm.name")(options)
+    if not hasattr(made, "roles"):
+        raise ConfigError(f"algorithm.name: {name} returned a {type(made).__name__}, where an Algorithm is expected")
+    return made
+
+
+def role_names(cfg: Config) -> tuple[str, ...]:
+    """Returns the roles that have workers of their own; with LoRA a frozen copy of its role has none.
+
+    Example:
+        >>> role_names(Config())
+        ('actor', 'critic')
+    """
+    roles = outline(cfg).roles
+    return tuple(
+        name for name, role in roles.items() if role.copy_of is None or not _table(cfg, roles, name)[1].lora_rank
+    )
+
+
+def with_absolute_paths(cfg: Config, folder: Path) -> Config:
+    """Returns the config with absolute paths, so that it means the same in any folder.
+
+    Example:
+        >>> with_absolute_paths(Config(), Path("/a")).trainer.dir
+        '/a/runs/run'
+    """
+
+    def path(text: str) -> str:
+        return str((folder / Path(text).expanduser()).resolve()) if text else text
+
+    d, t, a = cfg.data, cfg.trainer, cfg.algorithm
+    references = {
+        name: absolute(value, folder)
+        for name, value in ((n, getattr(a.options, n, None)) for n in ("policy_loss", "adv_estimator"))
+        if isinstance(value, str)
+    }
+    return attrs.evolve(
+        cfg,
+        trainer=attrs.evolve(t, dir=path(t.dir), resume_from_path=t.resume_from_path and path(t.resume_from_path)),
+        data=attrs.evolve(d, train_files=tuple(map(path, d.train_files)), val_files=tuple(map(path, d.val_files))),
+        model=attrs.evolve(cfg.model, path=path(cfg.model.path)),
+        critic=attrs.evolve(cfg.critic, path=cfg.critic.path and path(cfg.critic.path)),
+        reward=attrs.evolve(cfg.reward, functions=tuple(absolute(one, folder) for one in cfg.reward.functions)),
+        ray=attrs.evolve(cfg.ray, runtime_env=path(cfg.ray.runtime_env)),
+        algorithm=attrs.evolve(
+            a,
+            name=absolute(a.name, folder),
+            options=attrs.evolve(a.options, **references) if references else a.options,
+        ),
+    )
+
+
+def _table(cfg: Config, roles: Mapping[str, Role], name: str) -> tuple[str, ActorConfig]:
+    """Returns the table of a role: a value head has the critic's, all others the actor's.
+
+    A critic has the actor's layout unless ``critic.strategy`` gives it one of its own.
+    """
+    if roles[name].head != "value":
+        return "actor", cfg.actor
     if cfg.critic.strategy is not None:
-        return cfg.critic
-    return attrs.evolve(cfg.critic, strategy=cfg.actor.strategy, fsdp_config=cfg.actor.fsdp_config)
+        return "critic", cfg.critic
+    return "critic", attrs.evolve(cfg.critic, strategy=cfg.actor.strategy, fsdp_config=cfg.actor.fsdp_config)
 
 
-def folder_of(cfg: Config, role: str) -> str:
-    """The model folder of a training role: a critic may have one of its own."""
-    return cfg.critic.path if role == "critic" and cfg.critic.path else cfg.model.path
+def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:
+    role = shape.roles[name]
+    table, settings = _table(cfg, shape.roles, name)
+    path = role.path or (cfg.critic.path if role.head == "value" else "") or model
+    strategy = settings.strategy or "local"
+    shared = settings.fsdp_config.ulysses_sequence_parallel_size if strategy == "fsdp" else 1
+    steps, prompts = cfg.trainer.total_training_steps, cfg.data.train_batch_size
+    return RolePlan(
+        name=name,
+        table=table,
+        head=role.head,
+        folder=path,
+        optim=settings.optim if role.trained else None,
+        total_updates=shape.updates(name, prompts, steps) if role.trained else 0,
+        strategy=strategy,
+        fsdp=settings.fsdp_config,
+        max_tokens=settings.ppo_max_token_len_per_gpu * shared,
+        dtype=settings.dtype,
+        checkpointing=settings.enable_gradient_checkpointing,
+        lora=(settings.lora_rank, settings.lora_alpha, settings.target_modules) if settings.lora_rank else None,
+    )
 
 
-def token_budget(s: ActorConfig) -> int:
-    """Tokens a micro-batch: ranks that share rows have their budgets together."""
-    return s.ppo_max_token_len_per_gpu * (s.fsdp_config.ulysses_sequence_parallel_size if s.strategy == "fsdp" else 1)
+def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str) -> RolloutPlan:
+    return RolloutPlan(
+        name=r.name,
+        folder=model,
+        dtype=r.dtype,
+        slots=r.slots,
+        n=r.n,
+        temperature=r.temperature,
+        top_k=r.top_k,
+        top_p=r.top_p,
+        validation=r.val_kwargs,
+        max_prompt_length=d.max_prompt_length,
+        max_response_length=d.max_response_length,
+    )
 
 
-def updates_a_step(cfg: Config) -> int:
-    """Optimizer updates in one step of the algorithm."""
-    if cfg.algorithm.name == "sft":
-        return 1
-    size = min(cfg.algorithm.ppo_mini_batch_size, cfg.data.train_batch_size)
-    return cfg.algorithm.ppo_epochs * -(-cfg.data.train_batch_size // size)
-
-
-def roles(cfg: Config) -> tuple[str, ...]:
-    """The training roles that the algorithm has."""
-    a = cfg.algorithm
-    found = ["actor"]
-    if a.name == "ppo":
-        found.append("critic")
-    # With LoRA the actor's own base is the reference.
-    if a.name != "sft" and (a.use_kl_loss or a.use_kl_in_reward) and not cfg.actor.lora_rank:
-        found.append("reference")
-    return tuple(found)
+def _code(cfg: Config) -> tuple[str, ...]:
+    """Returns the references to the user's objects that workers run."""
+    options = cfg.algorithm.options
+    values = (cfg.algorithm.name, *(getattr(options, name, None) for name in ("policy_loss", "adv_estimator")))
+    return tuple(value for value in values if isinstance(value, str) and is_reference(value))

@@ -1,130 +1,22 @@
-"""The configuration's keys: frozen classes, with verl's names for what verl has, and a line of doc each."""
+"""The configuration's tables: frozen classes, with verl's names for what verl has, and a line of doc for each key."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 from attrs.validators import ge, gt, in_, le
 
-from verl_fn.errors import UserError
+from .algorithms import PPO
+from .fields import MOST, ConfigError, all_or_some, each_below_one, each_in, opt, paths, sub
 
-
-class ConfigError(UserError, ValueError):
-    """A configuration that cannot be used; the message names the key."""
-
-
-class RangeError(ValueError):
-    """A field's name and what is wrong with its value."""
-
-
-def opt(default: Any, doc: str, *checks: Callable[..., Any]) -> Any:
-    """A field with a default, a line of documentation, and checks of its range."""
-
-    def check(instance: Any, attribute: Any, value: Any) -> None:
-        for one in checks if value is not None else ():
-            try:
-                one(instance, attribute, value)
-            except ValueError as error:
-                raise RangeError(attribute.name, str(error.args[0])) from error
-
-    return attrs.field(default=default, validator=check, metadata={"doc": doc})
-
-
-def home(value: Any) -> Any:
-    """A path, or each of several, with a leading ``~`` replaced by the home folder."""
-    if isinstance(value, tuple):
-        return tuple(map(home, value))
-    try:
-        return os.path.expanduser(value) if isinstance(value, str) else value
-    except ValueError:  # no user has such a name
-        return value
-
-
-def paths(default: Any, doc: str) -> Any:
-    """A field of one or several paths."""
-    return attrs.field(default=default, converter=home, metadata={"doc": doc})
-
-
-def _all_or_some(instance: Any, attribute: Any, value: int) -> None:
-    if value != -1 and value < 1:
-        raise ValueError(f"must be -1, which keeps all, or at least 1 (got {value})")
-
-
-def _each_in(*choices: str) -> Callable[..., Any]:
-    def check(instance: Any, attribute: Any, values: tuple[str, ...]) -> None:
-        for value in values:
-            if value not in choices:
-                raise ValueError(f"must be of {choices} (got {value!r})")
-
-    return check
-
-
-def _each_below_one(instance: Any, attribute: Any, values: tuple[float, ...]) -> None:
-    if not all(0 <= value < 1 for value in values):
-        raise ValueError(f"must be at least 0 and below 1 (got {list(values)})")
-
-
-def sub(cls: type) -> Any:
-    """A nested table."""
-    return attrs.field(factory=cls)
-
-
-ESTIMATORS = {"ppo": ("gae",), "grpo": ("grpo", "rloo", "reinforce_plus_plus"), "sft": ()}
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 LARGEST_VAL_SIZE = 20_000  # more of a made task would take long to draw
-MOST = 1e6  # of factors and ranges; beyond it numbers overflow and mean nothing
-KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
-
-
-@attrs.frozen(kw_only=True)
-class KLCtrl:
-    type: str = opt("fixed", "fixed or adaptive", in_(("fixed", "adaptive")))
-    kl_coef: float = opt(0.001, "coefficient of the KL penalty, the first one if adaptive", ge(0), le(MOST))
-    target_kl: float = opt(0.1, "KL that the adaptive controller steers to, in nats", gt(0), le(MOST))
-    horizon: int = opt(10000, "rows over which the adaptive controller reacts", ge(1))
-
-
-@attrs.frozen(kw_only=True)
-class AlgorithmConfig:
-    name: str = opt("ppo", "ppo (with a critic), grpo (groups, no critic) or sft", in_(("ppo", "grpo", "sft")))
-    adv_estimator: str | None = opt(
-        None, "gae for ppo; grpo, rloo or reinforce_plus_plus for grpo",
-        in_(("gae", "grpo", "rloo", "reinforce_plus_plus")),
-    )  # fmt: skip
-    gamma: float = opt(1.0, "discount of later rewards", ge(0), le(1))
-    lam: float = opt(1.0, "GAE's lambda", ge(0), le(1))
-    norm_adv_by_std_in_grpo: bool = opt(True, "divide by the group's standard deviation; off is Dr. GRPO")
-    clip_ratio: float = opt(0.2, "PPO's clip range", gt(0), le(MOST))
-    clip_ratio_low: float | None = opt(None, "lower clip range, by default clip_ratio", gt(0), le(MOST))
-    clip_ratio_high: float | None = opt(None, "upper clip range, by default clip_ratio", gt(0), le(MOST))
-    clip_ratio_c: float = opt(3.0, "bound of the dual clip", gt(1), le(MOST))
-    loss_agg_mode: str = opt(
-        "token-mean", "how per-token losses are averaged",
-        in_(AGGREGATIONS),
-    )  # fmt: skip
-    loss_scale_factor: float | None = opt(
-        None, "the constant of seq-mean-token-sum-norm, by default data.max_response_length", gt(0), le(1e12)
-    )
-    entropy_coeff: float = opt(0.0, "weight of the entropy bonus", ge(-MOST), le(MOST))
-    use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: float = opt(0.001, "weight of that term", ge(0), le(MOST))
-    kl_loss_type: str = opt("low_var_kl", "its estimator: k1, k2, k3 (low_var_kl), abs, or one with +", in_(KL_TYPES))
-    use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = opt("kl", "its estimator", in_(KL_TYPES))
-    kl_ctrl: KLCtrl = sub(KLCtrl)
-    cliprange_value: float = opt(0.5, "clip range of the value loss", gt(0), le(MOST))
-    ppo_mini_batch_size: int = opt(256, "prompts an update", ge(1))
-    ppo_epochs: int = opt(1, "passes over a batch", ge(1))
-    shuffle: bool = opt(False, "another order of rows in every pass")
 
 
 @attrs.frozen(kw_only=True)
 class OptimConfig:
     lr: float = opt(1e-6, "learning rate", ge(0), le(MOST))
-    betas: tuple[float, float] = opt((0.9, 0.999), "decay rates of AdamW's averages", _each_below_one)
+    betas: tuple[float, float] = opt((0.9, 0.999), "decay rates of AdamW's averages", each_below_one)
     eps: float = opt(1e-8, "AdamW's epsilon", gt(0), le(MOST))
     weight_decay: float = opt(0.01, "decoupled weight decay", ge(0), le(MOST))
     clip_grad: float = opt(1.0, "largest global gradient norm", gt(0), le(1e30))
@@ -171,7 +63,7 @@ class CriticConfig(ActorConfig):
 class ValConfig:
     n: int = opt(1, "responses a held-out prompt; above 1 gives best@N and maj@N too", ge(1))
     temperature: float = opt(0.0, "sampling temperature; 0 takes the likeliest token", ge(0), le(MOST))
-    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", _all_or_some)
+    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some)
     top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))
 
 
@@ -180,7 +72,7 @@ class RolloutConfig:
     name: str = opt("sampler", "the rollout engine", in_(("sampler",)))
     n: int = opt(1, "responses a prompt", ge(1))
     temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST))
-    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", _all_or_some)
+    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some)
     top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))
     slots: int = opt(64, "rows decoded at once", ge(1), le(2**20))
     dtype: str = opt("float32", "dtype of the engine", in_(("float32", "bfloat16")))
@@ -247,7 +139,7 @@ class RayConfig:
     ranks: int = opt(1, "training processes, each with a GPU where there are GPUs", ge(1), le(4096))
     separate: tuple[str, ...] = opt(
         (), "training roles with processes of their own, as many again; the others share theirs",
-        _each_in("critic", "reference"),
+        each_in("critic", "reference"),
     )  # fmt: skip
     address: str = opt("", "a running cluster to use: auto, or host:port; empty starts one")
     runtime_env: str = paths("", "YAML file with Ray's runtime environment for the workers")
@@ -266,14 +158,13 @@ class TrainerConfig:
     test_freq: int = opt(-1, "steps between evaluations; -1 only at the end", ge(-1))
     save_freq: int = opt(50, "steps between checkpoints; -1 only at the end", ge(-1))
     max_ckpt_to_keep: int = opt(2, "checkpoints kept", ge(1))
-    critic_warmup: int = opt(0, "steps in which only the critic learns", ge(0))
     resume_mode: str = opt(
         "auto", "auto continues the folder's last checkpoint; disable starts anew", in_(("auto", "disable"))
     )
     resume_from_path: str | None = paths(None, "checkpoint to begin from, of this or another run: a fork")
     stop_at: float | None = opt(None, "end when held-out exact match reaches this", ge(0), le(1))
     log_freq: int = opt(1, "steps between lines on the screen", ge(1))
-    logger: tuple[str, ...] = opt((), "beside metrics.jsonl: tensorboard, wandb", _each_in("tensorboard", "wandb"))
+    logger: tuple[str, ...] = opt((), "beside metrics.jsonl: tensorboard, wandb", each_in("tensorboard", "wandb"))
     project_name: str = opt("verl_fn", "wandb's project")
     experiment_name: str = opt("", "the run's name there, by default its folder's")
     log_val_generations: int = opt(8, "held-out answers kept of each evaluation, for the report", ge(0))
@@ -286,18 +177,32 @@ class TrainerConfig:
     )
 
 
+@attrs.frozen
+class AlgorithmTable:
+    """The ``[algorithm]`` table: an algorithm's name, and its own options.
+
+    Attributes:
+        name: ``ppo``, ``grpo``, ``sft``, or a function of yours as ``FILE.py:NAME`` or ``MODULE:NAME``.
+        options: an instance of the algorithm's options class; its fields are the table's other keys.
+    """
+
+    name: str = "ppo"
+    options: Any = attrs.field(factory=PPO)
+
+
 @attrs.frozen(kw_only=True)
 class Config:
     """The whole configuration.
 
-    >>> Config(algorithm=AlgorithmConfig(name="sft")).algorithm.clip_ratio
-    0.2
+    Example:
+        >>> Config(algorithm=AlgorithmTable("ppo", PPO(lam=0.95))).algorithm.options.clip_ratio
+        0.2
     """
 
     trainer: TrainerConfig = sub(TrainerConfig)
     data: DataConfig = sub(DataConfig)
     model: ModelConfig = sub(ModelConfig)
-    algorithm: AlgorithmConfig = sub(AlgorithmConfig)
+    algorithm: AlgorithmTable = sub(AlgorithmTable)
     actor: ActorConfig = sub(ActorConfig)
     critic: CriticConfig = sub(CriticConfig)
     rollout: RolloutConfig = sub(RolloutConfig)
@@ -306,13 +211,6 @@ class Config:
     ray: RayConfig = sub(RayConfig)
 
     def __attrs_post_init__(self) -> None:
-        a = self.algorithm
-        allowed = ESTIMATORS[a.name]
-        if a.adv_estimator is not None and a.adv_estimator not in allowed:
-            raise ConfigError(
-                f"algorithm.adv_estimator is {a.adv_estimator!r}, which algorithm.name = {a.name!r} does not use; "
-                f"it takes {' or '.join(allowed) or 'none'}"
-            )
         r, d, t = self.reward, self.data, self.trainer
         if r.weights and len(r.weights) != len(r.functions):
             raise ConfigError(
@@ -331,7 +229,3 @@ class Config:
             )
         if t.stop_at is not None and t.test_freq < 1:
             raise ConfigError("trainer.stop_at needs evaluations to look at; set trainer.test_freq")
-        if a.name == "grpo" and a.adv_estimator != "reinforce_plus_plus" and self.rollout.n < 2:
-            raise ConfigError(
-                "rollout.n is 1: estimators that compare within a group need at least 2 responses a prompt"
-            )

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from verl_fn.config.schema import Config, DataConfig
+from verl_fn.config.schema import DataConfig
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
 from verl_fn.state import Key
@@ -73,23 +73,27 @@ class FileData:
         return torch.randperm(len(self.training), generator=generator).tolist()
 
 
-def file_data(cfg: Config, tokenizer: Any, say: Callable[[str], None] = print) -> FileData:
+def file_data(
+    d: DataConfig, tokenizer: Any, say: Callable[[str], None] = print, *, answers: bool = False
+) -> FileData:
     """The problems of ``data.train_files`` and ``data.val_files``, with every prompt's length checked.
 
     Prompts are encoded here once, so that a long one ends the run before it trains, not in the middle. With
     ``data.filter_overlong_prompts`` such prompts are left out instead, and ``say`` gets how many.
 
+    Args:
+        answers: whether answers are trained on, and so must be encodable.
+
     Raises:
         DataError: a file cannot be used, a prompt is too long, the filter leaves nothing, or an answer that is to
             be trained on has characters that the tokenizer does not know.
     """
-    d = cfg.data
     (training, a), (validation, b) = (
         _fitting(name, read_problems(files, prompt_key=d.prompt_key), d, tokenizer, say)
         for name, files in (("data.train_files", d.train_files), ("data.val_files", d.val_files))
     )
     row = 0
-    if cfg.algorithm.name == "sft" and training:
+    if answers and training:
         row = max(prompt + len(answer) for prompt, answer in zip(a, encode_answers(training, tokenizer), strict=True))
     return FileData(training, validation, d.shuffle, max((*a, *b), default=0), row)
 

@@ -6,21 +6,23 @@ import contextlib
 from collections.abc import Iterator
 
 from verl_fn.algorithms.workers import Workers
-from verl_fn.config import plan
-from verl_fn.config.schema import Config
+from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.config.plan import Plan
 
 from . import build, ranks
 
 
 @contextlib.contextmanager
-def local_workers(cfg: Config) -> Iterator[Workers]:
-    """The parts that ``cfg`` asks for, in this process; under torchrun, in each of its processes."""
-    build.set_up_process(cfg)
-    with ranks.process_group(cfg):
-        training = {role: build.trainer(cfg, role) for role in plan.roles(cfg)}
+def local_workers(plan: Plan) -> Iterator[Workers]:
+    """Makes the parts that a plan asks for, in this process; under torchrun, in each of its processes."""
+    build.set_up_process(plan.driver, ranks.torchrun_size())
+    device = ranks.device(plan.driver)
+    with ranks.process_group(plan):
         yield Workers(
-            rollout=build.rollout(cfg),
-            reward=build.reward(cfg),
-            tokenizer=build.tokenizer(cfg),
-            **training,
+            trainers={name: build.trainer(role, plan.driver, device) for name, role in plan.roles.items()},
+            rollout=build.rollout(plan.rollout, device),
+            reward=build.reward(plan.reward, plan.model),
+            tokenizer=read_tokenizer(plan.model),
+            sampling=build.sampling(plan.rollout),
+            max_prompt_length=plan.rollout.max_prompt_length,
         )

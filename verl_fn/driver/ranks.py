@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from verl_fn.config import Config, ConfigError
+from verl_fn.config import ConfigError
+from verl_fn.config.plan import Plan
+from verl_fn.config.schema import DriverConfig
 
 T = TypeVar("T")
 
@@ -64,16 +66,16 @@ def torchrun_rank() -> int:
 
 
 @contextlib.contextmanager
-def process_group(cfg: Config) -> Iterator[None]:
-    """The process group that training in this process needs: torchrun's, one of this process alone, or none.
+def process_group(plan: Plan) -> Iterator[None]:
+    """Opens the process group that training in this process needs: torchrun's, one of this process alone, or none.
 
     Raises:
         ConfigError: torchrun started several processes for what only one process can do.
     """
     size = torchrun_size()
     if size > 1:
-        _check_torchrun(cfg, size)
-    elif cfg.driver.kind == "ray" or (cfg.actor.strategy == "local" and cfg.critic.strategy in (None, "local")):
+        _check_torchrun(plan, size)
+    elif plan.driver.kind == "ray" or all(role.strategy == "local" for role in plan.roles.values()):
         yield
         return
     import torch
@@ -82,10 +84,10 @@ def process_group(cfg: Config) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    on = device(cfg)
+    on = device(plan.driver)
     if on == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    timeout = timedelta(seconds=cfg.ray.timeout)
+    timeout = timedelta(seconds=plan.ray.timeout)
     if size > 1:
         dist.init_process_group(backends(on), timeout=timeout)
     else:
@@ -96,15 +98,15 @@ def process_group(cfg: Config) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _check_torchrun(cfg: Config, size: int) -> None:
-    if cfg.driver.kind == "ray":
+def _check_torchrun(plan: Plan, size: int) -> None:
+    if plan.driver.kind == "ray":
         raise ConfigError(
             "driver.kind=ray starts its training processes itself: run it without torchrun and set ray.ranks, or set "
             "driver.kind=local to fine-tune (algorithm.name=sft) under torchrun"
         )
-    if cfg.algorithm.name != "sft":
+    if plan.algorithm != "sft":
         raise ConfigError(
-            f"torchrun trains algorithm.name=sft only; for {cfg.algorithm.name} set driver.kind=ray and ray.ranks={size}, "
+            f"torchrun trains algorithm.name=sft only; for {plan.algorithm} set driver.kind=ray and ray.ranks={size}, "
             "and run it without torchrun"
         )
 
@@ -130,8 +132,8 @@ def gathered(value: T) -> list[T]:
     """
     if torchrun_size() == 1:
         return [value]
-    from verl_fn.algorithms.workers import ActorDied, ActorHangs
     from verl_fn.backends import agreement
+    from verl_fn.driver.errors import ActorDied, ActorHangs
 
     try:
         return agreement.gathered(value)
@@ -185,15 +187,15 @@ def end_after_first(status: int) -> NoReturn:
     raise SystemExit(status)
 
 
-def device(cfg: Config) -> str:
-    """The device that ``driver.device`` asks for."""
+def device(driver: DriverConfig) -> str:
+    """Returns the device that ``driver.device`` asks for."""
     import torch
 
-    if cfg.driver.device != "auto":
-        return cfg.driver.device
+    if driver.device != "auto":
+        return driver.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def training_ranks(cfg: Config) -> int:
-    """How many processes train a role: Ray's, torchrun's, or this one."""
-    return cfg.ray.ranks if cfg.driver.kind == "ray" else torchrun_size()
+def training_ranks(plan: Plan) -> int:
+    """Returns how many processes train a role: Ray's, torchrun's, or this one."""
+    return plan.ray.ranks if plan.driver.kind == "ray" else torchrun_size()

@@ -17,8 +17,7 @@ from typing import Any
 import ray
 import torch
 
-from verl_fn.algorithms.workers import ActorHangs
-
+from .errors import ActorHangs
 from .group import Group, Member
 from .host import Pulse
 

@@ -20,8 +20,8 @@ from typing import Any
 import attrs
 
 from verl_fn import __version__
-from verl_fn.config import flat, to_table
-from verl_fn.config.schema import Config
+from verl_fn.config import flat
+from verl_fn.config.loading import default_table
 from verl_fn.errors import UserError
 from verl_fn.report import plots
 from verl_fn.runs.evaluate import accuracy
@@ -123,7 +123,8 @@ def _read(folder: Path, label: str) -> Evaluated:
         raise ReportError(f"{folder} is no run: it has no config.toml")
     try:
         text = file.read_text(encoding="utf-8")
-        config = flat(to_table(Config())) | flat(tomllib.loads(text))
+        table = tomllib.loads(text)
+        config = flat(default_table(table)) | flat(table)
     except ValueError as error:
         raise ReportError(f"{file} is not TOML: {error}") from error
     rows = read_metrics(folder)
@@ -268,7 +269,7 @@ def _change(run: Evaluated, last: int, prompts: Iterable[tuple[str, str]]) -> st
 
 def _differences(runs: Sequence[Evaluated]) -> str:
     if len(runs) == 1:
-        title, columns = "Config, where it is not the default", [runs[0].config, flat(to_table(Config()))]
+        title, columns = "Config, where it is not the default", [runs[0].config, flat(default_table({}))]
         head = ["key", runs[0].label, "default"]
     else:
         title, columns = "Config, where the runs differ", [run.config for run in runs]

@@ -6,58 +6,57 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import torch
 
+from verl_fn.algorithms import Report, Workers
 from verl_fn.algorithms.experience import publish
-from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.protocol import Sampling
-from verl_fn.config.schema import AlgorithmConfig, Config, ConfigError, FsdpConfig
+from verl_fn.config import ConfigError, Plan
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
+from verl_fn.driver.build import validation_sampling
 from verl_fn.rewards.reward import response_texts
-from verl_fn.runs.progress import Say
-from verl_fn.state import Batch
+from verl_fn.state import Batch, Key, pack, requests_for
 
-Evaluation = tuple[dict[str, float], list[dict[str, Any]]]
+from .prepare import prepare, workers
+from .progress import Say
+from .state import RunState
+
+Evaluation = tuple[Report, list[dict[str, Any]]]
 
 
-def validate(state: Any, problems: Sequence[Problem], w: Workers, cfg: Config) -> Evaluation:
-    """Metrics of the actor's answers to held-out problems, and the first answers themselves."""
-    w.wait(publish(w, state.actor, state.step))
-    v = cfg.rollout.val_kwargs
-    sampling = Sampling(cfg.data.max_response_length, v.temperature, v.top_k, v.top_p, v.n)
-    prompts = encode_prompts(problems, w.tokenizer, cfg.data.max_prompt_length)
+def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
+    """Returns metrics of the actor's answers to held-out problems, and the first answers themselves."""
     # The same draws at every evaluation, so that only the weights make a difference.
     key = state.key.fold_in("evaluation")
-    batch = w.rollout.generate(prompts, sampling, key, ids=[p.id for p in problems], version=state.step)
-    kept = cfg.trainer.log_val_generations
+    return _answers(state.role("actor"), state.step, key, problems, w, plan)
+
+
+def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
+    w.wait(publish(w, actor, version))
+    sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
+    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
+    requests = requests_for(prompts, sampling, key, [p.id for p in problems])
+    batch = w.call(pack, w.rollout.generate(requests, version=version))
+    kept = plan.trainer.log_val_generations
     return w.get(w.call(judged, w.reward(batch, problems), problems, w.tokenizer, kept, returns=2))
 
 
-def evaluate_model(cfg: Config, say: Say) -> Evaluation:
-    """Metrics and answers of ``model.path`` on the config's held-out problems.
+def evaluate_model(plan: Plan, say: Say) -> Evaluation:
+    """Returns metrics and answers of a plan's model on its held-out problems.
+
+    Args:
+        plan: of ``verl_fn.config.evaluation_plan``.
 
     Raises:
         ConfigError: there are no held-out problems.
     """
-    from verl_fn.config.plan import token_budget
-    from verl_fn.runs.loop import initial_state, prepared, workers
-
-    # Of all algorithms, sft has the fewest roles: the actor, whose weights the rollout engine takes. They are merged.
-    # Nothing is trained, so one process is enough, whatever layout the run had.
-    budget = token_budget(cfg.actor)
-    actor = attrs.evolve(
-        cfg.actor, lora_rank=0, strategy="local", fsdp_config=FsdpConfig(), ppo_max_token_len_per_gpu=budget
-    )
-    critic = attrs.evolve(cfg.critic, strategy=None)
-    one = attrs.evolve(cfg.ray, ranks=1)
-    cfg = attrs.evolve(cfg, algorithm=AlgorithmConfig(name="sft"), actor=actor, critic=critic, ray=one)
-    cfg, source = prepared(cfg, say)
-    if not (held_out := source.held_out(cfg.data.val_size)):
+    source = prepare(plan, say)
+    if not (held_out := source.held_out(plan.data.val_size)):
         raise ConfigError("there are no held-out problems: set data.val_files")
-    with workers(cfg) as w:
-        return validate(initial_state(cfg, w), held_out, w, cfg)
+    key = Key.from_seed(plan.trainer.seed)
+    with workers(plan) as w:
+        actor = w.trainers["actor"].load_pretrained(plan.roles["actor"].folder, key.fold_in("actor"))
+        return _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan)
 
 
 def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, kept: int) -> Evaluation:

@@ -7,34 +7,25 @@ import fcntl
 import json
 import math
 import shutil
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import attrs
 import tomli_w
 
-from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.algorithms import Workers
 from verl_fn.backends.checkpoint.tensor_file import sync
-from verl_fn.config import ConfigError, flat, load, to_table
-from verl_fn.config.plan import roles
-from verl_fn.config.schema import Config
+from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
+from verl_fn.config.tables import Table
 from verl_fn.driver import ranks
-from verl_fn.errors import UserError
-from verl_fn.state import serial
 
-S = TypeVar("S")
-ROLES = ("actor", "critic", "reference")
-MANIFEST = "checkpoint.json"
+from .checkpoints import aside_of, checkpoints, save_roles, step_of, write_manifest, write_text
+from .errors import RunError
+from .state import RunState, run_of
+
 LOGS = ("metrics.jsonl", "generations.jsonl", "journal.jsonl")
-RANKS = "perf/ranks"
 TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput")
-
-
-class RunError(UserError, ValueError):
-    """A run's folder that cannot be begun, continued or written."""
 
 
 class Run:
@@ -44,11 +35,10 @@ class Run:
         folder: where everything lies.
     """
 
-    def __init__(self, cfg: Config) -> None:
-        # Absolute, since workers may run in another directory.
-        self.folder = Path(cfg.trainer.dir).resolve()
-        self._keep = cfg.trainer.max_ckpt_to_keep
-        self._cfg = cfg
+    def __init__(self, plan: Plan) -> None:
+        self.folder = Path(plan.trainer.dir)
+        self._keep = plan.trainer.max_ckpt_to_keep
+        self._plan = plan
         with self.written("the run's folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -88,20 +78,20 @@ class Run:
                 f"choose another trainer.dir, remove it, or continue it with trainer.resume_mode=auto"
             )
         with self.written("the run's folder"):
-            if newest is not None and changed_keys(self.folder, self._cfg):
+            if newest is not None and changed_keys(self.folder, self._plan.table):
                 (self.folder / "configs").mkdir(exist_ok=True)
                 shutil.copy(self.folder / "config.toml", self.folder / "configs" / f"until_step_{step}.toml")
-            _write(self.folder / "config.toml", tomli_w.dumps(to_table(self._cfg)))
+            write_text(self.folder / "config.toml", tomli_w.dumps(self._plan.table))
             for sample in self.folder.glob("samples/step_*.safetensors"):
                 if int(sample.stem.removeprefix("step_")) > step:
                     sample.unlink()
             if newest is not None:
                 self._point_at(newest / "actor")
             for name in LOGS:
-                source = origin.parents[1] / name if origin is not None else None
+                source = run_of(origin) / name if origin is not None else None
                 rows = [row for row in read_lines(source) if row["step"] <= step] if source is not None else []
                 if rows or name == LOGS[0] or (self.folder / name).exists():
-                    _write(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
+                    write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def log(self, step: int, report: Mapping[str, float]) -> None:
         """Append one line; what is not a number in JSON becomes null."""
@@ -116,24 +106,24 @@ class Run:
         """The newest checkpoint."""
         return next(iter(checkpoints(self.folder)), None)
 
-    def save(self, state: Any, w: Workers) -> Path:
+    def save(self, state: RunState, w: Workers) -> Path:
         """Write a checkpoint aside, bring it to the disk, and only then give it its name.
 
         Raises:
             RunError: it cannot be written; the checkpoints before it are as they were.
         """
         final = self._checkpoint(state.step)
-        aside = _aside(final)
+        aside = aside_of(final)
         shutil.rmtree(aside, ignore_errors=True)
         try:
             with self.written(f"the checkpoint of step {state.step}"):
                 # Where several processes save, the folder is there before any of them writes.
                 with ranks.together():
                     aside.mkdir(parents=True)
-                _save_roles(state, aside, w)
+                save_roles(state, aside, self._plan, w)
                 # None of them goes on, perhaps to its end, while the checkpoint has no name.
                 with ranks.together():
-                    self._fill(aside, state)
+                    write_manifest(aside, state, self._plan)
                     for name in LOGS:
                         if (self.folder / name).exists():
                             sync(self.folder / name)
@@ -145,24 +135,6 @@ class Run:
         for old in checkpoints(self.folder)[self._keep :]:
             shutil.rmtree(old)
         return final
-
-    def _fill(self, aside: Path, state: Any) -> None:
-        """The rest of a checkpoint, and what tells whether all of it is whole."""
-        rest = state
-        for role in ROLES:
-            if getattr(state, role, None) is not None:
-                if not (aside / role).is_dir():
-                    raise RunError(
-                        f"the worker of {role} wrote its checkpoint elsewhere than {aside}: no shared folder?"
-                    )
-                rest = attrs.evolve(rest, **{role: None})
-        _, scalars = serial.flatten(rest)
-        held = [path for path in sorted(aside.rglob("*")) if path.is_file()]
-        files = {str(path.relative_to(aside)): [path.stat().st_size, _crc(path)] for path in held}
-        about = {"algorithm": self._cfg.algorithm.name, "state": scalars, "files": files}
-        _write(aside / MANIFEST, json.dumps(about, indent=1))
-        for path in (*aside.rglob("*"), aside):
-            sync(path)
 
     @contextlib.contextmanager
     def written(self, what: str) -> Iterator[None]:
@@ -201,26 +173,15 @@ class Follower(Run):
     def append(self, name: str, *rows: Mapping[str, Any]) -> None:
         pass
 
-    def save(self, state: Any, w: Workers) -> Path:
+    def save(self, state: RunState, w: Workers) -> Path:
         final = self._checkpoint(state.step)
         with self.written(f"the checkpoint of step {state.step}"):
             with ranks.together():
                 pass
-            _save_roles(state, _aside(final), w)
+            save_roles(state, aside_of(final), self._plan, w)
             with ranks.together():
                 pass
         return final
-
-
-def _aside(final: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
-    return final.with_name(f".writing_{final.name}")
-
-
-def _save_roles(state: Any, aside: Path, w: Workers) -> None:
-    for role in ROLES:
-        if getattr(state, role, None) is not None:
-            getattr(w, role).save(getattr(state, role), aside / role)
 
 
 def metrics_row(step: int, report: Mapping[str, float]) -> dict[str, Any]:
@@ -230,82 +191,6 @@ def metrics_row(step: int, report: Mapping[str, float]) -> dict[str, Any]:
     {'step': 3, 'kl': None, 'loss': 0.5}
     """
     return {"step": step} | {k: v if math.isfinite(v) else None for k, v in sorted(report.items())}
-
-
-def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints of a run, newest first."""
-    found = [p for p in Path(folder).glob("checkpoints/step_*") if step_of(p) is not None]
-    return sorted(found, key=lambda p: -(step_of(p) or 0))
-
-
-def step_of(checkpoint: Path) -> int | None:
-    """The step that a checkpoint's name says.
-
-    >>> step_of(Path("runs/a/checkpoints/step_20")), step_of(Path("runs/a"))
-    (20, None)
-    """
-    number = checkpoint.name.removeprefix("step_")
-    return int(number) if number != checkpoint.name and number.isdigit() else None
-
-
-def restore(folder: Path, blank: S, w: Workers, cfg: Config) -> S:
-    """The state in a checkpoint; ``blank`` is the algorithm's state without its roles.
-
-    Raises:
-        RunError: the checkpoint is of another algorithm, lacks a role that the config asks for, or is damaged;
-            then the last good one is named.
-    """
-    try:
-        about = verify(folder)
-        held = tuple(role for role in ROLES if (folder / role).is_dir())
-        if (about["algorithm"], held) != (cfg.algorithm.name, roles(cfg)):
-            raise RunError(
-                f"{folder} is of {about['algorithm']} with {', '.join(held)}; "
-                f"the config asks for {cfg.algorithm.name} with {', '.join(roles(cfg))}"
-            )
-        try:
-            state = serial.unflatten(blank, {}, about["state"])
-        except ValueError as error:
-            raise RunError(f"{folder} is of a run with other settings of algorithm.kl_ctrl: {error}") from error
-        return attrs.evolve(state, **{role: getattr(w, role).restore(folder / role) for role in held})  # type: ignore[type-var]
-    except CheckpointError as error:
-        raise RunError(f"{error}; {_another(folder)}") from error
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's manifest says, after every file has been compared with it.
-
-    Raises:
-        CheckpointError: a file is missing, or its length or check sum is not what was written.
-    """
-    try:
-        about = json.loads((folder / MANIFEST).read_text())
-        for name, (size, crc) in about["files"].items():
-            path = folder / name
-            if not path.is_file():
-                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
-            if path.stat().st_size != size:
-                raise CheckpointError(
-                    f"the checkpoint {folder} is damaged: {name} has {path.stat().st_size} bytes of {size}"
-                )
-            if _crc(path) != crc:
-                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error}") from error
-    return about
-
-
-def _another(damaged: Path) -> str:
-    for folder in checkpoints(damaged.parents[1]):
-        if folder != damaged:
-            with contextlib.suppress(CheckpointError):
-                verify(folder)
-                return f"{folder} is whole: remove the damaged one to continue from there"
-    return "no other checkpoint of this run is whole"
 
 
 def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int]:
@@ -326,13 +211,13 @@ def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int
     return attrs.evolve(cfg, trainer=attrs.evolve(cfg.trainer, dir=str(folder))), since
 
 
-def changed_keys(folder: Path, cfg: Config) -> dict[str, str]:
-    """How ``cfg`` differs from the config that the folder was last trained with: before and after, by key."""
+def changed_keys(folder: Path, table: Table) -> dict[str, str]:
+    """Returns how a config differs from the one that the folder was last trained with: before and after, by key."""
     try:
         before = flat(to_table(run_config(folder)[0]))
     except (RunError, ConfigError):
         return {}
-    now = flat(to_table(cfg))
+    now = flat(table)
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "trainer.dir"]
     return {key: f"{before.get(key)!r} -> {now.get(key)!r}" for key in keys}
 
@@ -357,21 +242,6 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
             if i < len(lines) - 1:
                 raise RunError(f"{file}, line {i + 1}, is damaged: {error}; mend or remove the line") from error
     return rows
-
-
-def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text)
-    sync(aside)
-    aside.rename(path)
-
-
-def _crc(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            crc = zlib.crc32(block, crc)
-    return crc
 
 
 def _room(folder: Path) -> str:

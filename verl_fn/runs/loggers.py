@@ -7,14 +7,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from verl_fn.config import ConfigError, to_table
-from verl_fn.config.schema import Config
+from verl_fn.config import ConfigError
+from verl_fn.config.schema import TrainerConfig
+from verl_fn.config.tables import Table
 
 Log = Callable[[int, Mapping[str, float]], None]
 
 
 @contextlib.contextmanager
-def loggers(cfg: Config, folder: Path, start: int) -> Iterator[list[Log]]:
+def loggers(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator[list[Log]]:
     """Functions that each take a step's report; closed at the end.
 
     Raises:
@@ -23,9 +24,9 @@ def loggers(cfg: Config, folder: Path, start: int) -> Iterator[list[Log]]:
     makers = {"tensorboard": _tensorboard, "wandb": _wandb}
     with contextlib.ExitStack() as stack:
         found = []
-        for name in cfg.trainer.logger:
+        for name in t.logger:
             try:
-                found.append(stack.enter_context(makers[name](cfg, folder, start)))
+                found.append(stack.enter_context(makers[name](t, table, folder, start)))
             except ImportError as error:
                 raise ConfigError(
                     f"trainer.logger asks for {name}, which is not installed: pip install {name}"
@@ -34,7 +35,7 @@ def loggers(cfg: Config, folder: Path, start: int) -> Iterator[list[Log]]:
 
 
 @contextlib.contextmanager
-def _tensorboard(cfg: Config, folder: Path, start: int) -> Iterator[Log]:
+def _tensorboard(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator[Log]:
     from torch.utils.tensorboard import SummaryWriter
 
     # What an earlier try wrote beyond the step that is continued comes again.
@@ -50,14 +51,13 @@ def _tensorboard(cfg: Config, folder: Path, start: int) -> Iterator[Log]:
 
 
 @contextlib.contextmanager
-def _wandb(cfg: Config, folder: Path, start: int) -> Iterator[Log]:
+def _wandb(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator[Log]:
     import wandb
 
-    t = cfg.trainer
     # The folder is the run's identity, so that a continued run goes on in the same place.
     run = wandb.init(
         project=t.project_name, name=t.experiment_name or folder.name, id=_identity(folder), resume="allow",
-        dir=str(folder), config=to_table(cfg),
+        dir=str(folder), config=table,
     )  # fmt: skip
     try:
         yield lambda step, report: run.log(dict(report), step=step)

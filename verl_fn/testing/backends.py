@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.algorithms.workers import Freed, get_here
-from verl_fn.backends.protocol import TrainBackend
+from verl_fn.algorithms.workers import get_here
+from verl_fn.backends.protocol import Freed, TrainBackend
 from verl_fn.state import (
     PER_ROW,
     Batch,

@@ -1,0 +1,134 @@
+"""An algorithm of the user's from the command line: its options, its numbers, resume after a kill, fork and replay."""
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_configs import TINY
+
+from verl_fn.cli import main
+from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.folder import read_metrics
+from verl_fn.runs.loop import train
+from verl_fn.runs.replay import replay
+
+ROOT = Path(__file__).parents[2]
+RAFT = f"algorithm.name={ROOT}/examples/custom_algorithm.py:raft"
+TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput")
+
+
+def silent(line):
+    pass
+
+
+def overrides(model, folder, *more):
+    mini = "algorithm.ppo_mini_batch_size=4"
+    shared = [one for one in TINY if one != mini]
+    return [*shared, RAFT, "rollout.n=2", f"model.path={model}", f"trainer.dir={folder}", *more]
+
+
+def numbers(folder):
+    return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(folder)]
+
+
+def files(folder):
+    return {p.relative_to(folder): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_the_example_gives_the_same_numbers_by_itself_and_by_the_command_line(tmp_path):
+    spec = importlib.util.spec_from_file_location("example", ROOT / "examples/custom_algorithm.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    scores = example.main(steps=3)
+    arguments = [f"trainer.dir={tmp_path}", "trainer.total_training_steps=3", "data.val_size=8", "driver.device=cpu"]
+    recipe = ROOT / "recipes/raft_count.toml"
+    assert main(["train", str(recipe), *arguments, RAFT, "--quiet"]) == 0
+    assert [row["critic/score/mean"] for row in read_metrics(tmp_path) if row["step"] > 0] == scores
+
+
+def test_a_killed_run_goes_on_bitwise_and_replays(tiny, tmp_path):
+    steps = ["trainer.total_training_steps=6", "trainer.journal=digests"]
+    train(make_plan(load(overrides=overrides(tiny, tmp_path / "whole", *steps))), silent)
+    recipe = tmp_path / "empty.toml"
+    recipe.write_text("")
+    arguments = ["train", str(recipe), *overrides(tiny, tmp_path / "killed", *steps)]
+    child = subprocess.Popen([sys.executable, "-m", "verl_fn.cli", *arguments], stdout=subprocess.DEVNULL)
+    while len(checkpoints(tmp_path / "killed")) < 2 and child.poll() is None:
+        time.sleep(0.01)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert main(arguments) == 0
+    assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")
+    ours, theirs = (files(tmp_path / name / "checkpoints/step_6") for name in ("killed", "whole"))
+    assert ours == theirs
+    shutil.rmtree(tmp_path / "killed/checkpoints/step_6")
+    replayed = replay(tmp_path / "killed", 6, say=silent)
+    assert replayed.difference is None and replayed.compared["state leaves"] > 10
+
+
+def test_its_options_are_the_algorithm_table(tiny, tmp_path, capsys):
+    cfg = load(overrides=overrides(tiny, tmp_path, "algorithm.only_best=false"))
+    assert cfg.algorithm.options.only_best is False
+    with pytest.raises(ConfigError, match=r"unknown key algorithm.only_bst; did you mean algorithm.only_best\?"):
+        load(overrides=overrides(tiny, tmp_path, "algorithm.only_bst=false"))
+    with pytest.raises(ConfigError, match=r"algorithm.only_best: expected true or false, got 3"):
+        load(overrides=overrides(tiny, tmp_path, "algorithm.only_best=3"))
+    with pytest.raises(ConfigError, match=r"rollout.n is 1: .*:raft compares responses .* needs at least 2"):
+        make_plan(load(overrides=overrides(tiny, tmp_path, "rollout.n=1")))
+    assert main(["config", *overrides(tiny, tmp_path)]) == 0
+    assert "only_best = true" in capsys.readouterr().out
+    assert main(["list", RAFT.partition("=")[2]]) == 0
+    assert "learn from the best answers alone" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "has no 'mine'"),
+        ("def mine(options): ...", "must be a function whose first parameter is annotated with an attrs class"),
+        ("mine = 3", "must be a function whose first parameter is annotated"),
+        ("1/0", "cannot be imported: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_is_no_algorithm_is_refused(source, message, tmp_path):
+    (tmp_path / "own.py").write_text(source)
+    with pytest.raises(ConfigError) as error:
+        load(overrides=[f"algorithm.name={tmp_path}/own.py:mine"])
+    assert message in str(error.value) and "algorithm.name" in str(error.value)
+
+
+OWN_PARTS = """
+import torch
+from verl_fn.steps import loss
+
+@loss(needs=["logprobs"])
+def reinforce(outputs, batch):
+    return -batch["advantages"] * outputs.logprobs, {}
+
+def signs(batch):
+    rows = batch.sum_rows(batch["token_level_rewards"]) - 0.25
+    advantages = batch.spread(rows.sign()) * batch["response_mask"]
+    return batch.with_tokens(advantages=advantages, returns=advantages)
+"""
+
+
+def test_a_loss_and_an_estimator_of_ones_own(tiny, tmp_path):
+    (tmp_path / "parts.py").write_text(OWN_PARTS)
+    more = [
+        "algorithm.name=grpo", "rollout.n=2", f"model.path={tiny}", "trainer.val_before_train=false",
+        f"algorithm.policy_loss={tmp_path}/parts.py:reinforce", f"algorithm.adv_estimator={tmp_path}/parts.py:signs",
+    ]  # fmt: skip
+    train(make_plan(load(overrides=[*TINY, *more, f"trainer.dir={tmp_path}/run"])), silent)
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"] > 0]
+    assert len(rows) == 3 and all("actor/pg_clipfrac" not in row for row in rows)
+    assert {abs(row["critic/advantages/max"]) for row in rows} == {1.0}
+    with pytest.raises(ConfigError, match=r"algorithm.policy_loss: .*signs is a function, where a Loss is expected"):
+        wrong = [*TINY, *more, f"algorithm.policy_loss={tmp_path}/parts.py:signs", f"trainer.dir={tmp_path}/wrong"]
+        train(make_plan(load(overrides=wrong)), silent)

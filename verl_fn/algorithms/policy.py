@@ -1,0 +1,56 @@
+"""The policy's loss and the advantage estimator that an algorithm's options name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from verl_fn.config import ConfigError
+from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
+from verl_fn.config.names import is_reference, load_object
+from verl_fn.state import Batch
+from verl_fn.steps import Loss, entropy, gae, grpo, kl_to_reference, ppo_clip, reinforce_plus_plus, rloo
+
+
+def policy_loss(options: PolicyOptimization) -> Loss:
+    """Makes the policy's loss, with the KL and entropy terms that the options ask for.
+
+    Raises:
+        ConfigError: ``policy_loss`` names something else than a ``Loss``.
+    """
+    if is_reference(options.policy_loss):
+        loss = load_object(options.policy_loss, "algorithm.policy_loss")
+        if not isinstance(loss, Loss):
+            raise ConfigError(
+                f"algorithm.policy_loss: {options.policy_loss} is a {type(loss).__name__}, where a Loss is expected; "
+                "decorate the function with @verl_fn.steps.loss(needs=[...])"
+            )
+    else:
+        o = options
+        loss = ppo_clip(o.clip_ratio, o.clip_ratio_low, o.clip_ratio_high, o.clip_ratio_c)
+    if options.use_kl_loss:
+        loss = loss + options.kl_loss_coef * kl_to_reference(options.kl_loss_type)
+    if options.entropy_coeff:
+        loss = loss - options.entropy_coeff * entropy()
+    return loss
+
+
+def estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
+    """Returns the advantage estimator that ``adv_estimator`` names, with its options bound.
+
+    Raises:
+        ConfigError: it names something that cannot be called.
+    """
+    name = options.adv_estimator
+    if is_reference(name):
+        own = load_object(name, "algorithm.adv_estimator")
+        if not callable(own):
+            raise ConfigError(f"algorithm.adv_estimator: {name} is no function from batch to batch")
+        return own
+    if name == "gae":
+        return functools.partial(gae, gamma=options.gamma, lam=options.lam)
+    if name == "grpo":
+        return functools.partial(grpo, norm_adv_by_std=options.norm_adv_by_std_in_grpo)
+    if name == "rloo":
+        return rloo
+    return functools.partial(reinforce_plus_plus, gamma=options.gamma)

@@ -1,0 +1,152 @@
+"""The options of the built-in algorithms: each class is the ``[algorithm]`` table under its ``name``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+from attrs.validators import ge, gt, in_, le
+
+from .fields import MOST, opt, sub
+from .names import is_reference
+from .roles import Role, one_a_step
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
+
+
+def one_of_or_own(*choices: str) -> Callable[[Any, Any, str], None]:
+    """Checks that a value is one of these names, or names an object of the user's."""
+
+    def check(instance: Any, attribute: Any, value: str) -> None:
+        if value not in choices and not is_reference(value):
+            known = ", ".join(choices)
+            raise ValueError(f"must be {known}, or an object of yours as FILE.py:NAME or MODULE:NAME (got {value!r})")
+
+    return check
+
+
+@attrs.frozen(kw_only=True)
+class KLCtrl:
+    """How the coefficient of the KL penalty in the reward moves."""
+
+    type: str = opt("fixed", "fixed or adaptive", in_(("fixed", "adaptive")))
+    kl_coef: float = opt(0.001, "coefficient of the KL penalty, the first one if adaptive", ge(0), le(MOST))
+    target_kl: float = opt(0.1, "KL that the adaptive controller steers to, in nats", gt(0), le(MOST))
+    horizon: int = opt(10000, "rows over which the adaptive controller reacts", ge(1))
+
+
+@attrs.frozen(kw_only=True)
+class Aggregation:
+    """How per-token losses become one number; what all built-in algorithms share."""
+
+    loss_agg_mode: str = opt("token-mean", "how per-token losses are averaged", in_(AGGREGATIONS))
+    loss_scale_factor: float | None = opt(
+        None, "the constant of seq-mean-token-sum-norm, by default data.max_response_length", gt(0), le(1e12)
+    )
+
+
+@attrs.frozen(kw_only=True)
+class SFT(Aggregation):
+    """Options of supervised fine-tuning."""
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        """Returns the actor alone."""
+        return {"actor": Role()}
+
+    @property
+    def min_n(self) -> int:
+        """Returns 1: nothing is sampled."""
+        return 1
+
+    updates = staticmethod(one_a_step)
+
+
+@attrs.frozen(kw_only=True)
+class PolicyOptimization(Aggregation):
+    """Options that algorithms with a clipped policy loss share."""
+
+    gamma: float = opt(1.0, "discount of later rewards", ge(0), le(1))
+    policy_loss: str = opt(
+        "ppo_clip", "the policy's loss: ppo_clip, or a Loss of yours as FILE.py:NAME", one_of_or_own("ppo_clip")
+    )
+    clip_ratio: float = opt(0.2, "PPO's clip range", gt(0), le(MOST))
+    clip_ratio_low: float | None = opt(None, "lower clip range, by default clip_ratio", gt(0), le(MOST))
+    clip_ratio_high: float | None = opt(None, "upper clip range, by default clip_ratio", gt(0), le(MOST))
+    clip_ratio_c: float = opt(3.0, "bound of the dual clip", gt(1), le(MOST))
+    entropy_coeff: float = opt(0.0, "weight of the entropy bonus", ge(-MOST), le(MOST))
+    use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
+    kl_loss_coef: float = opt(0.001, "weight of that term", ge(0), le(MOST))
+    kl_loss_type: str = opt("low_var_kl", "its estimator: k1, k2, k3 (low_var_kl), abs, or one with +", in_(KL_TYPES))
+    use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")
+    kl_penalty: str = opt("kl", "its estimator", in_(KL_TYPES))
+    kl_ctrl: KLCtrl = sub(KLCtrl)
+    ppo_mini_batch_size: int = opt(256, "prompts an update", ge(1))
+    ppo_epochs: int = opt(1, "passes over a batch", ge(1))
+    shuffle: bool = opt(False, "another order of rows in every pass")
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        """Returns the actor, and the reference policy where a KL term needs it."""
+        reference = self.use_kl_loss or self.use_kl_in_reward
+        return {"actor": Role()} | ({"reference": Role(trained=False, copy_of="actor")} if reference else {})
+
+    def minibatches(self, prompts: int) -> int:
+        """Counts the minibatches of one pass over ``prompts`` prompts.
+
+        Example:
+            >>> PPO(ppo_mini_batch_size=4).minibatches(10)
+            3
+        """
+        return -(-prompts // min(self.ppo_mini_batch_size, prompts))
+
+    def updates(self, role: str, prompts: int, steps: int) -> int:
+        """Counts the updates of a role in ``steps`` steps."""
+        return steps * self.ppo_epochs * self.minibatches(prompts)
+
+
+@attrs.frozen(kw_only=True)
+class PPO(PolicyOptimization):
+    """Options of PPO with a critic."""
+
+    adv_estimator: str = opt("gae", "gae, or an estimator of yours as FILE.py:NAME", one_of_or_own("gae"))
+    lam: float = opt(1.0, "GAE's lambda", ge(0), le(1))
+    cliprange_value: float = opt(0.5, "clip range of the value loss", gt(0), le(MOST))
+    critic_warmup: int = opt(0, "steps in which only the critic learns", ge(0))
+
+    @property
+    def roles(self) -> Mapping[str, Role]:
+        """Returns actor, critic, and the reference policy where a KL term needs it."""
+        return {"actor": Role(), "critic": Role(head="value")} | dict(super().roles)
+
+    @property
+    def min_n(self) -> int:
+        """Returns 1: the critic is the baseline."""
+        return 1
+
+    def updates(self, role: str, prompts: int, steps: int) -> int:
+        """Counts the updates of a role; the actor has none while the critic warms up."""
+        active = max(0, steps - self.critic_warmup) if role == "actor" else steps
+        return active * self.ppo_epochs * self.minibatches(prompts)
+
+
+@attrs.frozen(kw_only=True)
+class GRPO(PolicyOptimization):
+    """Options of GRPO and its kin without a critic."""
+
+    adv_estimator: str = opt(
+        "grpo",
+        "grpo, rloo, reinforce_plus_plus, or an estimator of yours as FILE.py:NAME",
+        one_of_or_own("grpo", "rloo", "reinforce_plus_plus"),
+    )
+    norm_adv_by_std_in_grpo: bool = opt(True, "divide by the group's standard deviation; off is Dr. GRPO")
+
+    @property
+    def min_n(self) -> int:
+        """Returns 2 for estimators that compare within a group."""
+        return 2 if self.adv_estimator in ("grpo", "rloo") else 1
+
+
+BUILT_IN: Mapping[str, type[Any]] = {"ppo": PPO, "grpo": GRPO, "sft": SFT}

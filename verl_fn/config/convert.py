@@ -1,0 +1,89 @@
+"""From tables to frozen classes: every value is checked for its type and range."""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import cattrs
+
+from .fields import ConfigError, RangeError
+
+T = TypeVar("T")
+
+
+def structured(table: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
+    """Makes an instance of ``cls`` from a table.
+
+    Args:
+        prefix: the dotted key of the table, for errors.
+
+    Raises:
+        ConfigError: values have the wrong type or range; all of them are named.
+    """
+    try:
+        return _CONVERTER.structure(table, cls)
+    except cattrs.BaseValidationError as error:
+        raise ConfigError("; ".join(_messages(error, prefix))) from error
+
+
+def keep(cls: type) -> None:
+    """Lets instances of ``cls`` pass through as they are."""
+    _CONVERTER.register_structure_hook(cls, lambda value, _: value)
+
+
+def _messages(error: BaseException, prefix: str) -> Iterator[str]:
+    """One line for each leaf of cattrs's tree of errors, with the dotted key in front."""
+    if isinstance(error, cattrs.BaseValidationError):
+        for inner in error.exceptions:
+            notes = [n for n in getattr(inner, "__notes__", ()) if isinstance(n, cattrs.AttributeValidationNote)]
+            yield from _messages(inner, f"{prefix}.{notes[0].name}".lstrip(".") if notes else prefix)
+    elif isinstance(error, ConfigError):
+        yield str(error)
+    elif isinstance(error, RangeError):
+        name, text = error.args
+        yield f"{prefix}.{name}".lstrip(".") + ": " + text.removeprefix(f"'{name}' ")
+    else:
+        yield f"{prefix}: {error.args[0] if error.args else error}"
+
+
+def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
+    def hook(value: Any, _: Any) -> Any:
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise TypeError(f"expected {_KINDS[kind]}, got {value!r}")
+        if kind is float and not -sys.float_info.max <= value <= sys.float_info.max:
+            raise TypeError(f"expected a finite number, got {value!r}")
+        if kind is int and not -(2**63) <= value < 2**63:
+            raise TypeError("expected a whole number of at most 64 bits")
+        return kind(value)
+
+    return hook
+
+
+def _optional(value: Any, hint: Any) -> Any:
+    inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    return None if value is None else _CONVERTER.structure(value, inner)
+
+
+def _tuple(value: Any, hint: Any) -> Any:
+    """A list of one kind; a single value stands for a list of one, as on the command line."""
+    kinds = typing.get_args(hint)
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if kinds[-1] is Ellipsis:
+        kinds = (kinds[0],) * len(values)
+    if len(values) != len(kinds):
+        raise TypeError(f"expected {len(kinds)} values, got {value!r}")
+    return tuple(_CONVERTER.structure(one, kind) for one, kind in zip(values, kinds, strict=True))
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+_CONVERTER = cattrs.Converter(forbid_extra_keys=True)
+for _kind, _accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
+    _CONVERTER.register_structure_hook(_kind, _strict(_kind, *_accepted))
+_CONVERTER.register_structure_hook_func(lambda hint: typing.get_origin(hint) is tuple, _tuple)
+_CONVERTER.register_structure_hook_func(
+    lambda hint: isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint), _optional
+)

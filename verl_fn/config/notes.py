@@ -1,0 +1,130 @@
+"""Keys that were set and have no effect."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from .algorithms import BUILT_IN, GRPO, PPO, PolicyOptimization
+from .fields import ConfigError
+from .loading import elsewhere, load, raw_table, to_table
+from .plan import outline, role_names
+from .schema import AlgorithmTable, Config
+from .tables import flat
+
+Rule = tuple[str, bool, str]
+
+
+def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
+    """Returns one sentence for each key that was set and has no effect.
+
+    A key at its default is left out, and so is a key of the file that an override leaves without effect.
+
+    Example:
+        >>> notes(None, ["algorithm.name=sft", "algorithm.lam=0.9"])
+        ['algorithm.lam has no effect with algorithm.name = "sft"']
+    """
+    cfg = load(path, overrides)
+    sentences = _without_effect(cfg, flat(raw_table(None, overrides)))
+    if path is not None:
+        try:
+            alone = load(path)
+        except ConfigError:
+            return list(sentences.values())
+        table = flat(raw_table(path, ()))
+        of_file = _without_effect(alone, table)
+        sentences = _without_effect(cfg, {key: table[key] for key in of_file}) | sentences
+    return list(sentences.values())
+
+
+def _without_effect(cfg: Config, given: dict[str, Any]) -> dict[str, str]:
+    values, defaults = flat(to_table(cfg)), _defaults(cfg)
+    rules = [(pattern, why) for pattern, used, why in _rules(cfg) if not used]
+    sentences: dict[str, str] = {}
+    for key, value in given.items():
+        if values.get(key, value) != defaults.get(key):
+            for pattern, why in rules:
+                if fnmatch.fnmatchcase(key, pattern):
+                    sentences.setdefault(key, f"{key} has no effect {why}")
+    return sentences
+
+
+def _defaults(cfg: Config) -> dict[str, Any]:
+    """Returns the default of every key, also of the algorithms that were not chosen."""
+    defaults = flat(to_table(Config()))
+    for options in (*BUILT_IN.values(), type(cfg.algorithm.options)):
+        table = flat(to_table(Config(algorithm=AlgorithmTable("ppo", options()))))
+        defaults |= {key: value for key, value in table.items() if key.startswith("algorithm.")}
+    return defaults
+
+
+def _rules(cfg: Config) -> Iterator[Rule]:
+    """Yields patterns of keys, whether this config looks at them, and what they would need."""
+    a, options = cfg.algorithm, cfg.algorithm.options
+    roles = outline(cfg).roles
+    with_name = f'with algorithm.name = "{a.name}"'
+    for key in elsewhere(type(options)):
+        yield key, False, with_name
+    yield "critic.*", any(role.head == "value" for role in roles.values()), with_name
+    for pattern in ("rollout.n", "rollout.temperature", "rollout.top_*"):
+        yield pattern, a.name != "sft", with_name
+    yield from _option_rules(options, cfg.data.train_batch_size)
+    yield from _table_rules(cfg)
+    lacking = [role for role in cfg.ray.separate if role not in role_names(cfg)]
+    trained = ", ".join(role_names(cfg))
+    yield "ray.separate", not lacking, f"for {' and '.join(lacking)}: this run trains with {trained}"
+
+
+def _option_rules(options: Any, batch_size: int) -> Iterator[Rule]:
+    """Yields the rules of the built-in algorithms' options."""
+    norm = "seq-mean-token-sum-norm"
+    used = getattr(options, "loss_agg_mode", norm) == norm
+    yield "algorithm.loss_scale_factor", used, f'without algorithm.loss_agg_mode = "{norm}"'
+    if not isinstance(options, PolicyOptimization):
+        return
+    if isinstance(options, PPO | GRPO):
+        estimator = options.adv_estimator
+        own = ":" in estimator
+        yield "algorithm.norm_adv_by_std_in_grpo", estimator == "grpo", f"with {estimator}"
+        yield "algorithm.lam", estimator == "gae", f"with {estimator}"
+        yield "algorithm.gamma", not own and estimator in ("gae", "reinforce_plus_plus"), f"with {estimator}"
+    for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
+        own_loss = options.policy_loss
+        yield f"algorithm.{key}", own_loss == "ppo_clip", f"with algorithm.policy_loss = {own_loss!r}"
+    yield "algorithm.kl_loss_*", options.use_kl_loss, "without algorithm.use_kl_loss"
+    for pattern in ("algorithm.kl_penalty", "algorithm.kl_ctrl.*"):
+        yield pattern, options.use_kl_in_reward, "without algorithm.use_kl_in_reward"
+    for name in ("target_kl", "horizon"):
+        adaptive = options.kl_ctrl.type == "adaptive"
+        yield f"algorithm.kl_ctrl.{name}", adaptive, 'with algorithm.kl_ctrl.type = "fixed"'
+    both = options.clip_ratio_low is not None and options.clip_ratio_high is not None
+    yield "algorithm.clip_ratio", not both, "with algorithm.clip_ratio_low and algorithm.clip_ratio_high"
+    whole = f"above data.train_batch_size = {batch_size}: every update takes the whole batch"
+    yield "algorithm.ppo_mini_batch_size", options.ppo_mini_batch_size <= batch_size, whole
+
+
+def _table_rules(cfg: Config) -> Iterator[Rule]:
+    """Yields the rules of the other tables."""
+    d, r = cfg.data, cfg.reward
+    for role, table in (("actor", cfg.actor), ("critic", cfg.critic)):
+        for name in ("lora_alpha", "target_modules"):
+            yield f"{role}.{name}", table.lora_rank > 0, f"without {role}.lora_rank"
+        constant = table.optim.lr_scheduler_type == "constant"
+        yield f"{role}.optim.min_lr_ratio", not constant, f'with {role}.optim.lr_scheduler_type = "constant"'
+    sharded = "fsdp" in (cfg.actor.strategy, cfg.critic.strategy)
+    yield "actor.fsdp_config.*", cfg.actor.strategy == "fsdp", 'without actor.strategy = "fsdp"'
+    yield "critic.fsdp_config.*", cfg.critic.strategy == "fsdp", 'without critic.strategy = "fsdp"'
+    yield "ray.timeout", cfg.driver.kind == "ray" or sharded, 'with driver.kind = "local"'
+    for name in ("ranks", "separate", "address", "runtime_env", "placement"):
+        yield f"ray.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
+    yield "model.new.*", not cfg.model.path, "with model.path"
+    yield "data.task", not d.train_files, "with data.train_files"
+    for name in ("prompt_key", "filter_overlong_prompts"):
+        yield f"data.{name}", bool(d.train_files or d.val_files), "without data.train_files"
+    yield "data.shuffle", bool(d.train_files), "without data.train_files"
+    for name in ("weights", "timeout", "num_workers"):
+        yield f"reward.{name}", bool(r.functions), "without reward.functions"
+    for name in ("project_name", "experiment_name"):
+        yield f"trainer.{name}", "wandb" in cfg.trainer.logger, "without wandb in trainer.logger"

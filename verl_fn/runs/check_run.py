@@ -1,0 +1,66 @@
+"""What a run would do and need, before a GPU is touched: ``verl-fn train --check``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.sizes import parameter_counts
+from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.config import Plan, RolePlan
+from verl_fn.driver import ranks
+
+from .checks import row_lengths
+from .prepare import prepare
+
+GIB = 2**30
+FLOAT32, ADAM = 4, 8
+
+
+def check_run(plan: Plan) -> str:
+    """Checks a plan as a run would, and describes it.
+
+    Returns:
+        Lines on the algorithm, the rows and updates of a step, and for each role its layout and its bytes a rank.
+
+    Raises:
+        UserError: the run could not begin.
+    """
+    source = prepare(plan, print)
+    tokenizer = read_tokenizer(plan.model)
+    size = ranks.training_ranks(plan)
+    d, r, t = plan.data, plan.rollout, plan.trainer
+    rows = d.train_batch_size * (1 if plan.algorithm == "sft" else r.n)
+    longest, trained, _ = row_lengths(plan, source, tokenizer)
+    origin = "files" if d.train_files else d.task
+    lines = [
+        f"algorithm   {plan.algorithm} on {origin}: {t.total_training_steps} steps, seed {t.seed}",
+        f"a step      {d.train_batch_size} prompts, {rows} rows of at most {max(longest, trained)} tokens",
+        f"rollout     {r.name}, {r.dtype}, {r.slots} rows at once; temperature {r.temperature:g}, n {r.n}",
+        f"driver      {plan.driver.kind}, {ranks.device(plan.driver)}, {size} training "
+        f"{'process' if size == 1 else 'processes'}",
+        f"folder      {t.dir}",
+    ]
+    for role in plan.roles.values():
+        lines += _role_lines(role, size, t.total_training_steps)
+    for name, of in plan.copies.items():
+        lines.append(f"{name:<11} the frozen base of {of}, no model of its own")
+    return "\n".join(lines)
+
+
+def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
+    total, trained = parameter_counts(role.folder, role.head, Lora(*role.lora) if role.lora else None)
+    trained = trained if role.optim is not None else 0
+    shards = size // role.fsdp.replicate if role.strategy == "fsdp" else 1
+    layout = role.strategy
+    if role.strategy == "fsdp":
+        layout = f"fsdp over {shards} of {size} ranks"
+        layout += f", sequence parallel {sp}" if (sp := role.fsdp.ulysses_sequence_parallel_size) > 1 else ""
+    updates = f"{role.total_updates} updates in {steps} steps" if role.optim is not None else "not updated"
+    yield f"{role.name:<11} {role.folder}: {total:,} parameters, {trained:,} trained; {layout}; {updates}"
+    parts = {"parameters": total * FLOAT32, "gradients": trained * FLOAT32, "moments": trained * ADAM}
+    if role.dtype == "bfloat16":
+        parts["bfloat16 copy"] = total * 2
+    sizes = ", ".join(f"{name} {count / shards / GIB:.3f}" for name, count in parts.items() if count)
+    place = "; parameters and moments stay on the CPU between passes" if role.offload else ""
+    yield f"            GiB a rank: {sizes}; micro-batches of at most {role.max_tokens:,} tokens{place}"

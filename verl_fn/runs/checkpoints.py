@@ -1,0 +1,143 @@
+"""Checkpoints of a run: written aside, synced, renamed, with a check sum of every file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+from verl_fn.algorithms import Workers
+from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.backends.checkpoint.tensor_file import sync
+from verl_fn.config import Plan
+from verl_fn.state import serial
+
+from .errors import RunError
+from .state import RunState, run_of
+
+MANIFEST = "checkpoint.json"
+
+
+def checkpoints(folder: str | Path) -> list[Path]:
+    """The checkpoints of a run, newest first."""
+    found = [p for p in Path(folder).glob("checkpoints/step_*") if step_of(p) is not None]
+    return sorted(found, key=lambda p: -(step_of(p) or 0))
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step that a checkpoint's name says.
+
+    >>> step_of(Path("runs/a/checkpoints/step_20")), step_of(Path("runs/a"))
+    (20, None)
+    """
+    number = checkpoint.name.removeprefix("step_")
+    return int(number) if number != checkpoint.name and number.isdigit() else None
+
+
+def aside_of(final: Path) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return final.with_name(f".writing_{final.name}")
+
+
+def save_roles(state: RunState, aside: Path, plan: Plan, w: Workers) -> None:
+    """Writes the training state of each role into a folder of its name."""
+    for name in plan.roles:
+        w.trainers[name].save(state.role(name), aside / name)
+
+
+def write_manifest(aside: Path, state: RunState, plan: Plan) -> None:
+    """Writes the rest of a checkpoint, and what shows whether all of it is whole.
+
+    Raises:
+        RunError: a worker wrote its role elsewhere.
+    """
+    for name in plan.roles:
+        if not (aside / name).is_dir():
+            raise RunError(f"the worker of {name} wrote its checkpoint elsewhere than {aside}: no shared folder?")
+    _, scalars = serial.flatten(state.without_roles(plan))
+    held = [path for path in sorted(aside.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(aside)): [path.stat().st_size, _crc(path)] for path in held}
+    about = {"algorithm": plan.algorithm, "state": scalars, "files": files}
+    write_text(aside / MANIFEST, json.dumps(about, indent=1))
+    for path in (*aside.rglob("*"), aside):
+        sync(path)
+
+
+def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
+    """Reads the state in a checkpoint.
+
+    Args:
+        blank: the run's state without its training states.
+
+    Raises:
+        RunError: the checkpoint is of another algorithm, lacks a role that the plan asks for, or is damaged;
+            then the last good one is named.
+    """
+    try:
+        about = verify(folder)
+        held = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        if about["algorithm"] != plan.algorithm or held != sorted(plan.roles):
+            raise RunError(
+                f"{folder} is of {about['algorithm']} with {', '.join(held)}; "
+                f"the config asks for {plan.algorithm} with {', '.join(plan.roles)}"
+            )
+        try:
+            state = serial.unflatten(blank, {}, about["state"])
+        except ValueError as error:
+            raise RunError(f"{folder} is of a run with other settings of its algorithm: {error}") from error
+        return state.with_roles({name: w.trainers[name].restore(folder / name) for name in plan.roles})
+    except CheckpointError as error:
+        raise RunError(f"{error}; {_another(folder)}") from error
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's manifest says, after every file has been compared with it.
+
+    Raises:
+        CheckpointError: a file is missing, or its length or check sum is not what was written.
+    """
+    try:
+        about = json.loads((folder / MANIFEST).read_text())
+        for name, (size, crc) in about["files"].items():
+            path = folder / name
+            if not path.is_file():
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
+            if path.stat().st_size != size:
+                raise CheckpointError(
+                    f"the checkpoint {folder} is damaged: {name} has {path.stat().st_size} bytes of {size}"
+                )
+            if _crc(path) != crc:
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error}") from error
+    return about
+
+
+def _another(damaged: Path) -> str:
+    for folder in checkpoints(run_of(damaged)):
+        if folder != damaged:
+            with contextlib.suppress(CheckpointError):
+                verify(folder)
+                return f"{folder} is whole: remove the damaged one to continue from there"
+    return "no other checkpoint of this run is whole"
+
+
+def write_text(path: Path, text: str) -> None:
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_text(text)
+    sync(aside)
+    aside.rename(path)
+
+
+def _crc(path: Path) -> int:
+    crc = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            crc = zlib.crc32(block, crc)
+    return crc

@@ -1,0 +1,135 @@
+"""What a checkpoint of a run holds: the algorithm's state, and how far the data was used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from verl_fn import algorithms
+from verl_fn.algorithms import Algorithm, Report, Workers
+from verl_fn.config import Plan
+from verl_fn.data.tasks import Source
+from verl_fn.driver import ranks
+from verl_fn.state import Key, Node, node, tree
+
+RANKS = "perf/ranks"
+
+
+@node
+class RunState(Node):
+    """A run between two steps.
+
+    Attributes:
+        algorithm: the algorithm's own state.
+        cursor: training problems used.
+    """
+
+    algorithm: Any
+    cursor: int
+
+    @property
+    def step(self) -> int:
+        return self.algorithm.step
+
+    @property
+    def key(self) -> Key:
+        return self.algorithm.key
+
+    def role(self, name: str) -> Any:
+        """Returns the training state of a role, or None."""
+        return getattr(self.algorithm, name, None)
+
+    def with_roles(self, states: Mapping[str, Any]) -> RunState:
+        """Returns this state with other training states in these roles."""
+        return RunState(attrs.evolve(self.algorithm, **states), self.cursor)
+
+    def without_roles(self, plan: Plan) -> RunState:
+        """Returns what a run's state holds beside its training states: numbers and keys."""
+        return self.with_roles(dict.fromkeys(plan.roles))
+
+
+def algorithm_of(plan: Plan) -> Algorithm[Any]:
+    """Makes the plan's algorithm."""
+    return algorithms.make(plan.algorithm, plan.options)
+
+
+def blank_state(plan: Plan) -> RunState:
+    """Returns the state before the first step, with None for each training state."""
+    key = Key.from_seed(plan.trainer.seed)
+    return RunState(algorithm_of(plan).init(dict.fromkeys(plan.roles), key), cursor=0)
+
+
+def initial_state(plan: Plan, w: Workers) -> RunState:
+    """Returns the state before the first step, with every role loaded from its model folder."""
+    key = Key.from_seed(plan.trainer.seed)
+    states = {
+        name: w.trainers[name].load_pretrained(role.folder, key.fold_in(name)) for name, role in plan.roles.items()
+    }
+    state = RunState(algorithm_of(plan).init(offloaded(states, plan, w), key), cursor=0)
+    check_fields(state, plan)
+    return state
+
+
+def check_fields(state: RunState, plan: Plan) -> None:
+    """Refuses an algorithm's state that lacks a field for a role, a key or a step.
+
+    Raises:
+        TypeError: it does.
+    """
+    lacking = [name for name in (*plan.roles, "key", "step") if not hasattr(state.algorithm, name)]
+    if lacking:
+        raise TypeError(
+            f"the state of {plan.algorithm}, {type(state.algorithm).__name__}, has no field {', '.join(lacking)}; it "
+            f"needs key, step and one field for each role ({', '.join(plan.roles)})"
+        )
+
+
+def offloaded(states: Mapping[str, Any], plan: Plan, w: Workers) -> dict[str, Any]:
+    """Moves the states to the CPU that are to stay there; what an update makes lies where its input lay."""
+    return {
+        name: w.trainers[name].place(state, params="cpu", optimizer="cpu") if plan.roles[name].offload else state
+        for name, state in states.items()
+    }
+
+
+def differing_fields(before: Plan, now: Plan) -> list[str]:
+    """Returns the fields of the algorithm's state that begin otherwise under another plan, such as ``key``.
+
+    They are part of the state, so changing the settings behind them does not change a run that goes on.
+    """
+    old, new = blank_state(before).algorithm, blank_state(now).algorithm
+    names = [f.name for f in attrs.fields(type(new)) if f.name not in now.roles]
+    if type(old) is not type(new):
+        return names
+    return [name for name in names if not tree.equal(getattr(old, name), getattr(new, name))]
+
+
+def advance(
+    algorithm: Algorithm[Any], state: RunState, source: Source, w: Workers, batch_size: int
+) -> tuple[RunState, Report]:
+    """Takes one step on the next problems.
+
+    Raises:
+        RuntimeError: the algorithm returned a state of another step than the next.
+    """
+    problems = source.train(state.key.fold_in("data"), state.cursor, batch_size)
+    before = state.step
+    after, report = algorithm.step(state.algorithm, problems, w)
+    if after.step != before + 1:
+        raise RuntimeError(f"learn returned a state of step {after.step} after step {before}; it must add 1 to step")
+    # Only torchrun knows it, and a replay with another number would be rounded otherwise.
+    size = ranks.torchrun_size()
+    return RunState(after, state.cursor + len(problems)), report | ({RANKS: size} if size > 1 else {})
+
+
+def run_of(checkpoint: Path) -> Path:
+    """Returns the folder of the run that a checkpoint belongs to.
+
+    Example:
+        >>> run_of(Path("/runs/a/checkpoints/step_20"))
+        PosixPath('/runs/a')
+    """
+    return checkpoint.absolute().parents[1]
