@@ -1,7 +1,7 @@
 """The most memory that a rank needs to load a model, beside the shard that it keeps.
 
-Ranks on the CPU load one folder of random weights, bf16 on disk, into fp32 shards. Each reports the most memory that its
-process ever had (``VmHWM``) and what it had before anything was loaded, when all libraries were imported.
+Ranks on the CPU load one folder of random weights, bf16 on disk, into fp32 shards. Each reports the most memory that
+its process ever had (``VmHWM``) and what it had before anything was loaded, when all libraries were imported.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ class Fsdp:
             yield name, _whole(t)
 
     def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole tensors under canonical names, with the adapters merged in, one after the other on all ranks."""
+        """Yields whole tensors under canonical names, adapters merged in, one after the other on all ranks."""
         yield from self._built().adapters.merged(params, _whole, _whole)
 
     def weights(self, params: Params) -> Weights:

@@ -1,7 +1,7 @@
 """What the ranks do around a pass: agree on the call, share the rows out, and bring results together.
 
-While ranks do this no GPU computes, so it is kept short: a few numbers travel beforehand, the contents of the batch are
-compared while the GPUs are busy, and outputs come back as one tensor.
+While ranks do this no GPU computes, so it is kept short: a few numbers travel beforehand, the contents of the batch
+are compared while the GPUs are busy, and outputs come back as one tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The parameters of a model folder as shards: each rank reads its own rows, or the first rank hands them out.
 
-A folder whose files name and shape their tensors as the model does is read by all ranks at once, each its own rows
-(``hf.direct``). Any other folder, and random weights, which are one sequence of draws, are made whole on the first rank
+A folder whose files name and shape their tensors as the model does is read by all ranks at once, each its own
+rows (``hf.direct``). Any other folder, and random weights, which are one sequence of draws, are made whole on the first rank
 alone and handed out block by block: the others never hold more than a block beside their shards.
 """
 
