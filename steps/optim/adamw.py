@@ -44,7 +44,8 @@ class AdamW(Optimizer):
         lr = self.schedule(update.position)
         names = list(grads)
         if names:
-            step = torch.tensor(float(state.count + 1), device=grads[names[0]].device)
+            # Filled on the device: a copy from the host would wait for the norm before the kernel is launched.
+            step = torch.full((), float(state.count + 1), device=grads[names[0]].device)
             for decay, group in self._groups(names, params).items():
                 weights = tensors_of(params, group)
                 torch._fused_adamw_(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 
 import attrs
 import torch
@@ -11,6 +12,8 @@ from verl_fn.state import Grads, Metrics, Params, Sum, TrainState, Weighted, don
 
 from .leaves import tensors_of
 from .transforms import Frozen, Optimizer, Reduce, Update
+
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
 def check_update(optimizer: Optimizer, params: Params, grads: Grads) -> None:
@@ -31,8 +34,8 @@ def check_update(optimizer: Optimizer, params: Params, grads: Grads) -> None:
     if isinstance(optimizer, Frozen):
         optimizer.update(grads, None, params, Update.of(torch.zeros(()), 0))
     ours, theirs = tensors_of(grads, names), tensors_of(params, names)
-    # All at once, since a GPU may wait for this.
-    if [t.shape for t in ours] != [t.shape for t in theirs] or [t.dtype for t in ours] != [t.dtype for t in theirs]:
+    # No loop in Python, since a GPU may wait for this.
+    if list(map(_SHAPE, ours)) != list(map(_SHAPE, theirs)) or list(map(_DTYPE, ours)) != list(map(_DTYPE, theirs)):
         kinds = ([f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in ts] for ts in (ours, theirs))
         name, mine, wanted = next(kind for kind in zip(names, *kinds, strict=True) if kind[1] != kind[2])
         raise ValueError(f"the gradient of {name} is {mine}, and the parameter is {wanted}")
