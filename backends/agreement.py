@@ -116,18 +116,6 @@ def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> 
     }
 
 
-def sample(tensors: Mapping[str, Tensor]) -> bytes:
-    """A hash of some elements of every tensor, to tell another checkpoint by.
-
-    >>> w = torch.arange(1000.0)
-    >>> sample({"w": w}) == sample({"w": w.clone()}) != sample({"w": w + 1})
-    True
-    """
-    return _hash(
-        tree.digest({name: t.reshape(-1)[:: max(1, t.numel() // 64)] for name, t in tensors.items()}).encode()
-    )
-
-
 def of_batch(batch: Batch) -> bytes:
     """A hash of all that a batch holds."""
     h = hashlib.blake2b(digest_size=8)

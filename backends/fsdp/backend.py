@@ -128,11 +128,23 @@ class Fsdp:
     # Making states
 
     def init(self, key: Key) -> TrainState:
-        """A state with random parameters drawn from ``key``, the same ones as on any other layout."""
+        """A state with random parameters drawn from ``key``, the same ones as on any other layout.
+
+        The first rank draws the whole model, since it is one sequence of draws, and hands it out.
+        """
         return self._new_state(self.folder, key, pretrained=False)
 
     def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
-        """A fresh state around the weights of ``folder``, by default the backend's own."""
+        """A fresh state around the weights of ``folder``, by default the backend's own.
+
+        Each rank reads its own rows where the folder's safetensors name and shape tensors as the model does. Where
+        transformers has to convert them (experts that lie one by one, another prefix, tied weights that are there
+        twice, pickled or quantized files), the first rank loads the whole model and hands it out.
+
+        Raises:
+            ModelError: the folder does not hold the weights of this model.
+            LayoutError: ranks were given different keys or weights.
+        """
         return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
     def save(self, state: TrainState, folder: str | Path) -> None:

@@ -55,6 +55,10 @@ class Staged:
         packing = Packing.of(batch, device, sequence)
         return cls(batch.to(device), packing, targets.to(device, non_blocking=True), temperature)
 
+    def plain(self) -> Staged:
+        """The same, to be computed with torch's own functions alone, which any ``torch.func`` transformation takes."""
+        return attrs.evolve(self, packing=attrs.evolve(self.packing, plain=True))
+
 
 def check_targets(batch: Batch) -> Tensor:
     """The tokens with ``response_mask``.
@@ -80,13 +84,8 @@ def check_targets(batch: Batch) -> Tensor:
     return targets
 
 
-def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str], *, plain: bool = False) -> TokenOutputs:
-    """Runs the model over a micro-batch and returns what ``needs`` asks of its targets and rows.
-
-    Args:
-        plain: compute log-probs with torch's own functions, all logits at once, so that any ``torch.func``
-            transformation applies.
-    """
+def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> TokenOutputs:
+    """Runs the model over a micro-batch and returns what ``needs`` asks of its targets and rows."""
     batch, sequence = staged.batch, staged.packing.sequence
     tokens, positions = batch.tokens, batch.positions
     if sequence is not None:
@@ -99,7 +98,7 @@ def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str], *, p
     if skeleton.head == "lm":
         logprobs, entropy = logprobs_and_entropy(
             at_targets.read(hidden), layer.weight, layer.bias, batch.tokens[at_targets.places],
-            at_targets.chosen(staged.temperature), entropy="entropy" in wanted, plain=plain,
+            at_targets.chosen(staged.temperature), entropy="entropy" in wanted, plain=staged.packing.plain,
         )  # fmt: skip
         outputs = {"logprobs": at_targets.spread(logprobs)}
         if entropy is not None:

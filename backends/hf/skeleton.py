@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,6 +69,34 @@ class Skeleton(nn.Module):
         """``fn(skeleton)`` with the model's parameters and buffers replaced by ``tensors``."""
         renamed = {f"model.{self._inside.get(name, name)}": tensor for name, tensor in tensors.items()}
         return torch.func.functional_call(self, renamed, (fn,), tie_weights=True)
+
+    @contextlib.contextmanager
+    def transformable(self) -> Iterator[None]:
+        """Inside, the model takes every ``torch.func`` transformation, and all agree on its derivative.
+
+        No layer is recomputed, since transformations refuse the hooks that do it, and the one of transformers that makes
+        embeddings require gradients for it. The embedding of the padding token
+        is a constant also in forward mode: torch drops it in the backward pass alone.
+        """
+        training = self.model.training
+        embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
+        hooks = {m: dict(m._forward_hooks) for m in embeddings}
+        padded = {m: m.padding_idx for m in embeddings if m.padding_idx is not None}
+        self.model.eval()
+        for module in hooks:
+            module._forward_hooks.clear()
+        for module, padding in padded.items():
+            module.forward = functools.partial(_embed, module.forward, padding)  # type: ignore[method-assign]
+            module.padding_idx = None
+        try:
+            yield
+        finally:
+            self.model.train(training)
+            for module, held in hooks.items():
+                module._forward_hooks.update(held)
+            for module, padding in padded.items():
+                del module.forward
+                module.padding_idx = padding
 
     def adapt(self, lora: Lora, key: Key, folder: str | Path) -> None:
         """Put adapters in, drawn from ``key``; parameters keep their names. ``folder`` is named in errors.
@@ -143,10 +172,22 @@ class Skeleton(nn.Module):
             ValueError: a row is too long to be computed as it would be alone.
         """
         self.check_longest(packing.longest)
-        found = self.model.base_model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
+        # A mask of four dimensions passes through transformers unread; without one it looks for packed rows in the
+        # positions, which a traced tensor does not allow.
+        mask = torch.empty(1, 1, 1, 1, device=tokens.device) if packing.plain else None
+        outputs = self.model.base_model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=mask,
+            use_cache=False,
+            packing=packing,
         )
-        return found.last_hidden_state[0]
+        return outputs.last_hidden_state[0]
+
+
+def _embed(embed: Callable[[Tensor], Tensor], padding: int, ids: Tensor) -> Tensor:
+    rows = embed(ids)
+    return torch.where((ids == padding)[..., None], rows.detach(), rows)
 
 
 def compile_layer(layer: nn.Module) -> None:

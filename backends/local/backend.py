@@ -199,6 +199,46 @@ class Local:
                     reported = metrics.merge(reported, self._built().run(tensors, backward))
         return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), reported
 
+    def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
+        """Returns the loss as a pure function of parameters, for ``torch.func``: grad, jvp, vjp, vmap, linearize.
+
+        Its gradient is that of ``forward_backward``. It uses torch's own functions instead of fused kernels, holds the
+        activations of the whole batch and all logits of a micro-batch, and never recomputes layers: it is for
+        looking into a loss, not for training.
+
+        Raises:
+            ValueError: as ``forward_backward``.
+
+        Example:
+            ``torch.func.grad(backend.loss_fn(batch, loss), has_aux=True)(state.params)`` gives gradients, as ``Params``,
+            and metrics.
+        """
+        check_weights(loss, batch)
+        wanted = check_needs(self.head, loss.needs)
+        skeleton = self._built()
+        parts = [
+            Staged.of(part, self.device).plain() for part in split_by_tokens(batch, self.max_tokens, loss.together)
+        ]
+
+        def fn(params: Params) -> tuple[Tensor, Metrics]:
+            leaves = self._completed(params)
+            tensors = {name: t.to(self.device, self.dtype) for name, t in leaves.items()}
+            totals: list[Tensor] = []
+            reported: list[Metrics] = []
+            with repeatable(self.deterministic), skeleton.transformable():
+                for staged in parts:
+
+                    def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
+                        return total_loss(loss, token_outputs(model, staged, wanted), staged.batch)
+
+                    total, of_part = skeleton.run(tensors, compute)
+                    totals.append(total)
+                    reported.append({"loss": Sum(total.detach().double()), **of_part})
+            # Transformations take tensors only.
+            return torch.stack(totals).sum(), tree.map(torch.as_tensor, metrics.merge(*reported))
+
+        return fn
+
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
         """The next state; see ``steps.apply_update``. Gradients come to where the parameters are.
 
@@ -235,12 +275,21 @@ class Local:
         assert self._skeleton is not None
         return self._skeleton
 
-    def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
-        """The parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
+    def _completed(self, params: Params) -> Mapping[str, Tensor]:
+        """The parameters by name, with zeros for adapters that they lack.
+
+        Raises:
+            ValueError: they are another model's.
+        """
         leaves = self._built().adapters.completed(params, lambda shape: torch.zeros(shape, device=self.device))
         if leaves.keys() != self._blank.keys():
-            odd = sorted(leaves.keys() ^ self._blank.keys())
-            raise ValueError(f"the state's parameters are not this model's: {odd[:5]}")
+            wrong = sorted(leaves.keys() ^ self._blank.keys())
+            raise ValueError(f"the state's parameters are not this model's: {wrong[:5]}")
+        return leaves
+
+    def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
+        """The parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
+        leaves = self._completed(params)
         if self.dtype == torch.float32:
             return {name: t.to(self.device) for name, t in leaves.items()}
         if self._cast_params is None or self._cast_params() is not params:

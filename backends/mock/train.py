@@ -177,6 +177,17 @@ class Mock:
             reported = metrics.merge(reported, {"loss": Sum(total.detach().double()), **of_part})
         return Grads({name: gathered[name] for name in state.params.trained()}), reported
 
+    def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
+        """Returns the loss as a pure function of parameters, for ``torch.func``, without the closed form."""
+        check_weights(loss, batch)
+        wanted = _check_needs(loss.needs)
+
+        def fn(params: Params) -> tuple[Tensor, Metrics]:
+            total, reported = total_loss(loss, TokenOutputs(_Lookup.of(params, batch).outputs(wanted)), batch)
+            return total, tree.map(torch.as_tensor, {"loss": Sum(total.detach().double()), **reported})
+
+        return fn
+
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
         """The next state; see ``steps.apply_update``."""
         self._called("apply_update")

@@ -296,7 +296,7 @@ def loaded(folder, options):
         tensor_file.Slices.rows, loading.build = read, make
     local = Local(folder, optimizer(), **alone)
     same = [
-        all(torch.equal(t, wanted.params[name]) for name, t in backend.named(state.params))
+        all([torch.equal(t, wanted.params[name]) for name, t in backend.named(state.params)])
         and state.params.trainable == wanted.params.trainable
         for state, wanted in zip(states, (local.load_pretrained(), local.init(KEY)), strict=True)
     ]

@@ -1,5 +1,7 @@
 """The sharded backend on 1, 2 and 4 processes: the laws, the first step beside one process, and what it refuses."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
+from verl_fn.benchmarks import scaling
 from verl_fn.state import tree
 
 FP32, BF16 = 1e-5, 0.02
@@ -196,3 +199,13 @@ def test_a_state_moves_between_one_two_and_four_ranks(two, four, folder, tmp_pat
 def test_broken_sharded_backends_are_caught(two, folder, name, laws):
     told = two.run("mutant", folder, name)
     assert set(told) <= laws and None not in told, told
+
+
+def test_the_benchmark_of_scaling(tmp_path, capsys):
+    """Its numbers mean nothing on a shared CPU, and so neither does its exit status."""
+    arguments = ["--device", "cpu", "--shapes", "tiny", "--ranks", "1", "2", "--rounds", "1", "--rows", "2"]
+    scaling.main([*arguments, "--json", str(tmp_path / "a.json")])
+    told, found = capsys.readouterr().out, json.loads((tmp_path / "a.json").read_text())["results"]["tiny"]
+    assert told.splitlines()[-1].startswith(("held", "MISSED"))
+    assert {call: set(by_size) for call, by_size in found.items()} == {"logprobs": {"1", "2"}, "update": {"1", "2"}}
+    assert found["update"]["1"]["efficiency"]["median"] == 1.0

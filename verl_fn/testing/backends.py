@@ -60,6 +60,8 @@ def check_backend(
     with a token budget that splits the batch (``tiny_batch()`` has some 50 tokens, its longest row at most 16).
 
     * Signature, Purity, Split invariance, Persistence, Donation, Zero, Restore: the backend by itself.
+    * Derivative, where the backend has ``loss_fn``: its ``torch.func`` gradient is that of ``forward_backward``, and so is
+      its derivative along that gradient in forward mode.
     * Layout, with ``other``: the same model on another backend, layout or number of ranks. Outputs, gradients
       and metrics agree, and each restores what the other saved.
 
@@ -91,6 +93,7 @@ def check_backend(
         _persistence(case, first, second)
         _splits(case, first)
         _groups(case, first)
+        _derivative(case, first)
         _donation(case, first)
         _zero(case, first)
         _restore(case, first)
@@ -273,6 +276,31 @@ def _groups(case: _Case, state: TrainState) -> None:
     _agree(
         case, "Split invariance", "a loss of pairs, one call against one call a pair:",
         (case.read(grads), found), (case.read(added), _merged(told)), cause,
+    )  # fmt: skip
+
+
+def _derivative(case: _Case, state: TrainState) -> None:
+    """The gradients are those of the loss as a pure function of the parameters."""
+    if not hasattr(case.backend, "loss_fn"):
+        return
+    fn = case.backend.loss_fn(case.batch, case.loss)
+    grads, reported = case.gradients(state)
+    with untouched("Purity", "loss_fn", params=state.params):
+        derived, found = torch.func.grad(fn, has_aux=True)(state.params)
+    trained = Grads({name: derived[name] for name in state.params.trained()})
+    cause = "a gradient that is scaled, transposed, of the other sign, or of other parameters than those given"
+    _agree(
+        case, "Derivative", "forward_backward against torch.func.grad of loss_fn:",
+        (trained, found), (case.read(grads), reported), cause,
+    )  # fmt: skip
+    along = attrs.evolve(
+        state.params, leaves={n: trained[n] if n in trained else torch.zeros_like(t) for n, t in state.params.items()}
+    )
+    _, slope = torch.func.jvp(lambda params: fn(params)[0], (state.params,), (along,))
+    require_close(
+        "Derivative", "the derivative of loss_fn along its gradient, in forward mode,",
+        float(trained.global_norm()) ** 2, float(slope), "an autograd function whose jvp is not its derivative",
+        tolerance=2 * case.tolerance,
     )  # fmt: skip
 
 
