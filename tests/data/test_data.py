@@ -208,7 +208,7 @@ def test_a_text_comes_after_bos_and_messages_through_the_template():
 
 
 def test_messages_need_a_template():
-    with pytest.raises(DataError, match=r"problem 3 of 'mine'.*give text prompts, or .* with chat_template\.jinja"):
+    with pytest.raises(DataError, match=r"problem 3 of 'mine'.*use string prompts, or .* with chat_template\.jinja"):
         encode_prompts([Problem("ab", ""), Problem(tuple(messages("a")), "", 3, "mine")], char_tokenizer("ab"))
 
 

@@ -224,7 +224,7 @@ def test_other_failures_say_what_happened(here, name, message):
     ("name", "message"),
     [
         ("runs_code", "raised ZeroDivisionError: division by zero (at "),
-        ("raises_unspeakable", "raised Unspeakable: (its text cannot be had, __str__ raised ValueError) (at "),
+        ("raises_unspeakable", "raised Unspeakable: (it has no message, since __str__ raised ValueError) (at "),
         ("unspeakable", "raised ValueError: no text (at "),
         ("unspeakable_async", "raised ValueError: no text (at "),
         ("unspeakable_batched", "raised ValueError: no text (at "),

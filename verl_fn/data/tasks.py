@@ -43,7 +43,8 @@ class Source(Protocol):
         max_prompt: length of the longest prompt, in characters for a generated task and in tokens for files.
     """
 
-    max_prompt: int
+    @property
+    def max_prompt(self) -> int: ...
 
     def train(self, key: Key, start: int, count: int) -> tuple[Problem, ...]:
         """Returns training problems ``start`` to ``start + count`` of the stream that ``key`` names."""
