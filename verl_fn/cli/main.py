@@ -1,4 +1,4 @@
-"""``verl-fn``: the command line. Parsing only; ``verl_fn.cli.commands`` does the work."""
+"""The command line ``verl-fn``. This module only parses arguments; ``verl_fn.cli.commands`` has the commands."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from verl_fn.errors import UsageError, UserError
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
 
 
-path = os.path.expanduser  # a shell leaves the ~ of --out=~/x
+path = os.path.expanduser  # shells do not expand the ~ in --out=~/x
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Returns the parser of the whole command line."""
     top = argparse.ArgumentParser(prog="verl-fn", description="Functional RL post-training in PyTorch.")
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     fork.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
     fork.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
-    replay = command("replay", "execute a step of a run again and say whether it comes out bitwise the same")
+    replay = command("replay", "execute a step of a run again and check that it comes out bitwise the same")
     replay.add_argument("run", type=path, help="the run's folder")
     replay.add_argument("--step", type=int, required=True, help="the step")
     replay.add_argument(
@@ -112,10 +112,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments; overrides may stand before and after options."""
+    """Parses the arguments; overrides may come before and after options."""
     top = parser()
     args, rest = top.parse_known_args(argv)
-    if rest and (not hasattr(args, "overrides") or any(one.startswith("-") or "=" not in one for one in rest)):
+    if rest and (not hasattr(args, "overrides") or any(arg.startswith("-") or "=" not in arg for arg in rest)):
         top.error(f"{args.command} does not take {' '.join(rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
@@ -123,7 +123,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Runs one command and returns the exit status."""
     args = parse(argv)
     try:
         from verl_fn.cli.commands import COMMANDS
@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, UserError):
             return _refuse(error, 1)
-        # A file that cannot be read or written. An error that names none is this program's own.
+        # An OSError that names a file is the user's to fix; one without a file name is a bug.
         if isinstance(error, OSError) and error.filename is not None:
             return _refuse(f"{error.filename}: {error.strerror}", 1)
         raise
@@ -143,17 +143,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(error: object, status: int) -> int:
-    # Notes say which process raised it.
+    # An error's notes name the process that raised it.
     print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return status
 
 
 def run_rank() -> NoReturn:
-    """``main`` as torchrun starts it. Threads of a process group outlive it, and would abort an orderly end."""
+    """Runs ``main`` as a process of torchrun and exits at once, without Python's clean-up.
+
+    The threads of a process group outlive the group, and would abort the process during an orderly exit.
+    """
     try:
         status = main()
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else 1
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -143,15 +143,15 @@ class Run:
 
     @contextlib.contextmanager
     def written(self, what: str) -> Iterator[None]:
-        """Turns an error of the disk into a RunError that names the folder, its free space and the last checkpoint."""
+        """Turns a disk error into a RunError that names the folder, its free space and the last checkpoint."""
         try:
             yield
         except OSError as error:
             last = self.latest()
-            intact = f"the last whole checkpoint is {last}" if last is not None else "there is no checkpoint yet"
+            intact = f"the last intact checkpoint is {last}" if last is not None else "there is no checkpoint yet"
             raise RunError(
-                f"{what} cannot be written to {self.folder}: {error.strerror or error}{_free(self.folder)}; {intact}. "
-                f"Make room or fix the folder, then run the same command to continue"
+                f"{what} cannot be written to {self.folder}: {error.strerror or error}{_free(self.folder)}; "
+                f"{intact}. Make room or fix the folder, then run the same command to continue"
             ) from error
 
     def _checkpoint(self, step: int) -> Path:
@@ -225,7 +225,7 @@ def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int
 
 
 def changed_keys(folder: Path, table: Table) -> dict[str, str]:
-    """Returns the keys whose values differ from the config that the folder was last trained with, with both values."""
+    """Returns the keys that differ from the config that the folder was last trained with, and both values."""
     try:
         before = flat(to_table(run_config(folder)[0]))
     except (RunError, ConfigError):

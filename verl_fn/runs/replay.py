@@ -183,13 +183,14 @@ def _origin(folder: Path, resume_from: str | None, step: int, since: int) -> Pat
             return checkpoint
     if since or forked is not None:
         raise RunError(
-            f"the settings of step {step} held since step {since}, and no checkpoint from there is left to replay from"
+            f"the settings of step {step} apply since step {since}, "
+            "and no checkpoint from there is left to replay from"
         )
     return None
 
 
 def _check_ranks(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Checks that the steps were made by as many of torchrun's processes, since another number rounds differently.
+    """Checks that the steps were made by the same number of processes, since another number rounds differently.
 
     Raises:
         RunError: they were not.
@@ -198,8 +199,8 @@ def _check_ranks(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
         if (size := row.get(RANKS, 1)) != torchrun_size():
             launcher = f"under torchrun with --nproc-per-node {size:g}" if size > 1 else "without torchrun"
             raise RunError(
-                f"step {row['step']} of {folder} was made by {size:g} training processes, and {torchrun_size()} would "
-                f"round differently; replay it {launcher}"
+                f"step {row['step']} of {folder} was made by {size:g} training processes, and "
+                f"{torchrun_size()} would round differently; replay it {launcher}"
             )
 
 

@@ -122,7 +122,7 @@ def advance(
     after, report = algorithm.step(state.algorithm, problems, w)
     if after.step != before + 1:
         raise RuntimeError(f"learn returned a state of step {after.step} after step {before}; it must add 1 to step")
-    # The config does not hold torchrun's number of processes, and a replay with another number would round differently.
+    # The config does not hold torchrun's number of processes, and a replay with another number rounds differently.
     size = ranks.torchrun_size()
     return RunState(after, state.cursor + len(problems)), report | ({RANKS: size} if size > 1 else {})
 
