@@ -18,7 +18,7 @@ from verl_fn.testing import tiny_batch
 
 
 def differences(ours, theirs):
-    """Returns the cosine and the relative L2 distance of two mappings of tensors by name, the largest distance first."""
+    """Returns the cosine and relative L2 distance of two mappings of tensors by name, the largest distance first."""
     pairs = {}
     for name in ours:
         a, b = ours[name].flatten().double(), theirs[name].flatten().double()
