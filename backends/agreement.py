@@ -6,8 +6,10 @@ Ranks that were given different things would wait for each other, or, worse, go 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import pickle
+import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_fn.state import Batch, Grads, Key, Params, TrainState, tree
-from verl_fn.steps import Optimizer, apply_update
+from verl_fn.state import Batch, tree
+from verl_fn.steps import Optimizer
 
 from .hf.ulysses import LayoutError
 
@@ -55,7 +57,11 @@ def agreed(gather: Gather = gathered) -> Iterator[None]:
         yield
     except Exception as error:
         mine = error
-    told = gather(mine if mine is None else _sendable(mine))
+    if gather is gathered and _all_equal(bytes(8) if mine is None else b"failed.."):
+        # All are well, or all raise errors of their own.
+        told = [mine]
+    else:
+        told = gather(mine if mine is None else _sendable(mine))
     if mine is not None:
         raise mine
     if (theirs := next((error for error in told if error is not None), None)) is not None:
@@ -77,7 +83,8 @@ def require_same(given: Mapping[str, Any]) -> None:
     Raises:
         LayoutError: some rank was given something else, on every rank.
     """
-    if dist.get_world_size() == 1:
+    # A number each is enough where all are given the same, which is nearly always.
+    if dist.get_world_size() == 1 or _all_equal(_hash(pickle.dumps(dict(given)))):
         return
     told = gathered(dict(given))
     for name, first in told[0].items():
@@ -89,26 +96,25 @@ def require_same(given: Mapping[str, Any]) -> None:
             )
 
 
+def _all_equal(digest: bytes) -> bool:
+    """Returns whether all ranks have this digest of 8 bytes."""
+    if dist.get_world_size() == 1:
+        return True
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    # The largest, and the complement of the smallest.
+    ends = torch.cat([mine, ~mine])
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    return bool(ends[0] == ~ends[1])
+
+
 def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a backend was made with, to compare: its options, and hashes of the model's config and of the optimizer."""
+    """What a backend was made with, to compare: its options, its optimizer and a hash of the model's config."""
     config = folder / "config.json"
     return {
         **{name: str(value) for name, value in options.items()},
         "model (config.json)": _hash(config.read_bytes() if config.is_file() else b"none"),
-        "optimizer": _hash(_behaviour(optimizer)),
+        "optimizer": described(optimizer),
     }
-
-
-def sample(tensors: Mapping[str, Tensor]) -> bytes:
-    """A hash of some elements of every tensor, to tell another checkpoint by.
-
-    >>> w = torch.arange(1000.0)
-    >>> sample({"w": w}) == sample({"w": w.clone()}) != sample({"w": w + 1})
-    True
-    """
-    return _hash(
-        tree.digest({name: t.reshape(-1)[:: max(1, t.numel() // 64)] for name, t in tensors.items()}).encode()
-    )
 
 
 def of_batch(batch: Batch) -> bytes:
@@ -124,18 +130,32 @@ def _hash(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=8).digest()
 
 
-def _behaviour(optimizer: Optimizer) -> bytes:
-    """What an optimizer does to a parameter: it is a pair of functions, with no settings to look at."""
-    params = Params({"w": torch.tensor([1.0, -0.5, 0.25])})
-    # A norm that any clipping changes, beside gradients as small as Adam's epsilon.
-    grads = Grads({"w": torch.tensor([300.0, 1e-8, -1e-3])})
-    told = b""
-    try:
-        state = TrainState(params, optimizer.init(params), 0, Key.from_seed(0), 0)
-        for position in (0, 1, 3, 10, 30, 100, 1000, 10_000, 100_000):
-            state = attrs.evolve(state, scheduler=position)
-            state, _ = apply_update(optimizer, state, grads, donate_inputs=False)
-            told += tree.digest(state).encode()
-    except Exception as error:  # A refusal tells it from others, too.
-        return repr(error).encode()
-    return told
+def described(value: Any) -> str:
+    """Describes a value of settings so that equal ones are described alike in every process.
+
+    Frozen classes are described by their fields, functions by their name, code, defaults and what they enclose.
+
+    >>> from verl_fn.steps import constant
+    >>> described(constant(0.1))
+    'Constant(lr=0.1, warmup_steps=0)'
+    >>> described(lambda count: 0.1) == described(lambda count: 0.2)
+    False
+    """
+    if attrs.has(type(value)) and not isinstance(value, type):
+        fields = ", ".join(f"{f.name}={described(getattr(value, f.name))}" for f in attrs.fields(type(value)))
+        return f"{type(value).__qualname__}({fields})"
+    if isinstance(value, functools.partial):
+        return f"partial({described(value.func)}, {described(value.args)}, {described(value.keywords)})"
+    if isinstance(value, types.FunctionType):
+        enclosed = [cell.cell_contents for cell in value.__closure__ or ()]
+        inside = described((value.__code__, value.__defaults__, value.__kwdefaults__, enclosed))
+        return f"{value.__module__}.{value.__qualname__} [{_hash(inside.encode()).hex()}]"
+    if isinstance(value, types.CodeType):
+        return f"{value.co_code.hex()} {value.co_names} {described(value.co_consts)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(described, value))})"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name!r}: {described(item)}' for name, item in sorted(value.items()))}}}"
+    if isinstance(value, Tensor):
+        return tree.digest(value)
+    return repr(value) if type(value).__repr__ is not object.__repr__ else f"{type(value).__qualname__} object"

@@ -41,5 +41,8 @@ def _device(part: Any) -> torch.device | None:
         return part.device
     if isinstance(part, Named):
         return next((t.device for t in part.leaves.values()), None)
-    inside = (getattr(part, f.name) for f in attrs.fields(type(part))) if isinstance(part, Node) else ()
+    if isinstance(part, Node):
+        inside = [getattr(part, f.name) for f in attrs.fields(type(part))]
+    else:
+        inside = list(part.values()) if isinstance(part, dict) else part if isinstance(part, (tuple, list)) else []
     return next((found for found in map(_device, inside) if found is not None), None)

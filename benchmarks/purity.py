@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from verl_fn.backends.hf import attention
-from verl_fn.backends.hf.skeleton import DTYPES, Skeleton, Staged, token_outputs
+from verl_fn.backends.hf.outputs import Staged, token_outputs
+from verl_fn.backends.hf.skeleton import DTYPES, Skeleton
 from verl_fn.backends.local import Local
 from verl_fn.state import Batch, Grads, Key, split_by_tokens
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip
@@ -179,7 +180,7 @@ def _forward_backward(
 
     def ours() -> None:
         # As after an update: the copies in compute dtype have to be made anew.
-        backend._cast_of = None
+        backend._cast_params = None
         backend.forward_backward(state, batch, loss)
 
     def plain() -> None:

@@ -21,7 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.folder import build
-from verl_fn.backends.hf.skeleton import Skeleton, Staged, token_outputs
+from verl_fn.backends.hf.outputs import Staged, token_outputs
+from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.state import Batch, Key, split_by_tokens
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, ppo_clip, total_loss
 
@@ -63,8 +64,7 @@ def in_place(folder: str, batch: Batch, device: str) -> Callable[[], None]:
     loss = ppo_clip()
 
     def compute(model: Skeleton, staged: Staged) -> torch.Tensor:
-        per_token, _ = loss(token_outputs(model, staged, loss.needs), staged.batch)
-        return total_loss(staged.batch, per_token)
+        return total_loss(loss, token_outputs(model, staged, loss.needs), staged.batch)[0]
 
     def step() -> None:
         total = 0.0

@@ -76,13 +76,14 @@ def with_sampler(model: Any, folder: Path, prompts: Sequence[Sequence[int]]) -> 
     """A function from a seed to response lengths."""
     from verl_fn.backends.protocol import Sampling
     from verl_fn.backends.sampler import Sampler
-    from verl_fn.state import Key
+    from verl_fn.backends.weight_sync import Weights
+    from verl_fn.state import Key, pack, requests_for
 
     sampler = Sampler(folder, slots=len(prompts))
-    sampler.publish(0, model.named_parameters())
+    sampler.publish(0, Weights.of(dict(model.named_parameters())))
 
     def generate(seed: int) -> list[int]:
-        batch = sampler.generate(prompts, Sampling(max_tokens=LONGEST), Key.from_seed(seed))
+        batch = pack(sampler.generate(requests_for(prompts, Sampling(max_tokens=LONGEST), Key.from_seed(seed))))
         assert bool(batch["finished"].all())
         return (batch.lengths - batch["prompt_length"]).tolist()
 

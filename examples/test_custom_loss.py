@@ -6,7 +6,7 @@
 import pytest
 
 from verl_fn.backends.protocol import Sampling
-from verl_fn.state import Key
+from verl_fn.state import Key, pack, requests_for
 from verl_fn.steps import adamw, aggregate, constant, loss, rloo, token_mean
 from verl_fn.testing import LawViolation, Mock, MockRollout, check_loss, sample_table
 
@@ -27,8 +27,9 @@ def averaged(outputs, batch):
 
 def step(state, prompts, backend, engine, key):
     """Takes one step of an algorithm: samples, rewards every token 5, compares within groups, and updates."""
-    engine.publish(state.step, backend.named_tensors(state.params))
-    batch = engine.generate(prompts, Sampling(max_tokens=4, n=8), key.fold_in(state.step), version=state.step)
+    engine.publish(state.step, backend.weights(state.params))
+    requests = requests_for(prompts, Sampling(max_tokens=4, n=8), key.fold_in(state.step))
+    batch = pack(engine.generate(requests, version=state.step))
     reward = (batch.tokens == 5) * batch["response_mask"]
     batch = rloo(batch.with_tokens(token_level_rewards=reward, old_log_probs=batch["rollout_log_probs"]))
     grads, _ = backend.forward_backward(state, aggregate(batch, "token-mean"), truncated)

@@ -5,16 +5,55 @@ from .batch import Batch, concatenate
 from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, Named, Node, named, node, static
-from .outputs import TokenOutputs
+from .outputs import PER_ROW, TokenOutputs
 from .ownership import donate, is_donated, spare
-from .split import Split, deal, split_by_count, split_by_tokens
+from .rollout import FinishReason, Request, Sample, Sampling, pack, requests_for, unpack
+from .split import Split, deal, groups_of, split_by_count, split_by_tokens
 from .train import Buffers, Grads, Params, Slots, TrainState, sum_of_squares
 from .tree import snapshot
 
 __all__ = [
-    "Batch", "Buffers", "DonatedError", "Grads", "Key", "Max", "Metric", "Metrics", "Min", "Moments", "Named",
-    "Node", "Params", "Slots", "Split", "Sum", "TokenOutputs", "TrainState", "Weighted", "concatenate", "deal",
-    "donate", "is_donated", "metrics",
-    "named", "node", "snapshot", "spare", "split_by_count", "split_by_tokens", "static", "sum_of_squares", "tree",
+    "PER_ROW",
+    "Batch",
+    "Buffers",
+    "DonatedError",
+    "FinishReason",
+    "Grads",
+    "Key",
+    "Max",
+    "Metric",
+    "Metrics",
+    "Min",
+    "Moments",
+    "Named",
+    "Node",
+    "Params",
+    "Request",
+    "Sample",
+    "Sampling",
+    "Slots",
+    "Split",
+    "Sum",
+    "TokenOutputs",
+    "TrainState",
+    "Weighted",
+    "concatenate",
+    "deal",
+    "donate",
+    "groups_of",
+    "is_donated",
+    "metrics",
+    "named",
+    "node",
+    "pack",
+    "requests_for",
+    "snapshot",
+    "spare",
+    "split_by_count",
+    "split_by_tokens",
+    "static",
+    "sum_of_squares",
+    "tree",
     "uniform_at",
-]  # fmt: skip
+    "unpack",
+]

@@ -1,4 +1,4 @@
-"""What a model says about each token of a batch."""
+"""What a model says about the tokens and rows of a batch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from torch import Tensor
 
 from .node import Node, node
 
+# Outputs with one value a row; all others have one a token.
+PER_ROW = frozenset({"row_values"})
+
 
 @node
 class TokenOutputs(Node):
-    """Per-token outputs ``[T]``, only those that were asked for; zero where ``response_mask`` is zero.
+    """The outputs that were asked for: one value a token, ``[T]``, or one a row, ``[B]``.
 
     ``logprobs[t]`` is the log-probability of token t at the row's sampling temperature, ``entropy[t]`` the
     entropy of the distribution it was drawn from (both in nats), ``values[t]`` the value of the state before it.
+    All three are zero where ``response_mask`` is zero. ``row_values[b]`` is the value of the state after the last token
+    of row b: what a reward model says of the whole row.
 
     >>> import torch
     >>> outputs = TokenOutputs({"logprobs": torch.zeros(3)})

@@ -10,6 +10,7 @@ never changes a value under its holder, and without other holders it costs nothi
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 from typing import Any, TypeVar
 
@@ -23,6 +24,9 @@ N = TypeVar("N", bound=Node)
 
 # Python references to an item that only a list holds: the list's own, and the argument of getrefcount.
 _ALONE = 2
+
+_STORAGE, _CDATA = torch._C.TensorBase.untyped_storage, operator.attrgetter("_cdata")
+_RESIZABLE = torch._C.StorageBase.resizable
 
 
 def donate(value: N, to: str) -> tuple[N, int]:
@@ -138,6 +142,8 @@ def _copy_shared(tensors: list[torch.Tensor]) -> int:
 
     Donation waits for this loop while a GPU has nothing to do, so it calls nothing that it need not.
     """
+    if _all_ours(tensors):
+        return 0
     references, uses, count = sys.getrefcount, torch._C._storage_Use_Count, 0
     parts: dict[int, list[int]] = {}
     for i in range(len(tensors)):
@@ -160,6 +166,17 @@ def _copy_shared(tensors: list[torch.Tensor]) -> int:
             tensors[i] = tensors[i].clone()
             count += 1
     return count
+
+
+def _all_ours(tensors: list[torch.Tensor]) -> bool:
+    """Whether nothing beside this list holds any of these tensors, which have a storage each; no loop in Python."""
+    n = len(tensors)
+    if list(map(sys.getrefcount, tensors)).count(_ALONE) != n:
+        return False
+    storages = list(map(_STORAGE, tensors))
+    if list(map(torch._C._storage_Use_Count, map(_CDATA, storages))).count(2) != n:
+        return False
+    return all(map(_RESIZABLE, storages))
 
 
 def _apart(tensors: list[torch.Tensor]) -> bool:

@@ -10,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from .batch import Batch
+from .outputs import PER_ROW, TokenOutputs
 
 
 @attrs.frozen(eq=False)
@@ -46,65 +47,96 @@ class Split:
         rows = torch.cat(list(parts)).split(lengths)
         return torch.cat([rows[i] for i in self.inverse.tolist()])
 
+    def join_rows(self, parts: Sequence[Tensor]) -> Tensor:
+        """Per-row results of the parts, in the order of the whole.
+
+        >>> split = split_by_tokens(Batch.from_rows([[1, 2], [3, 4, 5], [6]]), 3)
+        >>> split.join_rows([part.lengths for part in split]).tolist()
+        [2, 3, 1]
+        """
+        return torch.cat(list(parts))[self.inverse]
+
+    def join_outputs(self, parts: Sequence[TokenOutputs]) -> TokenOutputs:
+        """What a model says of the parts, per token and per row, in the order of the whole."""
+        return TokenOutputs(
+            {
+                name: (self.join_rows if name in PER_ROW else self.join)([part.by_name[name] for part in parts])
+                for name in parts[0].by_name
+            }
+        )
+
 
 def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None) -> Split:
-    """As few parts as fit under ``max_tokens`` each, balanced by tokens.
+    """Splits a batch into as few parts as fit under ``max_tokens`` each, balanced by tokens.
 
-    The budget is strict. Rows are never cut; rows with the same value of the per-row field ``together``
-    stay in one part.
+    Args:
+        max_tokens: the budget, which is strict; rows are never cut.
+        together: a per-row field of integers; rows with one value of it stay in one part. A loss declares it.
 
     Raises:
-        ValueError: one row, or one group, is longer than the budget.
+        ValueError: one row, or one group, is longer than the budget, or the batch lacks the field.
 
-    >>> [part.num_tokens for part in split_by_tokens(Batch.from_rows([[1] * 3, [2] * 3, [3]]), 4)]
-    [4, 3]
+    Example:
+        >>> batch = Batch.from_rows([[1] * 3, [2] * 3, [3]])
+        >>> [part.num_tokens for part in split_by_tokens(batch, 4)]
+        [4, 3]
+        >>> split_by_tokens(batch.with_rows(pair=[7, 7, 8]), 4, together="pair")
+        Traceback (most recent call last):
+        ValueError: the group pair = 7 (2 rows from row 0 on) has 6 tokens, more than the budget of 4 a micro-batch; ...
     """
-    groups = _groups(batch, together)
-    lengths = batch.lengths.tolist()
-    sizes = [sum(lengths[row] for row in group) for group in groups]
-    longest = max(range(len(groups)), key=sizes.__getitem__)
-    if sizes[longest] > max_tokens:
-        what = f"row {groups[longest][0]}" if len(groups[longest]) == 1 else f"the group of row {groups[longest][0]}"
-        raise _over_budget(what, sizes[longest], max_tokens)
-    bins = _under_budget([sizes], max_tokens)[0]
-    return Split(batch, tuple(torch.tensor(sorted(row for g in part for row in groups[g])) for part in bins if part))
+    units = _units(batch, max_tokens, together)
+    bins = _under_budget([units.sizes], max_tokens)[0]
+    return Split(batch, tuple(torch.tensor(units.rows_of(part)) for part in bins if part))
 
 
-def deal(batch: Batch, shares: int, max_tokens: int) -> list[list[list[int]]]:
-    """Deal the rows of a batch to ``shares`` ranks, each into equally many micro-batches under the budget.
+def deal(batch: Batch, shares: int, max_tokens: int, together: str | None = None) -> list[list[list[int]]]:
+    """Deals the rows of a batch to ``shares`` ranks, each into equally many micro-batches under the budget.
 
     Balanced by tokens. A function of the batch alone, so ranks agree without asking each other.
+
+    Args:
+        together: a per-row field of integers; rows with one value of it go to one micro-batch of one rank.
 
     Returns:
         For each rank, for each micro-batch, the rows; a micro-batch may be empty.
 
     Raises:
-        ValueError: a row is longer than the budget.
+        ValueError: one row, or one group, is longer than the budget, or the batch lacks the field.
 
-    >>> deal(Batch.from_rows([[1] * 3, [2] * 2, [3]]), 2, 4)
-    [[[0]], [[1, 2]]]
+    Example:
+        >>> batch = Batch.from_rows([[1] * 3, [2] * 2, [3]], per_row={"pair": [1, 0, 1]})
+        >>> deal(batch, 2, 4), deal(batch, 2, 4, together="pair")
+        ([[[0]], [[1, 2]]], [[[0, 2]], [[1]]])
     """
-    lengths = batch.lengths.tolist()
-    if (longest := max(lengths)) > max_tokens:
-        raise _over_budget(f"row {lengths.index(longest)}", longest, max_tokens)
-    mine = [sorted(rows) for rows in _balance(lengths, shares)]
-    dealt = _under_budget([[lengths[row] for row in rows] for rows in mine], max_tokens)
-    return [[sorted(rows[i] for i in part) for part in parts] for rows, parts in zip(mine, dealt, strict=True)]
+    units = _units(batch, max_tokens, together)
+    shared = [sorted(share) for share in _balance(units.sizes, shares)]
+    dealt = _under_budget([[units.sizes[unit] for unit in share] for share in shared], max_tokens)
+    return [
+        [units.rows_of([share[i] for i in part]) for part in parts]
+        for share, parts in zip(shared, dealt, strict=True)
+    ]
 
 
 def split_by_count(batch: Batch, max_rows: int, together: str | None = None) -> Split:
-    """Consecutive parts of at most ``max_rows`` rows; groups stay together.
+    """Splits a batch into consecutive parts of at most ``max_rows`` rows.
+
+    Args:
+        together: a per-row field of integers; rows with one value of it stay in one part, at the first one's place.
 
     Raises:
-        ValueError: one group has more rows than ``max_rows``.
+        ValueError: one group has more rows than ``max_rows``, or the batch lacks the field.
 
-    >>> [len(part) for part in split_by_count(Batch.from_rows([[1], [2], [3]]), 2)]
-    [2, 1]
+    Example:
+        >>> [len(part) for part in split_by_count(Batch.from_rows([[1], [2], [3]]), 2)]
+        [2, 1]
     """
     parts: list[list[int]] = []
-    for group in _groups(batch, together):
+    for group in groups_of(batch, together):
         if len(group) > max_rows:
-            raise ValueError(f"the group of row {group[0]} has {len(group)} rows, more than {max_rows} a part")
+            raise ValueError(
+                f"{_called(batch, group, together)} has more rows than the {max_rows} of a part; raise "
+                "ppo_mini_batch_size, or make its groups smaller"
+            )
         if parts and len(parts[-1]) + len(group) <= max_rows:
             parts[-1].extend(group)
         else:
@@ -112,32 +144,70 @@ def split_by_count(batch: Batch, max_rows: int, together: str | None = None) -> 
     return Split(batch, tuple(torch.tensor(part) for part in parts))
 
 
-def _groups(batch: Batch, together: str | None) -> list[list[int]]:
-    """Rows by group, groups in the order of their first row."""
+def groups_of(batch: Batch, together: str | None) -> list[list[int]]:
+    """Returns the rows of each group, groups in the order of their first row; without a field, every row alone.
+
+    Raises:
+        ValueError: ``together`` names no per-row field of integers.
+
+    Example:
+        >>> groups_of(Batch.from_rows([[1], [2], [3]], per_row={"pair": [5, 0, 5]}), "pair")
+        [[0, 2], [1]]
+    """
     if together is None:
         return [[row] for row in range(len(batch))]
+    if together not in batch.per_row:
+        raise ValueError(
+            f"rows with one {together!r} are to stay together, and the batch has no per-row field of that name; it has "
+            f"{sorted(batch.per_row)}"
+        )
+    ids = batch.per_row[together]
+    if ids.ndim != 1 or ids.dtype.is_floating_point:
+        raise ValueError(f"{together!r} must be one integer a row, to keep rows together by; it is {ids.dtype}")
     groups: dict[int, list[int]] = {}
-    for row, name in enumerate(batch.per_row[together].tolist()):
+    for row, name in enumerate(ids.tolist()):
         groups.setdefault(name, []).append(row)
     return list(groups.values())
 
 
-def _over_budget(what: str, tokens: int, max_tokens: int) -> ValueError:
-    return ValueError(
-        f"{what} has {tokens} tokens, more than the budget of {max_tokens} a micro-batch; "
-        f"raise ppo_max_token_len_per_gpu or shorten prompts and responses"
-    )
+@attrs.frozen
+class _Units:
+    """What is never split: rows, or groups of rows, and the tokens of each."""
+
+    rows: list[list[int]]
+    sizes: list[int]
+
+    def rows_of(self, units: Sequence[int]) -> list[int]:
+        return sorted(row for unit in units for row in self.rows[unit])
+
+
+def _units(batch: Batch, max_tokens: int, together: str | None) -> _Units:
+    groups, lengths = groups_of(batch, together), batch.lengths.tolist()
+    sizes = [sum(lengths[row] for row in group) for group in groups]
+    longest = max(range(len(groups)), key=sizes.__getitem__)
+    if sizes[longest] > max_tokens:
+        raise ValueError(
+            f"{_called(batch, groups[longest], together)} has {sizes[longest]} tokens, more than the budget of "
+            f"{max_tokens} a micro-batch; raise ppo_max_token_len_per_gpu or shorten prompts and responses"
+        )
+    return _Units(groups, sizes)
+
+
+def _called(batch: Batch, group: list[int], together: str | None) -> str:
+    if together is None:
+        return f"row {group[0]}"
+    return f"the group {together} = {int(batch[together][group[0]])} ({len(group)} rows from row {group[0]} on)"
 
 
 def _under_budget(shares: list[list[int]], limit: int) -> list[list[list[int]]]:
     """The sizes of each share in bins of at most ``limit``, as few as let every share have equally many."""
     parts = max(1, *(-(-sum(sizes) // limit) for sizes in shares))
     while True:
-        found = [_balance(sizes, parts) for sizes in shares]
+        dealt = [_balance(sizes, parts) for sizes in shares]
         if all(
-            sum(sizes[i] for i in part) <= limit for sizes, bins in zip(shares, found, strict=True) for part in bins
+            sum(sizes[i] for i in part) <= limit for sizes, bins in zip(shares, dealt, strict=True) for part in bins
         ):
-            return found
+            return dealt
         parts += 1
 
 

@@ -1,4 +1,4 @@
-"""Aggregation modes as data: the weight of every token's loss, written before a batch is split."""
+"""Aggregation modes as data: the weight of every token's or row's loss, written before a batch is split."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ MODES = (
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
     "seq-mean-token-mean",
-    "seq",
 )
+ROW_MODES = ("row-mean", "row-sum", "group-mean")
 
 
 def aggregate(
@@ -22,7 +22,6 @@ def aggregate(
     mode: str = "token-mean",
     *,
     loss_scale_factor: float | None = None,
-    group: str | None = None,
 ) -> Batch:
     """Write ``loss_weight`` so that ``(loss_weight * per_token).sum()`` is the loss of the whole batch.
 
@@ -37,7 +36,6 @@ def aggregate(
     ``seq-mean-token-sum``        1 / B
     ``seq-mean-token-sum-norm``   1 / (B * loss_scale_factor)
     ``seq-mean-token-mean``       1 / (B * n)
-    ``seq``                       1 / B on the row's last token, else 0
     ============================  =======================================
 
     Args:
@@ -45,7 +43,6 @@ def aggregate(
         mode: one of the table.
         loss_scale_factor: the constant of ``seq-mean-token-sum-norm``, such as the longest response allowed
             (Dr. GRPO's horizon).
-        group: with ``seq``, a per-row field; the weight is 1 / (number of groups), for preference pairs.
 
     Raises:
         ValueError: an unknown mode, or no token to learn from.
@@ -71,12 +68,56 @@ def aggregate(
         weight = mask / (rows * loss_scale_factor)
     elif mode == "seq-mean-token-mean":
         weight = mask / (rows * batch.spread(lengths.clamp(min=1)))
-    elif mode == "seq":
-        count = rows if group is None else len(batch.per_row[group][lengths > 0].unique())
-        weight = last_of_rows(batch, mask) / count
     else:
         raise ValueError(f"unknown loss_agg_mode {mode!r}; it is one of {', '.join(MODES)}")
     return batch.with_tokens(loss_weight=weight)
+
+
+def aggregate_rows(batch: Batch, mode: str = "row-mean", *, group: str | None = None) -> Batch:
+    """Writes ``row_weight`` so that ``(row_weight * values).sum()`` is a row loss of the whole batch.
+
+    Call it on the whole update batch; micro-batches and ranks then add up by plain summation. B is the number of rows
+    that count: those with ``response_mask`` set somewhere, or all rows of a batch without that field.
+
+    ==============  ====================================================================
+    mode            weight of a row
+    ==============  ====================================================================
+    ``row-mean``    1 / B
+    ``row-sum``     1
+    ``group-mean``  1 / (number of groups * rows of its group): a mean over groups of the mean over their rows
+    ==============  ====================================================================
+
+    Args:
+        mode: one of the table.
+        group: with ``group-mean``, the per-row field that names the groups, such as ``pair``.
+
+    Raises:
+        ValueError: an unknown mode, ``group`` missing or not in the batch, or no row that counts.
+
+    Example:
+        >>> batch = Batch.from_rows([[1], [2], [3]], per_row={"pair": [4, 4, 9]})
+        >>> aggregate_rows(batch, "group-mean", group="pair")["row_weight"].tolist()
+        [0.25, 0.25, 0.5]
+    """
+    live = torch.ones(len(batch), device=batch.tokens.device)
+    if "response_mask" in batch:
+        live = (batch.sum_rows(batch["response_mask"].float()) > 0).float()
+    count = live.sum()
+    if not bool(count > 0):
+        raise ValueError("no row of this batch has response_mask set, so there is nothing to learn from")
+    if mode == "row-mean":
+        weight = live / count
+    elif mode == "row-sum":
+        weight = live
+    elif mode == "group-mean":
+        if group is None or group not in batch.per_row:
+            raise ValueError(f"group-mean needs group, a per-row field of this batch: {sorted(batch.per_row)}")
+        _, ids = batch[group].unique(return_inverse=True)
+        sizes = live.new_zeros(int(ids.max()) + 1).index_add(0, ids, live)
+        weight = live / ((sizes > 0).sum() * sizes[ids].clamp(min=1))
+    else:
+        raise ValueError(f"unknown mode {mode!r}; it is one of {', '.join(ROW_MODES)}")
+    return batch.with_rows(row_weight=weight)
 
 
 def last_of_rows(batch: Batch, mask: Tensor) -> Tensor:

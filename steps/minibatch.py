@@ -30,19 +30,23 @@ def scan(step: Callable[[Carry, X], tuple[Carry, Y]], carry: Carry, xs: Iterable
 def minibatches(
     batch: Batch, rows: int, *, epochs: int = 1, shuffle: Key | None = None, together: str | None = None
 ) -> list[Batch]:
-    """The update batches of ``epochs`` passes, of at most ``rows`` rows each.
+    """Returns the update batches of ``epochs`` passes, of at most ``rows`` rows each.
 
     Args:
         shuffle: a key, for another order of rows in every epoch; None keeps the order.
-        together: a per-row field whose equal values stay in one minibatch (without ``shuffle`` or with it).
+        together: a per-row field of integers; rows with one value of it stay in one minibatch. Pass ``loss.together``.
 
-    >>> [len(b) for b in minibatches(Batch.from_rows([[1], [2], [3]]), 2, epochs=2)]
-    [2, 1, 2, 1]
+    Raises:
+        ValueError: one group has more than ``rows`` rows, or the batch lacks the field.
+
+    Example:
+        >>> [len(b) for b in minibatches(Batch.from_rows([[1], [2], [3]]), 2, epochs=2)]
+        [2, 1, 2, 1]
     """
-    found: list[Batch] = []
+    batches: list[Batch] = []
     for epoch in range(epochs):
         order = torch.arange(len(batch))
         if shuffle is not None:
             order = torch.randperm(len(batch), generator=shuffle.fold_in(epoch).generator())
-        found.extend(split_by_count(batch.take(order), rows, together))
-    return found
+        batches.extend(split_by_count(batch.take(order), rows, together))
+    return batches

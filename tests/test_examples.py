@@ -42,3 +42,10 @@ def test_updates_compare_and_nothing_is_mutated():
 
 def test_the_example_of_tests_passes():
     assert pytest.main(["-q", "-p", "no:cacheprovider", str(EXAMPLES / "test_custom_loss.py")]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_gradients_by_row_and_the_predicted_change():
+    scale, gap, predicted, actual = load("gradients_by_row").main().values()
+    assert 1.0 < scale < 1000.0 and gap < 1e-6
+    assert predicted < 0.0 and abs(actual - predicted) < 0.2 * abs(predicted)

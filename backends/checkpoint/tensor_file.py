@@ -19,6 +19,7 @@ NAMES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 Rows: TypeAlias = Callable[[int], tuple[int, int]]
+RENEWED = 128 * 2**20  # bytes
 
 
 @attrs.frozen(eq=False)
@@ -79,29 +80,66 @@ def fill(file: Path, parts: Mapping[str, Part]) -> None:
         os.close(fd)
 
 
+class Slices:
+    """Rows of the tensors of one safetensors file, read without the rest of it.
+
+    A file is read through a mapping, whose pages count as memory of this process for as long as it lasts; the mapping
+    is therefore made anew whenever ``RENEWED`` bytes were read.
+
+    Raises:
+        SafetensorError: the file is damaged.
+        OSError: it cannot be opened.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._opened = safe_open(file, "pt")
+        self._read = 0
+
+    def names(self) -> list[str]:
+        """Returns the names of all tensors."""
+        return list(self._opened.keys())
+
+    def about(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Returns safetensors' name for the dtype of a tensor, and its shape."""
+        part = self._opened.get_slice(name)
+        return part.get_dtype(), tuple(part.get_shape())
+
+    def rows(self, name: str, start: int, end: int) -> Tensor:
+        """Returns these rows of a tensor; a tensor without dimensions is whole. Copy them before the next call."""
+        if self._read > RENEWED:
+            self._opened, self._read = safe_open(self._file, "pt"), 0
+        part = self._opened.get_slice(name)
+        found = part[start:end] if part.get_shape() else part[...]
+        self._read += found.nbytes
+        return found
+
+
 def read(file: Path, like: Mapping[str, Tensor], rows: Rows, device: torch.device) -> dict[str, Tensor]:
-    """The rows of every tensor that ``rows`` names, by the number of all; a tensor without dimensions is whole.
+    """Returns the rows of every tensor that ``rows`` names, by the number of all; one without dimensions is whole.
 
     Args:
+        file: a safetensors file.
         like: the shapes and dtypes of the whole tensors that the file must hold, no more and no fewer. Those on the
             meta device are read, the others must be what the file says.
+        rows: the first row that is wanted and the one after the last.
+        device: where they go.
 
     Raises:
         ValueError: names, shapes, dtypes or constants are others.
     """
-    found: dict[str, Tensor] = {}
-    with safe_open(file, "pt") as opened:
-        held = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        _check(file.name, {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in held.items()}, like)
-        for name, wanted in like.items():
-            part = slice(*rows(wanted.shape[0])) if wanted.dim() else ...
-            # A copy, since the file's own memory is its mapping.
-            t = held[name][part].to(device, copy=True, memory_format=torch.contiguous_format)
-            if wanted.is_meta:
-                found[name] = t
-            elif not torch.equal(t.cpu(), wanted[part].cpu()):
-                raise ValueError(f"{file.name} holds another {name}, which this model does not change")
-    return found
+    tensors: dict[str, Tensor] = {}
+    slices = Slices(file)
+    _check(file.name, {name: slices.about(name) for name in slices.names()}, like)
+    for name, wanted in like.items():
+        bounds = rows(wanted.shape[0]) if wanted.dim() else (0, 0)
+        # A copy, since the file's own memory is its mapping.
+        t = slices.rows(name, *bounds).to(device, copy=True, memory_format=torch.contiguous_format)
+        if wanted.is_meta:
+            tensors[name] = t
+        elif not torch.equal(t.cpu(), (wanted[slice(*bounds)] if wanted.dim() else wanted).cpu()):
+            raise ValueError(f"{file.name} holds another {name}, which this model does not change")
+    return tensors
 
 
 def _check(file: str, held: Mapping[str, tuple[str, tuple[int, ...]]], like: Mapping[str, Tensor]) -> None:

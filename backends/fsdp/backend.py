@@ -18,45 +18,47 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl_fn.backends.agreement import agreed, gathered, of_batch, require_same, sample, settings
+from verl_fn.backends.agreement import agreed, gathered, require_same, settings
 from verl_fn.backends.checkpoint import state_folder as checkpoint
-from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, parameter, with_specs
-from verl_fn.backends.hf.folder import ModelError, build, check_same_config, check_same_model
-from verl_fn.backends.hf.lora import Lora, canonical
-from verl_fn.backends.hf.skeleton import (
-    Skeleton,
-    Staged,
-    check_head,
-    check_needs,
-    check_targets,
-    compile_layer,
-    dtype_of,
-    repeatable,
-    token_outputs,
+from verl_fn.backends.fsdp import loading
+from verl_fn.backends.fsdp.calls import (
+    Share,
+    agree_on_batch,
+    agree_on_call,
+    brought_together,
+    one_thread,
+    share_out,
 )
+from verl_fn.backends.fsdp.loading import Recipe
+from verl_fn.backends.fsdp.modules import ShardedModules, gradient
+from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, with_specs
+from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
+from verl_fn.backends.hf.folder import Hollow, check_same_config, check_same_model
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_outputs
+from verl_fn.backends.hf.skeleton import Skeleton, dtype_of, repeatable
 from verl_fn.backends.hf.ulysses import check_heads
 from verl_fn.backends.memory import fits
 from verl_fn.backends.placing import beside
+from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
     Key,
     Metrics,
     Params,
-    Split,
+    Slots,
     Sum,
     TokenOutputs,
     TrainState,
-    deal,
     donate,
     metrics,
     tree,
 )
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update, check_update, total_loss
+from verl_fn.steps import Loss, Optimizer, apply_update, check_update, check_weights, total_loss
 
 
 class Fsdp:
@@ -76,7 +78,9 @@ class Fsdp:
         checkpointing: recompute each layer in the backward pass.
         lora: adapters to train; all else but a value head is then frozen.
         compile: compile each layer with ``torch.compile``, which takes a minute at the first calls.
-        reshard_after_forward: drop a layer's gathered parameters after each use; otherwise they stay for the call.
+        reshard_after_forward: drop a layer's gathered parameters after each use and reduce gradients after each
+            micro-batch; otherwise parameters stay gathered for the call, and gradients are reduced once, at its end,
+            which takes a whole fp32 gradient on every rank.
         device: ``cpu`` or ``cuda``; a rank computes on its current CUDA device.
         deterministic: bitwise repeatable kernels on CUDA; the CPU's always are.
 
@@ -117,20 +121,30 @@ class Fsdp:
         self.reshard_after_forward = reshard_after_forward
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
-        self._skeleton: Skeleton | None = None
-        self._places: dict[str, Any] = {}
-        self._groups: list[Any] = []
-        self._empty: dict[str, nn.Parameter] = {}
+        self._recipe = Recipe(head, checkpointing, lora)
+        self._modules: ShardedModules | None = None
         self._blank = Params({})
 
     # Making states
 
     def init(self, key: Key) -> TrainState:
-        """A state with random parameters drawn from ``key``, the same ones as on any other layout."""
+        """A state with random parameters drawn from ``key``, the same ones as on any other layout.
+
+        The first rank draws the whole model, since it is one sequence of draws, and hands it out.
+        """
         return self._new_state(self.folder, key, pretrained=False)
 
     def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
-        """A fresh state around the weights of ``folder``, by default the backend's own."""
+        """A fresh state around the weights of ``folder``, by default the backend's own.
+
+        Each rank reads its own rows where the folder's safetensors name and shape tensors as the model does. Where
+        transformers has to convert them (experts that lie one by one, another prefix, tied weights that are there
+        twice, pickled or quantized files), the first rank loads the whole model and hands it out.
+
+        Raises:
+            ModelError: the folder does not hold the weights of this model.
+            LayoutError: ranks were given different keys or weights.
+        """
         return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
     def save(self, state: TrainState, folder: str | Path) -> None:
@@ -140,13 +154,16 @@ class Fsdp:
         skeleton, params = self._built(), state.params
         skeleton.check_trained(params)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(params)))
-        merged = skeleton.adapters.filed(params, rows=lambda t: t._local_tensor, whole=lambda t: t.full_tensor())
-        weights = {name: DTensor(t, params[name]._spec, requires_grad=False) for name, t in merged.items()}
+        merged = skeleton.adapters.filed(params, rows=local_of, whole=_whole)
+        weights = {name: sharded(t, spec_of(params[name])) for name, t in merged.items()}
         model, others = (
             {name: self.layout.part(t) for name, t in tensors.items()}
             for tensors in ({**weights, **skeleton.constants}, rest)
         )
-        describe = lambda folder: checkpoint.describe_model(folder, skeleton, self.folder)  # noqa: E731
+
+        def describe(folder: Path) -> None:
+            checkpoint.describe_model(folder, skeleton, self.folder)
+
         checkpoint.save_state(folder, model, others, scalars, describe, gather=gathered, rank=self.layout.rank)
 
     def restore(self, folder: str | Path) -> TrainState:
@@ -173,13 +190,37 @@ class Fsdp:
             LayoutError: ranks were asked for different devices.
         """
         require_same({"params for place": params, "optimizer for place": optimizer})
-        move = lambda value, to: value if to is None else tree.map_tensors(lambda t: moved(t, to), value)  # noqa: E731
+
+        def move(value: Any, to: str | None) -> Any:
+            return value if to is None else tree.map_tensors(lambda t: moved(t, to), value)
+
         return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
 
+    def named(self, value: Params | Grads | Slots) -> Iterator[tuple[str, Tensor]]:
+        """Yields whole tensors by canonical name, one after the other; all ranks go through them together.
+
+        Raises:
+            LayoutError: the value is of another layout.
+        """
+        self.layout.check(value)
+        for name, t in value.items():
+            yield name, _whole(t)
+
     def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under canonical names, with the adapters merged in, one after the other on all ranks."""
-        whole = lambda t: t.full_tensor()  # noqa: E731
-        yield from self._built().adapters.merged(params, whole, whole)
+        """Yields whole tensors under canonical names, adapters merged in, one after the other on all ranks."""
+        yield from self._built().adapters.merged(params, _whole, _whole)
+
+    def weights(self, params: Params) -> Weights:
+        """These parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read it together.
+
+        A tensor is gathered when it is asked for, so no rank ever holds the whole model.
+        """
+        adapters = self._built().adapters
+
+        def merged() -> Iterator[tuple[str, Tensor]]:
+            return adapters.merged(params, DTensor.full_tensor, DTensor.full_tensor)
+
+        return Weights(specs_of(adapters.without(params)), merged)
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """``fn(*values)``: of this rank's shards; all ranks call it together."""
@@ -189,55 +230,53 @@ class Fsdp:
 
     @torch.no_grad()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """What ``needs`` names for every token with ``response_mask``, of all rows on every rank, on the CPU."""
+        """What ``needs`` names for every token with ``response_mask``, or every row, on every rank, on the CPU."""
         wanted = check_needs(self.head, needs)
-        found: list[tuple[list[int], dict[str, Tensor]]] = []
-        self._agree(batch, wanted)
-        parts = self._mine(batch)
+        outputs: list[dict[str, Tensor]] = []
+        share = self._share(batch, wanted)
         with repeatable(self.deterministic), self._pointing_at(params):
-            for i, (rows, staged) in enumerate(parts):
-                with fits(staged.batch, i, len(parts), self.max_tokens, sharers=self.layout.sp):
-                    outputs = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
+            for i, (rows, staged) in enumerate(share):
+                with fits(staged.batch, i, len(share), self.max_tokens, sharers=self.layout.sp):
+                    found = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
                 if rows:
-                    found.append((rows, dict(outputs.by_name)))
-        found = tree.map_tensors(lambda t: t.cpu(), found)
-        told = [one for rank in gathered(found if self.layout.speaks else []) for one in rank]
-        split = Split(batch, tuple(torch.tensor(rows) for rows, _ in told))
-        return TokenOutputs({name: split.join([outputs[name] for _, outputs in told]) for name in wanted})
+                    outputs.append(dict(found.by_name))
+            agree_on_batch(self.layout, batch)
+        with one_thread(self.layout):
+            return TokenOutputs(brought_together(self.layout, batch, share, outputs, wanted))
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
         """Gradients of the loss over the whole batch, fp32 shards, and its metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks ``loss_weight``, a row is longer than the token budget, or ranks were
-                given different batches, needs or states. That they were given different losses is not seen.
+            ValueError: the batch lacks the weights that the loss's levels want or the field that keeps its rows
+                together, a row or group is longer than the token budget, or ranks were given different batches, needs
+                or states. That they were given different losses is not seen.
             DonatedError: the state was donated.
             OutOfMemory: a micro-batch does not fit into this rank's memory. The others wait for it, as for a rank
                 whose loss raises, until the process group's timeout; the Ray driver tells at once.
         """
-        if "loss_weight" not in batch:
-            raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
+        check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
-        found: Metrics = {}
+        totals: Metrics = {}
         sharers, keeps = self.layout.sp, not self.checkpointing
-        self._agree(batch, wanted, state)
-        parts = self._mine(batch)
+        share = self._share(batch, wanted, state, loss.together)
         with repeatable(self.deterministic), self._pointing_at(state.params) as held:
-            for i, (rows, staged) in enumerate(parts):
+            for i, (rows, staged) in enumerate(share):
 
                 def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
-                    per_token, told = loss(token_outputs(model, staged, wanted), staged.batch)
-                    total = total_loss(staged.batch, per_token)
-                    return total, {"loss": Sum(total.detach().double()), **told}
+                    total, measured = total_loss(loss, token_outputs(model, staged, wanted), staged.batch)
+                    return total, {"loss": Sum(total.detach().double()), **measured}
 
-                with fits(staged.batch, i, len(parts), self.max_tokens, sharers=sharers, keeps=keeps):
-                    total, told = self._built()(compute)
+                with fits(staged.batch, i, len(share), self.max_tokens, sharers=sharers, keeps=keeps):
+                    self._built_modules().reduce_gradients(self.reshard_after_forward or i == len(share) - 1)
+                    total, measured = self._built()(compute)
                     total.backward()
                 if rows:
-                    found = metrics.merge(found, tree.map_tensors(lambda t: t.detach(), told))
-            grads = {name: _gradient(held[name], state.params[name]) for name in state.params.trained()}
-        told = gathered(tree.map_tensors(lambda t: t.cpu(), found) if self.layout.speaks else {})
-        return Grads(grads), metrics.merge(*told)
+                    totals = metrics.merge(totals, tree.map_tensors(lambda t: t.detach(), measured))
+            agree_on_batch(self.layout, batch)
+            grads = {name: gradient(held[name], state.params[name]) for name in state.params.trained()}
+        all_totals = gathered(tree.map_tensors(lambda t: t.cpu(), totals) if self.layout.speaks else {})
+        return Grads(grads), metrics.merge(*all_totals)
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
         """The next state; see ``steps.apply_update``, which runs on the local shards where the parameters are.
@@ -255,142 +294,83 @@ class Fsdp:
     # What stays inside
 
     def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
+        require_same({"key": str(key)})
+        drawn = key.fold_in("init")
         with agreed():
-            whole = self._build(folder, key, pretrained=pretrained)
-        require_same({"key": str(key), "weights": sample(whole)})
-        shards = {name: self.layout.shard(t, self.device) for name, t in whole.items()}
+            model = self._hollow(folder, drawn)
+        take = loading.read if pretrained else loading.draw
+        shards = take(folder, self._recipe, drawn, model, self.layout, self.device)
         params = Params(shards, self._built().trainable)
-        specs = {name: t._spec for name, t in params.items()}
+        specs = {name: spec_of(t) for name, t in params.items()}
         optimizer = with_specs(self.optimizer.init(locals_of(params)), specs)
         check_slots(optimizer, params)
         return TrainState(params, optimizer, 0, key.fold_in("train"), 0)
 
-    def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> dict[str, Tensor]:
-        """Whole parameters on the CPU."""
-        skeleton, params = build(
-            folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing,
-            lora=self.lora,
-        )  # fmt: skip
-        if self._skeleton is None and Path(folder) == self.folder:
-            check_heads(skeleton.config, self.layout.sp)
-            skeleton.move_buffers(self.device)
-            self._blank = Params({name: t.to("meta") for name, t in params.items()}, skeleton.trainable)
-            self._skeleton, self._places = skeleton, self._wrapped(skeleton, params)
-            for name, t in params.items():
-                empty = DTensor(
-                    torch.empty(0, device="meta"), self.layout.spec(t.shape, t.dtype), requires_grad=False
-                )
-                self._empty[name] = parameter(empty, False)
+    def _hollow(self, folder: str | Path, key: Key) -> Hollow:
+        """Returns the model of a folder without its weights; the first one, of the backend's own, is computed with."""
+        model = self._recipe.hollow(folder, key)
+        if self._modules is None and Path(folder) == self.folder:
+            check_heads(model.skeleton.config, self.layout.sp)
+            model.skeleton.move_buffers(self.device)
+            self._blank = Params(model.shapes, model.skeleton.trainable)
+            self._modules = self._sharded(model)
         else:
-            check_same_model(self._built(), skeleton, folder)
-        return params
+            # States of this backend are all of one model: what they mean must not follow the last folder read.
+            check_same_model(self._built(), model.skeleton, folder)
+        return model
 
-    def _wrapped(self, skeleton: Skeleton, params: Iterable[str]) -> dict[str, Any]:
-        """Shard the skeleton, layer by layer; FSDP's record of each parameter, by canonical name.
-
-        Raises:
-            ModelError: the model has no list of layers to shard by.
-        """
-        layers = getattr(skeleton.model.base_model, "layers", None)
-        if not isinstance(layers, nn.ModuleList):
-            raise ModelError(f"{self.folder}: {type(skeleton.model).__name__} has no list of layers to shard by")
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if self.dtype == torch.float32 else self.dtype, reduce_dtype=torch.float32
+    def _sharded(self, model: Hollow) -> ShardedModules:
+        return ShardedModules(
+            model.skeleton,
+            model.shapes,
+            self.layout,
+            self.device,
+            dtype=self.dtype,
+            reshard=self.reshard_after_forward,
+            compile=self.compile,
+            folder=self.folder,
         )
-        for layer in layers:
-            if self.compile:
-                compile_layer(layer)
-            fully_shard(
-                layer, mesh=self.layout.mesh, mp_policy=policy, reshard_after_forward=self.reshard_after_forward
-            )
-        # The root's own parameters stay gathered until its backward pass: the output layer is used outside a module.
-        fully_shard(skeleton, mesh=self.layout.mesh, mp_policy=policy, reshard_after_forward=False)
-        names = {id(m): name for name, m in skeleton.model.named_modules(remove_duplicate=False)}
-        places = {}
-        for module in skeleton.modules():
-            if isinstance(module, FSDPModule):
-                if self.layout.size > 1:
-                    # Rows of all ranks add up, and no denominator is anywhere but in loss_weight.
-                    module.set_gradient_divide_factor(1.0)
-                    module.set_force_sum_reduction_for_comms(True)
-                module.set_reshard_after_backward(self.reshard_after_forward)
-                if (group := module._get_fsdp_state()._fsdp_param_group) is not None:
-                    self._groups.append(group)
-                    places.update({_name_of(place, names, params): place for place in group.fsdp_params})
-        return places
+
+    def _built_modules(self) -> ShardedModules:
+        if self._modules is None:
+            self._hollow(self.folder, Key.from_seed(0))
+        assert self._modules is not None
+        return self._modules
 
     def _built(self) -> Skeleton:
-        if self._skeleton is None:
-            self._build(self.folder, Key.from_seed(0), pretrained=False)
-        assert self._skeleton is not None
-        return self._skeleton
+        return self._built_modules().skeleton
 
     @contextlib.contextmanager
     def _pointing_at(self, params: Params) -> Iterator[dict[str, nn.Parameter]]:
-        """FSDP's modules on these shards; gradients gather in the parameters that are given."""
-        zeros = lambda shape: self.layout.shard(torch.zeros(shape), self.device)  # noqa: E731
+        """Points FSDP's modules at these shards; gradients gather in the parameters that are given."""
+
+        def zeros(shape: tuple[int, int]) -> DTensor:
+            return self.layout.shard(torch.zeros(shape), self.device)
+
         leaves = self._built().adapters.completed(params, zeros)
-        if leaves.keys() != self._places.keys():
-            odd = sorted(leaves.keys() ^ self._places.keys())
-            raise ValueError(f"the state's parameters are not this model's: {odd[:5]}")
-        self.layout.check(params)
-        if odd := [name for name, t in params.items() if t.shape != self._blank[name].shape]:
-            raise ValueError(f"the state's parameters have other shapes than this model's: {odd[:5]}")
         # Also without gradients: FSDP decides in its first call which dtypes gradients will have.
-        trained, held = {*params.trained(), *(leaves.keys() - params.keys())}, {}
-        nothing = torch.empty(0, device=self.device)
-        try:
-            for group in self._groups:
-                # FSDP sets these once, by what its first call trains.
-                group._orig_dtype = group._reduce_dtype = torch.float32
-            for name, place in self._places.items():
-                held[name] = parameter(moved(leaves[name], self.device), name in trained)
-                place._setattr_on_modules(held[name])
-                place.reset_sharded_param()
+        trained = {*params.trained(), *(leaves.keys() - params.keys())}
+        with self._built_modules().pointing_at(leaves, trained) as held:
             yield held
-        except BaseException:
-            # FSDP stays in the middle of the pass, and would give zeros for gradients from now on.
-            self._skeleton, self._places, self._groups, self._empty = None, {}, [], {}
-            raise
-        for group in self._groups:
-            # What is gathered is of these shards; the next call's may be others.
-            group.reshard()
-        for name, place in self._places.items():
-            # Let go of the shards, so that they can be donated.
-            place._setattr_on_modules(self._empty[name])
-            place.sharded_param = self._empty[name]
-            place._sharded_param_data = nothing
 
-    def _agree(self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None) -> None:
-        """Refuse what differs between ranks, since they would mix it or wait for each other.
-
-        Raises:
-            LayoutError: ranks were given different batches, needs, or states of different steps.
-        """
-        if self.layout.size > 1:
-            about = () if state is None else (state.step, str(state.rng))
-            require_same({"batch": of_batch(batch), "needs": sorted(wanted), "state (step and key)": about})
-
-    def _mine(self, batch: Batch) -> list[tuple[list[int], Staged]]:
-        """This rank's micro-batches, as many as every other rank has; one to fill up is of no weight.
-
-        All are staged before any is computed on: a copy to a GPU waits for what the GPU does.
-        """
-        check_targets(batch)
+    def _share(
+        self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None, together: str | None = None
+    ) -> Share:
+        """Returns this rank's micro-batches of a call that all ranks were given alike."""
+        agree_on_call(self.layout, batch, wanted, state, together)
         self._built().check_longest(int(batch.lengths.max()))
-        found = []
-        for rows in deal(batch, self.layout.shares, self.max_tokens)[self.layout.share]:
-            part = batch.take(torch.tensor(rows or [0]))
-            if not rows and "loss_weight" in batch:
-                part = part.with_tokens(loss_weight=torch.zeros(part.num_tokens))
-            found.append((rows, Staged.of(part, self.device, self.layout.sequence)))
-        return found
+        with one_thread(self.layout):
+            return share_out(self.layout, batch, self.max_tokens, self.device, together)
+
+
+def _whole(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
 
 
 def _apply(
     optimizer: Optimizer, layout: Layout, state: TrainState, grads: Grads, donated: bool
 ) -> tuple[TrainState, Metrics]:
-    specs = {name: t._spec for name, t in state.params.items()}
+    specs = {name: spec_of(t) for name, t in state.params.items()}
     check_update(optimizer, state.params, grads)
     copies = 0
     if donated:
@@ -406,21 +386,3 @@ def _apply(
     state, grads = locals_of(state), locals_of(grads)
     state, found = apply_update(optimizer, state, grads, donate_inputs=donated, reduce=reduce)
     return with_specs(state, specs), metrics.merge(found, {"perf/residency_copies": Sum(copies)})
-
-
-def _name_of(place: Any, names: dict[int, str], params: Iterable[str]) -> str:
-    """The canonical name of a parameter, of the several that a tied one has."""
-    info = place._module_info
-    modules = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
-    found = [canonical(f"{names[id(module)]}.{name}".lstrip(".")) for module, name in modules]
-    return next(name for name in found if name in params)
-
-
-def _gradient(parameter: nn.Parameter, like: DTensor) -> DTensor:
-    """The gathered gradient as a value; zeros where the loss does not depend on the parameter."""
-    if parameter.grad is None:
-        return torch.zeros_like(like, dtype=torch.float32)
-    found = parameter.grad._local_tensor
-    # The same memory without autograd's tie to the buffer of all gradients of a layer, which would outlive it.
-    plain = found.new_empty(0).set_(found.untyped_storage(), found.storage_offset(), found.size(), found.stride())
-    return DTensor(plain, like._spec, requires_grad=False)

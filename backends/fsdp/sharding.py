@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 import attrs
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils import _pytree as pytree
 
 from verl_fn.backends.checkpoint.tensor_file import Part
+from verl_fn.backends.fsdp import torch_private
+from verl_fn.backends.fsdp.torch_private import Spec, local_of, sharded, spec_of
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.state import Named, Node, tree
 from verl_fn.state.node import rebuild
@@ -86,11 +87,10 @@ class Layout:
         """The ranks that together hold every parameter once."""
         return self.mesh["shard"].get_group() if self.mesh.ndim > 1 else self.mesh.get_group()
 
-    def spec(self, shape: torch.Size, dtype: torch.dtype) -> DTensorSpec:
-        """What a whole tensor of this shape is over the mesh: cut along its first dimension, as FSDP cuts it."""
+    def spec(self, shape: torch.Size, dtype: torch.dtype) -> Spec:
+        """Returns what a whole tensor of this shape is over the mesh: cut along its first dimension, as FSDP cuts it."""
         placements = (Shard(0),) if self.mesh.ndim == 1 else (Replicate(), Shard(0))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensorSpec(self.mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+        return torch_private.spec(self.mesh, placements, shape, dtype)
 
     def bounds(self, rows: int) -> tuple[int, int]:
         """The rows of a tensor that this rank holds."""
@@ -105,7 +105,7 @@ class Layout:
             LayoutError: they are not shards over this mesh.
         """
         for name, t in tensors.items():
-            mesh = t._spec.mesh if isinstance(t, DTensor) else None
+            mesh = spec_of(t).mesh if isinstance(t, DTensor) else None
             if mesh is not self.mesh and mesh != self.mesh:
                 theirs = "held as whole tensors" if mesh is None else f"of the layout {_shape(mesh)}"
                 raise LayoutError(
@@ -117,18 +117,16 @@ class Layout:
         """What this rank writes of a tensor: its share of its shard, or all of what every rank has, on the first."""
         if not isinstance(t, DTensor):
             return Part(t.detach().reshape(-1)[: None if self.rank == 0 else 0], 0, t.shape)
-        held = t._local_tensor.reshape(-1)
+        held = local_of(t).reshape(-1)
         first = self.bounds(t.shape[0])[0] * t.shape[1:].numel()
         copies, mine = (1, 0) if self.mesh.ndim == 1 else (self.mesh.size(0), self.mesh.get_local_rank(0))
         start, end = len(held) * mine // copies, len(held) * (mine + 1) // copies
         return Part(held[start:end], first + start, t.shape)
 
     def shard(self, whole: Tensor, device: torch.device) -> DTensor:
-        """This rank's part of a tensor that every rank has."""
+        """Returns this rank's part of a tensor that every rank has."""
         start, end = self.bounds(len(whole))
-        return DTensor(
-            whole[start:end].to(device, copy=True), self.spec(whole.shape, whole.dtype), requires_grad=False
-        )
+        return sharded(whole[start:end].to(device, copy=True), self.spec(whole.shape, whole.dtype))
 
 
 def _shape(mesh: DeviceMesh) -> str:
@@ -140,27 +138,18 @@ def moved(t: Tensor, device: str | torch.device) -> Tensor:
     """A tensor, or a shard whose local part only, on another device."""
     if not isinstance(t, DTensor):
         return t.to(device)
-    if t._local_tensor.device == torch.device(device):
-        return t
-    return DTensor(t._local_tensor.to(device), t._spec, requires_grad=False)
-
-
-def parameter(t: DTensor, trained: bool) -> nn.Parameter:
-    """The same shards as a parameter: what ``nn.Parameter`` makes, less its pass through the dispatcher."""
-    made = DTensor(t._local_tensor, t._spec, requires_grad=trained)
-    made._is_param = True
-    return made  # type: ignore[return-value]
+    local = local_of(t)
+    return t if local.device == torch.device(device) else sharded(local.to(device), spec_of(t))
 
 
 def locals_of(value: T) -> T:
     """The same value with the local part of every shard in its place."""
-    return _by_name(lambda _, t: t._local_tensor if isinstance(t, DTensor) else t, value)
+    return _by_name(lambda _, t: local_of(t), value)
 
 
-def with_specs(value: T, specs: Mapping[str, DTensorSpec]) -> T:
+def with_specs(value: T, specs: Mapping[str, Spec]) -> T:
     """The shards of which ``value`` has the local parts; a leaf is told by its name."""
-    wrap = lambda name, t: DTensor(t, specs[name], requires_grad=False) if name in specs else t  # noqa: E731
-    return _by_name(wrap, value)
+    return _by_name(lambda name, t: sharded(t, specs[name]) if name in specs else t, value)
 
 
 def check_slots(optimizer: Any, params: Mapping[str, DTensor]) -> None:
@@ -180,7 +169,7 @@ def check_slots(optimizer: Any, params: Mapping[str, DTensor]) -> None:
                 "parameters' shapes into Slots under their names, so that they are sharded as the parameters are"
             )
         for name, t in part.leaves.items() if isinstance(part, Named) else ():
-            if name not in params or t._local_tensor.shape != params[name]._local_tensor.shape:
+            if name not in params or local_of(t).shape != local_of(params[name]).shape:
                 raise LayoutError(
                     f"the optimizer's state for {name} is not of its shape; states that are no such tensors cannot be "
                     "sharded"

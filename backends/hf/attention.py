@@ -13,6 +13,7 @@ import attrs
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl_fn.state import Batch
@@ -30,12 +31,14 @@ class Packing:
             tensor's sizes as they come, and would be made anew for another number.
         slots: each token's place in a padded ``[B * longest]`` table.
         sequence: the ranks that share the sequence, if any; each then has a share of its tokens.
+        plain: whether only torch's own functions are used, which any ``torch.func`` transformation takes.
     """
 
     cu_seqlens: Int[Tensor, " B1"]
     places: Int[Tensor, " longest"]
     slots: Int[Tensor, " T"]
     sequence: Any = None
+    plain: bool = False
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, sequence: Any = None) -> Packing:
@@ -73,7 +76,8 @@ def packed_attention(
             f"{type(module).__name__} uses soft-capped scores or attention sinks, which packed attention lacks"
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    attend = _flash if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) else _padded
+    half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    attend = _transformable if packing.plain else _flash if half else _padded
 
     if packing.sequence is None:
         return attend(q, k, v, packing, scaling, sliding_window)[None], None
@@ -113,6 +117,12 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | 
         spread(q), spread(k), spread(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
     )
     return out.transpose(1, 2).flatten(0, 1)[packing.slots]
+
+
+def _transformable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *options: Any) -> Tensor:
+    """The same through matrix products and a softmax, as fused kernels have no forward-mode derivative."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return _padded(q, k, v, packing, *options)
 
 
 def register() -> None:

@@ -25,6 +25,7 @@ def logprobs_and_entropy(
     *,
     entropy: bool = False,
     chunk: int | None = None,
+    plain: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """Log-probability of ``targets`` under softmax(logits / temperature), in nats, and the entropy if asked.
 
@@ -32,15 +33,29 @@ def logprobs_and_entropy(
 
     Args:
         chunk: tokens at a time; by default as many as keep a chunk's logits within a fixed size.
+        plain: torch's own functions on all logits at once, which every ``torch.func`` transformation takes.
 
     >>> lp, h = logprobs_and_entropy(torch.zeros(1, 2), torch.zeros(4, 2), None, torch.tensor([1]), entropy=True)
     >>> round(lp.item(), 4), round(h.item(), 4)
     (-1.3863, 1.3863)
     """
+    if plain:
+        return _plain(hidden, weight, bias, targets, temperature, entropy)
     if chunk is None:
         chunk = max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // len(weight))
     logprobs, entropies = _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy, chunk)
     return logprobs, entropies if entropy else None
+
+
+def _plain(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor | None, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    log_probs = logits.log_softmax(-1)
+    entropies = -(log_probs.exp() * log_probs).sum(-1) if entropy else None
+    return log_probs.gather(1, targets[:, None])[:, 0], entropies
 
 
 class _LogProbs(torch.autograd.Function):

@@ -128,7 +128,7 @@ def check_sizes(fields: Mapping[str, Any]) -> None:
 
     >>> check_sizes({"hidden_size": 64, "num_attention_heads": 3, "num_key_value_heads": 3})
     Traceback (most recent call last):
-    verl_fn.backends.hf.folder.ModelError: num_attention_heads = 3 does not divide hidden_size = 64
+    verl_fn.backends.hf.config.ModelError: num_attention_heads = 3 does not divide hidden_size = 64
     """
     for name in DIMENSIONS:
         if name in fields and (type(fields[name]) is not int or fields[name] < 1):

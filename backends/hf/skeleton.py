@@ -1,24 +1,20 @@
-"""A transformers model as a function of its parameters: a skeleton that owns none, and what it says of packed rows."""
+"""A transformers model as a function of its parameters: a skeleton that owns none."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
 from verl_fn.backends.hf.attention import Packing
-from verl_fn.backends.hf.logprobs import logprobs_and_entropy
 from verl_fn.backends.hf.lora import Adapters, Lora, canonical, inject
-from verl_fn.backends.hf.ulysses import Sequence
-from verl_fn.state import Batch, Key, Params, TokenOutputs
-
-SUPPORTED_NEEDS = {"lm": frozenset({"logprobs", "entropy"}), "value": frozenset({"values"})}
+from verl_fn.state import Key, Params
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -73,6 +69,34 @@ class Skeleton(nn.Module):
         """``fn(skeleton)`` with the model's parameters and buffers replaced by ``tensors``."""
         renamed = {f"model.{self._inside.get(name, name)}": tensor for name, tensor in tensors.items()}
         return torch.func.functional_call(self, renamed, (fn,), tie_weights=True)
+
+    @contextlib.contextmanager
+    def transformable(self) -> Iterator[None]:
+        """Inside, the model takes every ``torch.func`` transformation, and all agree on its derivative.
+
+        No layer is recomputed, since transformations refuse the hooks that do it, and the one of transformers that makes
+        embeddings require gradients for it. The embedding of the padding token
+        is a constant also in forward mode: torch drops it in the backward pass alone.
+        """
+        training = self.model.training
+        embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
+        hooks = {m: dict(m._forward_hooks) for m in embeddings}
+        padded = {m: m.padding_idx for m in embeddings if m.padding_idx is not None}
+        self.model.eval()
+        for module in hooks:
+            module._forward_hooks.clear()
+        for module, padding in padded.items():
+            module.forward = functools.partial(_embed, module.forward, padding)  # type: ignore[method-assign]
+            module.padding_idx = None
+        try:
+            yield
+        finally:
+            self.model.train(training)
+            for module, held in hooks.items():
+                module._forward_hooks.update(held)
+            for module, padding in padded.items():
+                del module.forward
+                module.padding_idx = padding
 
     def adapt(self, lora: Lora, key: Key, folder: str | Path) -> None:
         """Put adapters in, drawn from ``key``; parameters keep their names. ``folder`` is named in errors.
@@ -148,126 +172,22 @@ class Skeleton(nn.Module):
             ValueError: a row is too long to be computed as it would be alone.
         """
         self.check_longest(packing.longest)
-        found = self.model.base_model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, packing=packing
+        # A mask of four dimensions passes through transformers unread; without one it looks for packed rows in the
+        # positions, which a traced tensor does not allow.
+        mask = torch.empty(1, 1, 1, 1, device=tokens.device) if packing.plain else None
+        outputs = self.model.base_model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            attention_mask=mask,
+            use_cache=False,
+            packing=packing,
         )
-        return found.last_hidden_state[0]
+        return outputs.last_hidden_state[0]
 
 
-@attrs.frozen(eq=False)
-class Staged:
-    """A micro-batch on the device, with what the forward pass wants to know beforehand.
-
-    Attributes:
-        batch: the micro-batch.
-        packing: its layout.
-        targets: the tokens to speak of: those with ``response_mask``.
-        temperature: for each of them, or None where all are 1.
-    """
-
-    batch: Batch
-    packing: Packing
-    targets: Tensor
-    temperature: Tensor | None
-
-    @classmethod
-    def of(cls, batch: Batch, device: torch.device, group: Any = None) -> Staged:
-        """Stage a batch that lies on the CPU; ``group`` is of the ranks that share its sequence, if any do.
-
-        Raises:
-            ValueError: as ``check_targets``.
-        """
-        targets = check_targets(batch)
-        temperature = None
-        if "temperature" in batch and bool((batch["temperature"] != 1.0).any()):
-            temperature = batch.spread(batch["temperature"].float())[targets].to(device)
-        sequence = None if group is None else Sequence(group, batch.num_tokens)
-        packing = Packing.of(batch, device, sequence)
-        return cls(batch.to(device), packing, targets.to(device, non_blocking=True), temperature)
-
-
-def check_targets(batch: Batch) -> Tensor:
-    """The tokens with ``response_mask``.
-
-    Raises:
-        ValueError: one of them is a row's first token, which nothing precedes, or ``temperature`` is not one positive
-            number a row.
-    """
-    if "temperature" in batch:
-        if "temperature" in batch.per_token or batch["temperature"].ndim != 1:
-            raise ValueError("temperature must be one number a row, a per-row field")
-        odd = ~(batch["temperature"].isfinite() & (batch["temperature"] > 0))
-        if bool(odd.any()):
-            row = int(odd.nonzero()[0])
-            raise ValueError(
-                f"row {row}: temperature is {batch['temperature'][row]:g}; it must be positive and finite"
-            )
-    targets = batch["response_mask"].nonzero()[:, 0]
-    first = batch.positions[targets] == 0
-    if bool(first.any()):
-        row = int(batch.row_ids[targets[first][0]])
-        raise ValueError(f"row {row}: response_mask is set on its first token, which has no log-probability")
-    return targets
-
-
-def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> TokenOutputs:
-    """Run the model over a micro-batch and say what ``needs`` asks of each target token."""
-    batch, targets, temperature = staged.batch, staged.targets, staged.temperature
-    tokens, positions, sequence = batch.tokens, batch.positions, staged.packing.sequence
-    # What speaks of token t is read where the model has seen the tokens before t.
-    seen = targets - 1
-    if sequence is not None:
-        tokens, positions = sequence.part(tokens), sequence.part(positions)
-        mine = (seen >= sequence.start) & (seen < sequence.start + sequence.each)
-        targets, seen = targets[mine], seen[mine] - sequence.start
-        temperature = None if temperature is None else temperature[mine]
-    hidden = skeleton.hidden_states(tokens, positions, staged.packing).index_select(0, seen)
-    layer = skeleton.output_layer
-
-    def spread(x: Tensor) -> Tensor:
-        found = x.new_zeros(batch.num_tokens).index_copy(0, targets, x)
-        return found if sequence is None else sequence.whole(found)
-
-    if skeleton.head == "value":
-        return TokenOutputs({"values": spread(layer(hidden).float()[:, 0])})
-    logprobs, entropy = logprobs_and_entropy(
-        hidden, layer.weight, layer.bias, batch.tokens[targets], temperature, entropy="entropy" in needs
-    )
-    found = {"logprobs": spread(logprobs)}
-    if entropy is not None:
-        found["entropy"] = spread(entropy)
-    return TokenOutputs(found)
-
-
-def check_head(head: str) -> str:
-    """The head, if it is one.
-
-    Raises:
-        ValueError: it is not.
-
-    >>> check_head("value")
-    'value'
-    """
-    if head not in SUPPORTED_NEEDS:
-        raise ValueError(f"head is {head!r}; it must be {' or '.join(SUPPORTED_NEEDS)}")
-    return head
-
-
-def check_needs(head: str, needs: Iterable[str]) -> frozenset[str]:
-    """The needs as a set.
-
-    Raises:
-        ValueError: the head cannot provide one of them.
-
-    >>> sorted(check_needs("lm", ["logprobs"]))
-    ['logprobs']
-    """
-    wanted = frozenset(needs)
-    if not wanted <= SUPPORTED_NEEDS[head]:
-        raise ValueError(
-            f"a {head} model gives {sorted(SUPPORTED_NEEDS[head])}, not {sorted(wanted - SUPPORTED_NEEDS[head])}"
-        )
-    return wanted
+def _embed(embed: Callable[[Tensor], Tensor], padding: int, ids: Tensor) -> Tensor:
+    rows = embed(ids)
+    return torch.where((ids == padding)[..., None], rows.detach(), rows)
 
 
 def compile_layer(layer: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +15,18 @@ from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.checkpoint.tensor_file import Part
 from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.skeleton import (
-    Skeleton,
-    Staged,
-    check_head,
-    check_needs,
-    dtype_of,
-    repeatable,
-    token_outputs,
-)
+from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_outputs
+from verl_fn.backends.hf.skeleton import Skeleton, dtype_of, repeatable
 from verl_fn.backends.memory import fits
 from verl_fn.backends.placing import beside
+from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
     Key,
     Metrics,
     Params,
+    Slots,
     Sum,
     TokenOutputs,
     TrainState,
@@ -40,7 +35,7 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
+from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
 
 
 class Local:
@@ -145,6 +140,15 @@ class Local:
         """Whole tensors under canonical names, with the adapters merged in, one after the other."""
         yield from self._built().adapters.merged(params)
 
+    def named(self, value: Params | Grads | Slots) -> Mapping[str, Tensor]:
+        """The tensors under canonical names."""
+        return dict(value.items())
+
+    def weights(self, params: Params) -> Weights:
+        """These parameters for ``RolloutBackend.publish``, adapters merged in."""
+        adapters = self._built().adapters
+        return Weights(specs_of(adapters.without(params)), lambda: adapters.merged(params))
+
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """``fn(*values)``: values lie in this process."""
         return fn(*values)
@@ -153,48 +157,87 @@ class Local:
 
     @torch.no_grad()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """What ``needs`` names for every token with ``response_mask``, on the CPU, without gradients."""
+        """What ``needs`` names for every token with ``response_mask``, or every row, on the CPU, without gradients."""
         wanted = check_needs(self.head, needs)
         tensors = self._compute_tensors(params)
         split = split_by_tokens(batch, self.max_tokens)
-        found: list[TokenOutputs] = []
+        parts: list[TokenOutputs] = []
         with repeatable(self.deterministic):
             for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
                 with fits(part, i, len(split), self.max_tokens):
                     outputs = self._built().run(tensors, lambda model, s=staged: token_outputs(model, s, wanted))
-                found.append(tree.map_tensors(lambda t: t.cpu(), outputs))
-        return TokenOutputs({name: split.join([o.by_name[name] for o in found]) for name in wanted})
+                parts.append(tree.map_tensors(lambda t: t.cpu(), outputs))
+        return split.join_outputs(parts)
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
         """Gradients of the loss over the whole batch, fp32, and its metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks ``loss_weight``, or a row is longer than the token budget.
+            ValueError: the batch lacks the weights that the loss's levels want or the field that keeps its rows
+                together, or a row or group is longer than the token budget.
             OutOfMemory: a micro-batch does not fit into the device's memory.
             DonatedError: the state was donated.
         """
-        if "loss_weight" not in batch:
-            raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
+        check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
         tensors = self._compute_tensors(state.params)
         leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
         tensors |= leaves
-        found: Metrics = {}
-        split = split_by_tokens(batch, self.max_tokens)
+        reported: Metrics = {}
+        split = split_by_tokens(batch, self.max_tokens, loss.together)
         with repeatable(self.deterministic):
             for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
 
                 def backward(model: Skeleton, staged: Staged = staged) -> Metrics:
-                    per_token, told = loss(token_outputs(model, staged, wanted), staged.batch)
-                    total = total_loss(staged.batch, per_token)
+                    total, of_part = total_loss(loss, token_outputs(model, staged, wanted), staged.batch)
                     total.backward()
-                    return {"loss": Sum(total.detach().double()), **told}
+                    return {"loss": Sum(total.detach().double()), **of_part}
 
                 with fits(part, i, len(split), self.max_tokens, keeps=not self.checkpointing):
-                    found = metrics.merge(found, self._built().run(tensors, backward))
-        return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), found
+                    reported = metrics.merge(reported, self._built().run(tensors, backward))
+        return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), reported
+
+    def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
+        """Returns the loss as a pure function of parameters, for ``torch.func``: grad, jvp, vjp, vmap, linearize.
+
+        Its gradient is that of ``forward_backward``. It uses torch's own functions instead of fused kernels, holds the
+        activations of the whole batch and all logits of a micro-batch, and never recomputes layers: it is for
+        looking into a loss, not for training.
+
+        Raises:
+            ValueError: as ``forward_backward``.
+
+        Example:
+            ``torch.func.grad(backend.loss_fn(batch, loss), has_aux=True)(state.params)`` gives gradients, as ``Params``,
+            and metrics.
+        """
+        check_weights(loss, batch)
+        wanted = check_needs(self.head, loss.needs)
+        skeleton = self._built()
+        parts = [
+            Staged.of(part, self.device).plain() for part in split_by_tokens(batch, self.max_tokens, loss.together)
+        ]
+
+        def fn(params: Params) -> tuple[Tensor, Metrics]:
+            leaves = self._completed(params)
+            tensors = {name: t.to(self.device, self.dtype) for name, t in leaves.items()}
+            totals: list[Tensor] = []
+            reported: list[Metrics] = []
+            with repeatable(self.deterministic), skeleton.transformable():
+                for staged in parts:
+
+                    def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
+                        return total_loss(loss, token_outputs(model, staged, wanted), staged.batch)
+
+                    total, of_part = skeleton.run(tensors, compute)
+                    totals.append(total)
+                    reported.append({"loss": Sum(total.detach().double()), **of_part})
+            # Transformations take tensors only.
+            return torch.stack(totals).sum(), tree.map(torch.as_tensor, metrics.merge(*reported))
+
+        return fn
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
         """The next state; see ``steps.apply_update``. Gradients come to where the parameters are.
@@ -232,12 +275,21 @@ class Local:
         assert self._skeleton is not None
         return self._skeleton
 
-    def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
-        """The parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
+    def _completed(self, params: Params) -> Mapping[str, Tensor]:
+        """The parameters by name, with zeros for adapters that they lack.
+
+        Raises:
+            ValueError: they are another model's.
+        """
         leaves = self._built().adapters.completed(params, lambda shape: torch.zeros(shape, device=self.device))
         if leaves.keys() != self._blank.keys():
-            odd = sorted(leaves.keys() ^ self._blank.keys())
-            raise ValueError(f"the state's parameters are not this model's: {odd[:5]}")
+            wrong = sorted(leaves.keys() ^ self._blank.keys())
+            raise ValueError(f"the state's parameters are not this model's: {wrong[:5]}")
+        return leaves
+
+    def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
+        """The parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
+        leaves = self._completed(params)
         if self.dtype == torch.float32:
             return {name: t.to(self.device) for name, t in leaves.items()}
         if self._cast_params is None or self._cast_params() is not params:

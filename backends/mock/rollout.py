@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol import Sampling, StaleWeightsError
-from verl_fn.state import Batch, Key
+from verl_fn.backends.protocol import Capabilities, Chunk, Sampling, StaleWeightsError, WeightSource, check_sampling
+from verl_fn.backends.weight_sync import receive
+from verl_fn.state import Key, Request, Sample
 
 
 @attrs.frozen
-class Request:
-    """One response that is wanted.
+class Turn:
+    """One response that a script is asked for.
 
     Attributes:
         prompt: token ids.
         sample: the number of the sample, from 0 to ``sampling.n - 1``.
         sampling: how it is to be drawn.
-        key: of this (key, prompt's id, sample), and of nothing else.
+        key: of this sample of the request, and of nothing else.
         weights: what was published last.
     """
 
@@ -51,118 +52,124 @@ class Response:
 
 
 Answer: TypeAlias = "Response | Sequence[int]"
-Script: TypeAlias = "Mapping[tuple[int, ...], Answer] | Callable[[Request], Answer]"
+Script: TypeAlias = "Mapping[tuple[int, ...], Answer] | Callable[[Turn], Answer]"
 
 
 class MockRollout:
     """The protocol of a rollout engine around a script. Versions are checked as a real engine checks them.
 
     Args:
-        script: prompt -> answer, or a function of a ``Request``.
+        script: prompt -> answer, or a function of a ``Turn``.
+        capabilities: what this engine claims; a request beyond it is refused.
 
     >>> engine = MockRollout({(5, 6): [7, 8, 2]})
-    >>> engine.publish(0, [])
-    >>> batch = engine.generate([[5, 6]], Sampling(max_tokens=8, n=2), Key.from_seed(0), version=0)
-    >>> batch.rows()[1].tolist(), batch.rows("response_mask")[1].tolist(), batch["finished"].tolist()
-    ([5, 6, 7, 8, 2], [0.0, 0.0, 1.0, 1.0, 1.0], [1.0, 1.0])
-    >>> engine.generate([[5, 6]], Sampling(max_tokens=8), Key.from_seed(0), version=1)
+    >>> from verl_fn.backends.weight_sync import Weights
+    >>> from verl_fn.state import requests_for
+    >>> engine.publish(0, Weights.of({}))
+    >>> asked = requests_for([[5, 6]], Sampling(max_tokens=8, n=2), Key.from_seed(0))
+    >>> [(s.tokens.tolist(), s.finish_reason) for s in engine.generate(asked, version=0)]
+    [([7, 8, 2], 'stop'), ([7, 8, 2], 'stop')]
+    >>> engine.generate(asked, version=1)
     Traceback (most recent call last):
     verl_fn.backends.protocol.rollout.StaleWeightsError: version 1 was asked for, but this engine holds version 0
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, capabilities: Capabilities | None = None) -> None:
         self.script = script
+        self.capabilities = capabilities or Capabilities()
         self.version: int | None = None
         self._weights: dict[str, Tensor] = {}
 
-    def publish(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over a copy of these weights."""
-        self._weights = {name: t.detach().clone() for name, t in named_tensors}
+    def publish(self, version: int, weights: WeightSource) -> None:
+        """Take over a copy of these weights.
+
+        Raises:
+            IncompleteWeights: a part is missing, came twice, or has other values; nothing is served until a whole
+                publication succeeds.
+        """
+        self.version = None
+        places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in weights.specs}
+
+        def write(chunk: Chunk) -> None:
+            rows = places[chunk.name].view(1) if places[chunk.name].ndim == 0 else places[chunk.name]
+            rows[chunk.start : chunk.start + len(chunk.values)] = chunk.values.cpu()
+
+        receive(weights, write, checked=True)
+        self._weights = places
         self.version = version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        key: Key,
-        *,
-        ids: Sequence[int] | None = None,
-        version: int | None = None,
-    ) -> Batch:
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
         """The script's answers, as ``RolloutBackend.generate`` describes them.
 
         Raises:
             StaleWeightsError: the engine holds another version than ``version``, or none.
-            ValueError: ``ids`` are not one a prompt, or log-probs not one a token.
+            UnsupportedSampling: a request is beyond ``capabilities``.
+            ValueError: log-probs are not one a token.
             KeyError: a mapping lacks a prompt.
         """
         if self.version is None or version not in (None, self.version):
             asked = "weights were asked for" if version is None else f"version {version} was asked for"
             holds = "none" if self.version is None else f"version {self.version}"
             raise StaleWeightsError(f"{asked}, but this engine holds {holds}")
-        ids = range(len(prompts)) if ids is None else ids
-        requests = [
-            (name, Request(tuple(prompt), sample, sampling, self._key(key, name, sample), self._weights))
-            for name, prompt in zip(ids, prompts, strict=True)
-            for sample in range(sampling.n)
-        ]
-        answers = [_cut(self._answer(request), sampling) for _, request in requests]
-        rows = list(zip([request.prompt for _, request in requests], answers, strict=True))
-        per_token = {
-            "response_mask": [[0.0] * len(p) + [1.0] * len(a.tokens) for p, a in rows],
-            "rollout_log_probs": [[0.0] * len(p) + _log_probs(a) for p, a in rows],
-        }
-        if sampling.temperature > 0.0 and (sampling.top_k > 0 or sampling.top_p < 1.0):
-            per_token["rollout_full_log_probs"] = [[0.0] * len(p) + _full_log_probs(a) for p, a in rows]
-        size = len(rows)
-        return Batch.from_rows(
-            [(*p, *a.tokens) for p, a in rows],
-            per_token,
-            {
-                "group": [name for name, _ in requests],
-                "prompt_length": [len(p) for p, _ in rows],
-                "temperature": torch.full((size,), sampling.temperature or 1.0),
-                "finished": [float(a.finished) for a in answers],
-                "version": [self.version] * size,
-                "near_ties": [0] * size,
-            },
-        )
+        check_sampling(requests, self.capabilities)
+        return [self._sample(request, number) for request in requests for number in range(request.sampling.n)]
 
-    def sleep(self) -> None:
-        """Forget the weights."""
-        self.version, self._weights = None, {}
+    def sleep(self, level: int = 2) -> None:
+        """Forget the weights, at level 2."""
+        if level > 1:
+            self.version, self._weights = None, {}
 
-    def wake(self) -> None:
+    def wake(self, tags: Sequence[str] = ()) -> None:
         """Be ready for the next ``publish``."""
 
-    def _key(self, key: Key, name: int, sample: int) -> Key:
-        return key.fold_in(int(name)).fold_in(sample)
+    def _key(self, request: Request, number: int) -> Key:
+        return request.key.fold_in(number)
 
-    def _answer(self, request: Request) -> Response:
+    def _sample(self, request: Request, number: int) -> Sample:
+        sampling = request.sampling
+        turn = Turn(request.prompt, number, sampling, self._key(request, number), self._weights)
+        answer = _cut(self._answer(turn), sampling)
+        assert self.version is not None
+        return Sample(
+            request=request.id,
+            number=number,
+            prompt=torch.tensor(request.prompt),
+            tokens=torch.tensor(answer.tokens),
+            log_probs=torch.tensor(_log_probs(answer)),
+            full_log_probs=torch.tensor(_full_log_probs(answer)) if sampling.cuts else None,
+            mask=torch.ones(len(answer.tokens)),
+            versions=torch.full((len(answer.tokens),), self.version),
+            finish_reason="stop" if answer.finished else "length",
+            temperature=sampling.temperature or 1.0,
+        )
+
+    def _answer(self, turn: Turn) -> Response:
         if callable(self.script):
-            answer = self.script(request)
-        elif request.prompt in self.script:
-            answer = self.script[request.prompt]
+            answer = self.script(turn)
+        elif turn.prompt in self.script:
+            answer = self.script[turn.prompt]
         else:
-            raise KeyError(f"the script has no answer to the prompt {request.prompt}")
+            raise KeyError(f"the script has no answer to the prompt {turn.prompt}")
         return answer if isinstance(answer, Response) else Response(answer)
 
 
-def sample_table(request: Request) -> Response:
+def sample_table(turn: Turn) -> Response:
     """A script that draws from the published table ``logits`` of a ``Mock``, so that algorithms really learn.
 
     >>> engine = MockRollout(sample_table)
-    >>> engine.publish(0, [("logits", torch.tensor([[0.0, 50.0], [50.0, 0.0]]))])
-    >>> engine.generate([[0]], Sampling(max_tokens=3), Key.from_seed(0)).tokens.tolist()
-    [0, 1, 0, 1]
+    >>> from verl_fn.backends.weight_sync import Weights
+    >>> from verl_fn.state import requests_for
+    >>> engine.publish(0, Weights.of({"logits": torch.tensor([[0.0, 50.0], [50.0, 0.0]])}))
+    >>> engine.generate(requests_for([[0]], Sampling(max_tokens=3), Key.from_seed(0)))[0].tokens.tolist()
+    [1, 0, 1]
     """
-    sampling, table = request.sampling, request.weights["logits"].double()
+    sampling, table = turn.sampling, turn.weights["logits"].double()
     greedy = sampling.temperature == 0.0
     full = (table / (sampling.temperature or 1.0)).log_softmax(-1)
     cut = _truncate(full, sampling)
-    dice = random.Random(request.key.seed())
+    dice = random.Random(turn.key.seed())
     tokens: list[int] = []
-    last = request.prompt[-1]
+    last = turn.prompt[-1]
     while len(tokens) < sampling.max_tokens:
         # The first token whose cumulative probability passes the draw; never one of probability 0.
         heap = cut[last].exp().cumsum(0)
@@ -170,7 +177,7 @@ def sample_table(request: Request) -> Response:
         tokens.append(last)
         if last in sampling.stop_token_ids:
             break
-    before = [request.prompt[-1], *tokens[:-1]]
+    before = [turn.prompt[-1], *tokens[:-1]]
     return Response(
         tokens,
         (full if greedy else cut)[before, tokens].tolist(),

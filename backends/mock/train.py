@@ -19,12 +19,15 @@ from torch import Tensor
 
 from verl_fn.backends.checkpoint.state_folder import MODEL, read_state, save_state
 from verl_fn.backends.checkpoint.tensor_file import Part
+from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import (
+    PER_ROW,
     Batch,
     Grads,
     Key,
     Metrics,
     Params,
+    Slots,
     Sum,
     TokenOutputs,
     TrainState,
@@ -33,12 +36,12 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
+from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
 
-NEEDS = frozenset({"logprobs", "entropy", "values"})
+NEEDS = frozenset({"logprobs", "entropy", "values", "row_values"})
 METHODS = (
     "init", "load_pretrained", "forward", "forward_backward", "apply_update", "place", "save", "restore",
-    "named_tensors",
+    "named_tensors", "weights",
 )  # fmt: skip
 
 
@@ -129,6 +132,15 @@ class Mock:
         self._called("named_tensors")
         return iter(params.items())
 
+    def named(self, value: Params | Grads | Slots) -> Mapping[str, Tensor]:
+        """The tensors under canonical names."""
+        return dict(value.items())
+
+    def weights(self, params: Params) -> Weights:
+        """Both tables."""
+        self._called("weights")
+        return Weights.of(params)
+
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """``fn(*values)``: values lie in this process."""
         return fn(*values)
@@ -137,35 +149,44 @@ class Mock:
 
     @torch.no_grad()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """What ``needs`` names for every token with ``response_mask``, without gradients."""
+        """What ``needs`` names for every token with ``response_mask``, or every row, without gradients."""
         self._called("forward")
         wanted = _check_needs(needs)
         split = split_by_tokens(batch, self.max_tokens)
-        found = [_Lookup.of(params, part).outputs(wanted) for part in split]
-        return TokenOutputs({name: split.join([part[name] for part in found]) for name in wanted})
+        return split.join_outputs([TokenOutputs(_Lookup.of(params, part).outputs(wanted)) for part in split])
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
         """Gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks ``loss_weight``, or a row is longer than the token budget.
+            ValueError: the batch lacks the weights that the loss's levels want or the field that keeps its rows
+                together, or a row or group is longer than the token budget.
             DonatedError: the state was donated.
         """
         self._called("forward_backward")
-        if "loss_weight" not in batch:
-            raise ValueError("the batch has no loss_weight; call steps.aggregate on the whole update batch first")
+        check_weights(loss, batch)
         wanted = _check_needs(loss.needs)
         gathered = {name: torch.zeros_like(t) for name, t in state.params.items()}
-        found: Metrics = {}
-        for part in split_by_tokens(batch, self.max_tokens):
+        reported: Metrics = {}
+        for part in split_by_tokens(batch, self.max_tokens, loss.together):
             lookup = _Lookup.of(state.params, part)
             leaves = {name: t.requires_grad_() for name, t in lookup.outputs(wanted).items()}
-            per_token, told = loss(TokenOutputs(leaves), part)
-            total = total_loss(part, per_token)
+            total, of_part = total_loss(loss, TokenOutputs(leaves), part)
             wrt_outputs = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
             lookup.add_gradient(gathered, dict(zip(leaves, wrt_outputs, strict=True)))
-            found = metrics.merge(found, {"loss": Sum(total.detach().double()), **told})
-        return Grads({name: gathered[name] for name in state.params.trained()}), found
+            reported = metrics.merge(reported, {"loss": Sum(total.detach().double()), **of_part})
+        return Grads({name: gathered[name] for name in state.params.trained()}), reported
+
+    def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
+        """Returns the loss as a pure function of parameters, for ``torch.func``, without the closed form."""
+        check_weights(loss, batch)
+        wanted = _check_needs(loss.needs)
+
+        def fn(params: Params) -> tuple[Tensor, Metrics]:
+            total, reported = total_loss(loss, TokenOutputs(_Lookup.of(params, batch).outputs(wanted)), batch)
+            return total, tree.map(torch.as_tensor, {"loss": Sum(total.detach().double()), **reported})
+
+        return fn
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
         """The next state; see ``steps.apply_update``."""
@@ -195,6 +216,8 @@ class _Lookup:
         temperature: of each of them.
         log_probs: of every token that could stand there.
         values: of the token before.
+        last: the last token of each row.
+        row_values: of that token.
     """
 
     tokens: Int[Tensor, " T"]
@@ -203,6 +226,8 @@ class _Lookup:
     temperature: Float[Tensor, " N"]
     log_probs: Float[Tensor, "N V"]
     values: Float[Tensor, " N"]
+    last: Int[Tensor, " B"]
+    row_values: Float[Tensor, " B"]
 
     @classmethod
     def of(cls, params: Params, batch: Batch) -> _Lookup:
@@ -216,18 +241,24 @@ class _Lookup:
         if "temperature" in batch:
             temperature = batch.spread(batch["temperature"].float())[targets]
         log_probs = (params["logits"][before] / temperature[:, None]).log_softmax(-1)
-        return cls(batch.tokens, targets, before, temperature, log_probs, params["values"][before])
+        last, values = batch.tokens[batch.last], params["values"]
+        return cls(batch.tokens, targets, before, temperature, log_probs, values[before], last, values[last])
 
-    def outputs(self, needs: Iterable[str]) -> dict[str, Float[Tensor, " T"]]:
-        found = {
+    def outputs(self, needs: Iterable[str]) -> dict[str, Tensor]:
+        at_targets = {
             "logprobs": lambda: self.log_probs.gather(1, self.tokens[self.targets, None])[:, 0],
             "entropy": lambda: self._entropy,
             "values": lambda: self.values,
         }
         zeros = torch.zeros(len(self.tokens))
-        return {name: zeros.index_copy(0, self.targets, found[name]()) for name in needs}
+        return {
+            name: self.row_values.clone()
+            if name in PER_ROW
+            else zeros.index_copy(0, self.targets, at_targets[name]())
+            for name in needs
+        }
 
-    def add_gradient(self, gathered: dict[str, Tensor], wrt_outputs: Mapping[str, Float[Tensor, " T"]]) -> None:
+    def add_gradient(self, gathered: dict[str, Tensor], wrt_outputs: Mapping[str, Tensor]) -> None:
         """Add the gradients of both tables to ``gathered``, given those of the outputs."""
         probs, chosen = self.log_probs.exp(), self.tokens[self.targets, None]
         wrt_logits = torch.zeros_like(probs)
@@ -242,6 +273,8 @@ class _Lookup:
         gathered["logits"].index_add_(0, self.before, wrt_logits / self.temperature[:, None])
         if "values" in wrt_outputs:
             gathered["values"].index_add_(0, self.before, wrt_outputs["values"][self.targets])
+        if "row_values" in wrt_outputs:
+            gathered["values"].index_add_(0, self.last, wrt_outputs["row_values"])
 
     @property
     def _entropy(self) -> Float[Tensor, " N"]:

@@ -1,6 +1,14 @@
 """What training backends and rollout engines promise; the algorithms know nothing else of either."""
 
-from .rollout import RolloutBackend, Sampling, StaleWeightsError
-from .train import TrainBackend
+from verl_fn.state import Request, Sample, Sampling
 
-__all__ = ["RolloutBackend", "Sampling", "StaleWeightsError", "TrainBackend"]
+from .handles import Freed, Handle, Ref, Reference, Remote, is_where_used, where_used
+from .rollout import Capabilities, RolloutBackend, StaleWeightsError, UnsupportedSampling, check_sampling
+from .train import TrainBackend
+from .weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
+
+__all__ = [
+    "BUCKET_BYTES", "Capabilities", "Chunk", "Freed", "Handle", "Ref", "Reference", "Remote", "Request",
+    "RolloutBackend", "Sample", "Sampling", "StaleWeightsError", "TensorSpec", "TrainBackend",
+    "UnsupportedSampling", "WeightSource", "check_sampling", "is_where_used", "where_used",
+]  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 from verl_fn.backends.hf.attention import Packing, packed_attention
 from verl_fn.backends.hf.folder import ModelError, build
 from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.protocol import Chunk
 from verl_fn.state import Batch, Key
 
 NAME = "verl_fn_decode"
@@ -26,15 +27,23 @@ class Decoder(Protocol):
     """A causal language model with a cache of ``slots`` rows.
 
     Attributes:
-        shapes: the names and shapes that ``load`` wants, tied weights once.
+        shapes: the names and shapes of the weights, tied ones once.
         vocab: how many logits there are.
     """
 
     shapes: dict[str, torch.Size]
     vocab: int
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Take these tensors over, in place of those before: all of ``shapes``, in the decoder's dtype."""
+    def begin(self) -> None:
+        """Have places for all of ``shapes``; what they held before is lost."""
+        ...
+
+    def write(self, chunk: Chunk) -> None:
+        """Copy rows of a weight into its place, in the decoder's dtype."""
+        ...
+
+    def finish(self) -> None:
+        """Make what was written since ``begin``, all of ``shapes``, the weights that are run."""
         ...
 
     def reserve(self, slots: int, length: int) -> None:
@@ -46,7 +55,7 @@ class Decoder(Protocol):
         ...
 
     def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
-        """Append a token to each of the first n slots; the logits after it, fp32. ``longest`` bounds positions + 1."""
+        """Append a token to each of the first n slots; the logits after it, fp32. ``longest`` bounds the lengths."""
         ...
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
@@ -119,7 +128,7 @@ def attend(
     scaling: float,
     window: int | None,
 ) -> Float[Tensor, "n heads vdim"]:
-    """One query a row against its slot. The query heads of a KV head are queries of that head: nothing is repeated."""
+    """One query a row against its slot. The heads of a KV head are queries of that head: nothing is repeated."""
     n, kv_heads = len(query), keys.shape[1]
     # A product of batched matrices: several times as fast here as SDPA, which treats every row and head apart.
     k = keys[:n, :, : where.longest].flatten(0, 1)
@@ -182,8 +191,8 @@ class Cache:
     def layer(self, module: torch.nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if module not in self.layers:
             # Zeros, since a place that is hidden still meets a weight of zero, and zero times NaN is NaN.
-            empty = lambda x: x.new_zeros(self.slots, x.shape[1], self.length, x.shape[2])  # noqa: E731
-            self.layers[module] = empty(k), empty(v)
+            empty = [x.new_zeros(self.slots, x.shape[1], self.length, x.shape[2]) for x in (k, v)]
+            self.layers[module] = empty[0], empty[1]
         return self.layers[module]
 
 
@@ -199,11 +208,24 @@ class GeneralDecoder:
         model: Any = skeleton.model
         model.set_attn_implementation(NAME)
         skeleton.move_buffers(device)
+        self._dtype = dtype
         self._weights: dict[str, Tensor] = {}
         self._cache = Cache(0, 0)
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        self._weights = tensors
+    def begin(self) -> None:
+        if not self._weights:
+            empty = {
+                name: torch.empty(shape, dtype=self._dtype, device=self.device) for name, shape in self.shapes.items()
+            }
+            self._weights = empty
+
+    def write(self, chunk: Chunk) -> None:
+        place = self._weights[chunk.name]
+        rows = place.view(1) if place.ndim == 0 else place
+        rows[chunk.start : chunk.start + len(chunk.values)].copy_(chunk.values)
+
+    def finish(self) -> None:
+        pass
 
     def reserve(self, slots: int, length: int) -> None:
         if slots > self._cache.slots or length > self._cache.length:

@@ -7,7 +7,7 @@ else by the last row, so that a step computes the rows that are alive and no oth
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,10 +16,11 @@ from torch import Tensor
 
 from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.skeleton import dtype_of
-from verl_fn.backends.protocol import Sampling, StaleWeightsError
+from verl_fn.backends.protocol import Capabilities, Request, Sample, Sampling, StaleWeightsError, WeightSource
 from verl_fn.backends.sampler.decoder import Decoder
 from verl_fn.backends.sampler.llama import decoder_for
-from verl_fn.state import Batch, Key, uniform_at
+from verl_fn.backends.weight_sync import check_specs, receive
+from verl_fn.state import Batch, uniform_at
 
 # Logits of the same row in batches of different sizes differ by about this much; draws within it are near ties.
 NOISE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -50,14 +51,18 @@ class Sampler:
     >>> import tempfile
     >>> from verl_fn.backends.hf.folder import build
     >>> from verl_fn.backends.hf.new_model import new_model
+    >>> from verl_fn.backends.weight_sync import Weights
+    >>> from verl_fn.state import Key, requests_for
     >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
     >>> sampler = Sampler(folder)
     >>> skeleton, params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
-    >>> sampler.publish(0, params.items())
-    >>> rows = sampler.generate([[1, 4], [1, 5, 4]], Sampling(max_tokens=3, n=2), Key.from_seed(0), version=0)
-    >>> len(rows), rows["group"].tolist(), rows["prompt_length"].tolist()
-    (4, [0, 0, 1, 1], [2, 2, 3, 3])
+    >>> sampler.publish(0, Weights.of(params))
+    >>> requests = requests_for([[1, 4], [1, 5, 4]], Sampling(max_tokens=3, n=2), Key.from_seed(0))
+    >>> [(sample.request, sample.number) for sample in sampler.generate(requests, version=0)]
+    [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
+
+    capabilities = Capabilities()
 
     def __init__(
         self, folder: str | Path, *, device: str | torch.device = "cpu", dtype: str = "float32", slots: int = 64
@@ -69,61 +74,62 @@ class Sampler:
         self.dtype = dtype_of(dtype, "dtype")
         self.slots = slots
         self.version: int | None = None
+        self._compared = False
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
         self.max_length, self.end_tokens = _limits(self.folder)
 
-    def publish(self, version: int, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over these weights, tied ones once. The tensors are copied before the call returns.
+    def publish(self, version: int, weights: WeightSource) -> None:
+        """Take over a copy of these weights, tied ones once; the first ones are compared by checksum too.
 
         Raises:
-            ValueError: a name is missing, unknown or given twice, or has another shape; the old weights stay.
+            ValueError: the names or shapes are not the model's; the old weights stay.
+            IncompleteWeights: a part is missing, came twice, or has other values; nothing is served until a whole
+                publication succeeds.
         """
-        wanted = self.decoder.shapes
-        taken: dict[str, Tensor] = {}
-        for name, tensor in named_tensors:
-            if name not in wanted:
-                raise ValueError(f"published tensor {name!r} is no parameter of {self.folder}")
-            if name in taken:
-                raise ValueError(f"tensor {name!r} is published twice")
-            if tensor.shape != wanted[name]:
-                raise ValueError(
-                    f"published tensor {name!r} has shape {tuple(tensor.shape)}; "
-                    f"the model's has {tuple(wanted[name])}"
-                )
-            taken[name] = tensor.detach().to(self.device, self.dtype, copy=True)
-        if missing := [name for name in wanted if name not in taken]:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise ValueError(f"these parameters were not published: {shown}")
+        check_specs(weights.specs, self.decoder.shapes, self.folder)
+        self.version = None
         with torch.inference_mode():
-            self.decoder.load(taken)
+            self.decoder.begin()
+            receive(weights, self.decoder.write, checked=not self._compared)
+            self.decoder.finish()
+        self._compared = True
         self.version = version
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling: Sampling,
-        key: Key,
-        *,
-        ids: Sequence[int] | None = None,
-        version: int | None = None,
-    ) -> Batch:
-        """Responses to ``prompts``; see ``RolloutBackend``. The batch lies on the CPU.
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
+        """Responses to ``requests``; see ``RolloutBackend``. Samples lie on the CPU.
 
         Raises:
             StaleWeightsError: the engine holds another version than ``version``, or none.
-            ValueError: a prompt that is empty, too long for the model or holds unknown tokens; ids that do not match.
+            ValueError: there are no requests, or a prompt is empty, too long for the model or holds unknown tokens.
             NotFiniteError: the model's logits for a row are not finite.
         """
         if self.version is None or (version is not None and version != self.version):
             asked = "any version" if version is None else f"version {version}"
             held = "none; publish them first" if self.version is None else f"version {self.version}"
             raise StaleWeightsError(f"the request asks for weights of {asked}, and the sampler holds {held}")
-        prompts = [list(map(int, prompt)) for prompt in prompts]
-        ids = list(range(len(prompts)) if ids is None else map(int, ids))
-        self._check(prompts, sampling, ids)
-        keys = [key.fold_in(i) for i in ids]
-        seeds = torch.tensor([k.fold_in(sample).seed() for k in keys for sample in range(sampling.n)])
-        run = _Run(self, prompts, sampling, seeds)
+        self._check(requests)
+        samples: dict[int, list[Sample]] = {}
+        # Requests of one sampling are decoded together; their draws do not depend on each other in any case.
+        for sampling in dict.fromkeys(request.sampling for request in requests):
+            chosen = [i for i, request in enumerate(requests) if request.sampling == sampling]
+            samples |= zip(chosen, self._run([requests[i] for i in chosen], sampling), strict=True)
+        return [sample for i in range(len(requests)) for sample in samples[i]]
+
+    def sleep(self, level: int = 2) -> None:
+        """Give back the memory of caches at level 1, and of weights too at level 2."""
+        self.decoder.drop_cache()
+        if level > 1:
+            self.decoder.drop_weights()
+            self.version = None
+
+    def wake(self, tags: Sequence[str] = ()) -> None:
+        """Nothing to do: publishing and generating take what memory they need."""
+
+    def _run(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
+        """The samples of each of these requests, which have one sampling."""
+        keys = [request.key for request in requests]
+        seeds = torch.tensor([key.fold_in(sample).seed() for key in keys for sample in range(sampling.n)])
+        run = _Run(self, [request.prompt for request in requests], sampling, seeds)
         try:
             with torch.inference_mode():
                 run.loop()
@@ -131,26 +137,19 @@ class Sampler:
             # What is left in the cache would poison the next request.
             self.decoder.drop_cache()
             raise
-        return _batch(run, ids, self.version)
+        assert self.version is not None
+        return _samples(run, requests, self.version)
 
-    def sleep(self) -> None:
-        """Give back the memory for caches and weights."""
-        self.decoder.drop_cache()
-        self.decoder.drop_weights()
-        self.version = None
-
-    def wake(self) -> None:
-        """Nothing to do: publishing and generating take what memory they need."""
-
-    def _check(self, prompts: Sequence[Sequence[int]], sampling: Sampling, ids: Sequence[int]) -> None:
-        if not prompts or len(ids) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts with {len(ids)} ids: there must be as many, and at least one")
-        for i, prompt in enumerate(prompts):
+    def _check(self, requests: Sequence[Request]) -> None:
+        if not requests:
+            raise ValueError("there are no requests: generate needs at least one")
+        for i, request in enumerate(requests):
+            prompt, longest = request.prompt, request.sampling.max_tokens
             if not prompt:
                 raise ValueError(f"prompt {i} is empty; it needs at least one token to go on from")
-            if len(prompt) + sampling.max_tokens > self.max_length:
+            if len(prompt) + longest > self.max_length:
                 raise ValueError(
-                    f"prompt {i} has {len(prompt)} tokens: with max_tokens={sampling.max_tokens} that is more than "
+                    f"prompt {i} has {len(prompt)} tokens: with max_tokens={longest} that is more than "
                     f"the {self.max_length} positions of the model"
                 )
             if min(prompt) < 0 or max(prompt) >= self.decoder.vocab:
@@ -204,7 +203,7 @@ class _Run:
         return max(self.offsets) + self.step
 
     def _begin(self, count: int) -> Float[Tensor, "m V"]:
-        """Prefill up to ``count`` rows into the slots after those in use; the samples of a prompt share one prefill."""
+        """Prefill up to ``count`` rows into the slots after those in use; a prompt's samples share one."""
         first, budget = len(self.rows), PREFILL_TOKENS
         slot_of: dict[int, int] = {}
         sources, targets, which = [], [], []
@@ -359,30 +358,28 @@ def _fixed_point(probs: Float[Tensor, "*n"]) -> Int[Tensor, "*n"]:
     return (probs * ONE).long()
 
 
-def _batch(run: _Run, ids: Sequence[int], version: int) -> Batch:
-    """The rows of a request that has ended, in the order of its prompts."""
-    n = run.sampling.n
+def _samples(run: _Run, requests: Sequence[Request], version: int) -> list[list[Sample]]:
+    """The samples of a run that has ended, by request."""
+    n, temperature = run.sampling.n, run.sampling.temperature or 1.0
     rows = torch.tensor(run.drawn)
     # Draws come step by step; a stable sort by row brings each row's together and leaves them in order.
     order = rows.argsort(stable=True)
-    tokens, log_probs, full_log_probs, near = (t[order] for t in run.draws.results())
-    responses = tokens.split(rows.bincount().tolist())
-    prompts = [torch.as_tensor(prompt) for prompt in run.prompts for _ in range(n)]
-    batch = Batch.from_rows([torch.cat(pair) for pair in zip(prompts, responses, strict=True)])
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    drawn = batch.positions >= batch.spread(lengths)
-    spread = lambda values: torch.zeros(batch.num_tokens).masked_scatter_(drawn, values)  # noqa: E731
-    batch = batch.with_tokens(response_mask=drawn.float(), rollout_log_probs=spread(log_probs))
-    if run.draws.cut:
-        batch = batch.with_tokens(rollout_full_log_probs=spread(full_log_probs))
-    return batch.with_rows(
-        group=torch.tensor([i for i in ids for _ in range(n)]),
-        prompt_length=lengths,
-        temperature=torch.full((len(batch),), run.sampling.temperature or 1.0),
-        finished=torch.tensor([float(row in run.finished) for row in range(len(batch))]),
-        version=torch.full((len(batch),), version),
-        near_ties=torch.zeros(len(batch), dtype=torch.int64).index_add_(0, rows[order], near.long()),
-    )
+    lengths = rows.bincount().tolist()
+    tokens, log_probs, full, near = (t[order].split(lengths) for t in run.draws.results())
+    masks = torch.ones(len(rows)).split(lengths)
+    versions = torch.full((len(rows),), version).split(lengths)
+    ties = [int(part.sum()) for part in near]
+    prompts = [torch.tensor(request.prompt) for request in requests]
+    return [
+        [
+            Sample(
+                request.id, number, prompt, tokens[row], log_probs[row], full[row] if run.draws.cut else None,
+                masks[row], versions[row], "stop" if row in run.finished else "length", temperature, ties[row],
+            )
+            for number, row in enumerate(range(i * n, i * n + n))
+        ]
+        for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
+    ]  # fmt: skip
 
 
 def _limits(folder: Path) -> tuple[float, set[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,6 +13,7 @@ from torch.nn.functional import embedding, linear, silu
 
 from verl_fn.backends.hf.attention import packed_attention
 from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.protocol import Chunk
 from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, Where, attend, model_of
 from verl_fn.state import Batch
 
@@ -55,7 +56,7 @@ def misfit(config: Any, shapes: Mapping[str, torch.Size]) -> str | None:
 
 def _llama_shapes(config: Any, found: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
     """The parameters that a model must have; the biases of projections only where found."""
-    H, I, V = config.hidden_size, config.intermediate_size, config.vocab_size
+    H, inner, V = config.hidden_size, config.intermediate_size, config.vocab_size
     dim = head_dim(config)
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, H), "model.norm.weight": (H,)}
@@ -70,8 +71,8 @@ def _llama_shapes(config: Any, found: Mapping[str, torch.Size]) -> dict[str, tup
                 shapes |= {f"{layer}self_attn.{p}_proj.bias": projections[p][:1] for p in together}
         if config.model_type == "qwen3":
             shapes |= {f"{layer}self_attn.{p}_norm.weight": (dim,) for p in "qk"}
-        shapes |= {f"{layer}mlp.{p}_proj.weight": (I, H) for p in ("gate", "up")}
-        shapes[f"{layer}mlp.down_proj.weight"] = (H, I)
+        shapes |= {f"{layer}mlp.{p}_proj.weight": (inner, H) for p in ("gate", "up")}
+        shapes[f"{layer}mlp.down_proj.weight"] = (H, inner)
         shapes |= {f"{layer}{p}_layernorm.weight": (H,) for p in ("input", "post_attention")}
     return shapes
 
@@ -112,6 +113,71 @@ class Weights(NamedTuple):
     head: Product
 
 
+class Places:
+    """Where the weights of a model of the Llama shape are written: rows of fused tensors, row by row.
+
+    Attributes:
+        tensors: by name; ``qkv`` and ``gate_up`` of a layer are fused, the others are the model's own.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._where: dict[str, tuple[Tensor, Tensor | None]] = {}
+
+    @classmethod
+    def of(cls, config: Any, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device) -> Places:
+        """Allocates places for weights of these shapes."""
+        made = cls()
+        dim = head_dim(config)
+        q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
+
+        def fused(name: str, parts: Mapping[str, Tensor | None], rows: Sequence[int]) -> None:
+            rest = shapes[next(iter(parts))][1:]
+            made.tensors[name] = whole = torch.empty(sum(rows), *rest, dtype=dtype, device=device)
+            for part, place in zip(parts, whole.split(list(rows)), strict=True):
+                made._where[part] = place, parts[part]
+
+        turned = {count: _pair_rows(count, dim, device) for count in (q, kv, dim)}
+        for i in range(config.num_hidden_layers):
+            layer = f"model.layers.{i}."
+            for kind in ("weight", "bias"):
+                names = [f"{layer}self_attn.{p}_proj.{kind}" for p in "qkv"]
+                if names[0] in shapes:
+                    order = dict(zip(names, (turned[q], turned[kv], None), strict=True))
+                    fused(f"{layer}qkv.{kind}", order, (q, kv, kv))
+            for p in "qk":
+                if f"{layer}self_attn.{p}_norm.weight" in shapes:
+                    fused(f"{layer}{p}_norm", {f"{layer}self_attn.{p}_norm.weight": turned[dim]}, (dim,))
+            both = [f"{layer}mlp.{p}_proj.weight" for p in ("gate", "up")]
+            fused(f"{layer}gate_up", dict.fromkeys(both), [config.intermediate_size] * 2)
+        for name in shapes:
+            if name not in made._where:
+                fused(name, {name: None}, (shapes[name][0],))
+        return made
+
+    def write(self, chunk: Chunk) -> None:
+        """Copy rows of a weight into its place."""
+        place, order = self._where[chunk.name]
+        rows = slice(chunk.start, chunk.start + len(chunk.values))
+        if order is None:
+            place[rows].copy_(chunk.values)
+        else:
+            place.index_copy_(0, order[rows], chunk.values.to(place.device, place.dtype))
+
+
+def _pair_rows(count: int, dim: int, device: torch.device) -> Int[Tensor, " rows"]:
+    """Where each row of a projection goes so that the two halves of each head come together in pairs.
+
+    transformers turns element i with element i + dim/2. As neighbours they are one complex number, turned in one
+    operation; scores do not change where queries and keys are ordered alike.
+
+    >>> _pair_rows(8, 4, torch.device("cpu")).tolist()
+    [0, 2, 1, 3, 4, 6, 5, 7]
+    """
+    rows = torch.arange(count, device=device).view(-1, dim // 2, 2)
+    return rows.transpose(1, 2).reshape(-1)
+
+
 class LlamaDecoder:
     """Llama, Mistral, Qwen2 and Qwen3 without their modules: some fifteen operations a layer; see ``Decoder``."""
 
@@ -136,13 +202,27 @@ class LlamaDecoder:
             config.num_hidden_layers, 2, 0, self.kv_heads, 0, self.dim, dtype=dtype, device=device
         )
         self._weights: Weights | None = None
+        self._places: Places | None = None
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        # A layer's own tensors go as soon as they are fused, so no third set of weights ever exists.
-        layers = [self._fused(tensors, i) for i in range(self.config.num_hidden_layers)]
-        embed, head = tensors["model.embed_tokens.weight"], tensors.get("lm_head.weight")
+    def begin(self) -> None:
+        self._weights = None
+        if not self._places:
+            self._places = Places.of(self.config, self.shapes, self.dtype, self.device)
+
+    def write(self, chunk: Chunk) -> None:
+        assert self._places is not None, "begin comes first"
+        self._places.write(chunk)
+
+    def finish(self) -> None:
+        assert self._places is not None, "begin comes first"
+        places, held = self._places, self._places.tensors
+        layers = [self._layer(places, i) for i in range(self.config.num_hidden_layers)]
+        embed, head = held["model.embed_tokens.weight"], held.get("lm_head.weight")
         product = _product(embed, pack=False) if head is None else _product(head)
-        self._weights = Weights(embed, layers, tensors["model.norm.weight"] * self._root, product)
+        self._weights = Weights(embed, layers, held["model.norm.weight"] * self._root, product)
+        if self.device.type == "cpu" and self.dtype == torch.float32:
+            # Packed weights are copies, beside which the places would be a second set.
+            self._places = None
 
     def reserve(self, slots: int, length: int) -> None:
         if slots > self._cache.shape[2] or length > self._cache.shape[4]:
@@ -167,7 +247,7 @@ class LlamaDecoder:
         self._cache = self._cache[:, :, :0, :, :0].clone()
 
     def drop_weights(self) -> None:
-        self._weights = None
+        self._weights = self._places = None
 
     def _hidden(self, tokens: Int[Tensor, " T"], where: Where) -> Float[Tensor, "T H"]:
         T, heads, kv_heads, dim = len(tokens), self.heads, self.kv_heads, self.dim
@@ -202,30 +282,26 @@ class LlamaDecoder:
         assert self._weights is not None, "load comes first"
         return self._weights
 
-    def _fused(self, tensors: dict[str, Tensor], index: int) -> Layer:
-        prefix = f"model.layers.{index}."
-        take = lambda name: tensors.pop(prefix + name)  # noqa: E731
-        before, after = (take(f"{p}_layernorm.weight") * self._root for p in ("input", "post_attention"))
-        # The scale of scores goes into the queries: into their norm where they have one, else into their weights.
-        scale, head_norm = self.dim**-0.5, None
-        if prefix + "self_attn.q_norm.weight" in tensors:
-            q_norm, k_norm = (_pairs(take(f"self_attn.{p}_norm.weight"), self.dim) for p in "qk")
+    def _layer(self, places: Places, index: int) -> Layer:
+        """A layer of what was written, whose norms and scale of scores are multiplied into its projections here."""
+        held, prefix = places.tensors, f"model.layers.{index}."
+        before, after = (held[f"{prefix}{p}_layernorm.weight"] * self._root for p in ("input", "post_attention"))
+        qkv, bias = held[prefix + "qkv.weight"], held.get(prefix + "qkv.bias")
+        queries = self.heads * self.dim
+        if prefix + "q_norm" in held:
+            q_norm, k_norm = held[prefix + "q_norm"], held[prefix + "k_norm"]
             # The factors sqrt(dim), of a norm without it and of the scale, are each other's inverse.
-            k_norm = k_norm * self.dim**0.5
-            head_norm, scale = torch.cat([q_norm.expand(self.heads, -1), k_norm.expand(self.kv_heads, -1)]), 1.0
-
-        def joined(kind: str) -> Tensor:
-            q, k, v = (take(f"self_attn.{p}_proj.{kind}") for p in "qkv")
-            return torch.cat([_pairs(q, self.dim) * scale, _pairs(k, self.dim), v])
-
+            head_norm = torch.cat([q_norm.expand(self.heads, -1), (k_norm * self.dim**0.5).expand(self.kv_heads, -1)])
+        else:
+            head_norm = None
+            for fused in (qkv, bias) if bias is not None else (qkv,):
+                fused[:queries].mul_(self.dim**-0.5)
         return Layer(
-            _product(
-                joined("weight") * before, joined("bias") if prefix + "self_attn.q_proj.bias" in tensors else None
-            ),
+            _product(qkv.mul_(before), bias),
             head_norm,
-            _product(take("self_attn.o_proj.weight"), tensors.pop(prefix + "self_attn.o_proj.bias", None)),
-            _product(torch.cat([take("mlp.gate_proj.weight"), take("mlp.up_proj.weight")]) * after),
-            _product(take("mlp.down_proj.weight")),
+            _product(held[prefix + "self_attn.o_proj.weight"], held.get(prefix + "self_attn.o_proj.bias")),
+            _product(held[prefix + "gate_up"].mul_(after)),
+            _product(held[prefix + "mlp.down_proj.weight"]),
             window_of(self.config, index),
         )
 
@@ -233,15 +309,6 @@ class LlamaDecoder:
         places = torch.arange(length, device=self.device)[None]
         cos, sin = self._rotary(torch.zeros(1, device=self.device), places)
         return torch.complex(cos[0, :, None, : self.dim // 2], sin[0, :, None, : self.dim // 2])
-
-
-def _pairs(t: Tensor, dim: int) -> Tensor:
-    """Bring the two halves of each head together in pairs, along the first axis.
-
-    transformers turns element i with element i + dim/2. As neighbours they are one complex number, turned in one
-    operation; scores do not change where queries and keys are ordered alike.
-    """
-    return t.unflatten(0, (-1, 2, dim // 2)).transpose(1, 2).flatten(0, 2)
 
 
 def _normed(x: Float[Tensor, "n H"], eps: Float[Tensor, ""]) -> Float[Tensor, "n H"]:

@@ -1,5 +1,12 @@
-"""Advantage estimators: functions from batch to batch."""
+"""Advantage estimators: ``(batch, options) -> batch`` with ``advantages`` and ``returns``.
 
-from .group import gae, grpo, reinforce_plus_plus, rloo, whiten_masked
+All read ``token_level_rewards`` and ``response_mask``. Tokens with ``response_mask`` 0 inside a response
+(tool output) are carried through: recursions jump over them, and their advantage and return are 0.
+"""
+
+from .columns import whiten_masked
+from .gae import gae
+from .group import grpo, rloo
+from .reinforce import reinforce_plus_plus
 
 __all__ = ["gae", "grpo", "reinforce_plus_plus", "rloo", "whiten_masked"]

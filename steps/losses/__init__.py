@@ -1,19 +1,35 @@
 """Losses: pure functions of outputs and batch."""
 
-from .policy import (
+from .contract import (
+    Level,
     Loss,
-    cross_entropy,
-    entropy,
-    kl_to_reference,
+    Term,
+    check_weights,
     loss,
-    ppo_clip,
+    row_mean,
     token_mean,
     total_loss,
-    value_clip,
     weighted_sum,
 )
+from .policy import entropy, kl_to_reference, ppo_clip
+from .preference import bradley_terry
+from .supervised import cross_entropy
+from .value import value_clip
 
 __all__ = [
-    "Loss", "cross_entropy", "entropy", "kl_to_reference", "loss", "ppo_clip", "token_mean", "total_loss",
-    "value_clip", "weighted_sum",
-]  # fmt: skip
+    "Level",
+    "Loss",
+    "Term",
+    "bradley_terry",
+    "check_weights",
+    "cross_entropy",
+    "entropy",
+    "kl_to_reference",
+    "loss",
+    "ppo_clip",
+    "row_mean",
+    "token_mean",
+    "total_loss",
+    "value_clip",
+    "weighted_sum",
+]

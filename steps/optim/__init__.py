@@ -1,21 +1,48 @@
 """Optimizers, schedules, and the one rule for applying an update."""
 
-from .apply import (
-    AdamState,
+from .adamw import AdamState, AdamW, adamw
+from .apply import apply_update, check_update
+from .masks import no_decay
+from .schedules import Constant, Cosine, Linear, Schedule, constant, cosine, linear
+from .sgd import SGD, SGDState, sgd
+from .transforms import (
+    Chain,
+    ClipByGlobalNorm,
+    Frozen,
     GradTransform,
     Optimizer,
     Update,
-    adamw,
-    apply_update,
     chain,
-    check_update,
     clip_by_global_norm,
     frozen,
-    sgd,
+    stateless,
 )
-from .schedules import constant, cosine, linear
 
 __all__ = [
-    "AdamState", "GradTransform", "Optimizer", "Update", "adamw", "apply_update", "chain", "check_update",
-    "clip_by_global_norm", "constant", "cosine", "frozen", "linear", "sgd",
-]  # fmt: skip
+    "SGD",
+    "AdamState",
+    "AdamW",
+    "Chain",
+    "ClipByGlobalNorm",
+    "Constant",
+    "Cosine",
+    "Frozen",
+    "GradTransform",
+    "Linear",
+    "Optimizer",
+    "SGDState",
+    "Schedule",
+    "Update",
+    "adamw",
+    "apply_update",
+    "chain",
+    "check_update",
+    "clip_by_global_norm",
+    "constant",
+    "cosine",
+    "frozen",
+    "linear",
+    "no_decay",
+    "sgd",
+    "stateless",
+]

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: functions of the number of updates applied so far."""
+"""Learning-rate schedules: functions of the number of updates applied so far, with readable settings."""
 
 from __future__ import annotations
 
@@ -6,44 +6,87 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
+import attrs
+
 Schedule: TypeAlias = Callable[[int], float]
 
 
-def constant(lr: float, warmup_steps: int = 0) -> Schedule:
-    """``lr`` throughout, after a linear warm-up from 0.
+@attrs.frozen
+class Constant:
+    """What ``constant`` makes."""
 
-    >>> [constant(1.0, warmup_steps=2)(i) for i in range(4)]
-    [0.0, 0.5, 1.0, 1.0]
+    lr: float
+    warmup_steps: int = 0
+
+    def __call__(self, count: int) -> float:
+        return self.lr * _warmup(count, self.warmup_steps)
+
+
+@attrs.frozen
+class Linear:
+    """What ``linear`` makes."""
+
+    lr: float
+    total_steps: int
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+
+    def __call__(self, count: int) -> float:
+        rest = 1.0 - _progress(count, self.total_steps, self.warmup_steps)
+        return self.lr * _warmup(count, self.warmup_steps) * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * rest)
+
+
+@attrs.frozen
+class Cosine:
+    """What ``cosine`` makes."""
+
+    lr: float
+    total_steps: int
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+
+    def __call__(self, count: int) -> float:
+        rest = 0.5 * (1.0 + math.cos(math.pi * _progress(count, self.total_steps, self.warmup_steps)))
+        return self.lr * _warmup(count, self.warmup_steps) * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * rest)
+
+
+def constant(lr: float, warmup_steps: int = 0) -> Constant:
+    """Makes ``lr`` throughout, after a linear warm-up from 0. A plain number means the same, without warm-up.
+
+    Example:
+        >>> [constant(1.0, warmup_steps=2)(i) for i in range(4)]
+        [0.0, 0.5, 1.0, 1.0]
+        >>> constant(0.1) == as_schedule(0.1)
+        True
     """
-    return lambda count: lr * _warmup(count, warmup_steps)
+    return Constant(lr, warmup_steps)
 
 
-def linear(lr: float, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> Schedule:
-    """Straight from ``lr`` down to ``min_lr_ratio * lr`` at ``total_steps``.
+def linear(lr: float, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> Linear:
+    """Makes a straight line from ``lr`` down to ``min_lr_ratio * lr`` at ``total_steps``.
 
-    >>> [linear(1.0, 4)(i) for i in (0, 1, 4, 9)]
-    [1.0, 0.75, 0.0, 0.0]
+    Example:
+        >>> [linear(1.0, 4)(i) for i in (0, 1, 4, 9)]
+        [1.0, 0.75, 0.0, 0.0]
     """
-
-    def schedule(count: int) -> float:
-        rest = 1.0 - _progress(count, total_steps, warmup_steps)
-        return lr * _warmup(count, warmup_steps) * (min_lr_ratio + (1.0 - min_lr_ratio) * rest)
-
-    return schedule
+    return Linear(lr, total_steps, warmup_steps, min_lr_ratio)
 
 
-def cosine(lr: float, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> Schedule:
-    """Half a cosine from ``lr`` down to ``min_lr_ratio * lr`` (Loshchilov & Hutter 2017, arXiv 1608.03983).
+def cosine(lr: float, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> Cosine:
+    """Makes half a cosine from ``lr`` down to ``min_lr_ratio * lr`` at ``total_steps``.
 
-    >>> [round(cosine(1.0, 4)(i), 3) for i in (0, 2, 4)]
-    [1.0, 0.5, 0.0]
+    Example:
+        >>> [round(cosine(1.0, 4)(i), 3) for i in (0, 2, 4)]
+        [1.0, 0.5, 0.0]
+
+    Source: Loshchilov & Hutter 2017 (arXiv 1608.03983).
     """
+    return Cosine(lr, total_steps, warmup_steps, min_lr_ratio)
 
-    def schedule(count: int) -> float:
-        rest = 0.5 * (1.0 + math.cos(math.pi * _progress(count, total_steps, warmup_steps)))
-        return lr * _warmup(count, warmup_steps) * (min_lr_ratio + (1.0 - min_lr_ratio) * rest)
 
-    return schedule
+def as_schedule(schedule: Schedule | float) -> Schedule:
+    """Returns a schedule as it is, and a number as the constant schedule."""
+    return schedule if callable(schedule) else Constant(float(schedule))
 
 
 def _warmup(count: int, warmup_steps: int) -> float:

@@ -7,13 +7,25 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
 
-from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.fsdp import Fsdp, torch_private
 from verl_fn.backends.fsdp.sharding import locals_of, whole_of
+from verl_fn.backends.fsdp.torch_private import PRIVATE
 from verl_fn.backends.local import Local
-from verl_fn.state import Grads, Key, Weighted, snapshot, tree
-from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, entropy, ppo_clip, value_clip
-from verl_fn.testing import LawViolation, check_backend, tiny_batch
+from verl_fn.state import Grads, Key, Slots, Weighted, snapshot, tree
+from verl_fn.steps import (
+    adamw,
+    bradley_terry,
+    chain,
+    clip_by_global_norm,
+    constant,
+    entropy,
+    loss,
+    ppo_clip,
+    value_clip,
+)  # fmt: skip
+from verl_fn.testing import LawViolation, check_backend, tiny_batch, tiny_pairs
 
 KEY = Key.from_seed(0)
 SHARED = ("head", "compute_dtype", "checkpointing", "lora", "device", "deterministic")  # what Local takes too
@@ -121,28 +133,48 @@ class _Broken(torch.autograd.Function):
         raise RuntimeError("broken on purpose")
 
 
-def after_failure(folder, where):
-    """A call that fails on its way leaves nothing behind."""
-    backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+def after_failure(folder, where, options):
+    """A call that fails on its way leaves nothing behind, and its model is not made anew."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24, **options), tiny_batch()
     state = backend.init(KEY)
     expected = snapshot(backend.forward_backward(state, batch, ppo_clip())[0])
+    told = backend.forward(state.params, batch)
+    skeleton, layers, calls = backend._built(), backend._built().model.base_model.layers, []
 
     def broken(module, args, output):
-        if where == "forward":
+        calls.append(module)
+        if len(calls) < (2 if where.startswith("later") else 1):
+            return output
+        if where.endswith("forward"):
             raise RuntimeError("broken on purpose")
         return _Broken.apply(output)
 
-    hook = backend._built().model.base_model.layers[0].mlp.register_forward_hook(broken)
+    def broken_loss(outputs, batch):
+        if where == "loss forward":
+            raise RuntimeError("broken on purpose")
+        values, found = ppo_clip()(outputs, batch)
+        return (_Broken.apply(values) if where == "loss backward" else values), found
+
+    hook, used = None, ppo_clip()
+    if where.startswith("loss"):
+        used = loss(needs=["logprobs"])(broken_loss)
+    else:
+        hook = layers[0].mlp.register_forward_hook(broken)
     try:
-        backend.forward_backward(state, batch, ppo_clip())
+        backend.forward_backward(state, batch, used)
     except RuntimeError as error:
         assert "broken on purpose" in str(error)
     else:
         raise AssertionError("nothing broke")
-    hook.remove()
+    if hook is not None:
+        hook.remove()
+    assert backend._built() is skeleton, "the model was made anew"
+    assert tree.equal(backend.forward(state.params, batch), told)
     again, _ = backend.forward_backward(state, batch, ppo_clip())
     assert float(again.global_norm()) > 0
-    return tree.equal(again, expected)
+    same = tree.equal(again, expected)
+    _, found = backend.apply_update(state, again)
+    return same and found["perf/residency_copies"].value == 0
 
 
 def trained_in_turn(folder, options):
@@ -241,23 +273,28 @@ class IgnoresParameters(Fsdp):
 class DropsARank(Fsdp):
     """The last rank's rows count for nothing."""
 
-    def _mine(self, batch):
-        found = super()._mine(batch)
-        if self.layout.rank == self.layout.size - 1 and "loss_weight" in batch:
-            silent = lambda b: b.with_tokens(loss_weight=torch.zeros(b.num_tokens))  # noqa: E731
-            found = [(rows, attrs.evolve(staged, batch=silent(staged.batch))) for rows, staged in found]
-        return found
+    def _share(self, batch, *rest):
+        share = super()._share(batch, *rest)
+        if self.layout.rank < self.layout.size - 1 or "loss_weight" not in batch:
+            return share
+
+        def silent(staged):
+            return attrs.evolve(
+                staged, batch=staged.batch.with_tokens(loss_weight=torch.zeros(staged.batch.num_tokens))
+            )
+
+        return attrs.evolve(share, staged=[silent(staged) for staged in share.staged])
 
 
 class Averages(Fsdp):
     """Gradients are divided by the number of ranks, as FSDP does by itself."""
 
-    def _wrapped(self, skeleton, params):
-        places = super()._wrapped(skeleton, params)
-        for module in skeleton.modules():
+    def _sharded(self, model):
+        modules = super()._sharded(model)
+        for module in model.skeleton.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(float(self.layout.size))
-        return places
+        return modules
 
 
 class NormOfOneRank(Fsdp):
@@ -294,3 +331,104 @@ def mutant(folder, name):
         check_backend(backend, Whole(folder, optimizer(), max_tokens=24), loss=loss_for("lm"), tolerance=1e-5)
     except LawViolation as error:
         return error.law
+
+
+def private_names(folder):
+    """The private names that an object of its kind lacks after a pass."""
+    backend = Fsdp(folder, optimizer(), max_tokens=24)
+    state = backend.init(KEY)
+    backend.forward_backward(state, tiny_batch(), ppo_clip())
+    fsdp = backend._built()._get_fsdp_state()
+    group = fsdp._fsdp_param_group
+    place = group.fsdp_params[0]
+    objects = {
+        "DTensor": next(iter(state.params.values())),
+        "FSDPState": fsdp,
+        "FSDPStateContext": fsdp._state_ctx,
+        "FSDPCommContext": fsdp._comm_ctx,
+        "FSDPParamGroup": group,
+        "FSDPParam": place,
+        "ParamModuleInfo": place._module_info,
+    }
+    assert all(type(value).__name__ == kind for kind, value in objects.items())
+    assert objects.keys() == PRIVATE.keys()
+    return [f"{kind}.{name}" for kind, names in PRIVATE.items() for name in names if not hasattr(objects[kind], name)]
+
+
+def levels(folder, options, rows, loss_name):
+    """Gradients, metrics and outputs of a loss of rows, alone and added to one of tokens, beside ``Local``."""
+    used = {"pairs": bradley_terry(), "both": bradley_terry() + 0.5 * value_clip()}[loss_name]
+    one = Local(folder, optimizer(), head="value", max_tokens=30)
+    many = Fsdp(folder, optimizer(), head="value", max_tokens=30, **options)
+    batch, states = tiny_pairs(pairs=rows // 2), []
+    for backend in (one, many):
+        state = backend.init(KEY)
+        # A head of zeros would give every row the same value.
+        leaves = {n: t + 0.5 if n == "score.weight" else t for n, t in state.params.items()}
+        states.append(attrs.evolve(state, params=attrs.evolve(state.params, leaves=leaves)))
+    (ga, ma), (gb, mb) = (b.forward_backward(s, batch, used) for b, s in zip((one, many), states, strict=True))
+    whole = dict(many.named(gb))
+    gaps = [
+        float((whole[n] - g).norm()) / max(float(g.norm()), 1e-6 * float(ga.global_norm())) for n, g in ga.items()
+    ]
+    gaps += [abs(v.value - mb[n].value) for n, v in ma.items()]
+    needs = ("values", "row_values")
+    mine, theirs = (b.forward(s.params, batch, needs) for b, s in zip((one, many), states, strict=True))
+    assert mine.row_values.unique().numel() > 1 and mine.row_values.shape == theirs.row_values.shape == (rows,)
+    return max(*gaps, *(float((mine.by_name[n] - theirs.by_name[n]).abs().max()) for n in needs))
+
+
+class SplitsGroups(Fsdp):
+    """Deals rows as if no loss ever kept any together."""
+
+    def _share(self, batch, wanted, state=None, together=None):
+        return super()._share(batch, wanted, state)
+
+
+def split_groups(folder):
+    """What a loss of pairs says where a backend splits them: it has a row without its other."""
+    backend = SplitsGroups(folder, optimizer(), head="value", max_tokens=30)
+    try:
+        backend.forward_backward(backend.init(KEY), tiny_pairs(pairs=5), bradley_terry())
+    except ValueError as error:
+        return str(error)
+
+
+def refused_groups(folder):
+    """A group longer than the budget, and a field that the batch lacks."""
+    backend, says = Fsdp(folder, optimizer(), head="value", max_tokens=30), []
+    state, batch = backend.init(KEY), tiny_pairs(pairs=5)
+    for given in (batch.with_rows(pair=[0] * 5 + [1] * 5), batch.without("pair")):
+        try:
+            backend.forward_backward(state, given, bradley_terry())
+        except ValueError as error:
+            says.append(str(error))
+    return says
+
+
+def named(folder, options):
+    """``named`` of parameters, gradients and moments beside ``Local``; everything bitwise but what was reduced."""
+    one, many = (cls(folder, optimizer(), max_tokens=24, **o) for cls, o in ((Local, {}), (Fsdp, options)))
+    a, b = one.init(KEY), many.init(KEY)
+    params = dict(many.named(b.params))
+    assert list(params) == list(a.params) and all(torch.equal(t, params[n]) for n, t in a.params.items())
+    assert not any(hasattr(t, "full_tensor") for t in params.values())
+    batch = tiny_batch()
+    (ga, _), (gb, _) = one.forward_backward(a, batch, ppo_clip()), many.forward_backward(b, batch, ppo_clip())
+    gap = max(float((t - ga[n]).abs().max()) for n, t in many.named(gb))
+    (a, _), (b, _) = one.apply_update(a, ga), many.apply_update(b, gb)
+    slots = [[s for s in tree_leaves(x.optimizer, is_leaf=lambda s: isinstance(s, Slots)) if isinstance(s, Slots)]
+             for x in (a, b)]  # fmt: skip
+    assert len(slots[0]) == len(slots[1]) > 0
+    for mine, theirs in zip(*slots, strict=True):
+        gap = max(gap, *(float((t - mine[n]).abs().max()) for n, t in many.named(theirs)))
+    return gap
+
+
+def without_reset(folder):
+    """Whether a call that fails leaves nothing behind although FSDP is not brought back to rest."""
+    with mock.patch.object(torch_private, "reset", lambda root: None):
+        try:
+            return after_failure(folder, "loss forward", {})
+        except (AssertionError, RuntimeError):
+            return False

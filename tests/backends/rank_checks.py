@@ -9,11 +9,12 @@ import torch.distributed as dist
 from rank_cases import KEY, optimizer
 from torch.distributed.tensor import DTensor
 
-from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.checkpoint import tensor_file
+from verl_fn.backends.fsdp import Fsdp, loading
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.local import Local
 from verl_fn.state import Grads, is_donated
-from verl_fn.steps import GradTransform, Optimizer, adamw, chain, clip_by_global_norm, frozen, linear, ppo_clip, sgd
+from verl_fn.steps import SGD, adamw, chain, clip_by_global_norm, frozen, linear, ppo_clip, sgd, stateless
 from verl_fn.testing import tiny_batch
 
 OPTIMIZERS = {
@@ -250,18 +251,53 @@ def other_calls(folder):
     ]
 
 
+class HoldsADict(SGD):
+    def init(self, params):
+        return {name: torch.zeros_like(p) for name, p in params.items()}
+
+
 def own_optimizers(folder):
     """A momentum in a dict cannot be sharded; a norm of each parameter's own can be had through ``reduce``."""
     plain = sgd(lambda count: 0.1)
-    held = Optimizer(lambda params: {n: torch.zeros_like(p) for n, p in params.items()}, plain.update)
+    held = HoldsADict(plain.schedule)
     says = told(lambda: Fsdp(folder, held).init(KEY))
 
     def normalized(grads, update):
         return Grads({n: g / (update.reduce(g.square().sum()).sqrt() + 1e-9) for n, g in grads.items()}), update
 
-    by_layer, moved = chain(GradTransform(normalized), plain), []
+    by_layer, moved = chain(stateless(normalized), plain), []
     for backend in (Local(folder, by_layer), Fsdp(folder, by_layer)):
         state = backend.init(KEY)
         grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
         moved.append(whole_of(backend.apply_update(state, grads)[0].params))
     return says, max(float((moved[1][n] - t).abs().max()) for n, t in moved[0].items())
+
+
+def loaded(folder, options):
+    """Whether the shards of a folder are the rows that one process reads; the rows read and the wholes made here."""
+    alone = {name: options[name] for name in ("head", "lora") if name in options}
+    backend, rows, wholes = Fsdp(folder, optimizer(), **options), 0, 0
+    read, make = tensor_file.Slices.rows, loading.build
+
+    def counted(self, name, start, end):
+        nonlocal rows
+        rows += end - start
+        return read(self, name, start, end)
+
+    def noted(*args, **kwargs):
+        nonlocal wholes
+        wholes += 1
+        return make(*args, **kwargs)
+
+    tensor_file.Slices.rows, loading.build = counted, noted
+    try:
+        states = [backend.load_pretrained(), backend.init(KEY)]
+    finally:
+        tensor_file.Slices.rows, loading.build = read, make
+    local = Local(folder, optimizer(), **alone)
+    same = [
+        [] == [name for name, t in backend.named(state.params) if not torch.equal(t, wanted.params[name])]
+        and state.params.trainable == wanted.params.trainable
+        for state, wanted in zip(states, (local.load_pretrained(), local.init(KEY)), strict=True)
+    ]
+    return same, rows, wholes

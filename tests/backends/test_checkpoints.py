@@ -107,7 +107,7 @@ def saved(folder, tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "saved0"
 
 
-NORM, MOMENT = "model.norm.weight", ".optimizer.exp_avg['model.norm.weight']"
+NORM, MOMENT = "model.norm.weight", ".optimizer[1].exp_avg['model.norm.weight']"
 
 
 @pytest.mark.parametrize(

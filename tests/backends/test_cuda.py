@@ -116,13 +116,14 @@ def test_a_state_placed_on_the_cpu_means_the_same(model, batch):
 def test_sampler_on_the_gpu_agrees_with_the_trainer(model):
     from verl_fn.backends.protocol import Sampling
     from verl_fn.backends.sampler import Sampler
-    from verl_fn.state import Key
+    from verl_fn.state import Key, pack, requests_for
 
     backend, engine = Local(model, OPTIMIZER, device="cuda"), Sampler(model, device="cuda", slots=8)
     state = backend.load_pretrained()
-    engine.publish(0, backend.named_tensors(state.params))
+    engine.publish(0, backend.weights(state.params))
     prompts = [[1, *range(4, 4 + n)] for n in (2, 5, 3, 8)]
-    batch = engine.generate(prompts, Sampling(40, n=4, temperature=0.8), Key.from_seed(0), version=0)
+    requests = requests_for(prompts, Sampling(40, n=4, temperature=0.8), Key.from_seed(0))
+    batch = pack(engine.generate(requests, version=0))
     gap = (backend.forward(state.params, batch).logprobs - batch["rollout_log_probs"]).abs()
     assert float((gap * batch["response_mask"]).max()) < 1e-4
 

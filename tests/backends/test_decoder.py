@@ -10,6 +10,7 @@ from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.sampler.decoder import GeneralDecoder, model_of, slot_attention
 from verl_fn.backends.sampler.llama import LlamaDecoder, _product, decoder_for, misfit
+from verl_fn.backends.weight_sync import Weights, receive
 from verl_fn.state import Batch
 
 CPU = torch.device("cpu")
@@ -45,6 +46,13 @@ GENERAL = {
 }
 PROMPTS = [[1, 4, 5, 6, 7, 8, 9, 10, 11, 4], [1, 9], [1, 6, 6, 7, 5]]
 ANSWERS = [[5, 6, 7, 4], [8, 8, 9, 10], [4, 11, 10, 9]]
+
+
+def load(decoder, weights):
+    """Write whole weights into a decoder."""
+    decoder.begin()
+    receive(Weights.of(weights), decoder.write)
+    decoder.finish()
 
 
 @attrs.frozen
@@ -86,7 +94,7 @@ def case(tmp_path_factory):
 
 def loaded(kind, case, dtype=torch.float32):
     decoder = kind(*model_of(case.folder), CPU, dtype)
-    decoder.load({name: t.to(dtype, copy=True) for name, t in case.weights.items()})
+    load(decoder, case.weights)
     return decoder
 
 
@@ -170,10 +178,10 @@ def test_caches_grow_and_weights_are_replaced(case, kind):
         decoder.prefill(Batch.from_rows([[1, 4]]), torch.tensor([0]))
     first = decoded(decoder)
     assert (first - expected(this)).abs().max() < 1e-4
-    decoder.load({name: t * 0.5 for name, t in this.weights.items()})
+    load(decoder, {name: t * 0.5 for name, t in this.weights.items()})
     assert (decoded(decoder) - first).abs().max() > 0.1
     decoder.drop_cache()
-    decoder.load({name: t.clone() for name, t in this.weights.items()})
+    load(decoder, this.weights)
     assert torch.equal(decoded(decoder), first)
 
 

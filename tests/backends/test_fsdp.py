@@ -1,10 +1,15 @@
 """The sharded backend on 1, 2 and 4 processes: the laws, the first step beside one process, and what it refuses."""
 
-import pytest
+import json
 
+import pytest
+import torch
+
+from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
+from verl_fn.benchmarks import scaling
 from verl_fn.state import tree
 
 FP32, BF16 = 1e-5, 0.02
@@ -81,9 +86,22 @@ def test_layers_are_compiled_once_for_all_sizes(two, untied, options):
     two.run("compiled_once", untied, options)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_call_that_fails_leaves_nothing_behind(one, folder, where):
-    assert one.run("after_failure", folder, where) == [True]
+@pytest.mark.parametrize(
+    "where", ["forward", "backward", "later forward", "later backward", "loss forward", "loss backward"]
+)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False, "compute_dtype": "bfloat16"}], ids=str)
+def test_a_call_that_fails_leaves_nothing_behind(two, folder, where, options):
+    assert two.run("after_failure", folder, where, options) == [True, True]
+
+
+def test_a_reset_that_does_nothing_is_caught(two, folder):
+    assert two.run("without_reset", folder) == [False, False]
+
+
+def test_what_is_private_to_torch_is_there(one, folder):
+    """Every private name of PyTorch that sharding touches; a new version is tried here first."""
+    assert torch.__version__.startswith(f"{torch_private.TORCH}."), "read backends/fsdp/torch_private.py anew"
+    assert one.run("private_names", folder) == [[]]
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -92,6 +110,32 @@ def test_what_is_trained_may_change_from_call_to_call(one, two, untied, dtype, t
     for ranks in (one, two):
         options = {"compute_dtype": dtype, "reshard_after_forward": reshard}
         assert max(ranks.run("trained_in_turn", untied, options)) < tolerance
+
+
+@pytest.mark.parametrize("loss", ["pairs", "both"])
+@pytest.mark.parametrize(
+    ("rows", "options"),
+    [(10, {}), (2, {}), (6, {"sp": 2}), (10, {"reshard_after_forward": False, "checkpointing": True})],
+    ids=str,
+)
+def test_losses_of_rows_that_belong_together(two, folder, loss, rows, options):
+    """Also with fewer pairs than ranks, where a rank fills up with a pair of no weight."""
+    assert max(two.run("levels", folder, options, rows, loss)) < 1e-5
+
+
+def test_a_backend_that_splits_pairs_is_caught(two, folder):
+    assert all(told and "do not have two rows" in told for told in two.run("split_groups", folder))
+
+
+def test_groups_that_cannot_stay_together_are_refused(two, folder):
+    for long, missing in two.run("refused_groups", folder):
+        assert "the group pair = " in long and "more than the budget of 30" in long
+        assert "no per-row field of that name" in missing
+
+
+@pytest.mark.parametrize("options", [{}, {"sp": 2}, {"replicate": 2}], ids=str)
+def test_whole_tensors_by_canonical_name(two, folder, options):
+    assert max(two.run("named", folder, options)) < 1e-6
 
 
 def test_values_keep_their_meaning(two, folder):
@@ -155,3 +199,13 @@ def test_a_state_moves_between_one_two_and_four_ranks(two, four, folder, tmp_pat
 def test_broken_sharded_backends_are_caught(two, folder, name, laws):
     told = two.run("mutant", folder, name)
     assert set(told) <= laws and None not in told, told
+
+
+def test_the_benchmark_of_scaling(tmp_path, capsys):
+    """Its numbers mean nothing on a shared CPU, and so neither does its exit status."""
+    arguments = ["--device", "cpu", "--shapes", "tiny", "--ranks", "1", "2", "--rounds", "1", "--rows", "2"]
+    scaling.main([*arguments, "--json", str(tmp_path / "a.json")])
+    told, found = capsys.readouterr().out, json.loads((tmp_path / "a.json").read_text())["results"]["tiny"]
+    assert told.splitlines()[-1].startswith(("held", "MISSED"))
+    assert {call: set(by_size) for call, by_size in found.items()} == {"logprobs": {"1", "2"}, "update": {"1", "2"}}
+    assert found["update"]["1"]["efficiency"]["median"] == 1.0

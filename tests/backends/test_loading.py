@@ -8,12 +8,14 @@ from safetensors.torch import load_file, save_file
 from test_local import OPTIMIZER, edit_config, ragged
 from transformers import AutoModelForTokenClassification
 
-from verl_fn.backends.hf.folder import ModelError
+from verl_fn.backends.hf.checks import smaller
+from verl_fn.backends.hf.folder import ModelError, build, hollow, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.hf.skeleton import check_head
+from verl_fn.backends.hf.outputs import check_head
 from verl_fn.backends.local import Local
-from verl_fn.state import Batch, tree
+from verl_fn.benchmarks import loading
+from verl_fn.state import Batch, Key, tree
 from verl_fn.steps import cross_entropy, value_clip
 
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -175,3 +177,98 @@ def test_a_temperature_is_one_number_a_row(tiny):
     ):
         with pytest.raises(ValueError, match="temperature must be one number a row"):
             backend.forward(state.params, odd)
+
+
+def in_files(folder, count, dtype):
+    """The folder with its weights in another dtype and in several files with an index, as large models have them."""
+    tensors = {name: t.to(dtype) for name, t in load_file(folder / "model.safetensors").items()}
+    (folder / "model.safetensors").unlink()
+    places = {}
+    for i in range(count):
+        part = {name: tensors[name] for name in sorted(tensors)[i::count]}
+        save_file(part, folder / f"model-{i}.safetensors", metadata={"format": "pt"})
+        places |= dict.fromkeys(part, f"model-{i}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}), ({}, {"replicate": 2}), ({}, {"head": "value", "lora": Lora(rank=3)}),
+        ({"tie_word_embeddings": False}, {"lora": Lora(rank=3)}), ({"tie_word_embeddings": False}, {"head": "value"}),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("files", [1, 3])
+def test_each_rank_reads_only_its_rows(four, tmp_path, fields, options, files):
+    """Bitwise what one process has, for random weights too, which the first rank alone makes whole."""
+    folder = new_model(tmp_path, chars="abcde", hidden_size=16, **fields)
+    if files > 1:
+        in_files(folder, files, torch.bfloat16)
+    tensors = {name: t for path in folder.glob("*.safetensors") for name, t in load_file(path).items()}
+    all_rows, reports = sum(len(t) for t in tensors.values()), four.run("rank_checks.loaded", folder, options)
+    assert [same for same, _, _ in reports] == [[True, True]] * 4
+    # Three rows of every tensor tell the ranks' folders apart.
+    most = all_rows / (2 if "replicate" in options else 4) + 5 * len(tensors)
+    assert max(rows for _, rows, _ in reports) <= most < all_rows
+    assert [wholes for _, _, wholes in reports] == [1, 0, 0, 0]
+
+
+def both_names(folder):
+    edit_weights(folder, lambda w: w | {"lm_head.weight": w["model.embed_tokens.weight"].clone()})
+
+
+def without_prefix(folder):
+    edit_weights(folder, lambda w: {name.removeprefix("model."): t for name, t in w.items()})
+
+
+def pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [(MOE, lambda folder: None), ({}, both_names), ({}, without_prefix), ({}, pickled)],
+    ids=["experts", "tied weights twice", "another prefix", "pickled"],
+)
+def test_folders_that_transformers_converts_are_handed_out_by_the_first_rank(two, tmp_path, fields, change):
+    folder = new_model(tmp_path, chars="abcd", hidden_size=32, **fields)
+    change(folder)
+    reports = two.run("rank_checks.loaded", folder, {})
+    assert [same for same, _, _ in reports] == [[True, True]] * 2
+    assert [wholes for _, _, wholes in reports] == [2, 0]
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama", "mistral", "phi3", "gpt_neox", "gemma"])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_model_without_weights_is_the_same_model(tmp_path, arch, head):
+    folder = new_model(tmp_path, chars="abcd", arch=arch, hidden_size=32)
+    lora, key = Lora(rank=2), Key.from_seed(0)
+    (skeleton, params), made = (
+        build(folder, head, pretrained=False, key=key, lora=lora),
+        hollow(folder, head, key=key, lora=lora),
+    )
+    assert {name: t.shape for name, t in made.shapes.items()} == {name: t.shape for name, t in params.items()}
+    assert list(made.shapes) == list(params) and all(p.is_meta for p in made.skeleton.parameters())
+    assert made.adapters and all(torch.equal(t, params[name]) for name, t in made.adapters.items())
+    for (name, ours), (other, theirs) in zip(made.skeleton.named_buffers(), skeleton.named_buffers(), strict=True):
+        assert name == other and not ours.is_meta and torch.equal(ours, theirs)
+
+
+def test_an_architecture_is_checked_on_a_small_model(tmp_path):
+    """A soft cap shows on logits of the size that trained models have; sizes and depth do not matter."""
+    wide = new_model(tmp_path / "a", chars="abcd", hidden_size=64, num_hidden_layers=6, intermediate_size=512)
+    sizes = [config.num_hidden_layers for config in smaller(read_config(wide))]
+    assert sizes == [2, 2, 6]
+    scaled = new_model(tmp_path / "b", chars="abcd", arch="granite", hidden_size=32, logits_scaling=8.0)
+    with pytest.raises(ModelError, match="changes its logits after the output layer"):
+        hollow(scaled, "lm", key=Key.from_seed(0))
+
+
+@pytest.mark.parametrize("ways", [["load_pretrained"], ["init"]], ids=str)
+def test_the_benchmark_of_loading(tmp_path, capsys, ways):
+    arguments = ["--shape", "tiny", "--ranks", "2", "--json", str(tmp_path / "a.json"), "--ways", *ways]
+    assert loading.main(arguments) == 0 and "held" in capsys.readouterr().out
+    (reports,) = json.loads((tmp_path / "a.json").read_text())["results"].values()
+    assert len(reports) == 2 and all(report["peak"] >= report["imports"] > 0 < report["shard"] for report in reports)

@@ -8,10 +8,11 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.state import Batch, Key, tree
+from verl_fn.state import Batch, Key, metrics, tree
 from verl_fn.steps import (
     adamw,
     aggregate,
+    bradley_terry,
     chain,
     clip_by_global_norm,
     constant,
@@ -19,8 +20,9 @@ from verl_fn.steps import (
     entropy,
     frozen,
     ppo_clip,
+    value_clip,
 )
-from verl_fn.testing import tiny_batch
+from verl_fn.testing import tiny_batch, tiny_pairs
 
 OPTIMIZER = chain(clip_by_global_norm(1.0), adamw(constant(1e-3)))
 LENGTHS = (5, 9, 3, 12, 2, 17)
@@ -133,7 +135,7 @@ def test_bf16_computes_in_bf16_and_keeps_fp32(tiny):
     gap = float((got + want.scale(-1.0)).global_norm() / want.global_norm())
     assert 1e-4 < gap < 3e-2
     state, _ = half.apply_update(state, got)
-    assert all(t.dtype == torch.float32 for t in (*state.params.values(), *state.optimizer.exp_avg.values()))
+    assert all(t.dtype == torch.float32 for t in (*state.params.values(), *state.optimizer[-1].exp_avg.values()))
 
 
 def test_bf16_copies_follow_the_parameters(tiny):
@@ -261,3 +263,43 @@ def test_parameters_of_another_model_are_named(tiny):
     some = attrs.evolve(params, leaves={n: t for n, t in params.items() if n != "model.norm.weight"})
     with pytest.raises(ValueError, match=r"are not this model's: \['model.norm.weight'\]"):
         backend.forward(some, tiny_batch())
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpointing": True}, {"head": "value"}], ids=str)
+def test_the_loss_is_a_function_that_torch_func_transforms(tiny, options):
+    """The gradient is forward_backward's, forward mode agrees with it, and rows' gradients add up to it."""
+    backend = Local(tiny, OPTIMIZER, max_tokens=24, **options)
+    batch = tiny_pairs()
+    loss = cross_entropy() if "head" not in options else value_clip() + 0.1 * bradley_terry()
+    state, _ = backend.apply_update(*trained(backend, batch, loss))
+    fn = backend.loss_fn(batch, loss)
+    grads, reported = backend.forward_backward(state, batch, loss)
+    derived, found = torch.func.grad(fn, has_aux=True)(state.params)
+    assert metrics.to_floats(found) == pytest.approx(metrics.to_floats(reported), rel=1e-5)
+    _, slope = torch.func.jvp(lambda params: fn(params)[0], (state.params,), (derived,))
+    assert float(slope) == pytest.approx(float(grads.global_norm()) ** 2, rel=1e-4)
+    half = backend.loss_fn(batch.with_tokens(loss_weight=batch["loss_weight"] / 2), loss)
+    _, pull = torch.func.vjp(lambda params: fn(params)[0] + half(params)[0], state.params)
+    for name, g in grads.items():
+        torch.testing.assert_close(derived[name], g, rtol=1e-4, atol=1e-6)
+        if "head" not in options:
+            torch.testing.assert_close(pull(torch.tensor(2.0))[0][name], 3.0 * g, rtol=1e-4, atol=1e-6)
+
+
+def trained(backend, batch, loss):
+    state = backend.init(Key.from_seed(0))
+    return state, backend.forward_backward(state, batch, loss)[0]
+
+
+def test_row_values_are_read_after_each_rows_last_token(tiny):
+    """What a longer row's values say of its next token is what a row that ends there says of itself."""
+    backend = Local(tiny, OPTIMIZER, head="value", max_tokens=24)
+    batch = tiny_batch()
+    state, _ = backend.apply_update(*trained(backend, batch, value_clip()))
+    longer = Batch.from_rows(
+        [[*row.tolist(), 3] for row in batch.rows()],
+        {"response_mask": [[0.0] * len(row) + [1.0] for row in batch.rows()]},
+    )
+    ends = backend.forward(state.params, batch, ["row_values", "values"])
+    assert ends.row_values.shape == (len(batch),) and ends.row_values.abs().min() > 0
+    torch.testing.assert_close(ends.row_values, backend.forward(state.params, longer, ["values"]).values[longer.last])

@@ -4,7 +4,8 @@ import torch
 
 from verl_fn.backends.protocol import Sampling
 from verl_fn.backends.sampler.engine import Draws, Sampler
-from verl_fn.state import Key
+from verl_fn.backends.weight_sync import Weights
+from verl_fn.state import Key, pack, requests_for
 
 
 def drawn(sampling, logits, u):
@@ -51,7 +52,10 @@ def test_ties_at_a_cut_are_kept_whole():
 def test_near_ties_are_counted_by_row(tiny):
     """A flat model has a boundary every 1/13; at temperature 0 every one of its draws is a tie."""
     flat = Sampler(tiny)
-    flat.publish(0, [(name, torch.zeros(shape)) for name, shape in flat.decoder.shapes.items()])
-    batch = flat.generate([[1], [1, 4]], Sampling(5, temperature=0.0), Key.from_seed(7))
+    flat.publish(0, Weights.of({name: torch.zeros(shape) for name, shape in flat.decoder.shapes.items()}))
+    batch, plain = (
+        pack(flat.generate(requests_for([[1], [1, 4]], sampling, Key.from_seed(7))))
+        for sampling in (Sampling(5, temperature=0.0), Sampling(5))
+    )
     assert batch["near_ties"].tolist() == (batch.lengths - batch["prompt_length"]).tolist()
-    assert flat.generate([[1], [1, 4]], Sampling(5), Key.from_seed(7))["near_ties"].tolist() == [0, 0]
+    assert plain["near_ties"].tolist() == [0, 0]

@@ -12,7 +12,8 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.protocol import Sampling, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.sampler import engine as module
-from verl_fn.state import Key, uniform_at
+from verl_fn.backends.weight_sync import IncompleteWeights, Weights, specs_of
+from verl_fn.state import Key, pack, requests_for, uniform_at
 
 EOS = 2
 KEY = Key.from_seed(7)
@@ -29,6 +30,11 @@ SAMPLINGS = [
 ]
 
 
+def draw(sampler, prompts, sampling, key=KEY, ids=None, version=None):
+    """The packed responses of an engine."""
+    return pack(sampler.generate(requests_for(prompts, sampling, key, ids), version=version))
+
+
 @attrs.frozen
 class Made:
     """A folder, weights for it with lively distributions, and a plain model with them."""
@@ -39,7 +45,7 @@ class Made:
 
     def sampler(self, **kwargs):
         sampler = Sampler(self.folder, **kwargs)
-        sampler.publish(3, self.weights.items())
+        sampler.publish(3, Weights.of(self.weights))
         return sampler
 
 
@@ -105,7 +111,7 @@ def processed(logits, sampling):
 @pytest.mark.parametrize("which", ["made", "general"])
 def test_log_probs_are_those_of_a_plain_forward(request, which, sampling):
     this = request.getfixturevalue(which)
-    batch = this.sampler(slots=5).generate(PROMPTS, sampling, KEY)
+    batch = draw(this.sampler(slots=5), PROMPTS, sampling, KEY)
     cuts = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
     assert ("rollout_full_log_probs" in batch) == cuts
     for row, (tokens, mask) in enumerate(zip(batch.rows(), batch.rows("response_mask"), strict=True)):
@@ -123,7 +129,7 @@ def test_log_probs_are_those_of_a_plain_forward(request, which, sampling):
 
 
 def test_fields(sampler):
-    batch = sampler.generate([[1, 4], [1, 5, 6]], Sampling(40, n=3, temperature=0.7), KEY, ids=[8, 5])
+    batch = draw(sampler, [[1, 4], [1, 5, 6]], Sampling(40, n=3, temperature=0.7), KEY, ids=[8, 5])
     assert batch["group"].tolist() == [8, 8, 8, 5, 5, 5]
     assert batch["prompt_length"].tolist() == [2, 2, 2, 3, 3, 3]
     assert batch["version"].tolist() == [3] * 6
@@ -135,11 +141,11 @@ def test_fields(sampler):
         assert row[:start].tolist() in ([1, 4], [1, 5, 6])
         assert EOS not in row[start:-1]
         assert row[-1] == EOS or len(row) == start + 40
-    assert sampler.generate([[1]], Sampling(2, temperature=0.0), KEY)["temperature"].tolist() == [1.0]
+    assert draw(sampler, [[1]], Sampling(2, temperature=0.0), KEY)["temperature"].tolist() == [1.0]
 
 
 def test_tensors_are_fit_for_autograd(sampler):
-    batch = sampler.generate(PROMPTS[:2], Sampling(4, top_k=3), KEY)
+    batch = draw(sampler, PROMPTS[:2], Sampling(4, top_k=3), KEY)
     assert not any(t.is_inference() for t in [batch.tokens, *batch.per_token.values(), *batch.per_row.values()])
     weight = torch.ones((), requires_grad=True)
     (weight * batch["rollout_log_probs"]).sum().backward()
@@ -153,7 +159,7 @@ def test_tensors_are_fit_for_autograd(sampler):
 def test_draws_have_the_distribution(made, sampling):
     """Chi-square of 4000 draws after one prompt, at the 99.9 % level, with a fixed key."""
     prompt, n = [1, 4, 9], 4000
-    batch = made.sampler(slots=1000).generate([prompt], attrs.evolve(sampling, max_tokens=1, n=n), KEY)
+    batch = draw(made.sampler(slots=1000), [prompt], attrs.evolve(sampling, max_tokens=1, n=n), KEY)
     with torch.no_grad():
         probs = processed(made.plain(torch.tensor([prompt])).logits[0, -1], sampling)[0].exp()
     counts = batch.tokens[batch.last].bincount(minlength=len(probs))
@@ -169,7 +175,7 @@ def test_draws_have_the_distribution(made, sampling):
 
 def test_positions_and_samples_are_independent(sampler):
     """Each sample and each position has a number of its own: no row repeats another and no draw the one before."""
-    batch = sampler.generate([[1, 4]], Sampling(24, n=64, temperature=3.0), KEY)
+    batch = draw(sampler, [[1, 4]], Sampling(24, n=64, temperature=3.0), KEY)
     found = responses(batch)
     long = [tuple(r[:6]) for r in found.values() if len(r) >= 6]
     assert len(set(long)) == len(long) > 30
@@ -182,10 +188,10 @@ def test_positions_and_samples_are_independent(sampler):
 def test_order_size_and_slots_do_not_matter(request, which, sampling):
     this = request.getfixturevalue(which)
     ids = list(range(len(PROMPTS)))
-    whole = this.sampler(slots=64).generate(PROMPTS, sampling, KEY)
+    whole = draw(this.sampler(slots=64), PROMPTS, sampling, KEY)
     want, near = responses(whole), whole["near_ties"].sum()
     for slots, order in ((64, ids[::-1]), (4, ids[3:] + ids[:3]), (1, ids[:4]), (7, [2, 10])):
-        batch = this.sampler(slots=slots).generate([PROMPTS[i] for i in order], sampling, KEY, ids=order)
+        batch = draw(this.sampler(slots=slots), [PROMPTS[i] for i in order], sampling, KEY, ids=order)
         got = responses(batch)
         differ = {name for name in got if got[name] != want[name]}
         assert len(differ) <= near <= 1
@@ -195,9 +201,9 @@ def test_order_size_and_slots_do_not_matter(request, which, sampling):
 def test_draws_are_a_function_of_key_id_sample_and_position(sampler):
     """The contract in full, on a model that likes all 13 tokens alike."""
     flat = Sampler(sampler.folder, slots=3)
-    flat.publish(0, [(name, torch.zeros(shape)) for name, shape in flat.decoder.shapes.items()])
+    flat.publish(0, Weights.of({name: torch.zeros(shape) for name, shape in flat.decoder.shapes.items()}))
     ids = [5, 9, 11, 0]
-    found = responses(flat.generate([[1] * (1 + i) for i in range(4)], Sampling(9, n=2), KEY, ids=ids))
+    found = responses(draw(flat, [[1] * (1 + i) for i in range(4)], Sampling(9, n=2), KEY, ids=ids))
     for (i, sample), tokens in found.items():
         seed = KEY.fold_in(i).fold_in(sample).seed()
         positions = torch.arange(len(tokens)) + 1 + ids.index(i)
@@ -214,7 +220,7 @@ def test_no_step_is_wasted(made, slots, monkeypatch):
     monkeypatch.setattr(
         sampler.decoder, "prefill", lambda rows, to: begun.append((len(alive), len(rows))) or prefill(rows, to)
     )
-    batch = sampler.generate(PROMPTS, Sampling(12), KEY)
+    batch = draw(sampler, PROMPTS, Sampling(12), KEY)
     assert sum(alive) == int(batch["response_mask"].sum()) - len(PROMPTS)
     assert sum(rows for _, rows in begun) == len(PROMPTS)
     assert max(alive) <= slots
@@ -225,25 +231,25 @@ def test_no_step_is_wasted(made, slots, monkeypatch):
 
 
 def test_prefills_in_parts_are_the_same(sampler, monkeypatch):
-    want = responses(sampler.generate(PROMPTS, Sampling(12, n=3), KEY))
+    want = responses(draw(sampler, PROMPTS, Sampling(12, n=3), KEY))
     monkeypatch.setattr(module, "PREFILL_TOKENS", 7)
-    assert responses(sampler.generate(PROMPTS, Sampling(12, n=3), KEY)) == want
+    assert responses(draw(sampler, PROMPTS, Sampling(12, n=3), KEY)) == want
 
 
 def test_another_key_or_id_draws_otherwise(sampler):
     sampling = Sampling(12, n=2)
-    first = responses(sampler.generate(PROMPTS, sampling, KEY))
-    again = responses(sampler.generate(PROMPTS, sampling, KEY))
-    other = responses(sampler.generate(PROMPTS, sampling, Key.from_seed(8)))
-    shifted = responses(sampler.generate(PROMPTS, sampling, KEY, ids=range(1, 12)))
+    first = responses(draw(sampler, PROMPTS, sampling, KEY))
+    again = responses(draw(sampler, PROMPTS, sampling, KEY))
+    other = responses(draw(sampler, PROMPTS, sampling, Key.from_seed(8)))
+    shifted = responses(draw(sampler, PROMPTS, sampling, KEY, ids=range(1, 12)))
     assert first == again
     assert all(first[i, s] != other[i, s] for i in range(4, 8) for s in range(2))
     assert all(first[i, s] != shifted[i + 1, s] for i in range(4, 8) for s in range(2))
 
 
 def test_a_sample_does_not_depend_on_how_many_there_are(sampler):
-    few = responses(sampler.generate(PROMPTS, Sampling(12, n=1), KEY))
-    many = responses(sampler.generate(PROMPTS, Sampling(12, n=5), KEY))
+    few = responses(draw(sampler, PROMPTS, Sampling(12, n=1), KEY))
+    many = responses(draw(sampler, PROMPTS, Sampling(12, n=5), KEY))
     assert len(many) == 5 * len(few)
     assert all(many[name] == tokens for name, tokens in few.items())
     assert len({tuple(many[5, s]) for s in range(5)}) > 1
@@ -252,7 +258,7 @@ def test_a_sample_does_not_depend_on_how_many_there_are(sampler):
 @pytest.mark.parametrize("which", ["made", "general"])
 def test_greedy_is_transformers_greedy(request, which):
     this = request.getfixturevalue(which)
-    got = responses(this.sampler(slots=3).generate(PROMPTS, Sampling(12, temperature=0.0), KEY))
+    got = responses(draw(this.sampler(slots=3), PROMPTS, Sampling(12, temperature=0.0), KEY))
     for i, prompt in enumerate(PROMPTS):
         want = this.plain.generate(
             torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=12
@@ -261,8 +267,8 @@ def test_greedy_is_transformers_greedy(request, which):
 
 
 def test_responses_end_at_any_stop_token(made, sampler):
-    free = responses(sampler.generate(PROMPTS, Sampling(20, n=2), KEY))
-    batch = sampler.generate(PROMPTS, Sampling(20, n=2, stop_token_ids=(5, 7)), KEY)
+    free = responses(draw(sampler, PROMPTS, Sampling(20, n=2), KEY))
+    batch = draw(sampler, PROMPTS, Sampling(20, n=2, stop_token_ids=(5, 7)), KEY)
     ends = set()
     for (name, got), finished in zip(responses(batch).items(), batch["finished"], strict=True):
         stop = next((i for i, token in enumerate(free[name]) if token in (EOS, 5, 7)), 19)
@@ -288,18 +294,56 @@ def test_the_models_own_end_tokens(made, tmp_path, told, ends):
 def test_publishing_copies(made, sampler):
     mine = {name: t.clone() for name, t in made.weights.items()}
     other = Sampler(made.folder)
-    other.publish(3, mine.items())
+    other.publish(3, Weights.of(mine))
     for t in mine.values():
         t.zero_()
     sampling = Sampling(12, n=2)
-    assert responses(other.generate(PROMPTS, sampling, KEY)) == responses(sampler.generate(PROMPTS, sampling, KEY))
+    assert responses(draw(other, PROMPTS, sampling, KEY)) == responses(draw(sampler, PROMPTS, sampling, KEY))
+
+
+@pytest.mark.parametrize("which", ["made", "general"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_buckets_of_any_size_make_the_same_weights(request, which, dtype):
+    """Also in place of weights that were run: nothing is multiplied into them twice."""
+    this = request.getfixturevalue(which)
+    want = draw(this.sampler(dtype=dtype), PROMPTS, Sampling(6), KEY)
+
+    @attrs.frozen
+    class Small:
+        specs: tuple
+        size: int
+
+        def buckets(self, max_bytes=0, *, checked=False):
+            return Weights.of(this.weights).buckets(self.size, checked=checked)
+
+    engine = this.sampler(dtype=dtype)
+    for version, size in ((4, 1), (5, 1000), (6, 2**20)):
+        engine.publish(version, Small(specs_of(this.weights), size))
+        got = draw(engine, PROMPTS, Sampling(6), KEY, version=version)
+        assert torch.equal(got.tokens, want.tokens)
+        assert torch.equal(got["rollout_log_probs"], want["rollout_log_probs"])
+
+
+def test_part_of_a_version_is_not_served(made):
+    """Half a publication leaves no weights; a whole one heals the engine."""
+    sampler, halved = made.sampler(), {n: t * 0.5 for n, t in made.weights.items()}
+    source = Weights.of(halved)
+    short = Weights(source.specs, lambda: list(halved.items())[:-1])
+    with pytest.raises(IncompleteWeights, match="ended early"):
+        sampler.publish(4, short)
+    for version in (None, 3, 4):
+        with pytest.raises(StaleWeightsError):
+            draw(sampler, [[1]], Sampling(1), version=version)
+    sampler.publish(5, Weights.of(made.weights))
+    want = draw(made.sampler(), PROMPTS, Sampling(6)).tokens
+    assert torch.equal(draw(sampler, PROMPTS, Sampling(6)).tokens, want)
 
 
 @pytest.mark.parametrize("which", ["made", "general"])
 def test_new_weights_take_over_and_odd_ones_do_not(request, which):
     this = request.getfixturevalue(which)
     sampler, sampling = this.sampler(slots=4), Sampling(12)
-    before = responses(sampler.generate(PROMPTS, sampling, KEY))
+    before = responses(draw(sampler, PROMPTS, sampling, KEY))
     name = next(n for n in this.weights if "down_proj" in n)
     halved = {n: t * 0.5 for n, t in this.weights.items()}
     for odd, message in (
@@ -308,30 +352,31 @@ def test_new_weights_take_over_and_odd_ones_do_not(request, which):
         ({**halved, name: torch.ones(2, 3)}, rf"{name}' has shape \(2, 3\); the model's has \(32, 96\)"),
     ):
         with pytest.raises(ValueError, match=message):
-            sampler.publish(4, odd.items())
+            sampler.publish(4, Weights.of(odd))
         assert sampler.version == 3
     with pytest.raises(ValueError, match="twice"):
-        sampler.publish(4, [*halved.items(), (name, halved[name])])
-    assert responses(sampler.generate(PROMPTS, sampling, KEY, version=3)) == before
-    sampler.publish(4, halved.items())
-    after = sampler.generate(PROMPTS, sampling, KEY, version=4)
+        twice = Weights.of(halved)
+        sampler.publish(4, attrs.evolve(twice, specs=(*twice.specs, twice.specs[-1])))
+    assert responses(draw(sampler, PROMPTS, sampling, KEY, version=3)) == before
+    sampler.publish(4, Weights.of(halved))
+    after = draw(sampler, PROMPTS, sampling, KEY, version=4)
     assert responses(after) != before and after["version"].tolist() == [4] * len(after)
 
 
 def test_stale_weights_are_an_error(made):
     sampler = Sampler(made.folder)
     with pytest.raises(StaleWeightsError, match="any version, and the sampler holds none"):
-        sampler.generate([[1]], Sampling(1), KEY)
-    sampler.publish(3, made.weights.items())
+        draw(sampler, [[1]], Sampling(1), KEY)
+    sampler.publish(3, Weights.of(made.weights))
     with pytest.raises(StaleWeightsError, match="version 4, and the sampler holds version 3"):
-        sampler.generate([[1]], Sampling(1), KEY, version=4)
-    want = sampler.generate([[1]], Sampling(9), KEY, version=3).tokens
+        draw(sampler, [[1]], Sampling(1), KEY, version=4)
+    want = draw(sampler, [[1]], Sampling(9), KEY, version=3).tokens
     sampler.sleep()
     sampler.wake()
     with pytest.raises(StaleWeightsError, match="version 3, and the sampler holds none"):
-        sampler.generate([[1]], Sampling(1), KEY, version=3)
-    sampler.publish(3, made.weights.items())
-    assert torch.equal(sampler.generate([[1]], Sampling(9), KEY).tokens, want)
+        draw(sampler, [[1]], Sampling(1), KEY, version=3)
+    sampler.publish(3, Weights.of(made.weights))
+    assert torch.equal(draw(sampler, [[1]], Sampling(9), KEY).tokens, want)
 
 
 # What is refused
@@ -350,11 +395,11 @@ def test_stale_weights_are_an_error(made):
 )
 def test_odd_requests_are_refused(sampler, prompts, sampling, kwargs, message):
     with pytest.raises(ValueError, match=message):
-        sampler.generate(prompts, sampling, KEY, **kwargs)
+        draw(sampler, prompts, sampling, KEY, **kwargs)
 
 
 def test_the_longest_row_fits(sampler):
-    batch = sampler.generate([[1] * 250], Sampling(6, temperature=0.0), KEY)
+    batch = draw(sampler, [[1] * 250], Sampling(6, temperature=0.0), KEY)
     assert int(batch.lengths[0]) <= 256
 
 
@@ -362,14 +407,14 @@ def test_the_longest_row_fits(sampler):
 def test_logits_that_are_not_finite_name_the_row_and_leave_no_trace(made, sampling):
     # Afterwards a short row follows in the slot of the bad one, beside a longer row.
     sampler, bad_prompts, good_prompts = made.sampler(), [[1, 4], [1, 4, 5, 9, 6, 7]], [[1, 4, 5, 6, 6, 7], [1, 4]]
-    want = responses(sampler.generate(good_prompts, sampling, KEY))
+    want = responses(draw(sampler, good_prompts, sampling, KEY))
     bad = {name: t.clone() for name, t in made.weights.items()}
     bad["model.embed_tokens.weight"][9] = torch.nan
-    sampler.publish(4, bad.items())
+    sampler.publish(4, Weights.of(bad))
     with pytest.raises(FloatingPointError, match=r"row 1 \(sample 0 of prompt 1\)"):
-        sampler.generate(bad_prompts, sampling, KEY)
-    sampler.publish(5, made.weights.items())
-    assert responses(sampler.generate(good_prompts, sampling, KEY)) == want
+        draw(sampler, bad_prompts, sampling, KEY)
+    sampler.publish(5, Weights.of(made.weights))
+    assert responses(draw(sampler, good_prompts, sampling, KEY)) == want
 
 
 def test_odd_settings_are_refused(made):
@@ -382,7 +427,7 @@ def test_odd_settings_are_refused(made):
 def test_half_precision_draws_almost_alike(made, sampler):
     """In bf16 the log-probs are those of its own distribution, and near those of fp32."""
     half = made.sampler(dtype="bfloat16")
-    batch = half.generate(PROMPTS, Sampling(12, n=4), KEY)
+    batch = draw(half, PROMPTS, Sampling(12, n=4), KEY)
     gaps = []
     for tokens, told, start in zip(
         batch.rows(), batch.rows("rollout_log_probs"), batch["prompt_length"].tolist(), strict=True

@@ -12,13 +12,14 @@ import ray
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, schema
-from verl_fn.driver.ray import check_address, check_room, on_cluster, runtime_env, seating
+from verl_fn.driver.ray import check_address, check_room, cluster_device, runtime_env, seating
 from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.folder import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SFT = [
-    str(ROOT / "recipes/sft_reverse.toml"), "data.train_batch_size=8", "data.val_size=16", "trainer.total_training_steps=3",
+    str(ROOT / "recipes/sft_reverse.toml"), "data.train_batch_size=8", "data.val_size=16",
+    "trainer.total_training_steps=3",
     "trainer.test_freq=2", "trainer.save_freq=2", "driver.device=cpu",
 ]  # fmt: skip
 
@@ -53,18 +54,18 @@ def test_sequence_parallelism_wants_heads_to_share(tmp_path):
 def test_more_than_the_cluster_has_is_refused(ray_cluster):
     cuda = load(overrides=["driver.kind=ray", "driver.device=cuda", "ray.ranks=64", "ray.separate=critic"])
     with pytest.raises(ConfigError, match=r"ask for 128 GPUs, and the cluster has 0; lower ray.ranks"):
-        check_room(seating(cuda)[1], cuda)
+        check_room(seating(["trainer", "critic"], 64, "cuda")[1], cuda.ray)
     spread = load(overrides=["driver.kind=ray", "ray.ranks=2", "ray.placement=STRICT_SPREAD"])
     with pytest.raises(ConfigError, match="the cluster has 1; take SPREAD"):
-        check_room(seating(on_cluster(spread))[1], spread)
+        check_room(seating(["trainer"], 2, cluster_device("auto"))[1], spread.ray)
 
 
 def test_where_everything_sits():
     """The rollout shares the first rank's GPU; roles apart have ranks of their own."""
-    seats, bundles = seating(load(overrides=["driver.device=cuda", "ray.ranks=2", "ray.separate=critic"]))
+    seats, bundles = seating(["trainer", "critic"], 2, "cuda")
     assert [bundle["GPU"] for bundle in bundles] == [1] * 4
     assert {name: [seat.bundle for seat in places] for name, places in seats.items()} == {
-        "trainer": [0, 1], "critic": [2, 3], "rollout": [0], "reward": [0],
+        "trainer": [0, 1], "critic": [2, 3], "rollout": [0], "data": [0], "reward": [0],
     }  # fmt: skip
     shares = {
         bundle: sum(s.gpus for places in seats.values() for s in places if s.bundle == bundle) for bundle in range(4)
@@ -100,7 +101,7 @@ def test_workers_with_other_sources_are_refused(ray_cluster, model, tmp_path):
     shutil.copytree(ROOT / "verl_fn", tmp_path / "other/verl_fn", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("state", "steps", "backends", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / "other/verl_fn" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    with (tmp_path / "other/verl_fn/steps/losses.py").open("a") as file:
+    with (tmp_path / "other/verl_fn/steps/kl.py").open("a") as file:
         file.write("# edited on this node\n")
     (tmp_path / "env.yaml").write_text(f"env_vars:\n  PYTHONPATH: {tmp_path / 'other'}\n")
     address = ray.get_runtime_context().gcs_address

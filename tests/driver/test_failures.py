@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from ray_ranks import start_ranks
 
-from verl_fn.algorithms.workers import ActorDied, ActorHangs
 from verl_fn.driver import cluster
 from verl_fn.driver.cluster import _runs
+from verl_fn.driver.errors import ActorDied, ActorHangs
 from verl_fn.driver.host import Host
+from verl_fn.driver.parcels import flattened
 from verl_fn.driver.watch import Watch, ask
 from verl_fn.state import Key
-from verl_fn.steps import Loss, cross_entropy
+from verl_fn.steps import cross_entropy, loss
 from verl_fn.testing import tiny_batch
 
 
@@ -29,7 +30,7 @@ def on_rank_1(act):
             act()
         return cross_entropy()(outputs, batch)
 
-    return Loss(fn, cross_entropy().needs)
+    return loss(cross_entropy().needs)(fn)
 
 
 def say():
@@ -78,7 +79,7 @@ def test_the_guilty_rank_is_told(case, model):
     loss = {"raise": on_rank_1(fail), "sleep": on_rank_1(sleep)}.get(kind, cross_entropy())
     if kind == "kill":
         # The first one goes into a collective, in which the second will be missing.
-        ray.get(second.host.run.options(num_returns=2).remote("map", 1, say, None))
+        ray.get(second.host.run.options(num_returns=2).remote("map", 1, *packed(say, None)))
         os.kill(second.pid, signal.SIGSTOP)
     if kind == "stop":
         os.kill(second.pid, signal.SIGSTOP)
@@ -103,11 +104,16 @@ def test_the_guilty_rank_is_told(case, model):
         assert "It does not answer" in told
 
 
+def packed(*args):
+    places, flat = flattened(args)
+    return [places, *flat]
+
+
 class NoRoute(Host):
-    def join(self, place, rank, size, timeout):
+    def join(self, place, rank, size, timeout, device):
         if rank == 1:
             raise OSError("no route to rank 0")
-        super().join(place, rank, size, timeout)
+        super().join(place, rank, size, timeout, device)
 
 
 def test_a_rank_that_cannot_join_is_told_at_once(ray_cluster, monkeypatch):

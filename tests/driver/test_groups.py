@@ -8,13 +8,16 @@ import remote_mutants
 import torch
 from ray_ranks import start_ranks
 
-from verl_fn.algorithms.workers import Freed
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.local import Local
+from verl_fn.backends.protocol import Freed, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.weight_sync import Weights
+from verl_fn.config.schema import DriverConfig
+from verl_fn.driver.cluster import Seat
 from verl_fn.driver.group import Group
 from verl_fn.driver.remote import RemoteRollout, RemoteTrain
-from verl_fn.state import DonatedError, Key, snapshot, tree
+from verl_fn.state import DonatedError, Key, Sampling, requests_for, snapshot, tree
 from verl_fn.steps import entropy, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 
@@ -132,7 +135,7 @@ def test_a_handle_of_other_ranks_is_told(two, fsdp):
     state = fsdp.init(Key.from_seed(0))
     for use in (
         lambda: elsewhere.forward(state.params, tiny_batch()),
-        lambda: elsewhere.named_tensors(state.params),
+        lambda: elsewhere.weights(state.params),
         lambda: elsewhere.map(snapshot, state),
     ):
         with pytest.raises(Freed, match="lies on the ranks of trainer, and reference is on those of reference: save"):
@@ -198,19 +201,44 @@ def test_an_error_on_every_rank_leaves_them_working(two, fsdp):
 def test_weights_go_to_an_engine_and_its_version_is_known_afterwards(two, fsdp, model):
     """Whole tensors from all ranks, by reference; a publishing that fails leaves no version."""
     alone = Group("engine", two.group.members[:1])
-    two.cluster.build("trainer", "engine", lambda cfg, folder: Sampler(folder), str(model))
-    engine = RemoteRollout(alone, "engine")
+    two.cluster.build("trainer", "engine", Sampler, str(model))
+    engine = RemoteRollout(two.cluster, alone, "engine")
     state = fsdp.load_pretrained(model, Key.from_seed(0))
-    published = engine.publish(3, fsdp.named_tensors(state.params))
-    two.get(published)
+    two.get(engine.publish(3, fsdp.weights(state.params)))
     assert engine.version == 3
-    named = two.get(fsdp.named_tensors(state.params))
     local = Local(model, remote_mutants.optimizer()).load_pretrained()
-    assert tree.equal(dict(named), dict(local.params.items()))
-    failing = engine.publish(4, named[1:])
+    failing = engine.publish(4, Weights.of(dict(list(local.params.items())[1:])))
     with pytest.raises(ValueError, match="were not published"):
-        ray.get(failing)
+        two.get(failing)
     assert engine.version is None
+    two.get(engine.publish(5, Weights.of(local.params)))
+    assert engine.version == 5
+
+
+def test_several_engines_draw_what_one_draws(two, fsdp, model):
+    """Weights go to engines of other processes in one sending; requests are dealt, and samples come in order."""
+    cluster = two.cluster
+    cluster.start({"engines": [Seat(0), Seat(0)]}, DriverConfig(num_threads=1), 2)
+    cluster.build("engines", "engine", Sampler, str(model))
+    engines = RemoteRollout(cluster, cluster.groups["engines"], "engine")
+    state = fsdp.load_pretrained(model, Key.from_seed(0))
+    requests = requests_for([[1, 4], [1, 5, 6], [1, 7]], Sampling(8, n=2), Key.from_seed(1), [5, 3, 8])
+    one = Sampler(model)
+    local = Local(model, remote_mutants.optimizer())
+    for version, params in ((1, state.params), (2, fsdp.init(Key.from_seed(2)).params)):
+        two.get(engines.publish(version, fsdp.weights(params)))
+        assert engines.version == version
+        whole = local.load_pretrained() if version == 1 else local.init(Key.from_seed(2))
+        one.publish(version, local.weights(whole.params))
+        theirs = two.get(engines.generate(requests, version=version))
+        for mine, other in zip(one.generate(requests, version=version), theirs, strict=True):
+            assert (mine.request, mine.number) == (other.request, other.number)
+            assert mine.tokens.tolist() == other.tokens.tolist()
+    fetched = [ray.get(m.host.traffic.remote())[1] for m in cluster.groups["engines"].members]
+    assert fetched == [0, 0]
+    two.get(engines.sleep())
+    with pytest.raises(StaleWeightsError):
+        two.get(engines.generate(requests, version=2))
 
 
 def test_offloaded_states_train_the_same(two, fsdp):

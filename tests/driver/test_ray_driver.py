@@ -7,8 +7,9 @@ import time
 import pytest
 import ray
 
+from verl_fn.algorithms import make
 from verl_fn.benchmarks import ppo_layouts
-from verl_fn.config import load
+from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver.ray import ActorDied, ray_workers
 from verl_fn.rewards.reward import pack_examples
@@ -28,7 +29,7 @@ OVERRIDES = [
 def remote(ray_cluster, model, tmp_path_factory):
     """Actors shared by the tests that leave them alive."""
     cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={tmp_path_factory.mktemp('run')}"])
-    with ray_workers(cfg) as w:
+    with ray_workers(make_plan(cfg)) as w:
         yield w
 
 
@@ -41,8 +42,15 @@ def test_ray_and_one_process_are_the_same_run(ray_cluster, model, tmp_path):
     """Every metric of every step, and every byte of the checkpoint, resumed on the other driver halfway."""
     for kind in ("local", "ray"):
         train(
-            load(
-                overrides=[*OVERRIDES, f"driver.kind={kind}", f"model.path={model}", f"trainer.dir={tmp_path / kind}"]
+            make_plan(
+                load(
+                    overrides=[
+                        *OVERRIDES,
+                        f"driver.kind={kind}",
+                        f"model.path={model}",
+                        f"trainer.dir={tmp_path / kind}",
+                    ]
+                )
             ),
             lambda line: None,
         )
@@ -60,36 +68,36 @@ def batch_of(w):
 def test_handles_stand_for_values(remote, model, tmp_path):
     """Purity, persistence and donation through handles; the driver never holds a tensor of the state."""
     w = remote
-    state, batch = w.actor.load_pretrained(model, Key.from_seed(0)), batch_of(w)
-    grads, first = w.actor.forward_backward(state, batch, cross_entropy())
-    new, _ = w.actor.apply_update(state, grads, donate=False)
-    _, again = w.actor.forward_backward(state, batch, cross_entropy())
-    _, other = w.actor.forward_backward(new, batch, cross_entropy())
+    state, batch = w.trainers["actor"].load_pretrained(model, Key.from_seed(0)), batch_of(w)
+    grads, first = w.trainers["actor"].forward_backward(state, batch, cross_entropy())
+    new, _ = w.trainers["actor"].apply_update(state, grads, donate=False)
+    _, again = w.trainers["actor"].forward_backward(state, batch, cross_entropy())
+    _, other = w.trainers["actor"].forward_backward(new, batch, cross_entropy())
     first, again, other = w.get((first, again, other))
     assert tree.equal(first, again)
     assert first["loss"].value != other["loss"].value
     reference = new.params
-    grads, _ = w.actor.forward_backward(new, batch, cross_entropy())
-    before = w.get(w.actor.forward(reference, batch, ["logprobs"]))
-    newer, found = w.actor.apply_update(new, grads)
+    grads, _ = w.trainers["actor"].forward_backward(new, batch, cross_entropy())
+    before = w.get(w.trainers["actor"].forward(reference, batch, ["logprobs"]))
+    newer, found = w.trainers["actor"].apply_update(new, grads)
     assert w.get(found)["update_skipped"].value == 0
     with pytest.raises(DonatedError, match="remote TrainState was donated"):
-        w.actor.forward_backward(new, batch, cross_entropy())
-    assert tree.equal(w.get(w.actor.forward(reference, batch, ["logprobs"])), before)
-    after = w.get(w.actor.forward(newer.params, batch, ["logprobs"]))
+        w.trainers["actor"].forward_backward(new, batch, cross_entropy())
+    assert tree.equal(w.get(w.trainers["actor"].forward(reference, batch, ["logprobs"])), before)
+    after = w.get(w.trainers["actor"].forward(newer.params, batch, ["logprobs"]))
     assert not tree.equal(before, after)
-    w.actor.save(newer, tmp_path)
-    restored = w.actor.restore(tmp_path)
-    assert tree.equal(w.get(w.actor.forward(restored.params, batch, ["logprobs"])), after)
+    w.trainers["actor"].save(newer, tmp_path)
+    restored = w.trainers["actor"].restore(tmp_path)
+    assert tree.equal(w.get(w.trainers["actor"].forward(restored.params, batch, ["logprobs"])), after)
 
 
 def test_values_go_when_their_handles_go(remote, model):
     w = remote
-    host = w.actor._group.members[0].host
-    states = [w.actor.load_pretrained(model, Key.from_seed(i)) for i in range(3)]
+    host = w.trainers["actor"]._group.members[0].host
+    states = [w.trainers["actor"].load_pretrained(model, Key.from_seed(i)) for i in range(3)]
     numbers = [s.stored.id for s in states]
     del states
-    keep = w.actor.load_pretrained(model, Key.from_seed(9))
+    keep = w.trainers["actor"].load_pretrained(model, Key.from_seed(9))
     alive = set(ray.get(host.alive.remote()))
     assert keep.stored.id in alive
     assert not alive & set(numbers)
@@ -97,16 +105,16 @@ def test_values_go_when_their_handles_go(remote, model):
 
 def test_a_workers_error_is_its_own(remote):
     with pytest.raises(ValueError, match="no loss_weight"):
-        state = remote.actor.init(Key.from_seed(0))
+        state = remote.trainers["actor"].init(Key.from_seed(0))
         bare = batch_of(remote).without("loss_weight")
-        remote.get(remote.actor.forward_backward(state, bare, cross_entropy())[1])
+        remote.get(remote.trainers["actor"].forward_backward(state, bare, cross_entropy())[1])
 
 
 def test_a_dead_actor_ends_the_run_at_once(ray_cluster, model, tmp_path):
     """While the driver waits for one actor, any actor's death ends the wait; the log's tail is told."""
     cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={tmp_path}"])
     victim = "trainer"
-    with ray_workers(cfg) as w:
+    with ray_workers(make_plan(cfg)) as w:
         members = w.get.__self__.members
         w.get(members[victim].host.call.remote(print, {"flush": True}, False, "the last words"))
         waiting = members["reward"].host.call.remote(time.sleep, {}, False, 600)
@@ -122,3 +130,25 @@ def test_ppo_on_sharded_ranks_is_ppo_on_one_process(ray_cluster, model, tmp_path
     rows = ppo_layouts.compare(tmp_path, model, 3, layout)
     assert len(rows) == 3
     assert max(error for row in rows for error in row["errors"].values()) <= ppo_layouts.BAR
+
+
+def test_each_field_goes_to_each_process_once(ray_cluster, model, tmp_path):
+    """Of two PPO steps with a KL term, a critic of its own and two epochs: no tensor is fetched twice anywhere."""
+    more = [
+        "data.train_batch_size=32", "rollout.n=4", "algorithm.ppo_epochs=2", "ray.separate=critic",
+        f"model.path={model}", f"trainer.dir={tmp_path}", "driver.kind=ray",
+    ]  # fmt: skip
+    plan = make_plan(load(overrides=[*OVERRIDES, *more]))
+    algorithm = make(plan.algorithm, plan.options)
+    with ray_workers(plan) as w:
+        hosts = {name: member.host for name, member in w.get.__self__.members.items()}
+        key = Key.from_seed(0)
+        states = {name: w.trainers[name].load_pretrained(model, key.fold_in(name)) for name in plan.roles}
+        state = algorithm.init(states, key)
+        for step in range(2):
+            state, _ = algorithm.step(state, TASKS["reverse"].train(key, 32 * step, 32), w)
+        traffic = {name: ray.get(host.traffic.remote()) for name, host in hosts.items()}
+    for name, (fetched, _) in traffic.items():
+        assert max(fetched.values(), default=0) <= 1, name
+    assert traffic["rollout"][1] == 0
+    assert len(traffic["data"][0]) >= 5 and len(traffic["reward"][0]) <= 2 * 12

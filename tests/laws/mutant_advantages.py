@@ -39,6 +39,14 @@ def neighbours_as_groups(batch):
     return grpo(batch.with_rows(group=pairs), norm_adv_by_std=False).with_rows(group=batch["group"])
 
 
+def as_many_rows_for_all(batch):
+    """A table of groups by rows, as an engine that always samples n times a prompt gives."""
+    scores = batch.sum_rows(batch["token_level_rewards"] * batch["response_mask"])
+    table = scores.view(len(batch["group"].unique()), -1)
+    spread = batch.spread((table - table.mean(1, keepdim=True)).flatten()) * batch["response_mask"]
+    return batch.with_tokens(advantages=spread, returns=spread)
+
+
 def ids_as_numbers(batch):
     new = grpo(batch)
     return new.with_tokens(advantages=new["advantages"] * batch.spread(batch["group"] / 50))
@@ -103,6 +111,7 @@ ADVANTAGES = [
     (explores, "Purity"),
     (running_baseline(), "Purity"),
     (neighbours_as_groups, "Rows"),
+    (as_many_rows_for_all, "Rows"),
     (ids_as_numbers, "Rows"),
     (first_row_as_baseline, "Rows"),
     (forgets_the_mask, "Zero"),

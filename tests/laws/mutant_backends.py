@@ -21,6 +21,7 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.steps import (
+    Loss,
     adamw,
     constant,
 )
@@ -149,6 +150,72 @@ class DropsAMicroBatch(Mock):
         parts = list(split_by_tokens(batch, self.max_tokens))
         found = super().forward_backward(state, batch, loss)[1]
         return super().forward_backward(state, concatenate(parts[:-1] or parts), loss)[0], found
+
+
+class HalvesGradients(Mock):
+    """As an average over two ranks that should have been a sum."""
+
+    def forward_backward(self, state, batch, loss):
+        grads, found = super().forward_backward(state, batch, loss)
+        return grads.scale(0.5), found
+
+
+class Ascends(Mock):
+    def forward_backward(self, state, batch, loss):
+        grads, found = super().forward_backward(state, batch, loss)
+        return grads.scale(-1.0), found
+
+
+class TransposesGradients(Mock):
+    def forward_backward(self, state, batch, loss):
+        grads, found = super().forward_backward(state, batch, loss)
+        return tree.map_tensors(lambda g: g.t().contiguous(), grads), found
+
+
+class WrongForwardMode(Mock):
+    """Its loss as a function has a derivative of its own in forward mode."""
+
+    def loss_fn(self, batch, loss):
+        fn = super().loss_fn(batch, loss)
+
+        def doubled(params):
+            total, found = fn(params)
+            return _Doubled.apply(total), found
+
+        return doubled
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+    @staticmethod
+    def jvp(ctx, tangent):
+        return 2.0 * tangent
+
+
+class SplitsGroups(Mock):
+    """Takes no notice of which rows a loss keeps together."""
+
+    def forward_backward(self, state, batch, loss):
+        apart = Loss(tuple(attrs.evolve(term, together=None) for term in loss.terms))
+        return super().forward_backward(state, batch, apart)
+
+
+class IgnoresRowWeight(Mock):
+    """Weighs all rows alike."""
+
+    def forward_backward(self, state, batch, loss):
+        return super().forward_backward(state, batch.with_rows(row_weight=torch.full((len(batch),), 0.1)), loss)
 
 
 class ForgetsTheOrder(Mock):
@@ -324,6 +391,12 @@ BACKENDS = [
     (partial(mock, MeanPerMicroBatch), "Split invariance"),
     (partial(mock, MeanOfMetrics), "Split invariance"),
     (partial(mock, DropsAMicroBatch), "Split invariance"),
+    (partial(mock, HalvesGradients), "Derivative"),
+    (partial(mock, Ascends), "Derivative"),
+    (partial(mock, TransposesGradients), "Derivative"),
+    (partial(mock, WrongForwardMode), "Derivative"),
+    (partial(mock, SplitsGroups), "Split invariance"),
+    (partial(mock, IgnoresRowWeight), "Split invariance"),
     (partial(mock, ForgetsTheOrder), "Purity"),
     (partial(mock, ReusesGradients), "Persistence"),
     (partial(mock, ReusesOutputs), "Persistence"),

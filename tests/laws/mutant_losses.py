@@ -132,7 +132,27 @@ def detaches(outputs, batch):
     return -batch["advantages"] * outputs.logprobs.detach(), {}
 
 
+@loss(needs=["logprobs"], level="row")
+def compares_with_the_next_row(outputs, batch):
+    """Rows that it compares may be in another micro-batch."""
+    rows = batch.sum_rows(outputs.logprobs)
+    return (rows - rows.roll(1)).square(), {}
+
+
+@loss(needs=["logprobs"], level="row")
+def token_loss_as_row_loss(outputs, batch):
+    return -batch["advantages"] * outputs.logprobs, {}
+
+
+@loss(needs=["row_values"], level="row")
+def mean_over_rows(outputs, batch):
+    return outputs.row_values.square() / len(batch), {}
+
+
 LOSSES = [
+    (compares_with_the_next_row, "Split invariance"),
+    (mean_over_rows, "Split invariance"),
+    (token_loss_as_row_loss, "Signature"),
     (divides_by_tokens, "Split invariance"),
     (whitens_inside, "Split invariance"),
     (sums_across_rows, "Split invariance"),

@@ -8,6 +8,8 @@ from properties import KEYS, examples
 
 from verl_fn.steps import (
     aggregate,
+    aggregate_rows,
+    bradley_terry,
     cross_entropy,
     entropy,
     kl_to_reference,
@@ -15,8 +17,8 @@ from verl_fn.steps import (
     ppo_clip,
     value_clip,
 )
-from verl_fn.steps.aggregate import MODES
-from verl_fn.testing import check_loss, tiny_batch, tiny_outputs
+from verl_fn.steps.aggregate import MODES, ROW_MODES
+from verl_fn.testing import LawViolation, check_loss, tiny_batch, tiny_outputs, tiny_pairs
 
 KL_KINDS = ["k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs"]
 # Each with whether zero advantages must give a zero gradient.
@@ -47,23 +49,38 @@ def test_built_in_loss(name, key, rows):
     check_loss(built_in, tiny_batch(key, rows=rows), zero_advantages=policy_only, key=key)
 
 
+@given(key=KEYS, pairs=st.integers(1, 5))
+@examples(6)
+def test_bradley_terry(key, pairs):
+    check_loss(bradley_terry(), tiny_pairs(key, pairs=pairs), together="pair", key=key)
+
+
+@pytest.mark.parametrize("mode", ROW_MODES)
+def test_every_aggregation_of_rows_is_a_weight(mode):
+    batch = aggregate_rows(tiny_pairs(), mode, group="pair")
+    check_loss(bradley_terry() - 0.5 * ppo_clip(), batch, zero_advantages=False)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_every_aggregation_is_a_weight(mode):
     check_loss(ppo_clip(), aggregate(tiny_batch(), mode, loss_scale_factor=8.0))
 
 
 def test_a_loss_of_pairs_is_whole_where_pairs_stay_together():
-    """DPO: one number for each pair, on the last token of its rows."""
+    """DPO: one number for each pair."""
 
-    @loss(needs=["logprobs"])
+    @loss(needs=["logprobs"], level="row", together="pair")
     def dpo(outputs, batch):
         gain = batch.sum_rows((outputs.logprobs - batch["ref_log_prob"]) * batch["response_mask"])
         _, pair = batch["pair"].unique(return_inverse=True)
-        margin = torch.zeros(int(pair.max()) + 1).index_add(0, pair, gain * batch["chosen"])
-        return batch.spread(torch.nn.functional.softplus(-margin)[pair]), {}
+        margin = torch.zeros(int(pair.max()) + 1).index_add(0, pair, gain * (2.0 * batch["chosen"] - 1.0))
+        return torch.nn.functional.softplus(-margin)[pair], {}
 
-    batch = tiny_batch(rows=8).with_rows(pair=torch.arange(8) // 2, chosen=torch.tensor([1.0, -1.0] * 4))
-    check_loss(dpo, aggregate(batch, "seq"), together="pair")
+    check_loss(dpo)
+    check_loss(dpo, tiny_pairs(pairs=3), together="pair")
+    check_loss(ppo_clip() + 0.1 * dpo, tiny_pairs(), together="pair", zero_advantages=False)
+    with pytest.raises(LawViolation, match="declares together=None"):
+        check_loss(ppo_clip(), tiny_pairs(), together="pair")
 
 
 def test_a_loss_reads_fields_of_its_own():

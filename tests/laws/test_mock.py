@@ -7,7 +7,7 @@ import torch
 from verl_fn.backends.mock.rollout import MockRollout, sample_table
 from verl_fn.backends.mock.train import Mock
 from verl_fn.backends.protocol import Sampling
-from verl_fn.state import Batch, Key, TokenOutputs
+from verl_fn.state import Batch, Key, TokenOutputs, pack, requests_for
 from verl_fn.steps import (
     adamw,
     aggregate,
@@ -18,6 +18,7 @@ from verl_fn.steps import (
     grpo,
     kl_to_reference,
     ppo_clip,
+    total_loss,
     value_clip,
 )
 from verl_fn.testing import tiny_batch
@@ -37,8 +38,7 @@ def by_autograd(tables, batch, loss):
         found["entropy"][t] = -(log_probs.exp() * log_probs).sum()
         found["values"][t] = leaves["values"][last]
     outputs = TokenOutputs({name: torch.stack(column) for name, column in found.items()})
-    per_token, _ = loss(outputs, batch)
-    (batch["loss_weight"] * per_token).sum().backward()
+    total_loss(loss, outputs, batch)[0].backward()
     return outputs, {name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in leaves.items()}
 
 
@@ -105,8 +105,10 @@ def test_both_mocks_together_learn():
     trainer, engine = Mock(mutants.VOCAB, adamw(constant(0.3))), MockRollout(sample_table)
     state, key, scores = trainer.init(Key.from_seed(0)), Key.from_seed(1), []
     for step in range(20):
-        engine.publish(step, trainer.named_tensors(state.params))
-        batch = engine.generate([[1], [2], [3]], Sampling(4, n=8), key.fold_in(step), version=step)
+        engine.publish(step, trainer.weights(state.params))
+        batch = pack(
+            engine.generate(requests_for([[1], [2], [3]], Sampling(4, n=8), key.fold_in(step)), version=step)
+        )
         reward = (batch.tokens == 5).float() * batch["response_mask"]
         scores.append(float(reward.sum() / batch["response_mask"].sum()))
         batch = aggregate(

@@ -8,7 +8,7 @@ import pytest
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.mock.train import Mock
-from verl_fn.steps import constant, gae, grpo, ppo_clip, reinforce_plus_plus, rloo, sgd
+from verl_fn.steps import Loss, constant, gae, grpo, ppo_clip, reinforce_plus_plus, rloo, sgd
 from verl_fn.testing import LawViolation, check_advantage, check_backend, check_loss, check_rollout
 
 
@@ -16,7 +16,9 @@ def name_of(case):
     if isinstance(case, partial):
         named = [*case.args, case.keywords.get("script")]
         return next((thing.__name__ for thing in named if thing is not None), "".join(case.keywords))
-    return getattr(case, "__name__", None) or getattr(getattr(case, "fn", None), "__name__", None)
+    if isinstance(case, Loss):
+        return case.terms[0].fn.__name__
+    return getattr(case, "__name__", None)
 
 
 def require_caught(check, mutant, law):

@@ -1,7 +1,9 @@
 """Every rollout engine that runs in this process."""
 
+import attrs
 import mutants
 import pytest
+import torch
 from hypothesis import given
 from properties import KEYS, examples
 
@@ -9,11 +11,12 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.mock.rollout import MockRollout, sample_table
 from verl_fn.backends.mock.train import Mock
-from verl_fn.backends.protocol import Sampling, StaleWeightsError
+from verl_fn.backends.protocol import Capabilities, Sampling, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
-from verl_fn.state import Key
+from verl_fn.backends.weight_sync import Weights
+from verl_fn.state import Key, requests_for
 from verl_fn.steps import constant, sgd
-from verl_fn.testing import check_rollout
+from verl_fn.testing import LawViolation, check_rollout
 
 PROMPTS = [(3, 4), (5,), (1, 6, 1), (3, 4)]
 
@@ -29,8 +32,8 @@ def test_mock_that_samples_a_table(key):
     "script",
     [
         {(3, 4): [5, 2], (5,): [4] * 9, (1, 6, 1): [2]},
-        lambda request: [3 + request.key.seed() % 5, *request.prompt, 2, 7],
-        lambda request: [4, 5, request.sample],
+        lambda turn: [3 + turn.key.seed() % 5, *turn.prompt, 2, 7],
+        lambda turn: [4, 5, turn.sample],
     ],
     ids=["mapping", "by key", "by sample"],
 )
@@ -41,10 +44,10 @@ def test_mock_with_a_script(script):
 def test_mock_refuses_a_prompt_that_its_script_lacks():
     engine = MockRollout({(1,): [2]})
     with pytest.raises(StaleWeightsError, match="none"):
-        engine.generate([[1]], Sampling(4), Key.from_seed(0))
-    engine.publish(0, [])
+        engine.generate(requests_for([[1]], Sampling(4), Key.from_seed(0)))
+    engine.publish(0, Weights.of({}))
     with pytest.raises(KeyError, match="no answer"):
-        engine.generate([[3]], Sampling(4), Key.from_seed(0))
+        engine.generate(requests_for([[3]], Sampling(4), Key.from_seed(0)))
 
 
 @pytest.mark.parametrize(
@@ -57,3 +60,51 @@ def test_sampler(tmp_path, options, dtype, tolerance):
     folder = new_model(tmp_path, chars="abcd", hidden_size=16, initializer_range=0.3)
     trainer = Local(folder, sgd(constant(0.1)), compute_dtype=dtype)
     check_rollout(lambda: Sampler(folder, **options), trainer, tolerance=tolerance)
+
+
+class Unrepeatable(MockRollout):
+    """As engines are whose draws depend on what else they do; it promises nothing of them."""
+
+    calls = 0
+
+    def generate(self, requests, *, version=None):
+        self.calls += 1
+        keyed = [attrs.evolve(request, key=request.key.fold_in(self.calls)) for request in requests]
+        return super().generate(keyed, version=version)
+
+
+def test_an_engine_is_held_to_what_it_promises():
+    trainer = Mock(mutants.VOCAB, sgd(constant(0.1)))
+    modest = Capabilities(repeatable=False, batch_independent=False)
+    check_rollout(Unrepeatable(sample_table, modest), trainer)
+    with pytest.raises(LawViolation, match="Purity"):
+        check_rollout(Unrepeatable(sample_table), trainer)
+    less = Capabilities(top_k=False, top_p=False, stop_token_ids=False)
+    check_rollout(MockRollout(sample_table, less), trainer, stop_token_ids=())
+
+
+class WithTools(MockRollout):
+    """An environment answers each first token with a token of its own, and drops every fourth sample."""
+
+    def generate(self, requests, *, version=None):
+        samples = super().generate(requests, version=version)
+        return [self._answered(s) for s in samples if (s.request + s.number) % 4]
+
+    def _answered(self, s):
+        def inserted(t, value):
+            return torch.cat([t[:1], t.new_full((1,), value), t[1:]])
+
+        return attrs.evolve(
+            s, tokens=inserted(s.tokens, 3), mask=inserted(s.mask, 0), log_probs=inserted(s.log_probs, 0),
+            full_log_probs=None if s.full_log_probs is None else inserted(s.full_log_probs, 0),
+            versions=inserted(s.versions, self.version),
+        )  # fmt: skip
+
+
+def test_masks_with_holes_and_unequal_numbers_of_samples():
+    def script(turn):
+        return [3 + turn.key.seed() % 5, *turn.prompt, 2]
+
+    check_rollout(WithTools(script), prompts=PROMPTS, environment=True)
+    with pytest.raises(LawViolation, match="Signature"):
+        check_rollout(WithTools(script), prompts=PROMPTS)

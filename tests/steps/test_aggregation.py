@@ -7,10 +7,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from step_builders import MODEST, MULTI_TURN, chosen, pack, ragged
 
-from verl_fn.state import split_by_count, split_by_tokens, tree
-from verl_fn.steps import aggregate
+from verl_fn.state import Batch, split_by_count, split_by_tokens, tree
+from verl_fn.steps import aggregate, aggregate_rows
 
-MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean", "seq")
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 
 
 def weigh(batch, mode, scale=6.0):
@@ -85,7 +85,6 @@ def test_the_weights_themselves():
         "seq-mean-token-sum": [0, 0.5, 0.5, 0, 0.5, 0, 0.5, 0.5],
         "seq-mean-token-sum-norm": [0, 1 / 12, 1 / 12, 0, 1 / 12, 0, 1 / 12, 1 / 12],
         "seq-mean-token-mean": [0, 1 / 4, 1 / 4, 0, 1 / 6, 0, 1 / 6, 1 / 6],
-        "seq": [0, 0, 0.5, 0, 0, 0, 0, 0.5],
     }
     for mode in MODES:
         weights = weigh(batch, mode)["loss_weight"]
@@ -93,15 +92,32 @@ def test_the_weights_themselves():
         assert weights.tolist() == pytest.approx(expected[mode], rel=1e-6)
 
 
-@given(groups=st.lists(st.integers(-2, 2), min_size=5, max_size=5), seed=st.integers(0, 99))
+@given(groups=st.lists(st.integers(-2, 2), min_size=5, max_size=5))
 @MODEST
-def test_one_loss_a_pair(groups, seed):
-    """Mode seq with a group weighs the last token of every row by one over the number of groups."""
-    batch, fields = pack(MULTI_TURN, seed, "loss", pair=groups)
-    lasts = [row[-1] if len(row) else None for row in chosen(MULTI_TURN, fields["loss"])]
-    alive = {group for group, last in zip(groups, lasts, strict=True) if last is not None}
-    expected = sum(last for last in lasts if last is not None) / len(alive)
-    assert loss_of(aggregate(batch, "seq", group="pair")) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+def test_the_weights_of_rows(groups):
+    """Rows without a response have no weight, and groups without such rows are not counted."""
+    batch, _ = pack(MULTI_TURN, 0, pair=groups)
+    live = [any(mask) for mask in MULTI_TURN]
+    by_group = {g: [row for row in range(5) if live[row] and groups[row] == g] for g in groups}
+    counted = [rows for rows in by_group.values() if rows]
+    expected = {
+        "row-mean": [row / sum(live) for row in live],
+        "row-sum": [float(row) for row in live],
+        "group-mean": [1 / (len(counted) * len(by_group[groups[row]])) if live[row] else 0.0 for row in range(5)],
+    }
+    for mode, weights in expected.items():
+        found = aggregate_rows(batch, mode, group="pair")["row_weight"]
+        assert found.dtype == torch.float32
+        assert found.tolist() == pytest.approx(weights, rel=1e-6)
+
+
+def test_rows_of_a_batch_without_responses_all_count():
+    batch = Batch.from_rows([[1], [2]])
+    assert aggregate_rows(batch)["row_weight"].tolist() == [0.5, 0.5]
+    with pytest.raises(ValueError, match="row-mean, row-sum, group-mean"):
+        aggregate_rows(batch, "mean")
+    with pytest.raises(ValueError, match="group-mean needs group"):
+        aggregate_rows(batch, "group-mean")
 
 
 def test_token_mean_is_the_default():
@@ -136,5 +152,6 @@ def test_an_unknown_mode_is_refused_with_the_known_ones():
 def test_the_batch_passed_in_is_unchanged():
     batch, _ = pack(MULTI_TURN, 0)
     before = tree.digest(batch)
-    aggregate(batch, "seq")
-    assert tree.digest(batch) == before and "loss_weight" not in batch
+    aggregate(batch)
+    aggregate_rows(batch)
+    assert tree.digest(batch) == before and "loss_weight" not in batch and "row_weight" not in batch

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from step_builders import MODEST, MULTI_TURN, SEEDS, assert_rows, pack, rows_of
 
-from verl_fn.state import tree
+from verl_fn.state import Batch, tree
 from verl_fn.steps import grpo, rloo
 
 ESTIMATORS = {"grpo": grpo, "dr_grpo": lambda batch: grpo(batch, norm_adv_by_std=False), "rloo": rloo}
@@ -115,3 +115,12 @@ def test_the_batch_passed_in_is_unchanged(kind):
     before = tree.digest(batch)
     ESTIMATORS[kind](batch)
     assert tree.digest(batch) == before
+
+
+@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e-7, 12345.678])
+@pytest.mark.parametrize("rows", [2, 3, 7, 31])
+def test_equal_rewards_give_exactly_zero(estimator, reward, rows):
+    fields = {"token_level_rewards": [[reward]] * rows, "response_mask": [[1.0]] * rows}
+    batch = Batch.from_rows([[1]] * rows, fields, {"group": [5] * rows})
+    assert estimator(batch)["advantages"].tolist() == [0.0] * rows

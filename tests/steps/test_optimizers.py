@@ -2,6 +2,7 @@
 
 import math
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -9,8 +10,21 @@ from torch.optim.adamw import adamw as torch_functional_adamw
 from torch.optim.sgd import sgd as torch_functional_sgd
 from update_builders import SHAPES, TRAINED, arrays, gradients, start
 
-from verl_fn.state import Grads, Key, Params, TrainState, is_donated
-from verl_fn.steps import adamw, apply_update, chain, clip_by_global_norm, constant, cosine, frozen, sgd
+from verl_fn.state import Grads, Key, Params, Slots, TrainState, is_donated, snapshot, tree
+from verl_fn.state.serial import flatten, unflatten
+from verl_fn.steps import (
+    GradTransform,
+    adamw,
+    apply_update,
+    chain,
+    clip_by_global_norm,
+    constant,
+    cosine,
+    frozen,
+    linear,
+    no_decay,
+    sgd,
+)
 
 STEPS = 6
 SCALES = [0.1, 3.0, 0.01, 10.0, 1.0, 0.5]
@@ -76,9 +90,10 @@ def test_adamw_follows_its_paper(options, clip):
     weights, mean, square = adamw_by_hand(arrays(start(optimizer).params), updates, **options)
     tolerance = 1e-10 if clip is None else SINGLE
     assert_leaves(state.params, weights, tolerance)
-    assert_leaves(state.optimizer.exp_avg, mean, tolerance)
-    assert_leaves(state.optimizer.exp_avg_sq, square, tolerance)
-    assert state.optimizer.count == STEPS
+    adam = state.optimizer if clip is None else state.optimizer[-1]
+    assert_leaves(adam.exp_avg, mean, tolerance)
+    assert_leaves(adam.exp_avg_sq, square, tolerance)
+    assert adam.count == STEPS
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -92,8 +107,9 @@ def test_sgd_follows_its_definition(momentum, clip):
     weights, velocity = sgd_by_hand(arrays(start(optimizer).params), updates, momentum)
     tolerance = 1e-10 if clip is None else SINGLE
     assert_leaves(state.params, weights, tolerance)
-    assert_leaves(state.optimizer.momentum, velocity if momentum else {}, tolerance)
-    assert len(state.optimizer.momentum) == (len(TRAINED) if momentum else 0)
+    held = (state.optimizer if clip is None else state.optimizer[-1]).momentum
+    assert_leaves(held, velocity if momentum else {}, tolerance)
+    assert len(held) == (len(TRAINED) if momentum else 0)
 
 
 def torch_adamw(weights, grads, slots, count, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
@@ -193,6 +209,84 @@ def test_a_second_clip_sees_what_the_first_one_left(clips):
 def test_a_chain_ends_in_its_one_optimizer(parts):
     with pytest.raises((TypeError, ValueError)):
         chain(*parts)
+
+
+def test_a_frozen_optimizer_is_not_chained():
+    with pytest.raises(ValueError, match="frozen"):
+        chain(clip_by_global_norm(1.0), frozen())
+
+
+def test_chains_nest():
+    flat = train(chain(clip_by_global_norm(1.0), clip_by_global_norm(0.5), adamw(lr)))
+    nested = train(chain(clip_by_global_norm(1.0), chain(clip_by_global_norm(0.5), adamw(lr))))
+    assert tree.equal(flat.params, nested.params)
+    assert tree.equal(flat.optimizer[-1], nested.optimizer[-1][-1])
+
+
+@attrs.frozen
+class Momentum(GradTransform):
+    """Heavy-ball momentum before the optimizer, for a transformation with state."""
+
+    decay: float
+
+    def init(self, params):
+        return Slots({name: torch.zeros_like(params[name]) for name in params.trained()})
+
+    def update(self, grads, state, params, update):
+        velocity = {name: self.decay * state[name] + g for name, g in grads.items()}
+        return Grads(velocity), Slots(velocity), update
+
+
+def with_slot(tx):
+    """A state of a chain of three, the second of which holds nothing."""
+    state = start(tx)
+    return attrs.evolve(state, optimizer=(state.optimizer[0], (), state.optimizer[1]))
+
+
+def test_transformations_have_state():
+    """Momentum before plain descent is descent with momentum; a skipped update leaves it alone; it is saved."""
+    tx = chain(Momentum(0.9), sgd(lr))
+    state, expected = train(tx), train(sgd(lr, 0.9))
+    for name, want in expected.params.items():
+        torch.testing.assert_close(state.params[name], want)
+    clipped, _ = apply_update(chain(Momentum(0.9), clip_by_global_norm(1e-3), sgd(lr)), with_slot(tx), gradients(1))
+    for name, want in gradients(1).items():
+        torch.testing.assert_close(clipped.optimizer[0][name], want)
+    before = snapshot(state.optimizer)
+    skipped, metrics = apply_update(tx, state, gradients(0, float("nan")))
+    assert metrics["update_skipped"].value == 1 and tree.equal(skipped.optimizer, before)
+    assert tree.equal(unflatten(skipped, *flatten(skipped)), skipped)
+
+
+@pytest.mark.parametrize(
+    "mask", [no_decay("bias"), lambda name, t: "bias" not in name, {name: "bias" not in name for name in TRAINED}]
+)
+def test_weight_decay_mask(mask):
+    """Masked parameters move as without decay, the others as with it; bitwise, since the kernel is the same."""
+    masked, whole, none = (
+        train(adamw(lr, weight_decay=0.3, weight_decay_mask=mask)),
+        train(adamw(lr, weight_decay=0.3)),
+        train(adamw(lr, weight_decay=0.0)),
+    )
+    assert any("bias" in name for name in TRAINED) and not all("bias" in name for name in TRAINED)
+    for name in TRAINED:
+        assert torch.equal(masked.params[name], (none if "bias" in name else whole).params[name])
+        assert not torch.equal(none.params[name], whole.params[name])
+
+
+def test_a_mapping_that_lacks_a_parameter_is_refused():
+    with pytest.raises(ValueError, match="says nothing of"):
+        train(adamw(lr, weight_decay_mask={"another": True}))
+
+
+def test_optimizers_compare_and_print_by_value():
+    make = lambda rate=1e-3, most=1.0, part="bias": chain(  # noqa: E731
+        clip_by_global_norm(most), adamw(linear(rate, 10), weight_decay_mask=no_decay(part))
+    )
+    assert make() == make() and repr(make()) == repr(make())
+    assert len({make(), make(rate=2e-3), make(most=2.0), make(part="norm")}) == 4
+    assert adamw(0.1) == adamw(constant(0.1)) != sgd(0.1)
+    assert make().parts[1].schedule.lr == 1e-3 and make().parts[1].betas == (0.9, 0.999)
 
 
 @pytest.mark.parametrize("position", [0, 4, 10])

@@ -154,7 +154,9 @@ def test_the_total_is_weighed_and_skips_what_weighs_nothing(masks, seed):
     weights = [np.where(mask, row, 0.0) for mask, row in zip(masks, fields["weight"], strict=True)]
     batch = batch.with_tokens(loss_weight=np.concatenate(weights))
     junk = torch.where(batch["loss_weight"] == 0, torch.nan, batch["per_token"]).requires_grad_()
-    total = total_loss(batch, junk)
+    total, _ = total_loss(
+        loss()(lambda outputs, batch: (outputs.logprobs, {})), TokenOutputs({"logprobs": junk}), batch
+    )
     total.backward()
     expected = sum((w * x).sum() for w, x in zip(weights, fields["per_token"], strict=True))
     assert total.item() == pytest.approx(expected, abs=1e-12)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from verl_fn.backends.protocol import TrainBackend
+from verl_fn.backends.protocol import TrainBackend, where_used
 from verl_fn.config.algorithms import Aggregation, PolicyOptimization
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
-from verl_fn.state import Batch, Key, Metrics, TokenOutputs
+from verl_fn.state import Batch, Key, Metrics, TokenOutputs, pack, requests_for
 from verl_fn.steps import AdaptiveKL, FixedKL, Loss, aggregate, apply_kl_in_reward, scan
 
 from .contract import Experience
@@ -23,7 +23,7 @@ from .workers import Clock, Workers
 def publish(w: Workers, actor: Any, version: int) -> Any:
     """Gives the actor's weights to the rollout engine, unless it has them."""
     if w.rollout.version != version:
-        return w.rollout.publish(version, w.trainers["actor"].named_tensors(actor.params))
+        return w.rollout.publish(version, w.trainers["actor"].weights(actor.params))
     return None
 
 
@@ -36,16 +36,10 @@ def sample_and_score(actor: Any, problems: Sequence[Problem], w: Workers, key: K
     """
     clock = Clock(w.wait)
     clock.run("update_weights", publish, w, actor, step)
-    batch = clock.run(
-        "gen",
-        w.rollout.generate,
-        encode_prompts(problems, w.tokenizer, w.max_prompt_length),
-        w.sampling,
-        key.fold_in("rollout"),
-        ids=[problem.id for problem in problems],
-        version=step,
-    )
-    batch = clock.run("reward", w.reward, batch, problems)
+    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
+    requests = requests_for(prompts, w.sampling, key.fold_in("rollout"), [problem.id for problem in problems])
+    samples = clock.run("gen", w.rollout.generate, requests, version=step)
+    batch = clock.run("reward", w.reward, w.call(pack, samples), problems)
     return Experience(batch, len(problems), clock.seconds)
 
 
@@ -142,6 +136,7 @@ def loss_scale(options: Aggregation, w: Workers) -> float:
     return options.loss_scale_factor or float(w.sampling.max_tokens)
 
 
+@where_used
 def weighted_minibatches(
     batch: Batch, share: tuple[int, int], epochs: int, key: Key | None, mode: str, scale: float | None
 ) -> list[Batch]:

@@ -47,7 +47,7 @@ def estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
         if not callable(function):
             raise ConfigError(f"algorithm.adv_estimator: {name} is not a function from batch to batch")
         return function
-    if name == "gae":
+    if isinstance(options, PPO):
         return functools.partial(gae, gamma=options.gamma, lam=options.lam)
     if name == "grpo":
         return functools.partial(grpo, norm_adv_by_std=options.norm_adv_by_std_in_grpo)

@@ -105,7 +105,19 @@ def parser() -> argparse.ArgumentParser:
     bench = command("bench", "measure")
     bench.add_argument(
         "what",
-        choices=("purity", "sampler", "imports", "crash", "first-step", "ppo-layouts", "throughput", "residency"),
+        choices=(
+            "purity",
+            "sampler",
+            "imports",
+            "crash",
+            "first-step",
+            "ppo-layouts",
+            "throughput",
+            "residency",
+            "publish",
+            "loading",
+            "scaling",
+        ),
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
     return top

@@ -6,7 +6,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import cattrs
 
@@ -58,9 +58,9 @@ def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise TypeError(f"expected {_KINDS[kind]}, got {value!r}")
-        if kind is float and not -sys.float_info.max <= value <= sys.float_info.max:
+        if kind is float and not -sys.float_info.max <= cast(float, value) <= sys.float_info.max:
             raise TypeError(f"expected a finite number, got {value!r}")
-        if kind is int and not -(2**63) <= value < 2**63:
+        if kind is int and not -(2**63) <= cast(int, value) < 2**63:
             raise TypeError("expected a whole number of at most 64 bits")
         return kind(value)
 
@@ -83,11 +83,16 @@ def _tuple(value: Any, hint: Any) -> Any:
     return tuple(_CONVERTER.structure(item, kind) for item, kind in zip(values, kinds, strict=True))
 
 
+def _is_tuple(hint: Any) -> bool:
+    origin: Any = typing.get_origin(hint)
+    return origin is tuple
+
+
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 _CONVERTER = cattrs.Converter(forbid_extra_keys=True)
 for _kind, _accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
     _CONVERTER.register_structure_hook(_kind, _strict(_kind, *_accepted))
-_CONVERTER.register_structure_hook_func(lambda hint: typing.get_origin(hint) is tuple, _tuple)
+_CONVERTER.register_structure_hook_func(_is_tuple, _tuple)
 _CONVERTER.register_structure_hook_func(
     lambda hint: isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint), _optional
 )

@@ -95,16 +95,24 @@ class Task:
         while len(problems) < count and draws - last_new < MAX_FAILED_DRAWS:
             problem = self._draw(key.fold_in(draws), len(problems), True)
             draws += 1
-            if problem.prompt not in problems:
-                problems[problem.prompt], last_new = problem, draws
+            prompt = _string_prompt(problem)
+            if prompt not in problems:
+                problems[prompt], last_new = problem, draws
         return tuple(problems.values())
 
     def _draw(self, key: Key, number: int, held_out: bool) -> Problem:
         rng = random.Random(key.seed())
         while True:
             problem = self.make(rng)
-            if _is_held_out(problem.prompt) == held_out:
+            if _is_held_out(_string_prompt(problem)) == held_out:
                 return attrs.evolve(problem, id=number, data_source=self.name)
+
+
+def _string_prompt(problem: Problem) -> str:
+    """Returns the prompt of a generated problem, which is always a string."""
+    if not isinstance(problem.prompt, str):
+        raise TypeError(f"the prompt of a generated problem must be a string, not {problem.prompt!r}")
+    return problem.prompt
 
 
 def _is_held_out(prompt: str) -> bool:
@@ -151,7 +159,7 @@ def _countdown(rng: random.Random) -> Problem:
 
 
 def _score_countdown(problem: Problem, response: str) -> float:
-    a, b, target = problem.prompt[:-1].split(",")
+    a, b, target = _string_prompt(problem)[:-1].split(",")
     match = re.fullmatch(r"(\d+)([+\-*])(\d+)", response)
     if not match or sorted([match[1], match[3]]) != sorted([a, b]):
         return 0.0

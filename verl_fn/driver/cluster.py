@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 from torch.utils import _pytree as pytree
 
-from verl_fn.algorithms.workers import ActorDied
-from verl_fn.config import Config, ConfigError
+from verl_fn.backends.protocol import is_where_used
+from verl_fn.config import ConfigError
+from verl_fn.config.schema import DriverConfig
 from verl_fn.errors import UserError
 
 from . import identity
-from .group import Call, Group, Member
+from .errors import ActorDied
+from .group import Group, Member
 from .host import Host
+from .parcels import Lazy, Parcels
 from .watch import Watch
 
 LOG_TAIL_LINES = 20
@@ -55,6 +59,9 @@ class Cluster:
         self._watch = Watch(timeout)
         self._place: Any = None
         self._hosts: list[Any] = []
+        self._parcels = Parcels()
+        self._lazy = itertools.count()
+        self.secret = os.urandom(16)
 
     @property
     def members(self) -> dict[str, Member]:
@@ -71,12 +78,18 @@ class Cluster:
         if not self._place.wait(START_SECONDS):
             free = {name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise ActorDied(
-                f"no room for {len(bundles)} training processes in {START_SECONDS} s: each asks for {dict(bundles[-1])}, "
-                f"and of the cluster's resources {free} are free"
+                f"no room for {len(bundles)} training processes in {START_SECONDS} s: each asks for "
+                f"{dict(bundles[-1])}, and of the cluster's resources {free} are free"
             )
 
-    def start(self, seats: Mapping[str, Sequence[Seat]], cfg: Config) -> None:
+    def start(
+        self, seats: Mapping[str, Sequence[Seat]], driver: DriverConfig, ranks: int, code: Sequence[str] = ()
+    ) -> None:
         """Start one group a name, with an actor a seat, all together.
+
+        Args:
+            ranks: training processes, which share the cores of their machine.
+            code: references to the user's own objects, which every actor must have.
 
         Raises:
             ActorDied: an actor did not start.
@@ -91,34 +104,36 @@ class Cluster:
                 self._hosts.append(hosts[name][-1])
         for name, ranks in hosts.items():
             names = [name] if len(ranks) == 1 else [f"{name} rank {i}" for i in range(len(ranks))]
-            told = [(one, host, host.about.remote()) for one, host in zip(names, ranks, strict=True)]
-            self.groups[name] = Group(name, tuple(self._met(one, host, about) for one, host, about in told))
+            told = [(one, host, host.about.remote(code)) for one, host in zip(names, ranks, strict=True)]
+            self.groups[name] = Group(name, tuple(self._met(one, host, about, code) for one, host, about in told))
         for group in self.groups.values():
-            self._run(group, "set_up", cfg)
+            self._run(group, "set_up", driver, ranks)
 
-    def join(self, group: Group) -> None:
+    def join(self, group: Group, device: str) -> None:
         """Make a group's members the ranks of one process group."""
         nodes = {member.node for member in group.members}
         address = "127.0.0.1" if len(nodes) == 1 else _address(group.members[0].node)
         size = len(group.members)
         alone = Group(group.name, group.members[:1])
         place = self._fetch(alone.run("open_store", address, size, self._timeout))
-        # Each is told a rank of its own, which a group's call cannot.
-        ends = {
-            member: member.host.run.options(num_returns=2).remote("join", 1, place, rank, size, self._timeout)[1]
-            for rank, member in enumerate(group.members)
-        }
-        group.calls.append(Call(ends, ()))
+        group.scatter("join", [(place, rank, size, self._timeout, device) for rank in range(size)])
         self.finish(group)
 
     def build(self, group: str, component: str, factory: Callable[..., Any], *args: Any) -> None:
         """Make a component in every member of a group."""
         self._run(self.groups[group], "build", component, factory, *args)
 
-    def call(self, fn: Callable[..., Any] | str, *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
-        """Apply a function to values or references where the rewards are computed."""
-        found = self.groups["reward"].run("call", fn, kwargs, returns is not None, *args, returns=returns or 1)
-        return [found] if returns == 1 else found
+    def call(self, fn: Callable[..., Any], *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
+        """Apply a function to values or references where batches are kept, or where its results are used."""
+        if is_where_used(fn):
+            lazy = Lazy(next(self._lazy), fn, args, kwargs)
+            return lazy if returns is None else [attrs.evolve(lazy, number=i) for i in range(returns)]
+        result = self.groups["data"].run("call", fn, kwargs, returns is not None, *args, returns=returns or 1)
+        return [result] if returns == 1 else result
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """The lists that references stand for, one after the other, joined where they are used."""
+        return parts[0] if len(parts) == 1 else Lazy(next(self._lazy), _chained, tuple(parts), {})
 
     def wait(self, value: Any) -> Any:
         """Block until everything that ``value`` refers to is there, and return ``value``.
@@ -128,13 +143,19 @@ class Cluster:
             ActorHangs: an actor that others wait for does nothing.
             Exception: a call to any actor failed; the error is the call's own.
         """
-        self._until(lambda: [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, ray.ObjectRef)])
+        self._until(lambda: list(_references(value)))
         return value
 
     def get(self, value: Any) -> Any:
         """``value`` with every reference replaced by what it refers to."""
         self.wait(value)
-        return pytree.tree_map(lambda leaf: self._fetch(leaf) if isinstance(leaf, ray.ObjectRef) else leaf, value)
+        return pytree.tree_map(self._value, value)
+
+    def _value(self, leaf: Any) -> Any:
+        if isinstance(leaf, Lazy):
+            made = leaf.fn(*(self._value(arg) for arg in leaf.args), **leaf.kwargs)
+            return made if leaf.number is None else list(made)[leaf.number]
+        return self._parcels.value(self._fetch(leaf)) if isinstance(leaf, ray.ObjectRef) else leaf
 
     def finish(self, group: Group) -> None:
         """Block until every member has ended every call."""
@@ -158,7 +179,7 @@ class Cluster:
         group.run(method, *args)
         self.finish(group)
 
-    def _met(self, name: str, host: Any, about: Any) -> Member:
+    def _met(self, name: str, host: Any, about: Any, code: Sequence[str]) -> Member:
         """A started actor, once it has told of itself."""
         try:
             told = ray.get(about, timeout=START_SECONDS)
@@ -166,10 +187,10 @@ class Cluster:
             raise ActorDied(f"{name} did not start in {START_SECONDS} s") from None
         except ray.exceptions.RayError as error:
             raise ActorDied(
-                f"{name} did not start: {error}\nIf it cannot import verl_fn, install it on every node, or send it with "
-                "the run: py_modules or working_dir in the file of ray.runtime_env"
+                f"{name} did not start: {error}\nIf it cannot import verl_fn, install it on every node, or send "
+                "it with the run: py_modules or working_dir in the file of ray.runtime_env"
             ) from None
-        self.code = self.code or identity.identity()
+        self.code = self.code or identity.identity(code)
         if (odd := identity.difference(self.code, told["identity"], name)) is not None:
             raise ConfigError(odd)
         sentinel = host.watch.options(concurrency_group="watch").remote()
@@ -247,6 +268,19 @@ class Cluster:
             f"{member.name} (pid {member.pid}) died: {reason}\nits log ends:\n  {end}\n"
             "The same command continues from the last checkpoint"
         )
+
+
+def _references(value: Any) -> Iterator[Any]:
+    """All of Ray's references in a value, those that lazy results are made from too."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Lazy):
+            yield from _references(leaf.args)
+        elif isinstance(leaf, ray.ObjectRef):
+            yield leaf
+
+
+def _chained(*parts: Sequence[Any]) -> list[Any]:
+    return [item for part in parts for item in part]
 
 
 def _of_others(error: Exception) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 import ray
 
 from verl_fn.state import Batch
+
+from .parcels import flattened
 
 
 @attrs.frozen(eq=False)
@@ -36,9 +39,10 @@ class Call:
 
 
 class Group:
-    """The ranks that hold one set of components, or a single actor.
+    """The ranks that hold one set of components, or engines that share work, or a single actor.
 
-    Calls go to all members with the same arguments and in the same order. What a call returns comes from the first.
+    ``run`` calls all members with the same arguments and in the same order; what a call returns comes from the first.
+    ``scatter`` gives each member arguments of its own, and returns what each returns.
     """
 
     def __init__(self, name: str, members: tuple[Member, ...]) -> None:
@@ -49,18 +53,28 @@ class Group:
 
     def run(self, method: str, *args: Any, returns: int = 1) -> Any:
         """Call a method of ``Host``; references to its results, as a list if there are several."""
-        self._send_drops()
         if len(self.members) > 1:
             # Batches go to the store once, not once for every rank.
             args = tuple(ray.put(arg) if isinstance(arg, Batch) else arg for arg in args)
-        first, ends = None, {}
-        for member in self.members:
-            *results, end = member.host.run.options(num_returns=returns + 1).remote(method, returns, *args)
+        results = self._call(dict.fromkeys(self.members, args), method, returns)[0]
+        return results if returns > 1 else results[0]
+
+    def scatter(self, method: str, parts: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of ``Host`` on the first members, each with its own arguments; a reference for each."""
+        members = self.members[: len(parts)]
+        return [results[0] for results in self._call(dict(zip(members, parts, strict=True)), method, 1)]
+
+    def _call(self, arguments: Mapping[Member, tuple[Any, ...]], method: str, returns: int) -> list[list[Any]]:
+        self._send_drops()
+        found, ends, needs = [], {}, []
+        for member, args in arguments.items():
+            places, flat = flattened(args)
+            *results, end = member.host.run.options(num_returns=returns + 1).remote(method, returns, places, *flat)
+            found.append(results)
             ends[member] = end
-            first = first if first is not None else results
-        self.calls.append(Call(ends, tuple(arg for arg in args if isinstance(arg, ray.ObjectRef))))
-        assert first is not None
-        return first if returns > 1 else first[0]
+            needs += [arg for arg in flat if isinstance(arg, ray.ObjectRef)]
+        self.calls.append(Call(ends, tuple(dict.fromkeys(needs))))
+        return found
 
     @property
     def ends(self) -> list[Any]:

@@ -8,16 +8,19 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any
 
 import attrs
+import torch
 
-from verl_fn.algorithms.workers import Freed
-from verl_fn.config.schema import Config
+from verl_fn.backends.protocol import Freed
+from verl_fn.backends.weight_sync.channel import Inlet, Outlet, send
+from verl_fn.config.schema import DriverConfig
 
 from . import identity
+from .parcels import Argument, Parcels
 
 
 @attrs.frozen
@@ -61,12 +64,19 @@ class Host:
         faulthandler.enable()
         self.components: dict[str, Any] = {}
         self.values: dict[int, Any] = {}
+        self.parcels = Parcels()
         self._speaks = True
         self._thread: int | None = None
         self._calls = 0
+        self._inlet: Inlet | None = None
+        self._outlets: dict[tuple[str, int], Outlet] = {}
 
-    def about(self) -> dict[str, Any]:
-        """This process, the files that its output goes to, and what it imports."""
+    def about(self, code: Sequence[str] = ()) -> dict[str, Any]:
+        """This process, the files that its output goes to, and what it imports.
+
+        Args:
+            code: references to the user's own objects.
+        """
         import ray
 
         logs = []
@@ -76,29 +86,36 @@ class Host:
             except OSError:
                 continue
         node = ray.get_runtime_context().get_node_id()
-        return {"pid": os.getpid(), "logs": logs, "node": node, "identity": identity.identity()}
+        return {"pid": os.getpid(), "logs": logs, "node": node, "identity": identity.identity(code)}
 
-    def run(self, method: str, returns: int, *args: Any) -> tuple[Any, ...]:
+    def run(self, method: str, returns: int, places: Sequence[Argument], *flat: Any) -> tuple[Any, ...]:
         """Call a method of this class: its results, and None as a last one, which is quick to fetch.
 
         Ranks after the first return nothing else.
+
+        Args:
+            places: of the arguments in ``flat``.
         """
         self._thread = threading.get_ident()
         self._calls += 1
         try:
-            found = getattr(self, method)(*args)
+            args, columns = self.parcels.arguments(places, list(flat))
+            result = getattr(self, method)(*args)
+            results = result if returns > 1 else (result,)
+            return (*(self.parcels.out(r, columns) if self._speaks else None for r in results), None)
         finally:
             self._thread = None
             self._calls += 1
-        results = found if returns > 1 else (found,)
-        return (*(results if self._speaks else [None] * returns), None)
 
-    def set_up(self, cfg: Config) -> None:
-        """Take the config, and make this process as it asks."""
+    def set_up(self, driver: DriverConfig, ranks: int) -> None:
+        """Make this process as the config asks.
+
+        Args:
+            ranks: training processes, which share the cores.
+        """
         from . import build
 
-        build.set_up_process(cfg)
-        self.cfg = cfg
+        build.set_up_process(driver, ranks)
 
     def open_store(self, address: str, size: int, timeout: float) -> tuple[str, int]:
         """Where the ranks of a process group can meet, which this process holds: address and port."""
@@ -107,16 +124,20 @@ class Host:
         self._store = ranks.open_store(address, size, timeout)
         return address, self._store.port
 
-    def join(self, place: tuple[str, int], rank: int, size: int, timeout: float) -> None:
+    def join(self, place: tuple[str, int], rank: int, size: int, timeout: float, device: str) -> None:
         """Become a rank of the process group that meets there."""
         from . import ranks
 
         self._speaks = rank == 0
-        ranks.join(place, rank, size, timeout, ranks.device(self.cfg), getattr(self, "_store", None))
+        ranks.join(place, rank, size, timeout, device, getattr(self, "_store", None))
 
     def build(self, name: str, factory: Callable[..., Any], *args: Any) -> None:
-        """Make a component: ``factory(cfg, *args)``."""
-        self.components[name] = factory(self.cfg, *args)
+        """Make a component: ``factory(*args)``."""
+        self.components[name] = factory(*args)
+
+    def attribute(self, component: str, name: str) -> Any:
+        """An attribute of a component."""
+        return getattr(self.components[component], name)
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Let go of values."""
@@ -147,22 +168,59 @@ class Host:
         self.values[keep] = found
         return None
 
-    def call(self, fn: Callable[..., Any] | str, kwargs: dict[str, Any], as_list: bool, *args: Any) -> Any:
-        """Apply a function; a component's name as ``fn`` applies that component."""
-        found = (self.components[fn] if isinstance(fn, str) else fn)(*args, **kwargs)
+    def call(self, fn: Callable[..., Any], kwargs: dict[str, Any], as_list: bool, *args: Any) -> Any:
+        """Apply a function."""
+        result = fn(*args, **kwargs)
         if not as_list:
-            return found
-        results = list(found)
+            return result
+        results = list(result)
         return results[0] if len(results) == 1 else results
 
-    def named_tensors(self, component: str, params: Stored) -> list[tuple[str, Any]] | None:
-        """Whole tensors under canonical names, for an engine in another process; all ranks go through them."""
-        found: Iterator[tuple[str, Any]] = self.components[component].named_tensors(self._open(params))
+    def named(self, component: str, value: Stored) -> dict[str, Any] | None:
+        """Whole tensors under canonical names, on the CPU; all ranks go through them."""
+        tensors = dict(self.components[component].named(self._open(value)))
+        return {name: t.cpu() for name, t in tensors.items()} if self._speaks else None
+
+    def listen(self, component: str, secret: bytes) -> tuple[str, int]:
+        """Where the weights for a rollout engine of this process are to be sent."""
+        import ray
+
+        if self._inlet is None:
+            self._inlet = Inlet(ray.util.get_node_ip_address(), secret, _device_of(self.components[component]))
+        return self._inlet.address
+
+    def receive(self, component: str, version: int) -> None:
+        """Publish the weights that the next sender sends."""
+        assert self._inlet is not None
+        engine = self.components[component]
+        self._inlet.receive(version, lambda source: engine.publish(version, source))
+
+    def send(
+        self, component: str, params: Stored, version: int, addresses: Sequence[tuple[str, int]], secret: bytes
+    ) -> None:
+        """Send weights to rollout engines of other processes; all ranks gather them, and the first one sends."""
+        source = self.components[component].weights(self._open(params))
+        if not self._speaks:
+            for _ in source.read():
+                pass
+            return
+        for address in addresses:
+            if address not in self._outlets:
+                self._outlets[address] = Outlet(address, secret, _device_of(self.components[component]))
+        send([self._outlets[address] for address in addresses], version, source)
+
+    def publish_here(self, component: str, params: Stored, engine: str, version: int) -> None:
+        """Publish weights to a rollout engine of the first rank's own process."""
+        source = self.components[component].weights(self._open(params))
         if self._speaks:
-            return [(name, t.cpu()) for name, t in found]
-        for _ in found:
-            pass
-        return None
+            self.components[engine].publish(version, source)
+        else:
+            for _ in source.read():
+                pass
+
+    def traffic(self) -> tuple[dict[str, int], int]:
+        """How often each tensor was fetched, and the bytes of all."""
+        return dict(self.parcels.fetched), self.parcels.nbytes
 
     def alive(self) -> list[int]:
         """The numbers of the values held here."""
@@ -198,3 +256,8 @@ class Host:
             raise Freed(f"value {value.id} is not here: the call that should have made it failed, or it was dropped")
         held = self.values[value.id]
         return held if value.field is None else operator.attrgetter(value.field)(held)
+
+
+def _device_of(component: Any) -> torch.device:
+    """The device that a backend computes on; the CPU for one that does not say."""
+    return torch.device(getattr(component, "device", "cpu"))

@@ -6,12 +6,13 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
 
 from verl_fn import __version__
+from verl_fn.config.names import source_file
 
 PACKAGES = ("verl_fn", "verl_fn.state", "verl_fn.steps", "verl_fn.backends", "verl_fn.benchmarks")
 LIBRARIES = ("torch", "ray", "transformers")
@@ -25,26 +26,31 @@ class Identity:
         path: the package's folder.
         sources: a digest of its source files.
         versions: of the package, Python and the libraries that results depend on.
+        code: a digest of the source of each of the user's own objects, by reference; empty where there is none.
     """
 
     path: str
     sources: str
     versions: Mapping[str, str]
+    code: Mapping[str, str] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
         told = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return f"{told}, sources {self.sources[:8]} from {self.path}"
 
 
-def identity() -> Identity:
+def identity(code: Sequence[str] = ()) -> Identity:
     """What this process imports.
+
+    Args:
+        code: references to the user's own objects, ``FILE.py:NAME`` or ``package.module:NAME``.
 
     >>> identity() == identity(), sorted(identity().versions)
     (True, ['python', 'ray', 'torch', 'transformers', 'verl_fn'])
     """
     versions = {"verl_fn": __version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return Identity(str(_folder("verl_fn")), _sources(), versions)
+    return Identity(str(_folder("verl_fn")), _sources(), versions, {name: _source_of(name) for name in code})
 
 
 def difference(mine: Identity, other: Identity, whose: str) -> str | None:
@@ -60,6 +66,11 @@ def difference(mine: Identity, other: Identity, whose: str) -> str | None:
     Install the same versions on every node, or ...
     """
     if (mine.versions, mine.sources) == (other.versions, other.sources):
+        if odd := [name for name, source in mine.code.items() if other.code.get(name) != source]:
+            return (
+                f"{whose} does not have the driver's {odd[0]}. Put the same file on every node, or send it with the "
+                "run: working_dir in the file of ray.runtime_env"
+            )
         return None
     return (
         f"{whose} does not run the driver's code.\n  driver: {mine}\n  {whose}: {other}\n"
@@ -79,6 +90,14 @@ def _sources() -> str:
         h.update(name.encode())
         h.update(files[name].read_bytes())
     return h.hexdigest()
+
+
+def _source_of(reference: str) -> str:
+    try:
+        file = source_file(reference)
+        return "" if file is None else hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    except (ImportError, OSError, ValueError):
+        return ""
 
 
 def _folder(package: str) -> Path:

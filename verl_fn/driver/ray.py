@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ import attrs
 import ray
 import ray.runtime_env
 
-from verl_fn.algorithms.workers import ActorDied, Workers
-from verl_fn.config import Config, ConfigError, plan
+from verl_fn.algorithms.workers import Workers
+from verl_fn.config import ConfigError
+from verl_fn.config.names import is_reference, load_object
+from verl_fn.config.plan import Plan, RolePlan
+from verl_fn.config.schema import RayConfig
 
 from . import build
 from .cluster import Cluster, Seat
+from .errors import ActorDied
 from .remote import RemoteRollout, RemoteTrain
 
 __all__ = ["ActorDied", "connected", "ray_workers"]
@@ -30,49 +35,63 @@ TRAINER_SHARE, ROLLOUT_SHARE = 0.5, 0.4
 
 
 @contextlib.contextmanager
-def ray_workers(cfg: Config) -> Iterator[Workers]:
-    """The parts that ``cfg`` asks for, as actors of a cluster: the one that is connected, or ``ray.address``, or a new one.
+def ray_workers(plan: Plan) -> Iterator[Workers]:
+    """The parts of a plan, as actors of a cluster: the one that is connected, or ``ray.address``, or a new one.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or has not what the config asks for.
+        ConfigError: the cluster cannot be reached, or has not what the plan asks for.
     """
     # An error is raised once, where it is waited for; Ray would print it again when its reference goes.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    with connected(cfg):
-        cfg = on_cluster(cfg)
-        cluster = Cluster(cfg.ray.timeout)
+    with connected(plan.ray):
+        device = cluster_device(plan.driver.device)
+        groups = training_groups(plan)
+        cluster = Cluster(plan.ray.timeout)
         try:
-            seats, bundles = seating(cfg)
-            check_room(bundles, cfg)
-            cluster.reserve(bundles, cfg.ray.placement)
-            cluster.start(seats, cfg)
+            seats, bundles = seating(list(groups), plan.ray.ranks, device)
+            check_room(bundles, plan.ray)
+            send_code(plan.code)
+            cluster.reserve(bundles, plan.ray.placement)
+            cluster.start(seats, plan.driver, plan.ray.ranks, plan.code)
             training = {}
-            for name, roles in training_groups(cfg).items():
+            for name, roles in groups.items():
                 group = cluster.groups[name]
-                if any(plan.settings(cfg, role).strategy == "fsdp" for role in roles):
-                    cluster.join(group)
+                if any(role.strategy == "fsdp" for role in roles):
+                    cluster.join(group, device)
                 for role in roles:
-                    cluster.build(name, role, build.trainer, role)
-                    training[role] = RemoteTrain(cluster, group, role)
-            cluster.build("rollout", "rollout", build.rollout)
+                    cluster.build(name, role.name, build.trainer, role, plan.driver, device)
+                    training[role.name] = RemoteTrain(cluster, group, role.name)
+            cluster.build("rollout", "rollout", build.rollout, plan.rollout, device)
             # An actor may run in another folder than the driver, where a user's reward functions lie.
-            cluster.build("reward", "reward", build.reward, os.getcwd())
+            cluster.build("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd())
+            reward = cluster.groups["reward"]
             yield Workers(
-                rollout=RemoteRollout(cluster.groups["rollout"], "rollout"),
-                reward=lambda batch, problems: cluster.call("reward", batch, problems),
-                tokenizer=build.tokenizer(cfg),
+                trainers={name: training[name] for name in plan.roles},
+                rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout"),
+                reward=lambda batch, problems: reward.run("invoke", "reward", "__call__", (), {}, batch, problems),
+                tokenizer=build.tokenizer(plan.model),
+                sampling=build.sampling(plan.rollout),
+                max_prompt_length=plan.rollout.max_prompt_length,
                 call=cluster.call,
                 get=cluster.get,
                 wait=cluster.wait,
-                about=f"{len(cluster.members)} processes on {cfg.driver.device} run {cluster.code}",
-                **training,
+                about=f"{len(cluster.members)} processes on {device} run {cluster.code}",
             )
         finally:
             cluster.stop()
 
 
+def send_code(code: Sequence[str]) -> None:
+    """Make functions of the user's own files travel as source, since actors cannot import those files by name."""
+    for reference in code:
+        if is_reference(reference) and reference.rpartition(":")[0].endswith(".py"):
+            module = sys.modules.get(getattr(load_object(reference, "algorithm"), "__module__", ""))
+            if module is not None:
+                ray.cloudpickle.register_pickle_by_value(module)
+
+
 @contextlib.contextmanager
-def connected(cfg: Config) -> Iterator[None]:
+def connected(table: RayConfig) -> Iterator[None]:
     """A cluster: the one that is connected already, or that of ``ray.address``, or one of this machine alone.
 
     Raises:
@@ -82,11 +101,11 @@ def connected(cfg: Config) -> Iterator[None]:
         yield
         return
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    if cfg.ray.runtime_env:
-        options["runtime_env"] = runtime_env(Path(cfg.ray.runtime_env))
-    if cfg.ray.address:
-        check_address(cfg.ray.address)
-        options["address"] = cfg.ray.address
+    if table.runtime_env:
+        options["runtime_env"] = runtime_env(Path(table.runtime_env))
+    if table.address:
+        check_address(table.address)
+        options["address"] = table.address
     else:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         # Said by name, or Ray would look for a cluster that runs or ran here.
@@ -94,11 +113,11 @@ def connected(cfg: Config) -> Iterator[None]:
     try:
         ray.init(**options)
     except ray.exceptions.RuntimeEnvSetupError as error:
-        raise ConfigError(f"ray.runtime_env: {cfg.ray.runtime_env} cannot be set up: {error}") from error
+        raise ConfigError(f"ray.runtime_env: {table.runtime_env} cannot be set up: {error}") from error
     except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
-        keys = [f"{key} = {value!r}" for key, value in attrs.asdict(cfg.ray).items() if key in options and value]
+        keys = [f"{key} = {value!r}" for key, value in attrs.asdict(table).items() if key in options and value]
         token = " (a cluster that asks for a token wants RAY_AUTH_MODE=token in the environment, or ray.address=auto)"
-        hint = token if cfg.ray.address not in ("", "auto") else ""
+        hint = token if table.address not in ("", "auto") else ""
         raise ConfigError(f"Ray does not start with {', '.join(keys) or 'its defaults'}: {error}{hint}") from error
     try:
         yield
@@ -151,45 +170,52 @@ def check_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5.0).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
-            f"ray.address: no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or leave "
-            "the key empty to use this machine alone"
+            f"ray.address: no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or "
+            "leave the key empty to use this machine alone"
         ) from error
 
 
-def on_cluster(cfg: Config) -> Config:
-    """The config with the device that the cluster has, since the driver's machine may have another."""
-    if cfg.driver.device != "auto":
-        return cfg
-    device = "cuda" if _total("GPU") >= 1 else "cpu"
-    return attrs.evolve(cfg, driver=attrs.evolve(cfg.driver, device=device))
+def cluster_device(device: str) -> str:
+    """The device of the cluster where the config leaves it open, since the driver's machine may have another."""
+    if device != "auto":
+        return device
+    return "cuda" if _total("GPU") >= 1 else "cpu"
 
 
-def training_groups(cfg: Config) -> dict[str, tuple[str, ...]]:
+def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
     """The groups of ranks and the roles that each trains.
 
-    >>> from verl_fn.config import load
-    >>> training_groups(load(overrides=["ray.separate=critic"]))
-    {'trainer': ('actor',), 'critic': ('critic',)}
+    >>> from verl_fn.config import load, make_plan
+    >>> groups = training_groups(make_plan(load(overrides=["ray.separate=critic"])))
+    >>> {name: [role.name for role in roles] for name, roles in groups.items()}
+    {'trainer': ['actor'], 'critic': ['critic']}
     """
-    roles = plan.roles(cfg)
-    apart = [role for role in roles if role in cfg.ray.separate]
-    return {"trainer": tuple(r for r in roles if r not in apart)} | {role: (role,) for role in apart}
+    apart = [role for role in plan.roles.values() if role.name in plan.ray.separate]
+    together = tuple(role for role in plan.roles.values() if role.name not in plan.ray.separate)
+    return {"trainer": together} | {role.name: (role,) for role in apart}
 
 
-def seating(cfg: Config) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
-    """Where each group's actors go, and the room that the run asks the cluster for, a bundle for each rank."""
-    gpu = cfg.driver.device == "cuda"
+def seating(groups: Sequence[str], ranks: int, device: str) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
+    """Where each group's actors go, and the room that the run asks the cluster for, a bundle for each rank.
+
+    Args:
+        groups: the names of the groups of training ranks, ``trainer`` first.
+        ranks: of each of them.
+    """
+    gpu = device == "cuda"
     seats: dict[str, list[Seat]] = {}
     bundles: list[dict[str, float]] = []
-    for name in training_groups(cfg):
-        seats[name] = [Seat(len(bundles) + rank, float(gpu)) for rank in range(cfg.ray.ranks)]
-        bundles += [{"CPU": ROOM, "GPU": 1} if gpu else {"CPU": ROOM}] * cfg.ray.ranks
+    for name in groups:
+        seats[name] = [Seat(len(bundles) + rank, float(gpu)) for rank in range(ranks)]
+        bundles += [{"CPU": ROOM, "GPU": 1} if gpu else {"CPU": ROOM}] * ranks
     seats["trainer"][0] = Seat(0, TRAINER_SHARE if gpu else 0.0)
-    seats["rollout"], seats["reward"] = [Seat(0, ROLLOUT_SHARE if gpu else 0.0)], [Seat(0)]
+    seats["rollout"] = [Seat(0, ROLLOUT_SHARE if gpu else 0.0)]
+    # Batches are kept by one actor and judged by another, so that no step waits for what it does not use.
+    seats["data"], seats["reward"] = [Seat(0)], [Seat(0)]
     return seats, bundles
 
 
-def check_room(bundles: Sequence[Mapping[str, float]], cfg: Config) -> None:
+def check_room(bundles: Sequence[Mapping[str, float]], table: RayConfig) -> None:
     """Refuse what this cluster can never give.
 
     Raises:
@@ -197,22 +223,22 @@ def check_room(bundles: Sequence[Mapping[str, float]], cfg: Config) -> None:
     """
     gpus, asked = _total("GPU"), sum(bundle.get("GPU", 0) for bundle in bundles)
     if asked > gpus:
-        apart = f" and ray.separate = {list(cfg.ray.separate)}" if cfg.ray.separate else ""
+        apart = f" and ray.separate = {list(table.separate)}" if table.separate else ""
         raise ConfigError(
-            f"ray.ranks = {cfg.ray.ranks}{apart} ask for {asked:g} GPUs, and the cluster has {gpus:g}; lower ray.ranks, "
-            "or set driver.device=cpu"
+            f"ray.ranks = {table.ranks}{apart} ask for {asked:g} GPUs, and the cluster has {gpus:g}; lower "
+            "ray.ranks, or set driver.device=cpu"
         )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if cfg.ray.placement == "STRICT_SPREAD" and len(nodes) < len(bundles):
+    if table.placement == "STRICT_SPREAD" and len(nodes) < len(bundles):
         raise ConfigError(
-            f"ray.placement = STRICT_SPREAD wants a node for each of {len(bundles)} training processes, and the cluster "
-            f"has {len(nodes)}; take SPREAD, or lower ray.ranks"
+            f"ray.placement = STRICT_SPREAD wants a node for each of {len(bundles)} training processes, and the "
+            f"cluster has {len(nodes)}; take SPREAD, or lower ray.ranks"
         )
     largest = max(node.get("GPU", 0) for node in nodes)
-    if cfg.ray.placement == "STRICT_PACK" and asked > largest:
+    if table.placement == "STRICT_PACK" and asked > largest:
         raise ConfigError(
-            f"ray.placement = STRICT_PACK wants {asked:g} GPUs on one node, and the largest has {largest:g}; take PACK, "
-            "or lower ray.ranks"
+            f"ray.placement = STRICT_PACK wants {asked:g} GPUs on one node, and the largest has {largest:g}; take "
+            "PACK, or lower ray.ranks"
         )
 
 

@@ -7,24 +7,27 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import ray
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from verl_fn.algorithms.workers import Freed
-from verl_fn.backends.protocol import Sampling
-from verl_fn.state import DonatedError, Key
+from verl_fn.backends import protocol
+from verl_fn.backends.protocol import Capabilities, Freed, Ref, WeightSource
+from verl_fn.state import DonatedError, Grads, Key, Params, Request, Sample, Slots, TrainState
 from verl_fn.steps import Loss
 
 from .cluster import Cluster
 from .group import Group
 from .host import Stored
 
+T = TypeVar("T")
+
 
 @attrs.define(eq=False, slots=True, weakref_slot=True)
-class Remote:
+class Remote(protocol.Remote[T]):
     """An immutable handle to a value on every rank of a group. When the last handle goes, so does the value.
 
     A donated handle raises ``DonatedError``, as the value itself would.
@@ -36,18 +39,18 @@ class Remote:
 
     stored: Stored
     fate: str | None = None
-    fields: weakref.WeakSet[RemoteField] = attrs.field(factory=weakref.WeakSet, repr=False)
+    fields: weakref.WeakSet[RemoteField[Any]] = attrs.field(factory=weakref.WeakSet, repr=False)
 
     @property
-    def params(self) -> RemoteField:
+    def params(self) -> RemoteField[Params]:
         """The parameters of a training state."""
         self.open()
         return self.field("params")
 
-    def field(self, path: str) -> RemoteField:
-        found = RemoteField(self, path)
-        self.fields.add(found)
-        return found
+    def field(self, path: str) -> RemoteField[Any]:
+        made: RemoteField[Any] = RemoteField(self, path)
+        self.fields.add(made)
+        return made
 
     def open(self) -> Stored:
         if self.fate is not None:
@@ -67,19 +70,19 @@ class Remote:
 
 
 @attrs.define(eq=False, slots=True, weakref_slot=True)
-class RemoteField:
+class RemoteField(protocol.Remote[T]):
     """One field of a remote value, or all of it where the path is empty; it keeps the value alive.
 
     It means what it meant also after the value was donated: then it has become a value of its own.
     """
 
-    parent: Remote
+    parent: Remote[Any]
     path: str
 
     snapshot = Remote.snapshot
 
     @property
-    def base(self) -> RemoteField:
+    def base(self) -> RemoteField[Params]:
         """The parameters that are not trained."""
         return self.parent.field(f"{self.path}.base".lstrip("."))
 
@@ -95,30 +98,34 @@ class RemoteTrain:
     def __init__(self, cluster: Cluster, group: Group, component: str) -> None:
         self._cluster, self._group, self._component = cluster, group, component
 
-    def init(self, key: Key) -> Remote:
+    def init(self, key: Key) -> Remote[TrainState]:
         return self._keep_one("init", key)
 
-    def load_pretrained(self, folder: str | Path, key: Key) -> Remote:
+    def load_pretrained(self, folder: str | Path, key: Key) -> Remote[TrainState]:
         return self._keep_one("load_pretrained", str(folder), key)
 
-    def restore(self, folder: str | Path) -> Remote:
+    def restore(self, folder: str | Path) -> Remote[TrainState]:
         return self._keep_one("restore", str(folder))
 
-    def place(self, state: Remote, *, params: str | None = None, optimizer: str | None = None) -> Remote:
+    def place(
+        self, state: Remote[TrainState], *, params: str | None = None, optimizer: str | None = None
+    ) -> Remote[TrainState]:
         return self._keep_one("place", state, params=params, optimizer=optimizer)
 
-    def save(self, state: Remote, folder: str | Path) -> None:
+    def save(self, state: Remote[TrainState], folder: str | Path) -> None:
         self._invoke("save", (), state, str(folder))
         self._cluster.finish(self._group)
 
-    def forward(self, params: RemoteField | Remote, batch: Any, needs: Iterable[str] = ("logprobs",)) -> Any:
+    def forward(self, params: protocol.Remote[Params], batch: Any, needs: Iterable[str] = ("logprobs",)) -> Any:
         return self._invoke("forward", (), params, batch, tuple(needs))
 
-    def forward_backward(self, state: Remote, batch: Any, loss: Loss) -> tuple[Remote, Any]:
+    def forward_backward(self, state: Remote[TrainState], batch: Any, loss: Loss) -> tuple[Remote[Grads], Any]:
         grads = self._new()
         return grads, self._invoke("forward_backward", (grads.stored.id, None), state, batch, loss)
 
-    def apply_update(self, state: Remote, grads: Remote, *, donate: bool = True) -> tuple[Remote, Any]:
+    def apply_update(
+        self, state: Remote[TrainState], grads: Remote[Grads], *, donate: bool = True
+    ) -> tuple[Remote[TrainState], Any]:
         if donate:
             self._keep_fields(state)
         new = self._new()
@@ -133,16 +140,16 @@ class RemoteTrain:
                 )
         return new, metrics
 
-    def _keep_fields(self, state: Remote) -> None:
+    def _keep_fields(self, state: Remote[TrainState]) -> None:
         """Make values of their own of the fields that are held, so that donation copies what they share with it."""
-        kept: dict[str, Remote] = {}
+        kept: dict[str, Remote[Any]] = {}
         for field in list(state.fields):
             if field.path not in kept:
                 kept[field.path] = self.map(operator.attrgetter(field.path), state, keep=True)
             field.parent, field.path = kept[field.path], ""
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
-        """``fn`` of every rank's part of ``values``: a handle if ``keep``, else a reference to the first rank's result.
+        """``fn`` of every rank's part of ``values``: a handle if ``keep``, else a reference to the first's result.
 
         Where the parts are shards, ``fn`` may put them together (``full_tensor``): all ranks run it at once.
         """
@@ -156,18 +163,23 @@ class RemoteTrain:
         self._group.run("map", fn, value.stored.id, *opened)
         return value
 
-    def named_tensors(self, params: RemoteField | Remote) -> Any:
-        """A reference to the tensors, which go to the engine without passing through the driver."""
-        return self._group.run("named_tensors", self._component, self._opened(params))
+    def named(self, value: protocol.Remote[Params | Grads | Slots]) -> Ref[dict[str, Tensor]]:
+        """A reference to whole tensors by name, on the CPU: to compare or to export, not to publish."""
+        named: Ref[dict[str, Tensor]] = self._group.run("named", self._component, self._opened(value))
+        return named
 
-    def _keep_one(self, method: str, *args: Any, **kwargs: Any) -> Remote:
+    def weights(self, params: protocol.Remote[Params]) -> RemoteWeights:
+        """Where the weights lie; ``RemoteRollout.publish`` makes them go straight to the engine."""
+        return RemoteWeights(self._group, self._component, params, self._opened(params))
+
+    def _keep_one(self, method: str, *args: Any, **kwargs: Any) -> Remote[Any]:
         value = self._new()
         self._invoke(method, (value.stored.id,), *args, **kwargs)
         self._cluster.finish(self._group)
         return value
 
-    def _new(self) -> Remote:
-        value = Remote(Stored(next(self._numbers), self._group.name))
+    def _new(self) -> Remote[Any]:
+        value: Remote[Any] = Remote(Stored(next(self._numbers), self._group.name))
         weakref.finalize(value, self._group.dropped.append, value.stored.id)
         return value
 
@@ -186,47 +198,87 @@ class RemoteTrain:
         return stored
 
 
-class RemoteRollout:
-    """``RolloutBackend`` over a component of an actor; batches come back as references."""
+@attrs.frozen(eq=False)
+class RemoteWeights(protocol.Remote[WeightSource]):
+    """Weights that lie on the ranks of a group.
 
-    def __init__(self, group: Group, component: str) -> None:
-        self._group, self._component = group, component
+    Attributes:
+        group: the ranks.
+        component: the training backend that has them.
+        params: keeps the value alive.
+        stored: its number on the ranks.
+    """
+
+    group: Group
+    component: str
+    params: protocol.Remote[Params]
+    stored: Stored
+
+
+class RemoteRollout:
+    """``RolloutBackend`` over a component of one or several actors, which share the requests of a call."""
+
+    def __init__(self, cluster: Cluster, group: Group, component: str) -> None:
+        self._cluster, self._group, self._component = cluster, group, component
+        self.capabilities: Capabilities = cluster.get(group.run("attribute", component, "capabilities"))
         self._version: int | None = None
-        self._publishing: tuple[int, Any] | None = None
+        self._publishing: tuple[int, list[Any]] | None = None
+        self._addresses: list[tuple[str, int]] = []
 
     @property
     def version(self) -> int | None:
-        """The version that the engine is known to hold; None while another is on its way."""
+        """The version that the engines are known to hold; None while another is on its way."""
         if self._publishing is not None:
-            version, ref = self._publishing
-            if ray.wait([ref], timeout=0)[0]:
+            version, refs = self._publishing
+            if len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs):
                 self._publishing = None
                 try:
-                    ray.get(ref)
+                    ray.get(refs)
                     self._version = version
                 except ray.exceptions.RayError:
                     # Whoever waits for the reference is told; here it only means that nothing is known.
                     self._version = None
         return self._version
 
-    def publish(self, version: int, named_tensors: Any) -> Any:
+    def publish(self, version: int, weights: RemoteWeights | WeightSource) -> Any:
+        """Make the weights go from where they lie to every engine; a reference that is there when they are.
+
+        The ranks that send take no other call meanwhile, so no update can spend what is being sent.
+        """
         self._version = None
-        ref = self._invoke("publish", version, named_tensors)
-        self._publishing = version, ref
-        return ref
+        members = self._group.members
+        if not isinstance(weights, RemoteWeights):
+            refs = self._all("invoke", "publish", (), {}, version, weights)
+        elif members[0] in weights.group.members:
+            call = (weights.component, weights.stored, self._component, version)
+            refs = [weights.group.run("publish_here", *call)]
+        else:
+            secret = self._cluster.secret
+            if not self._addresses:
+                self._addresses = self._cluster.get(self._all("listen", secret))
+            weights.group.run("send", weights.component, weights.stored, version, self._addresses, secret)
+            refs = self._all("receive", version)
+        self._publishing = version, refs
+        return refs if len(refs) > 1 else refs[0]
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: Key, *, ids: Sequence[int] | None = None,
-        version: int | None = None,
-    ) -> Any:  # fmt: skip
-        return self._invoke("generate", prompts, sampling, key, ids=ids, version=version)
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
+        """A reference to the samples; each engine draws those of a share of the requests."""
+        each = -(-len(requests) // len(self._group.members)) or 1
+        shares = [requests[i : i + each] for i in range(0, max(1, len(requests)), each)]
+        calls = [(self._component, "generate", (), {"version": version}, share) for share in shares]
+        samples: Ref[list[Sample]] = self._cluster.joined(self._group.scatter("invoke", calls))
+        return samples
 
-    def sleep(self) -> Any:
-        self._version = self._publishing = None
-        return self._invoke("sleep")
+    def sleep(self, level: int = 2) -> Any:
+        """See ``RolloutBackend``."""
+        if level > 1:
+            self._version = self._publishing = None
+        return self._all("invoke", "sleep", (), {}, level)
 
-    def wake(self) -> Any:
-        return self._invoke("wake")
+    def wake(self, tags: Sequence[str] = ()) -> Any:
+        """See ``RolloutBackend``."""
+        return self._all("invoke", "wake", (), {}, tuple(tags))
 
-    def _invoke(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._group.run("invoke", self._component, method, (), kwargs, *args)
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        """A method of ``Host`` on every engine; a reference for each."""
+        return self._group.scatter(method, [(self._component, *args)] * len(self._group.members))

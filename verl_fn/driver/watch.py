@@ -17,8 +17,7 @@ from typing import Any
 import ray
 import torch
 
-from verl_fn.algorithms.workers import ActorHangs
-
+from .errors import ActorHangs
 from .group import Group, Member
 from .host import Pulse
 
@@ -129,8 +128,9 @@ class Watch:
         others = ", ".join(member.name for member in group.members if member not in not_waiting)
         waiting = f"; {others} wait{'s' if ',' not in others else ''} for it" if others else ""
         return ActorHangs(
-            f"{guilty.name} (pid {guilty.pid}) hangs: for ray.timeout = {self._timeout:g} s nothing went on{waiting}. "
-            f"It {what}\nThe same command continues from the last checkpoint. If this was only slow, raise ray.timeout"
+            f"{guilty.name} (pid {guilty.pid}) hangs: for ray.timeout = {self._timeout:g} s nothing went on"
+            f"{waiting}. It {what}\nThe same command continues from the last checkpoint. If this was only slow, "
+            "raise ray.timeout"
         )
 
 
@@ -140,7 +140,7 @@ def ask(member: Member, method: str) -> Any:
 
 
 def waits(stack: traceback.StackSummary) -> bool:
-    """Whether a thread sits in a collective: the innermost line that is not torch's arithmetic is torch.distributed's.
+    """Whether a thread sits in a collective: its innermost line outside torch's arithmetic is torch.distributed's.
 
     >>> here = traceback.extract_stack()
     >>> waits(here)

@@ -15,7 +15,7 @@ from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
 from verl_fn.driver.build import validation_sampling
 from verl_fn.rewards.reward import response_texts
-from verl_fn.state import Batch, Key
+from verl_fn.state import Batch, Key, pack, requests_for
 
 from .prepare import prepare, workers
 from .progress import Say
@@ -35,7 +35,8 @@ def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w:
     w.wait(publish(w, actor, version))
     sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
     prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
-    batch = w.rollout.generate(prompts, sampling, key, ids=[p.id for p in problems], version=version)
+    requests = requests_for(prompts, sampling, key, [p.id for p in problems])
+    batch = w.call(pack, w.rollout.generate(requests, version=version))
     logged = plan.trainer.log_val_generations
     return w.get(w.call(judged, w.reward(batch, problems), problems, w.tokenizer, logged, returns=2))
 

@@ -6,22 +6,29 @@ the rollout engine and the reward, and passes everything through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
-import torch
 from safetensors.torch import load_file, save_file
 
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.checkpoint.state_folder import disk_errors
-from verl_fn.backends.protocol import Sampling
+from verl_fn.backends.protocol import (
+    Capabilities,
+    Handle,
+    Ref,
+    Request,
+    RolloutBackend,
+    Sample,
+    WeightSource,
+)
 from verl_fn.config import Plan, flat
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.state import RunState
-from verl_fn.state import Batch, Key, serial, tree
+from verl_fn.state import Batch, pack, serial, tree, unpack
 from verl_fn.state.batch import CORE
 
 
@@ -36,7 +43,13 @@ def digests(value: Any) -> dict[str, str]:
 
 
 class Recorder:
-    """A rollout engine and a reward that remember what passed through them in the current step."""
+    """A rollout engine and a reward that remember what passed through them in the current step.
+
+    Attributes:
+        samples: what the engine gave.
+        scored: what the reward gave.
+        workers: the same workers with this engine and this reward.
+    """
 
     def __init__(self, w: Workers) -> None:
         self._w = w
@@ -50,27 +63,31 @@ class Recorder:
 
 
 class _Listening:
-    """A rollout backend that keeps the last batch it passed on."""
+    """A rollout backend that keeps the last samples it passed on."""
 
-    def __init__(self, inner: Any, recorder: Recorder) -> None:
+    def __init__(self, inner: RolloutBackend, recorder: Recorder) -> None:
         self._inner, self._recorder = inner, recorder
 
     @property
     def version(self) -> int | None:
         return self._inner.version
 
-    def publish(self, version: int, named_tensors: Any) -> Any:
-        return self._inner.publish(version, named_tensors)
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
 
-    def generate(self, prompts: Any, sampling: Sampling, key: Key, **kwargs: Any) -> Any:
-        self._recorder.samples = self._inner.generate(prompts, sampling, key, **kwargs)
+    def publish(self, version: int, weights: Handle[WeightSource]) -> Ref[None]:
+        return self._inner.publish(version, weights)
+
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
+        self._recorder.samples = self._inner.generate(requests, version=version)
         return self._recorder.samples
 
-    def sleep(self) -> Any:
-        return self._inner.sleep()
+    def sleep(self, level: int = 2) -> Ref[None]:
+        return self._inner.sleep(level)
 
-    def wake(self) -> Any:
-        return self._inner.wake()
+    def wake(self, tags: Sequence[str] = ()) -> Ref[None]:
+        return self._inner.wake(tags)
 
 
 class Recorded:
@@ -79,29 +96,31 @@ class Recorded:
     For engines whose draws cannot be repeated.
     """
 
+    capabilities = Capabilities()
+
     def __init__(self, batch: Batch) -> None:
-        self._batch = batch
+        self._samples = unpack(batch)
         self.version: int | None = None
 
-    def publish(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         self.version = version
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, key: Key, **kwargs: Any) -> Batch:
-        """The recorded batch.
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
+        """The recorded samples.
 
         Raises:
             ValueError: the prompts are not those that were recorded.
         """
-        rows, lengths = self._batch.rows(), self._batch["prompt_length"].int().tolist()
-        for i, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            if row[:length].tolist() != list(prompts[i // sampling.n]):
+        prompts = {request.id: request.prompt for request in requests}
+        for i, sample in enumerate(self._samples):
+            if tuple(sample.prompt.tolist()) != prompts.get(sample.request):
                 raise ValueError(f"the recorded samples are of other prompts, row {i} first")
-        return self._batch
+        return self._samples
 
-    def sleep(self) -> None:
+    def sleep(self, level: int = 2) -> None:
         self.version = None
 
-    def wake(self) -> None:
+    def wake(self, tags: Sequence[str] = ()) -> None:
         pass
 
 
@@ -120,7 +139,7 @@ def keep_samples(run: Run, step: int, seen: Recorder, w: Workers) -> None:
     """Write the samples of a step, as the engine gave them, into the run's folder."""
     if seen.samples is None:
         return
-    batch = w.get(seen.samples)
+    batch = pack(w.get(seen.samples))
     tensors = {name: batch[name] for name in CORE}
     tensors |= {f"token.{name}": t for name, t in batch.per_token.items()}
     tensors |= {f"row.{name}": t for name, t in batch.per_row.items()}

@@ -22,17 +22,17 @@ To test an algorithm without a model there are ``Mock``, a training backend, and
 what a script tells it to; ``sample_table`` is the script that draws from the weights of a ``Mock``.
 """
 
-from verl_fn.backends.mock.rollout import MockRollout, Request, Response, sample_table
+from verl_fn.backends.mock.rollout import MockRollout, Response, Turn, sample_table
 from verl_fn.backends.mock.train import Mock
 
 from .advantages import check_advantage
 from .backends import check_backend
-from .builders import tiny_batch, tiny_outputs
+from .builders import tiny_batch, tiny_outputs, tiny_pairs
 from .losses import check_loss
 from .rollouts import check_rollout
 from .violation import LawViolation
 
 __all__ = [
-    "LawViolation", "Mock", "MockRollout", "Request", "Response", "check_advantage", "check_backend", "check_loss",
-    "check_rollout", "sample_table", "tiny_batch", "tiny_outputs",
+    "LawViolation", "Mock", "MockRollout", "Response", "Turn", "check_advantage", "check_backend", "check_loss",
+    "check_rollout", "sample_table", "tiny_batch", "tiny_outputs", "tiny_pairs",
 ]  # fmt: skip

@@ -11,9 +11,10 @@ from verl_fn.state import Batch, Key
 from verl_fn.state.batch import CORE
 
 from .builders import scrambled, tiny_batch
-from .violation import repeatable, require, require_close, require_equal
+from .violation import LawViolation, repeatable, require, require_close, require_equal
 
 WRITTEN = ("advantages", "returns")
+UNEQUAL = "a number of rows that is taken to be the same for all groups"
 
 
 def check_advantage(
@@ -28,7 +29,8 @@ def check_advantage(
     * Signature: ``advantages`` and ``returns``, one number a token in the dtype of the rewards; finite; all other
       fields as they were.
     * Purity: twice the same, and its input as it was.
-    * Rows: another order of rows gives the same in that order, and so do other ids of the groups.
+    * Rows: another order of rows gives the same in that order, and so do other ids of the groups. Groups may have any
+      number of rows: with some rows dropped, as when problems are filtered, the signature still holds.
     * Zero: both are 0 where ``response_mask`` is 0, whatever the fields hold there; without rewards and values
       there is no advantage.
 
@@ -51,11 +53,15 @@ def check_advantage(
     batch = tiny_batch() if batch is None else batch
     batch = batch.without(*WRITTEN)
     key = key or Key.from_seed(0)
-    whole = repeatable("Purity", "the estimator", lambda: _result(estimator, batch), batch=batch)
+    try:
+        whole = repeatable("Purity", "the estimator", lambda: _result(estimator, batch), batch=batch)
+    except RuntimeError as error:
+        raise LawViolation("Rows", f"the estimator raises: {error}", UNEQUAL) from error
     for name, t in whole.items():
         top = float(torch.where(batch["response_mask"] == 0, t, 0.0).abs().max())
         require(top == 0.0, "Zero", f"where response_mask is 0, {name} reaches {top:.3g}", "a missing mask")
     _rows(estimator, batch, whole, key, tolerance)
+    _dropped(estimator, batch)
     require_close(
         "Zero", "other numbers where response_mask is 0: the result", whole,
         _result(estimator, scrambled(batch, key)), "a sum or a mean over rows that does not weigh with response_mask",
@@ -96,6 +102,15 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
     kept = {name: new[name] for name in names if name in new}
     require_equal("Signature", "another field", {name: batch[name] for name in names}, kept, "a field overwritten")
     return {name: new[name] for name in WRITTEN}
+
+
+def _dropped(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
+    """Each row left out in turn."""
+    for row in range(len(batch) if len(batch) > 1 else 0):
+        try:
+            _result(estimator, batch.take(torch.arange(len(batch)) != row))
+        except RuntimeError as error:
+            raise LawViolation("Rows", f"without row {row} the estimator raises: {error}", UNEQUAL) from error
 
 
 def _rows(

@@ -11,9 +11,10 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.algorithms.workers import Freed, get_here
-from verl_fn.backends.protocol import TrainBackend
+from verl_fn.algorithms.workers import get_here
+from verl_fn.backends.protocol import Freed, TrainBackend
 from verl_fn.state import (
+    PER_ROW,
     Batch,
     DonatedError,
     Grads,
@@ -26,7 +27,8 @@ from verl_fn.state import (
     snapshot,
     tree,
 )
-from verl_fn.steps import Loss, ppo_clip
+from verl_fn.steps import Loss, Term, aggregate_rows, ppo_clip, total_loss
+from verl_fn.steps import loss as as_loss
 
 from .builders import some_splits, tiny_batch
 from .violation import (
@@ -58,6 +60,8 @@ def check_backend(
     with a token budget that splits the batch (``tiny_batch()`` has some 50 tokens, its longest row at most 16).
 
     * Signature, Purity, Split invariance, Persistence, Donation, Zero, Restore: the backend by itself.
+    * Derivative, where the backend has ``loss_fn``: its ``torch.func`` gradient is that of ``forward_backward``, and so is
+      its derivative along that gradient in forward mode.
     * Layout, with ``other``: the same model on another backend, layout or number of ranks. Outputs, gradients
       and metrics agree, and each restores what the other saved.
 
@@ -88,6 +92,8 @@ def check_backend(
         _signature(case, first)
         _persistence(case, first, second)
         _splits(case, first)
+        _groups(case, first)
+        _derivative(case, first)
         _donation(case, first)
         _zero(case, first)
         _restore(case, first)
@@ -115,8 +121,11 @@ class _Case:
         grads, found = self.backend.forward_backward(state, self.batch if batch is None else batch, loss or self.loss)
         return grads, self.get(found)
 
-    def outputs(self, params: Params, batch: Batch | None = None) -> TokenOutputs:
-        return self.get(self.backend.forward(params, self.batch if batch is None else batch, self.loss.needs))
+    def outputs(
+        self, params: Params, batch: Batch | None = None, needs: frozenset[str] | None = None
+    ) -> TokenOutputs:
+        batch = self.batch if batch is None else batch
+        return self.get(self.backend.forward(params, batch, self.loss.needs if needs is None else needs))
 
     def update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
         new, found = self.backend.apply_update(state, grads, donate=donate)
@@ -156,16 +165,19 @@ class _Case:
 def _signature(case: _Case, state: TrainState) -> None:
     found = case.outputs(state.params)
     names, silent = set(found.by_name), case.batch["response_mask"] == 0
+    tokens, rows = case.batch.num_tokens, len(case.batch)
     require(
         names == set(case.loss.needs), "Signature",
         f"forward gives {sorted(names)} where {sorted(case.loss.needs)} are needed", "an option that is passed over",
     )  # fmt: skip
     for name, t in found.by_name.items():
         require(
-            t.shape == (case.batch.num_tokens,) and t.dtype == torch.float32, "Signature",
-            f"{name} is {t.dtype}{tuple(t.shape)} where the batch has {case.batch.num_tokens} tokens",
+            t.shape == ((rows if name in PER_ROW else tokens),) and t.dtype == torch.float32, "Signature",
+            f"{name} is {t.dtype}{tuple(t.shape)} where the batch has {tokens} tokens in {rows} rows",
             "compute dtype that was not cast to float32, or targets that were not spread over the batch",
         )  # fmt: skip
+        if name in PER_ROW:
+            continue
         top = float(torch.where(silent, t, 0.0).abs().max())
         require(top == 0.0, "Signature", f"{name} reaches {top:.3g} where response_mask is 0", "a missing mask")
     moved = case.read(case.backend.place(state, params="cpu", optimizer="cpu"))
@@ -194,10 +206,9 @@ def _purity(case: _Case) -> None:
     grads, found = repeatable(
         "Purity", "forward_backward", lambda: case.gradients(again), read, state=again, batch=batch
     )
-    per_token, _ = case.loss(told, batch)
     require_close(
         "Purity", "the loss of what forward gives, against forward_backward's,",
-        float((batch["loss_weight"].double() * per_token.double()).sum()), found["loss"].value,
+        float(total_loss(case.loss, told, batch)[0]), found["loss"].value,
         "parameters that one of the two takes from elsewhere, or outputs in another order",
         tolerance=case.tolerance, floor=1.0,
     )  # fmt: skip
@@ -211,14 +222,18 @@ def _splits(case: _Case, state: TrainState) -> None:
     budgets: list[int] = []
     loss = case.loss
 
-    def counted(outputs: TokenOutputs, batch: Batch) -> tuple[torch.Tensor, Metrics]:
-        budgets.append(len(batch))
-        return loss(outputs, batch)
+    def counted(term: Term) -> Term:
+        def fn(outputs: TokenOutputs, batch: Batch) -> tuple[torch.Tensor, Metrics]:
+            budgets.append(len(batch))
+            return term.fn(outputs, batch)
 
-    at_once, found = case.gradients(state, loss=Loss(counted, loss.needs))
+        return attrs.evolve(term, fn=fn)
+
+    first, *others = loss.terms
+    at_once, found = case.gradients(state, loss=Loss((counted(first), *others)))
     if budgets == [len(case.batch)]:
         warnings.warn("the backend took the batch as one micro-batch; give it a smaller token budget", stacklevel=3)
-    for name, split in some_splits(case.batch, case.key).items():
+    for name, split in some_splits(case.batch, case.key, loss.together).items():
         told = [case.gradients(state, part) for part in split]
         added = told[0][0]
         for grads, _ in told[1:]:
@@ -230,11 +245,95 @@ def _splits(case: _Case, state: TrainState) -> None:
         found_parts = (case.read(added), _merged(told))
         _agree(case, "Split invariance", f"one call against {name}:", (case.read(at_once), found), found_parts, cause)
         outputs = [case.outputs(state.params, part) for part in split]
-        joined = {n: split.join([o.by_name[n] for o in outputs]) for n in case.loss.needs}
+        joined = split.join_outputs(outputs).by_name
         require_close(
             "Split invariance", f"one call of forward against {name}:", case.outputs(state.params).by_name, joined,
             "results that are not put back into the order of the rows", tolerance=case.tolerance,
         )  # fmt: skip
+
+
+def _groups(case: _Case, state: TrainState) -> None:
+    """Rows that a loss keeps together are never split, and row losses are weighted by ``row_weight``."""
+    paired = _squared_sums(min(case.loss.needs))
+    cause = (
+        "rows of one group in different micro-batches or on different ranks (split_by_tokens and deal take "
+        "together=loss.together), or row_weight that is passed over"
+    )
+    for shift in range(3):
+        batch = _with_pairs(case.batch, shift)
+        outputs = case.outputs(state.params, batch, paired.needs)
+        grads, found = case.gradients(state, batch, paired)
+        require_close(
+            "Split invariance", "a loss of pairs of rows, of what forward gives, against forward_backward's,",
+            float(total_loss(paired, outputs, batch)[0]), found["loss"].value, cause,
+            tolerance=case.tolerance, floor=1.0,
+        )  # fmt: skip
+    smallest = some_splits(batch, case.key, "together")["the smallest micro-batches"]
+    told = [case.gradients(state, part, paired) for part in smallest]
+    added = told[0][0]
+    for part, _ in told[1:]:
+        added = case.made(operator.add, added, part)
+    _agree(
+        case, "Split invariance", "a loss of pairs, one call against one call a pair:",
+        (case.read(grads), found), (case.read(added), _merged(told)), cause,
+    )  # fmt: skip
+
+
+def _derivative(case: _Case, state: TrainState) -> None:
+    """The gradients are those of the loss as a pure function of the parameters."""
+    if not hasattr(case.backend, "loss_fn"):
+        return
+    fn = case.backend.loss_fn(case.batch, case.loss)
+    grads, reported = case.gradients(state)
+    with untouched("Purity", "loss_fn", params=state.params):
+        derived, found = torch.func.grad(fn, has_aux=True)(state.params)
+    trained = Grads({name: derived[name] for name in state.params.trained()})
+    cause = "a gradient that is scaled, transposed, of the other sign, or of other parameters than those given"
+    _agree(
+        case, "Derivative", "forward_backward against torch.func.grad of loss_fn:",
+        (trained, found), (case.read(grads), reported), cause,
+    )  # fmt: skip
+    along = attrs.evolve(
+        state.params, leaves={n: trained[n] if n in trained else torch.zeros_like(t) for n, t in state.params.items()}
+    )
+    _, slope = torch.func.jvp(lambda params: fn(params)[0], (state.params,), (along,))
+    require_close(
+        "Derivative", "the derivative of loss_fn along its gradient, in forward mode,",
+        float(trained.global_norm()) ** 2, float(slope), "an autograd function whose jvp is not its derivative",
+        tolerance=2 * case.tolerance,
+    )  # fmt: skip
+
+
+def _squared_sums(name: str) -> Loss:
+    """A row loss whose gradient for a row depends on all rows of its group."""
+
+    @as_loss(needs=[name], level="row", together="together")
+    def squared_sums(outputs: TokenOutputs, batch: Batch) -> tuple[torch.Tensor, Metrics]:
+        values = outputs.by_name[name]
+        rows = values if name in PER_ROW else batch.sum_rows(values)
+        _, ids = batch["together"].unique(return_inverse=True)
+        sums = rows.new_zeros(len(batch)).index_add(0, ids, rows)
+        return sums[ids].square(), {}
+
+    return squared_sums
+
+
+def _with_pairs(batch: Batch, shift: int) -> Batch:
+    """The batch with rows paired in the field ``together``, no pair longer than the longest row: it fits any budget."""
+    lengths = batch.lengths.tolist()
+    ids, alone = list(range(len(batch))), sorted(range(len(batch)), key=lambda row: (lengths[row], row))
+    alone = alone[shift:] + alone[:shift]
+    while alone:
+        first = alone.pop(0)
+        fits = [row for row in alone if lengths[first] + lengths[row] <= max(lengths)]
+        if fits:
+            ids[fits[-1]] = ids[first]
+            alone.remove(fits[-1])
+    if len(set(ids)) == len(batch):
+        raise ValueError("no two rows of the batch are together as short as its longest row; add two short rows")
+    # Ids that are no indices, and weights that differ.
+    paired = batch.with_rows(together=[1000 - 7 * i for i in ids])
+    return aggregate_rows(paired, "group-mean", group="together")
 
 
 def _persistence(case: _Case, first: TrainState, second: TrainState) -> None:
@@ -320,7 +419,10 @@ def _require_no_copies(law: str, holder: str, found: Metrics, cause: str) -> Non
 
 def _zero(case: _Case, state: TrainState) -> None:
     batch, backend = case.batch, case.backend
-    still = {"zero loss_weight": (batch.with_tokens(loss_weight=torch.zeros(batch.num_tokens)), case.loss)}
+    silent = batch.with_tokens(loss_weight=torch.zeros(batch.num_tokens)).with_rows(
+        row_weight=torch.zeros(len(batch))
+    )
+    still = {"zero loss_weight and row_weight": (silent, case.loss)}
     if "logprobs" in case.loss.needs and "old_log_probs" in batch:
         still["zero advantages"] = (batch.with_tokens(advantages=torch.zeros(batch.num_tokens)), ppo_clip())
     for name, (data, loss) in still.items():
@@ -377,7 +479,7 @@ def _layout(case: _Case, others: _Case, state: TrainState) -> None:
         returned = case.backend.restore(back)
     cause = "names, an order or a padding of the executor's own in the file"
     named = [
-        {name: t.cpu() for name, t in one.get(one.backend.named_tensors(held.params))}
+        {name: t.cpu() for name, t in dict(one.get(one.backend.named(held.params))).items()}
         for one, held in ((case, state), (others, moved))
     ]
     require_equal("Layout", "a parameter in the other layout", named[0], named[1], cause)

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from verl_fn.state import Batch, Key, Split, TokenOutputs
-from verl_fn.steps import aggregate
+from verl_fn.state import PER_ROW, Batch, Key, Split, TokenOutputs, groups_of
+from verl_fn.steps import aggregate, aggregate_rows
 
 
 def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) -> Batch:
-    """A batch of a few short rows, as uneven as real ones, with ``loss_weight`` for ``token-mean``.
+    """A batch of a few short rows, as uneven as real ones, weighted for ``token-mean`` and ``row-mean``.
 
     Rows have several turns, with holes in ``response_mask`` where a tool spoke; from three rows on, one has no
     response at all. Groups have one to three rows, and ids that are no indices. Temperatures differ.
@@ -28,7 +28,7 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
     >>> batch.lengths.tolist(), batch.rows("response_mask")[0].tolist()
     ([9, 3, 8], [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
     >>> sorted(batch.per_row)
-    ['group', 'prompt_length', 'temperature']
+    ['group', 'prompt_length', 'row_weight', 'temperature']
     """
     key = key or Key.from_seed(0)
     dice = random.Random(key.fold_in("shape").seed())
@@ -63,13 +63,31 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
         prompt_length=prompts,
         temperature=torch.tensor([dice.choice([0.7, 1.0, 1.5]) for _ in range(rows)]),
     )
-    return aggregate(batch)
+    return aggregate_rows(aggregate(batch))
+
+
+def tiny_pairs(key: Key | None = None, *, pairs: int = 4, vocab_size: int = 8) -> Batch:
+    """Returns a ``tiny_batch`` of preference pairs, in no order, with ``row_weight`` for a mean over pairs.
+
+    It has the per-row fields ``pair`` (ids that are no indices) and ``chosen`` (1 for the preferred row, else 0).
+
+    Example:
+        >>> batch = tiny_pairs(pairs=2)
+        >>> len(batch["pair"].unique()), batch["chosen"].sum().item()
+        (2, 2.0)
+    """
+    key = key or Key.from_seed(0)
+    batch = tiny_batch(key, rows=2 * pairs, vocab_size=vocab_size)
+    order = torch.randperm(2 * pairs, generator=key.fold_in("pairs").generator())
+    batch = batch.with_rows(pair=101 - 3 * (order // 2), chosen=(order % 2).float())
+    return aggregate_rows(batch, "group-mean", group="pair")
 
 
 def tiny_outputs(batch: Batch, needs: Iterable[str] = ("logprobs",), key: Key | None = None) -> TokenOutputs:
     """What a model might say of a batch, and 0 where ``response_mask`` is 0.
 
-    Log-probs lie around ``old_log_probs``, so that some ratios are clipped and some are not.
+    Log-probs lie around ``old_log_probs``, so that some ratios are clipped and some are not. ``row_values`` are not 0
+    anywhere.
 
     >>> batch = tiny_batch()
     >>> outputs = tiny_outputs(batch, ["logprobs", "entropy"])
@@ -77,21 +95,23 @@ def tiny_outputs(batch: Batch, needs: Iterable[str] = ("logprobs",), key: Key | 
     True
     """
     stream = (key or Key.from_seed(0)).fold_in("outputs").generator()
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     for name in sorted(needs):
-        found[name] = torch.randn(batch.num_tokens, generator=stream)
+        if name in PER_ROW:
+            outputs[name] = torch.randn(len(batch), generator=stream)
+            continue
+        drawn = torch.randn(batch.num_tokens, generator=stream)
         if name == "logprobs":
-            found[name] = (batch["old_log_probs"] + 0.4 * found[name]).clamp(max=-1e-3)
+            drawn = (batch["old_log_probs"] + 0.4 * drawn).clamp(max=-1e-3)
         elif name != "values":
-            found[name] = found[name].abs()
-        found[name] = found[name] * batch["response_mask"]
-    return TokenOutputs(found)
+            drawn = drawn.abs()
+        outputs[name] = drawn * batch["response_mask"]
+    return TokenOutputs(outputs)
 
 
 def some_splits(batch: Batch, key: Key, together: str | None = None) -> dict[str, Split]:
     """Ways to split a batch, by a name for each: into single rows (or groups), at random twice, and permuted only."""
-    names = batch[together] if together else torch.arange(len(batch))
-    units = [(names == name).nonzero()[:, 0] for name in names.unique()]
+    units = [torch.tensor(rows) for rows in groups_of(batch, together)]
 
     def dealt(parts: int, stream: torch.Generator) -> Split:
         order = torch.randperm(len(units), generator=stream).tolist()

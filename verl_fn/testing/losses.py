@@ -8,13 +8,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_fn.state import Batch, Key, Max, Metrics, Min, Moments, Split, Sum, TokenOutputs, Weighted, metrics, tree
-from verl_fn.steps import Loss
+from verl_fn.state import (
+    PER_ROW,
+    Batch,
+    Key,
+    Max,
+    Metrics,
+    Min,
+    Moments,
+    Split,
+    Sum,
+    TokenOutputs,
+    Weighted,
+    metrics,
+    tree,
+)
+from verl_fn.steps import Loss, Term, check_weights
+from verl_fn.steps.losses.contract import WEIGHTS
 
-from .builders import scrambled, some_splits, tiny_batch, tiny_outputs
+from .builders import scrambled, some_splits, tiny_batch, tiny_outputs, tiny_pairs
 from .violation import LawViolation, repeatable, require, require_close, require_equal
 
-KNOWN_OUTPUTS = frozenset({"logprobs", "entropy", "values"})
+KNOWN_OUTPUTS = frozenset({"logprobs", "entropy", "values", "row_values"})
 EXTREME = 100.0
 
 _PREFIX = "output of the model: "
@@ -31,17 +46,20 @@ def check_loss(
 ) -> None:
     """Check a loss against the laws, on made-up outputs of a model, in some milliseconds.
 
-    * Signature: one number a token, and metrics that add up.
+    * Signature: one number a token, or a row, as each term declares, and metrics that add up.
     * Purity: twice the same, inputs as they were, no output read that ``needs`` does not name.
     * Split invariance: the weighted sum, its gradient with respect to the outputs, and every metric are the same
-      for other splits and orders of the rows.
+      for other splits and orders of the rows. Rows that the loss keeps ``together`` are not split, by this check or by
+      any backend.
     * Zero: tokens without ``response_mask`` take no part; zero advantages give a zero gradient.
     * Finite: so is everything where log-probs lie 100 nats apart.
 
     Args:
         loss: the loss.
-        batch: by default ``tiny_batch()``; add the fields that it lacks with ``tiny_batch().with_tokens(...)``.
-        together: a per-row field whose equal values are never split, as for pairs.
+        batch: by default ``tiny_batch()``, or ``tiny_pairs()`` for a loss that keeps pairs together; add the fields that
+            it lacks with ``tiny_batch().with_tokens(...)`` or ``with_rows``.
+        together: the field that the loss is meant to keep rows together by. A loss that declares another, or none,
+            breaks the law: backends only know what it declares.
         zero_advantages: whether zero advantages must give a zero gradient, where the loss reads them. Turn it
             off for sums with a term that has a gradient of its own, such as an entropy bonus.
         tolerance: how far splits may differ, relative to the largest value.
@@ -63,13 +81,20 @@ def check_loss(
         raise TypeError(
             f"a {type(loss).__name__} is no Loss; decorate the function with verl_fn.steps.loss(needs=[...])"
         )
-    batch = tiny_batch() if batch is None else batch
+    require(
+        together in (None, loss.together), "Split invariance",
+        f"rows are to stay together by {together!r}, and the loss declares together={loss.together!r}, so that every "
+        "backend may split them", "a missing @loss(..., together=...)",
+    )  # fmt: skip
+    if batch is None:
+        batch = tiny_pairs() if loss.together == "pair" else tiny_batch()
+    check_weights(loss, batch)
     key = key or Key.from_seed(0)
     outputs = tiny_outputs(batch, KNOWN_OUTPUTS | loss.needs, key)
     declared = TokenOutputs({name: t for name, t in outputs.by_name.items() if name in loss.needs})
     whole = _pure(loss, outputs, declared, batch)
     _require_finite(whole, "on an ordinary batch", "a division by the length of a row without response")
-    _splits(loss, declared, batch, whole, some_splits(batch, key, together), tolerance)
+    _splits(loss, declared, batch, whole, some_splits(batch, key, loss.together), tolerance)
     _holes(loss, declared, batch, whole, key, tolerance)
     if zero_advantages and _reads_advantages(loss, declared, batch):
         _zero(loss, declared, batch)
@@ -83,26 +108,31 @@ def evaluate(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[dict[str,
         LawViolation: the loss returns something else than its signature says.
     """
     leaves = {name: t.detach().clone().requires_grad_() for name, t in outputs.by_name.items()}
-    returned = loss(TokenOutputs(leaves), batch)
-    written = "an operation in place on what it was given"
-    require_equal("Purity", "after the loss, its argument outputs", outputs.by_name, leaves, written)
-    pair = isinstance(returned, tuple) and len(returned) == 2
-    require(pair, "Signature", "the loss does not return a pair", "per-token losses or metrics returned alone")
-    per_token, told = returned
-    _check_signature(per_token, told, batch)
-    total = (batch["loss_weight"].double() * per_token.double()).sum()
+    total, reported = torch.zeros((), dtype=torch.float64), []
+    for term in loss.terms:
+        values, of_term = _computed(term, TokenOutputs(leaves), batch)
+        written = "an operation in place on what it was given"
+        require_equal("Purity", "after the loss, its argument outputs", outputs.by_name, leaves, written)
+        total = total + (batch[WEIGHTS[term.level]].double() * term.factor * values.double()).sum()
+        reported.append(of_term)
     wrt = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-    return {"total": total.detach(), "gradient": dict(zip(leaves, wrt, strict=True))}, told
+    return {"total": total.detach(), "gradient": dict(zip(leaves, wrt, strict=True))}, metrics.merge(*reported)
 
 
-def _check_signature(per_token: Any, told: Any, batch: Batch) -> None:
-    shape = tuple(per_token.shape) if isinstance(per_token, Tensor) else type(per_token).__name__
+def _computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+    returned = term.fn(outputs, batch)
+    pair = isinstance(returned, tuple) and len(returned) == 2
+    require(pair, "Signature", "the loss does not return a pair", "losses or metrics returned alone")
+    values, told = returned
+    count = batch.num_tokens if term.level == "token" else len(batch)
+    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
     require(
-        shape == (batch.num_tokens,), "Signature",
-        f"the loss is {shape} where the batch has {batch.num_tokens} tokens", "a sum or a mean taken inside the loss",
+        shape == (count,), "Signature",
+        f"the loss of level {term.level!r} is {shape} where the batch has {count} {term.level}s",
+        "a sum or a mean taken inside the loss, or another level than the one declared",
     )  # fmt: skip
     require(
-        per_token.requires_grad, "Signature", "the loss depends on no output of the model",
+        values.requires_grad, "Signature", "the loss depends on no output of the model",
         "a detach() too many, or outputs that are never read",
     )  # fmt: skip
     require(isinstance(told, dict), "Signature", f"the metrics are a {type(told).__name__}", "a dict was expected")
@@ -114,6 +144,7 @@ def _check_signature(per_token: Any, told: Any, batch: Batch) -> None:
         )  # fmt: skip
         held = any(x.requires_grad for x in tree.leaves(metric) if isinstance(x, Tensor))
         require(not held, "Signature", f"the metric {name!r} holds on to the graph", "a missing detach()")
+    return values, told
 
 
 def _pure(loss: Loss, outputs: TokenOutputs, declared: TokenOutputs, batch: Batch) -> dict[str, Any]:
@@ -145,8 +176,9 @@ def _splits(
     splits: dict[str, Split],
     tolerance: float,
 ) -> None:
-    carried = batch.with_tokens(**{_PREFIX + name: t for name, t in outputs.by_name.items()})
-    extra = [_PREFIX + name for name in outputs.by_name]
+    carried, extra = batch, [_PREFIX + name for name in outputs.by_name]
+    for name, t in outputs.by_name.items():
+        carried = (carried.with_rows if name in PER_ROW else carried.with_tokens)(**{_PREFIX + name: t})
     for name, split in splits.items():
         parts = []
         for rows in split.rows:
@@ -158,10 +190,9 @@ def _splits(
 
 def _joined(split: Split, parts: Sequence[tuple[dict[str, Any], Metrics]]) -> dict[str, Any]:
     """The parts' results, added up as a backend does."""
-    found = [result for result, _ in parts]
-    gradient = {name: split.join([f["gradient"][name] for f in found]) for name in found[0]["gradient"]}
-    total = torch.stack([f["total"] for f in found]).sum()
-    return _flat(({"total": total, "gradient": gradient}, metrics.merge(*(told for _, told in parts))))
+    gradient = split.join_outputs([TokenOutputs(result["gradient"]) for result, _ in parts]).by_name
+    total = torch.stack([result["total"] for result, _ in parts]).sum()
+    return _flat(({"total": total, "gradient": gradient}, metrics.merge(*(reported for _, reported in parts))))
 
 
 def _holes(
@@ -198,7 +229,8 @@ def _extremes(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
 
 def _reads_advantages(loss: Loss, outputs: TokenOutputs, batch: Batch) -> bool:
     try:
-        loss(outputs, batch.without("advantages"))
+        for term in loss.terms:
+            term.fn(outputs, batch.without("advantages"))
     except KeyError:
         return True
     return False

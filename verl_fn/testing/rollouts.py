@@ -1,21 +1,21 @@
-"""The promises of a rollout engine: ``check_rollout``."""
+"""Laws of a rollout engine: ``check_rollout``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol import RolloutBackend, Sampling, StaleWeightsError, TrainBackend
-from verl_fn.state import Batch, Key, Params, concatenate
+from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend, UnsupportedSampling
+from verl_fn.state import Batch, Key, Params, Sample, pack
 
-from .violation import LawViolation, require, require_close, require_equal, seeded, untouched
+from . import publications
+from .rollout_case import Case
+from .violation import LawViolation, require, require_close, seeded, untouched
 
 PROMPTS = ((1, 5), (4,), (5, 4, 6), (1, 5))
-PER_TOKEN = ("response_mask", "rollout_log_probs")
-PER_ROW = ("group", "prompt_length", "temperature", "finished", "version", "near_ties")
 DRAWS = 500
 
 
@@ -25,19 +25,23 @@ def check_rollout(
     *,
     prompts: Sequence[Sequence[int]] = PROMPTS,
     stop_token_ids: Sequence[int] = (2,),
+    environment: bool = False,
     tolerance: float = 1e-3,
     key: Key | None = None,
+    get: Callable[[Any], Any] = lambda value: value,
 ) -> None:
     """Check a rollout engine against its protocol.
 
-    * Signature: rows prompt by prompt, with the fields that the protocol names.
+    * Signature: samples request by request, with the fields that the protocol names.
     * Version: weights are asked for by version, and stale ones refused; published tensors are read at once and
-      neither changed nor kept.
-    * Purity: draws depend on the key, the prompt's id and the sample's number, and on nothing else: no global
-      generator, no order or size of the batch.
+      neither changed nor kept; a publication that lost, repeated or broke off a bucket leaves an engine that serves
+      nothing.
+    * Purity: what ``capabilities`` promises of draws: that they are repeated (``repeatable``), and that they depend
+      on nothing but the request's key and the sample's number (``batch_independent``).
     * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
+    * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused.
 
-    Rows with ``near_ties`` are left out where draws are compared.
+    Samples with ``near_ties`` are left out where draws are compared.
 
     Args:
         engine: an engine, or a function that makes one.
@@ -45,8 +49,11 @@ def check_rollout(
             Without one, nothing is published and the answers count as scripted.
         prompts: token ids.
         stop_token_ids: all ids that end a response, the model's own included.
+        environment: whether an environment takes part, which may write tokens into responses (their mask is 0) and
+            drop or branch samples, so that requests have unequal numbers of them.
         tolerance: how far log-probs may differ, relative to the largest or to 1.
         key: other keys give other draws.
+        get: fetches the value behind a reference, for engines in other processes.
 
     Raises:
         LawViolation: a promise is broken.
@@ -58,188 +65,142 @@ def check_rollout(
     >>> check_rollout(MockRollout({(3,): [4, 5, 2]}), prompts=[(3,)])
     """
     made: RolloutBackend = engine if hasattr(engine, "generate") else engine()  # type: ignore[assignment,operator]
-    sampling = Sampling(6, n=3, stop_token_ids=tuple(stop_token_ids))
-    case = _Case(made, trainer, [tuple(p) for p in prompts], sampling, tolerance, key or Key.from_seed(0))
+    stops = tuple(stop_token_ids) if made.capabilities.stop_token_ids else ()
+    case = Case(
+        made, trainer, [tuple(p) for p in prompts], Sampling(6, n=3, stop_token_ids=stops), tolerance,
+        key or Key.from_seed(0), environment, tuple(stop_token_ids), get,
+    )  # fmt: skip
+    first, second = case.weights("first"), case.weights("second")
     if made.version is None:
         case.require_stale("before anything was published", None)
-    first, second = case.weights("first"), case.weights("second")
-    given = _published(case, first)
-    _repeated(case)
-    _spoilt(case, given)
-    for sampling in (
-        case.sampling,
-        attrs.evolve(case.sampling, temperature=0.7),
-        attrs.evolve(case.sampling, temperature=1.5, top_k=3),
-        attrs.evolve(case.sampling, top_p=0.8),
-        attrs.evolve(case.sampling, temperature=0.0),
-    ):
-        batch = case.generate(sampling=sampling)
-        _signature(case, sampling, batch)
-        _log_probs(case, sampling, batch, first)
-    _independent(case)
+        if trainer is not None:
+            publications.altered(case, first)
+    given = publications.published(case, first)
+    if made.capabilities.repeatable:
+        _repeated(case)
+        publications.spoilt(case, given)
+    for sampling in _samplings(case):
+        samples = case.generate(sampling=sampling)
+        _signature(case, sampling, samples)
+        _log_probs(case, sampling, samples, first)
+    if made.capabilities.batch_independent:
+        _independent(case)
     if trainer is not None:
         _random(case)
         _frequencies(case)
+        _cut(case)
+    _refused(case)
     _versions(case, first, second)
-
-
-@attrs.frozen(eq=False)
-class _Case:
-    """What is checked, and with what."""
-
-    engine: RolloutBackend
-    trainer: TrainBackend | None
-    prompts: Sequence[tuple[int, ...]]
-    sampling: Sampling
-    tolerance: float
-    key: Key
-
-    def weights(self, name: str) -> Params:
-        return Params({}) if self.trainer is None else self.trainer.init(self.key.fold_in(name)).params
-
-    def tensors(self, params: Params) -> dict[str, Tensor]:
-        """Copies, so that they can be spoilt."""
-        named = [] if self.trainer is None else self.trainer.named_tensors(params)
-        return {name: t.clone() for name, t in named}
-
-    def generate(
-        self,
-        rows: Sequence[int] | None = None,
-        *,
-        sampling: Sampling | None = None,
-        key: Key | None = None,
-        version: int | None = None,
-    ) -> Batch:
-        """Responses to these prompts, which keep their ids."""
-        rows = range(len(self.prompts)) if rows is None else rows
-        return self.engine.generate(
-            [self.prompts[i] for i in rows], sampling or self.sampling, key or self.key,
-            ids=[100 + 7 * i for i in rows], version=version,
-        )  # fmt: skip
-
-    def require_stale(self, when: str, version: int | None) -> None:
-        try:
-            self.generate(version=version)
-        except StaleWeightsError:
-            return
-        asked = "no certain version" if version is None else f"version {version}"
-        raise LawViolation(
-            "Version", f"{when}, a request for {asked} raises no StaleWeightsError", "a version that is not compared"
+    if trainer is not None:
+        publications.broken(
+            case, first, lambda version: _log_probs(case, case.sampling, case.generate(version=version), first)
         )
 
-    def require_same_rows(self, law: str, what: str, expected: Batch, found: Batch, cause: str) -> None:
-        """The same draws, and log-probs to the tolerance, in all rows without near ties."""
-        sure = (expected["near_ties"] == 0) & (found["near_ties"] == 0)
-        pairs = zip(expected.rows(), found.rows(), strict=True)
-        same = torch.tensor([torch.equal(a, b) for a, b in pairs])
-        require(bool(sure.any()), law, f"{what} has near ties in all rows", "near ties that are counted too often")
-        odd = int((sure & ~same).sum())
-        require(odd == 0, law, f"{what} draws other tokens in {odd} of {len(same)} rows", cause)
-        alike = same.nonzero()[:, 0]
-        require_close(
-            law, f"{what} gives log-probs which", expected.take(alike)["rollout_log_probs"],
-            found.take(alike)["rollout_log_probs"], cause, tolerance=self.tolerance, floor=1.0,
-        )  # fmt: skip
+
+def _samplings(case: Case) -> list[Sampling]:
+    """The ways of sampling that the engine promises."""
+    plain, able = case.sampling, case.engine.capabilities
+    found = [plain, attrs.evolve(plain, temperature=0.7), attrs.evolve(plain, temperature=0.0)]
+    if able.top_k:
+        found.append(attrs.evolve(plain, temperature=1.5, top_k=3))
+    if able.top_p:
+        found.append(attrs.evolve(plain, top_p=0.8))
+    return found
 
 
-def _published(case: _Case, params: Params) -> dict[str, Tensor]:
-    """The tensors that were published as version 3."""
-    given = case.tensors(params)
-    case.engine.publish(3, given.items())
-    require_equal("Version", "a published tensor", case.tensors(params), given, "weights converted in place")
-    told = case.engine.version
-    require(told == 3, "Version", f"after version 3 was published, the engine says {told}", "a missing assignment")
-    case.require_stale("with version 3 published", 4)
-    return given
-
-
-def _repeated(case: _Case) -> None:
+def _repeated(case: Case) -> None:
     """The same request gives the same, whatever the global generators hold, and leaves them alone."""
-    found = []
+    samples = []
     for seed in (1, 2):
         with seeded(seed), untouched("Purity", "generate"):
-            found.append(case.generate(version=3))
-    cause = "a generator that does not come from the key"
-    case.require_same_rows("Purity", "the same request again", found[0], found[1], cause)
+            samples.append(case.generate(version=3))
+    cause = "a generator that does not come from the key, or a promise (repeatable) that cannot be kept"
+    case.require_same("Purity", "the same request again", *samples, cause)
 
 
-def _spoilt(case: _Case, given: dict[str, Tensor]) -> None:
-    """What is published is read at once."""
-    before = case.generate()
-    for t in given.values():
-        t.zero_()
-    what = "the engine, after the tensors that it had been given were overwritten,"
-    case.require_same_rows("Version", what, before, case.generate(), "references kept instead of copies")
-
-
-def _signature(case: _Case, sampling: Sampling, batch: Batch) -> None:
-    wanted = {*PER_TOKEN, *PER_ROW, *(["rollout_full_log_probs"] if _cuts(sampling) else [])}
-    missing = sorted(name for name in wanted if name not in batch)
-    require(not missing, "Signature", f"the batch lacks {missing}", "an engine of an older protocol")
-    rows = [prompt for prompt in case.prompts for _ in range(sampling.n)]
-    ids = [100 + 7 * i for i in range(len(case.prompts)) for _ in range(sampling.n)]
-    starts = [tuple(row[: len(prompt)].tolist()) for row, prompt in zip(batch.rows(), rows, strict=False)]
+def _signature(case: Case, sampling: Sampling, samples: Sequence[Sample]) -> None:
+    ids = [case.id(i) for i in range(len(case.prompts))]
+    names = [(s.request, s.number) for s in samples]
+    places = [(ids.index(request), number) for request, number in names if request in ids]
+    exact = [(i, number) for i in range(len(ids)) for number in range(sampling.n)]
+    ordered = len(places) == len(names) and places == sorted(set(places))
     require(
-        starts == rows and batch["group"].tolist() == ids, "Signature",
-        f"with n={sampling.n} the rows or their groups are not those of the prompts in their order",
-        "samples ordered one of each prompt after the other, or groups numbered by position",
+        places == exact if not case.environment else ordered and {i for i, _ in places} == set(range(len(ids))),
+        "Signature", f"with n={sampling.n} the samples' requests and numbers are {names}",
+        "samples ordered one of each prompt after the other, or requests named by position",
     )  # fmt: skip
-    lengths = batch["prompt_length"]
+    prompts = dict(zip(ids, case.prompts, strict=True))
+    for s in samples:
+        require(
+            tuple(s.prompt.tolist()) == prompts[s.request], "Signature",
+            f"a sample of request {s.request} has the prompt {s.prompt.tolist()}", "samples of another prompt",
+        )  # fmt: skip
+        fields = (s.log_probs, s.mask, s.versions, *([] if s.full_log_probs is None else [s.full_log_probs]))
+        require(
+            all(t.shape == s.tokens.shape for t in fields) and (s.full_log_probs is not None) == sampling.cuts,
+            "Signature", f"a sample of {len(s.tokens)} tokens has fields of other lengths, or lacks full_log_probs",
+            "fields that hold the prompt too, or an engine that forgets the distribution before the cut",
+        )  # fmt: skip
+        _fields(case, sampling, s)
+        _ends(case, sampling, s)
+
+
+def _fields(case: Case, sampling: Sampling, sample: Sample) -> None:
+    """Masks, log-probs, versions and the temperature of one sample."""
+    drawn = sample.mask.bool()
     require(
-        lengths.tolist() == [len(p) for p in rows], "Signature", "prompt_length is not the prompt's", "a miscount"
-    )
-    mask = (batch.positions >= batch.spread(lengths)).to(batch["response_mask"].dtype)
-    require_equal(
-        "Signature", "response_mask, against 1 after the prompt,", mask, batch["response_mask"], "an offset"
-    )
-    outside = torch.where(mask == 0, batch["rollout_log_probs"], 0.0).abs().max()
-    highest = batch["rollout_log_probs"].max()
+        bool(drawn.any()) and (case.environment or bool(drawn.all())), "Signature",
+        f"the mask is {sample.mask.tolist()}", "an offset, or tokens that the model did not draw",
+    )  # fmt: skip
+    outside = float(sample.log_probs[~drawn].abs().sum())
+    highest = float(sample.log_probs.max())
     require(
-        bool(outside == 0) and bool(highest <= 1e-5), "Signature",
-        f"rollout_log_probs reaches {float(torch.maximum(outside, highest)):.3g}",
-        "log-probs of the prompt, or logits that were not normalised",
+        outside == 0 and highest <= 1e-5, "Signature", f"log_probs reaches {max(outside, highest):.3g}",
+        "log-probs of tokens that were not drawn, or logits that were not normalised",
     )  # fmt: skip
     temperature = sampling.temperature or 1.0
-    told = batch["temperature"].float()
-    by = float((told - temperature).abs().max())
+    by = abs(sample.temperature - temperature)
     require(
         by < 1e-6, "Signature", f"temperature is off by {by:.3g} from {temperature}", "a default that is passed over"
     )
-    _ends(case, sampling, batch)
+    said = sorted(set(sample.versions[drawn].tolist()))
+    held = case.engine.version
+    require(said == [held], "Version", f"samples of version {held} say they are of {said}", "a version not passed on")
 
 
-def _ends(case: _Case, sampling: Sampling, batch: Batch) -> None:
-    """Responses stop where they must, and ``finished`` says which did so by themselves."""
-    for row, start, finished in zip(
-        batch.rows(), batch["prompt_length"].tolist(), batch["finished"].tolist(), strict=True
-    ):
-        response = row[start:].tolist()
-        stops = [token in sampling.stop_token_ids for token in response]
-        require(
-            1 <= len(response) <= sampling.max_tokens and not any(stops[:-1]), "Signature",
-            f"a response of {len(response)} tokens goes on past {sampling.max_tokens} tokens or a stop token",
-            "an end that is checked too late",
-        )  # fmt: skip
-        # A script may end where it likes.
-        ended = stops[-1] or (case.trainer is None and bool(finished))
-        require(
-            bool(finished) == ended and (ended or len(response) == sampling.max_tokens), "Signature",
-            f"finished is {finished:.0f} for the response {response}", "rows that were cut off taken for finished ones",
-        )  # fmt: skip
+def _ends(case: Case, sampling: Sampling, sample: Sample) -> None:
+    """Responses stop where they must, and ``finish_reason`` says which did so by themselves."""
+    response = sample.tokens[sample.mask.bool()].tolist()
+    finished = sample.finish_reason == "stop"
+    stops = [token in case.ends for token in response]
+    require(
+        1 <= len(response) <= sampling.max_tokens and not any(stops[:-1]), "Signature",
+        f"a response of {len(response)} tokens goes on past {sampling.max_tokens} tokens or a stop token",
+        "an end that is checked too late",
+    )  # fmt: skip
+    # A script or an environment may end where it likes.
+    free = case.trainer is None or case.environment
+    ended = stops[-1] or (free and finished)
+    require(
+        finished == ended and (ended or free or len(response) == sampling.max_tokens), "Signature",
+        f"finish_reason is {sample.finish_reason} for the response {response}",
+        "rows that were cut off taken for finished ones",
+    )  # fmt: skip
 
 
-def _log_probs(case: _Case, sampling: Sampling, batch: Batch, params: Params) -> None:
+def _log_probs(case: Case, sampling: Sampling, samples: Sequence[Sample], params: Params) -> None:
     if case.trainer is None or sampling.temperature == 0.0:
         return
-    cut = _cuts(sampling)
-    name = "rollout_full_log_probs" if cut else "rollout_log_probs"
-    told = case.trainer.forward(params, batch, ["logprobs"]).logprobs
+    batch = pack(samples)
+    name = "rollout_full_log_probs" if sampling.cuts else "rollout_log_probs"
+    ours = case.trainer.forward(params, batch, ["logprobs"]).logprobs  # type: ignore[union-attr]
     require_close(
-        "Log-probs", f"{name} at temperature {sampling.temperature}, against the trainer's,", told, batch[name].float(),
+        "Log-probs", f"{name} at temperature {sampling.temperature}, against the trainer's,", ours,
+        batch[name].float(),
         "log-probs of the raw logits instead of those divided by the temperature, or weights that were not updated",
         tolerance=case.tolerance, floor=1.0,
     )  # fmt: skip
-    if cut:
+    if sampling.cuts:
         short = float((batch[name] - batch["rollout_log_probs"]).max())
         require(
             short <= case.tolerance, "Log-probs", f"cutting the distribution lowers a log-prob by {short:.3g}",
@@ -247,74 +208,115 @@ def _log_probs(case: _Case, sampling: Sampling, batch: Batch, params: Params) ->
         )  # fmt: skip
 
 
-def _cuts(sampling: Sampling) -> bool:
-    return sampling.top_k > 0 or sampling.top_p < 1.0
-
-
-def _independent(case: _Case) -> None:
+def _independent(case: Case) -> None:
     """Draws don't depend on the batch around a row, nor on anything global."""
-    whole, n, size = case.generate(), case.sampling.n, len(case.prompts)
-    position = "a seed from the position in the batch instead of (key, id, sample)"
+    whole, size = case.generate(), len(case.prompts)
+    position = "a seed from the position in the batch instead of (request's key, sample)"
     turned = list(range(size))[::-1]
-    rows = [i * n + s for i in turned for s in range(n)]
-    case.require_same_rows(
-        "Purity", "the same prompts in another order", whole.take(rows), case.generate(turned), position
-    )
-    alone = concatenate([case.generate([i]) for i in range(size)])
-    case.require_same_rows("Purity", "the same prompts one at a time", whole, alone, position)
+    case.require_same("Purity", "the same prompts in another order", whole, case.generate(turned), position)
+    alone = [sample for i in range(size) for sample in case.generate([i])]
+    case.require_same("Purity", "the same prompts one at a time", whole, alone, position)
     fewer = case.generate(sampling=attrs.evolve(case.sampling, n=1))
-    case.require_same_rows(
-        "Purity", "the first sample alone", whole.take([i * n for i in range(size)]), fewer,
-        "a seed that depends on how many samples are drawn",
-    )  # fmt: skip
+    cause = "a seed that depends on how many samples are drawn"
+    case.require_same("Purity", "the first sample alone", whole, fewer, cause)
 
 
-def _random(case: _Case) -> None:
+def _random(case: Case) -> None:
     """The key and the sample's number make a difference."""
-    n, whole = case.sampling.n, case.generate()
-    other = case.generate(key=case.key.fold_in("another"))
-    differ = not torch.equal(whole.tokens, other.tokens)
-    require(differ, "Purity", "another key gives the same responses", "a key that is passed over")
-    rows = whole.rows()
-    repeated = all(torch.equal(rows[i - i % n], rows[i]) for i in range(len(rows)))
+    whole, other = (
+        [s.tokens.tolist() for s in case.generate(key=key)] for key in (None, case.key.fold_in("another"))
+    )
+    require(whole != other, "Purity", "another key gives the same responses", "a key that is passed over")
+    first = {s.request: s.tokens.tolist() for s in reversed(case.generate())}
+    repeated = all(first[s.request] == s.tokens.tolist() for s in case.generate())
     require(not repeated, "Purity", "all samples of a prompt are the same", "a seed without the sample's number")
 
 
-def _frequencies(case: _Case) -> None:
+def _drawn(case: Case, sampling: Sampling) -> tuple[Batch, Tensor]:
+    """Many one-token samples of the first prompt, and the tokens."""
+    batch = pack(case.generate([0], sampling=sampling))
+    return batch, batch.tokens[batch.last]
+
+
+def _frequencies(case: Case) -> None:
     """First tokens come as often as their log-probs say, within 5 standard deviations."""
-    for sampling in (
-        Sampling(1, n=DRAWS),
-        Sampling(1, n=DRAWS, temperature=0.5),
-        Sampling(1, n=DRAWS, temperature=1.5, top_k=3),
-    ):
-        batch = case.generate([0], sampling=sampling)
-        drawn, probs = batch.tokens[batch.last], batch["rollout_log_probs"][batch.last].double().exp()
+    plain = Sampling(1, n=DRAWS)
+    cut = [attrs.evolve(plain, temperature=1.5, top_k=3)] if case.engine.capabilities.top_k else []
+    for sampling in (plain, attrs.evolve(plain, temperature=0.5), *cut):
+        batch, drawn = _drawn(case, sampling)
+        probs = batch["rollout_log_probs"][batch.last].double().exp()
         for token in drawn.unique():
             chosen = drawn == token
             share, said = float(chosen.double().mean()), float(probs[chosen].mean())
             sigma = max((said * (1.0 - said) / DRAWS) ** 0.5, 1.0 / DRAWS)
             require(
                 abs(share - said) <= 5.0 * sigma, "Log-probs",
-                f"a token of probability {said:.3g} was drawn in a share of {share:.3g} of {DRAWS} samples with {sampling}",
+                f"a token of probability {said:.3g} was drawn in a share of {share:.3g} of {DRAWS} samples, with "
+                f"{sampling}",
                 "draws from another distribution than the one whose log-probs are given",
             )  # fmt: skip
 
 
-def _versions(case: _Case, first: Params, second: Params) -> None:
+def _cut(case: Case) -> None:
+    """Top-k and top-p leave out what they must, where the engine promises them."""
+    able = case.engine.capabilities
+    if able.top_k:
+        _, drawn = _drawn(case, Sampling(1, n=DRAWS, top_k=2))
+        kinds = len(drawn.unique())
+        require(
+            kinds <= 2, "Capabilities", f"with top_k=2 the engine drew {kinds} different tokens",
+            "capabilities that promise top_k where it is passed over",
+        )  # fmt: skip
+    if able.top_p:
+        top_p = 0.5
+        batch, drawn = _drawn(case, Sampling(1, n=DRAWS, top_p=top_p))
+        full = batch["rollout_full_log_probs"][batch.last].double().exp()
+        probs = {int(token): float(full[drawn == token].mean()) for token in drawn.unique()}
+        least = min(probs.values())
+        likelier = sum(p for p in probs.values() if p > least)
+        require(
+            likelier < top_p + case.tolerance, "Capabilities",
+            f"with top_p={top_p} the engine drew a token below others of probability {likelier:.3g} together",
+            "capabilities that promise top_p where it is passed over",
+        )  # fmt: skip
+
+
+def _refused(case: Case) -> None:
+    """A way of sampling that is not promised is refused, not passed over."""
+    able, plain = case.engine.capabilities, case.sampling
+    for name, promised, sampling in (
+        ("top_k", able.top_k, attrs.evolve(plain, top_k=2)),
+        ("top_p", able.top_p, attrs.evolve(plain, top_p=0.5)),
+        ("stop_token_ids", able.stop_token_ids, attrs.evolve(plain, stop_token_ids=case.ends or (2,))),
+    ):
+        if promised:
+            continue
+        try:
+            case.generate(sampling=sampling)
+        except UnsupportedSampling:
+            continue
+        raise LawViolation(
+            "Capabilities", f"{name} is not among the engine's capabilities, and a request that uses it is answered",
+            "a field of Sampling that is passed over; call check_sampling first",
+        )  # fmt: skip
+
+
+def _versions(case: Case, first: Params, second: Params) -> None:
     """New weights replace the old ones, and sleep forgets them."""
     engine, before = case.engine, case.generate()
-    engine.publish(4, case.tensors(second).items())
+    case.publish(4, case.tensors(second))
     case.require_stale("after version 4 replaced version 3", 3)
-    batch = case.generate(version=4)
-    told = sorted(set(batch["version"].tolist()))
-    require(told == [4], "Version", f"samples of version 4 say they are of {told}", "a version that is not passed on")
-    _log_probs(case, case.sampling, batch, second)
-    engine.sleep()
+    samples = case.generate(version=4)
+    _signature(case, case.sampling, samples)
+    said = sorted({v for s in samples for v in s.versions.tolist()})
+    require(said == [4], "Version", f"samples of version 4 say they are of {said}", "a version that is not passed on")
+    _log_probs(case, case.sampling, samples, second)
+    case.get(engine.sleep())
     case.require_stale("after sleep", 4)
-    engine.wake()
+    case.get(engine.wake())
     case.require_stale("after wake, before weights were published anew,", 4)
-    engine.publish(5, case.tensors(first).items())
-    case.require_same_rows(
-        "Version", "the engine, with its first weights published anew,", before, case.generate(version=5),
-        "caches that outlive the weights that they were made with",
-    )  # fmt: skip
+    case.publish(5, case.tensors(first))
+    what = "the engine, with its first weights published anew,"
+    if engine.capabilities.repeatable:
+        cause = "caches that outlive the weights that they were made with"
+        case.require_same("Version", what, before, case.generate(version=5), cause)

@@ -1,0 +1,156 @@
+"""FSDP's modules around a skeleton: they own nothing, and point at the shards of a state for the length of a call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from verl_fn.backends.fsdp import torch_private
+from verl_fn.backends.fsdp.sharding import Layout, moved
+from verl_fn.backends.fsdp.torch_private import Place, local_of, parameter, sharded, spec_of
+from verl_fn.backends.hf.folder import ModelError
+from verl_fn.backends.hf.lora import canonical
+from verl_fn.backends.hf.skeleton import Skeleton, compile_layer
+
+
+class ShardedModules:
+    """A skeleton, sharded layer by layer.
+
+    Args:
+        skeleton: on the meta device.
+        shapes: every parameter by canonical name, on the meta device.
+        layout: how ranks share the parameters.
+        device: where this rank computes.
+        dtype: compute dtype.
+        reshard: drop a layer's gathered parameters after each use; otherwise they stay for the call.
+        compile: compile each layer.
+        folder: where the model comes from, for errors.
+
+    Raises:
+        ModelError: the model has no list of layers to shard by.
+    """
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        shapes: Mapping[str, Tensor],
+        layout: Layout,
+        device: torch.device,
+        *,
+        dtype: torch.dtype,
+        reshard: bool,
+        compile: bool,
+        folder: Path,
+    ) -> None:
+        self.skeleton = skeleton
+        self.layout = layout
+        self.device = device
+        self.shapes = shapes
+        self._wrap(dtype, reshard, compile, folder)
+        self._groups = torch_private.groups_of(skeleton)
+        names = {id(m): name for name, m in skeleton.model.named_modules(remove_duplicate=False)}
+        places = (place for group in self._groups for place in torch_private.places_of(group))
+        self._places: dict[str, Place] = {_name_of(place, names, shapes): place for place in places}
+        self._empty = {name: self._nothing_of(t) for name, t in shapes.items()}
+
+    @contextlib.contextmanager
+    def pointing_at(
+        self, leaves: Mapping[str, Tensor], trained: Collection[str]
+    ) -> Iterator[dict[str, nn.Parameter]]:
+        """Points FSDP's modules at these shards; gradients gather in the parameters that are given.
+
+        However a pass inside ends, FSDP is at rest afterwards and holds none of the shards.
+
+        Args:
+            leaves: the shards of every parameter, by canonical name.
+            trained: names of those that get gradients.
+
+        Raises:
+            ValueError: the names or shapes are not those of this model.
+        """
+        self._check(leaves)
+        pointed = {}
+        try:
+            for group in self._groups:
+                torch_private.reduce_in_fp32(group)
+            for name, place in self._places.items():
+                pointed[name] = parameter(moved(leaves[name], self.device), name in trained)
+                torch_private.point(place, pointed[name])
+            yield pointed
+        except BaseException:
+            torch_private.reset(self.skeleton)
+            raise
+        finally:
+            nothing = torch.empty(0, device=self.device)
+            for group in self._groups:
+                torch_private.drop_gathered(group)
+            for name, place in self._places.items():
+                torch_private.let_go(place, self._empty[name], nothing)
+
+    def reduce_gradients(self, at_once: bool) -> None:
+        """Lets the next backward pass add gradients up over ranks, or else keep them for one that does.
+
+        With one rank there is nothing to wait for, and they never wait.
+        """
+        self.skeleton.set_requires_gradient_sync(at_once or self.layout.size == 1)
+
+    def _check(self, leaves: Mapping[str, Tensor]) -> None:
+        if leaves.keys() != self._places.keys():
+            differing = sorted(leaves.keys() ^ self._places.keys())
+            raise ValueError(f"the state's parameters are not this model's: {differing[:5]}")
+        self.layout.check(leaves)
+        if others := [name for name, t in leaves.items() if t.shape != self.shapes[name].shape]:
+            raise ValueError(f"the state's parameters have other shapes than this model's: {others[:5]}")
+
+    def _wrap(self, dtype: torch.dtype, reshard: bool, compile: bool, folder: Path) -> None:
+        model = self.skeleton.model
+        layers = getattr(model.base_model, "layers", None)
+        if not isinstance(layers, nn.ModuleList):
+            raise ModelError(f"{folder}: {type(model).__name__} has no list of layers to shard by")
+        mesh = self.layout.mesh
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+        )
+        for layer in layers:
+            if compile:
+                compile_layer(layer)
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        # The root's own parameters stay gathered until its backward pass: the output layer is used outside a module.
+        fully_shard(self.skeleton, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        for module in self.skeleton.modules():
+            if isinstance(module, FSDPModule):
+                if self.layout.size > 1:
+                    self._sum_gradients(module)
+                module.set_reshard_after_backward(reshard)
+
+    def _sum_gradients(self, module: FSDPModule) -> None:
+        # Rows of all ranks add up, and no denominator is anywhere but in the weights of the batch.
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+
+    def _nothing_of(self, t: Tensor) -> nn.Parameter:
+        spec = self.layout.spec(t.shape, t.dtype)
+        return parameter(sharded(torch.empty(0, device="meta"), spec), False)
+
+
+def gradient(of: nn.Parameter, like: DTensor) -> DTensor:
+    """Returns the gathered gradient as a value; zeros where the loss does not depend on the parameter."""
+    if of.grad is None:
+        return torch.zeros_like(like, dtype=torch.float32)
+    held = local_of(of.grad)
+    # The same memory without autograd's tie to the buffer of all gradients of a layer, which would outlive it.
+    plain = held.new_empty(0).set_(held.untyped_storage(), held.storage_offset(), held.size(), held.stride())
+    return sharded(plain, spec_of(like))
+
+
+def _name_of(place: Place, names: Mapping[int, str], params: Collection[str]) -> str:
+    """Returns the canonical name of a parameter, of the several that a tied one has."""
+    owners = torch_private.owners_of(place)
+    candidates = [canonical(f"{names[id(module)]}.{name}".lstrip(".")) for module, name in owners]
+    return next(name for name in candidates if name in params)

@@ -1,0 +1,164 @@
+"""Everything private to PyTorch that sharding touches, in one file; written for the version in ``TORCH``.
+
+FSDP2 offers no public way to point its modules at other shards, to read which tensor belongs to which parameter, or to
+come back to rest after a pass that failed. ``PRIVATE`` lists every name that is used here, and a test looks each of
+them up, so that another version of PyTorch fails with the name that it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Work
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+TORCH = "2.11"
+
+PRIVATE: dict[str, tuple[str, ...]] = {
+    "DTensor": ("_local_tensor", "_spec"),
+    "FSDPState": ("_fsdp_param_group", "_training_state", "_state_ctx", "_comm_ctx"),
+    "FSDPStateContext": ("iter_forward_root", "post_backward_final_callback_queued", "is_last_backward"),
+    "FSDPCommContext": (
+        "device_handle", "post_forward_order", "all_gather_state", "reduce_scatter_state",
+        "all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream",
+    ),
+    "FSDPParamGroup": (
+        "fsdp_params", "reshard", "_training_state", "_orig_dtype", "_reduce_dtype", "_all_gather_result",
+        "_post_forward_indices", "_post_reduce_event", "_reshard_after_forward_event", "_all_reduce_state",
+        "_partial_reduce_output",
+    ),
+    "FSDPParam": (
+        "_module_info", "_setattr_on_modules", "reset_sharded_param", "sharded_param", "_sharded_param_data",
+        "unsharded_accumulated_grad", "_unsharded_param",
+    ),
+    "ParamModuleInfo": ("module", "param_name", "shared_modules", "shared_param_names"),
+}  # fmt: skip
+
+Spec: TypeAlias = DTensorSpec
+Group: TypeAlias = Any  # FSDP's record of the parameters that travel together
+Place: TypeAlias = Any  # FSDP's record of one parameter
+
+
+def spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> Spec:
+    """Returns what a contiguous tensor is over a mesh."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def sharded(local: Tensor, spec: Spec) -> DTensor:
+    """Returns the shards of which this rank holds ``local``, without a pass through the dispatcher."""
+    return DTensor(local, spec, requires_grad=False)
+
+
+def parameter(t: DTensor, trained: bool) -> nn.Parameter:
+    """Returns the same shards as a parameter: what ``nn.Parameter`` makes, less its pass through the dispatcher."""
+    made = DTensor(t._local_tensor, t._spec, requires_grad=trained)
+    made._is_param = True
+    return made  # type: ignore[return-value]
+
+
+def local_of(t: Tensor) -> Tensor:
+    """Returns what this rank holds of a tensor: its shard, or all of it where every rank has all."""
+    return t._local_tensor if isinstance(t, DTensor) else t
+
+
+def spec_of(t: DTensor) -> Spec:
+    """Returns how a tensor is sharded."""
+    return t._spec
+
+
+def groups_of(root: nn.Module) -> list[Group]:
+    """Returns FSDP's groups of parameters, in the order of the modules that it was applied to."""
+    groups = (state._fsdp_param_group for state in _states(root))
+    return [group for group in groups if group is not None]
+
+
+def places_of(group: Group) -> list[Place]:
+    """Returns the records of the parameters of a group."""
+    return list(group.fsdp_params)
+
+
+def owners_of(place: Place) -> list[tuple[nn.Module, str]]:
+    """Returns the modules that have this parameter, several for a tied one, with its name in each."""
+    about = place._module_info
+    return [(about.module, about.param_name), *zip(about.shared_modules, about.shared_param_names, strict=True)]
+
+
+def point(place: Place, at: nn.Parameter) -> None:
+    """Lets FSDP gather from the shards of ``at`` and leave gradients there."""
+    place._setattr_on_modules(at)
+    place.reset_sharded_param()
+
+
+def let_go(place: Place, empty: nn.Parameter, nothing: Tensor) -> None:
+    """Makes FSDP forget the shards that it was pointed at, so that they can be donated."""
+    place._setattr_on_modules(empty)
+    place.sharded_param = empty
+    place._sharded_param_data = nothing
+
+
+def reduce_in_fp32(group: Group) -> None:
+    """Says which dtype gradients have; FSDP sets it once, by what its first pass trains."""
+    group._orig_dtype = group._reduce_dtype = torch.float32
+
+
+def drop_gathered(group: Group) -> None:
+    """Drops gathered parameters: they are of these shards, and the next call's may be others."""
+    group.reshard()
+
+
+def reset(root: nn.Module) -> None:
+    """Brings FSDP back to rest after a pass that did not reach its end.
+
+    A pass that stops between two hooks leaves FSDP in the middle of it: the next one would neither gather nor reduce.
+    Every mark that a pass leaves is cleared here, and every gathered parameter and unfinished gradient dropped.
+    """
+    for state in _states(root):
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        context, comm = state._state_ctx, state._comm_ctx
+        context.iter_forward_root = None
+        context.post_backward_final_callback_queued = False
+        context.is_last_backward = True
+        if hasattr(comm, "post_forward_order"):
+            _settle(comm)
+        group = state._fsdp_param_group
+        if group is not None:
+            _reset_group(group, idle)
+
+
+def _settle(comm: Any) -> None:
+    """Lets the compute stream wait for FSDP's own ones, and forgets what they were to hand over."""
+    current = comm.device_handle.current_stream()
+    for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
+        current.wait_stream(getattr(comm, name))
+    comm.post_forward_order.clear()
+    comm.all_gather_state = comm.reduce_scatter_state = None
+
+
+def _reset_group(group: Group, idle: Any) -> None:
+    pending = group._all_gather_result
+    if pending is not None and isinstance(pending.all_gather_work, Work):
+        pending.all_gather_work.wait()
+    group._all_gather_result = None
+    group._post_forward_indices.clear()
+    group._post_reduce_event = group._reshard_after_forward_event = None
+    group._all_reduce_state = group._partial_reduce_output = None
+    group._training_state = idle
+    for place in group.fsdp_params:
+        place.unsharded_accumulated_grad = None
+        if (gathered := getattr(place, "_unsharded_param", None)) is not None:
+            gathered.grad = None
+    group.reshard()
+
+
+def _states(root: nn.Module) -> Iterator[Any]:
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            yield module._get_fsdp_state()

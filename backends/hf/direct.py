@@ -1,0 +1,125 @@
+"""Reading some rows of a model folder's weights, where its files name and shape them as the model does.
+
+Most folders do. Where transformers has to convert (experts that lie one by one in the file, names with another prefix,
+tied weights that are in the file twice, pickled or quantized files), ``Weights.of`` returns None and the caller goes
+through ``folder.build``, which transformers fills.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from verl_fn.backends.checkpoint.tensor_file import Slices
+from verl_fn.backends.hf.folder import HEADS, Hollow
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@attrs.frozen(eq=False)
+class Weights:
+    """The weights of a folder, of which any rows can be read without the rest.
+
+    Attributes:
+        shapes: every parameter of the model by canonical name.
+        files: the file that holds each; parameters that no file holds are zeros.
+        digest: a hash of all headers and of some elements of every tensor, to tell another folder by.
+    """
+
+    shapes: dict[str, torch.Size]
+    files: dict[str, Path]
+    digest: str
+
+    @classmethod
+    def of(cls, folder: str | Path, model: Hollow) -> Weights | None:
+        """Returns the weights of ``folder`` if they can be read as they lie, else None.
+
+        It refuses nothing: what is missing, damaged or of another shape is left to ``folder.build`` to report.
+        """
+        if getattr(model.skeleton.config, "quantization_config", None) or model.skeleton.constants:
+            return None
+        try:
+            places = _places(Path(folder))
+            if not places or not _named_alike(places, model):
+                return None
+            shapes = {name: t.shape for name, t in model.shapes.items() if name not in model.adapters}
+            files = {name: places[name] for name in shapes if name in places}
+            digest = _digest(files, shapes)
+        except (OSError, ValueError, KeyError, SafetensorError):
+            return None
+        return None if digest is None else cls(shapes, files, digest)
+
+    def read(self, name: str, start: int, end: int, into: Tensor, opened: dict[Path, Slices]) -> Tensor:
+        """Copies rows ``start`` to ``end`` of a parameter into a tensor, whatever dtype the file has.
+
+        Args:
+            opened: the files that were opened so far; the caller keeps it from call to call.
+        """
+        if name not in self.files:
+            return into.zero_()
+        file = self.files[name]
+        if file not in opened:
+            opened[file] = Slices(file)
+        return into.copy_(opened[file].rows(name, start, end))
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Returns the file of each tensor."""
+    if (folder / SINGLE).is_file():
+        return dict.fromkeys(Slices(folder / SINGLE).names(), folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        return {}
+    names: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    return {name: folder / file for name, file in names.items()}
+
+
+def _named_alike(places: dict[str, Path], model: Hollow) -> bool:
+    """Returns whether transformers would read these names as they are."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        return False
+    skeleton = model.skeleton
+    own = next(name for name, module in skeleton.model.named_modules() if module is skeleton.output_layer)
+    wanted = {name for name in model.shapes if name not in model.adapters}
+    heads = HEADS - {own}
+    if any(name not in wanted and name.partition(".")[0] not in heads for name in places):
+        return False
+    if any(name not in places and not (model.new_head and name.startswith(f"{own}.")) for name in wanted):
+        return False
+    transforms = get_model_conversion_mapping(skeleton.model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    known: dict[str, Any] = skeleton.model.state_dict()
+    prefix = skeleton.model.base_model_prefix
+    return all(
+        rename_source_key(name, renamings, converters, prefix, known) == (name, None)
+        for name in places
+        if name in wanted
+    )
+
+
+def _digest(files: dict[str, Path], shapes: dict[str, torch.Size]) -> str | None:
+    """Returns the digest, or None where a tensor has another shape or is not of floating point."""
+    found = hashlib.blake2b(digest_size=8)
+    opened: dict[Path, Slices] = {}
+    for name, file in sorted(files.items()):
+        if file not in opened:
+            opened[file] = Slices(file)
+        dtype, shape = opened[file].about(name)
+        if dtype not in FLOATS or shape != tuple(shapes[name]) or not shape:
+            return None
+        found.update(f"{name}{dtype}{shape}".encode())
+        for row in sorted({0, shape[0] // 3, shape[0] - 1}):
+            part = opened[file].rows(name, row, row + 1).reshape(-1)[:64]
+            found.update(part.clone().view(torch.uint8).numpy().data)
+    return found.hexdigest()

@@ -1,0 +1,6 @@
+"""Weights on their way from a training backend to a rollout engine: sources, checks and channels."""
+
+from .intake import IncompleteWeights, check_specs, checksum, receive
+from .source import Weights, specs_of
+
+__all__ = ["IncompleteWeights", "Weights", "check_specs", "checksum", "receive", "specs_of"]

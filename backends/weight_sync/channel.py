@@ -1,0 +1,325 @@
+"""A publication between two processes: a connection for what is said, a staging area for the weights.
+
+Both ends live as long as the run. Where a publication fails, both close their end, and the next one begins with a
+new connection, so that nothing of the failed one can be taken for a part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import attrs
+import torch
+
+from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
+
+from .intake import IncompleteWeights
+from .staging import SLOTS, CannotOpen, Place, Staging, kinds, offered, opened
+
+ALIGNMENT = 256
+
+
+class SenderFailed(IncompleteWeights):
+    """The process at the other end failed or ended in the middle of a publication."""
+
+
+class Inlet:
+    """The receiving end, in the process of a rollout engine.
+
+    Args:
+        host: the address to listen on.
+        secret: what a sender must know.
+        device: where the engine keeps its weights.
+    """
+
+    def __init__(self, host: str, secret: bytes, device: torch.device) -> None:
+        self._listener = Listener((host, 0), authkey=secret)
+        self._device = device
+        self._connection: Connection | None = None
+        self._staging: Staging | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where senders connect."""
+        address: tuple[str, int] = self._listener.address  # type: ignore[assignment]
+        return address
+
+    def receive(self, version: int, publish: Callable[[WeightSource], None]) -> None:
+        """Give the next source that is sent to ``publish``.
+
+        Raises:
+            IncompleteWeights: the weights are of another version, or not whole.
+            Exception: whatever ``publish`` raises.
+        """
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.close)
+            specs = self._announced(version)
+            assert self._connection is not None
+            source = _Arriving(self, self._connection, specs)
+            try:
+                publish(source)
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    self._connection.send(("refused", f"{type(error).__name__}: {error}"))
+                raise
+            self._connection.send(("done",))
+            failing.pop_all()
+
+    def close(self) -> None:
+        """Close the connection; a sender that connects anew is listened to."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._staging is not None:
+            self._staging.close()
+        self._connection = self._staging = None
+
+    def _announced(self, version: int) -> tuple[TensorSpec, ...]:
+        """The specifications of the next source, over the connection that there is or a new one."""
+        if self._connection is not None:
+            try:
+                message = hear(self._connection)
+            except SenderFailed:
+                # Closed between two publications: the sender connects anew.
+                self.close()
+        if self._connection is None:
+            self._connection = self._listener.accept()
+            message = hear(self._connection)
+        _, sent, specs = message
+        if sent != version:
+            raise IncompleteWeights(f"weights of version {sent} were sent where version {version} was announced")
+        found: tuple[TensorSpec, ...] = specs
+        return found
+
+    def _open(self, description: tuple[Any, ...]) -> None:
+        assert self._connection is not None
+        try:
+            self._staging = opened(description, self._device, self._connection)
+        except CannotOpen as error:
+            self._connection.send(("cannot", str(error)))
+        else:
+            self._connection.send(("opened",))
+
+
+@attrs.frozen(eq=False)
+class _Arriving:
+    """Weights that arrive over a connection, a ``WeightSource``."""
+
+    inlet: Inlet
+    connection: Connection
+    specs: tuple[TensorSpec, ...]
+
+    def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
+        """The buckets, as the sender gives them; see ``WeightSource``."""
+        inlet, connection = self.inlet, self.connection
+        tell(connection, ("start", max_bytes, checked, Place.of(inlet._device)))
+        while True:
+            said, *rest = hear(connection)
+            if said == "end":
+                return
+            if said == "failed":
+                raise SenderFailed(f"the sender failed: {rest[0]}")
+            if said == "staging":
+                inlet._open(rest[0])
+                continue
+            number, nbytes, entries = rest
+            assert inlet._staging is not None
+            inlet._staging.flush(number, nbytes)
+            whole = inlet._staging.slot(number)
+            yield tuple(
+                Chunk(name, start, whole[at : at + size].view(dtype).view(shape), sum_)
+                for name, start, shape, dtype, at, size, sum_ in entries
+            )
+            if inlet._device.type == "cuda":
+                torch.cuda.current_stream(inlet._device).synchronize()
+            tell(connection, ("taken", number))
+
+
+def _aligned(nbytes: int) -> int:
+    return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
+
+
+class Outlet:
+    """The sending end, to one engine.
+
+    Args:
+        address: of its inlet.
+        secret: what the inlet wants to hear.
+        device: where the weights lie.
+        allowed: kinds of staging to choose from; by default all.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, device: torch.device, allowed: Sequence[str] | None = None
+    ) -> None:
+        self._address, self._secret, self._device, self._allowed = address, secret, device, allowed
+        self._connection: Connection | None = None
+        self._staging: Staging | None = None
+        self._room = 0
+        self._busy: list[int] = []
+        self.kind = ""
+
+    def offer(self, version: int, specs: tuple[TensorSpec, ...]) -> tuple[int, bool] | None:
+        """Announce weights; the engine's bucket size and whether it wants checksums, None where it refuses them."""
+        if self._connection is None:
+            self._connection = Client(self._address, authkey=self._secret)
+        with self._refusable():
+            tell(self._connection, ("specs", version, specs))
+            said, *rest = hear(self._connection)
+            if said == "start":
+                max_bytes, checked, receiver = rest
+                rows = [spec.nbytes // max(1, spec.shape[0] if spec.shape else 1) for spec in specs]
+                room = max(min(max_bytes, sum(spec.nbytes for spec in specs)), max(rows, default=0))
+                self._make_room(_aligned(room + ALIGNMENT * (len(specs) + 1)), receiver)
+                return max_bytes, checked
+        self.close()
+        return None
+
+    def put(self, bucket: Sequence[Chunk]) -> bool:
+        """Send a bucket; False where the engine refuses it."""
+        if self._connection is None or self._staging is None:
+            return False
+        with self._refusable():
+            free = [i for i in range(SLOTS) if i not in self._busy]
+            number = free[0] if free else self._heard()
+            if number is not None:
+                self._write(number, bucket)
+                return True
+        self.close()
+        return False
+
+    def end(self) -> None:
+        """Say that this was all, and wait until the engine has it."""
+        with self._refusable():
+            tell(self._open, ("end",))
+            while self._heard() is not None:
+                pass
+            return
+        self.close()
+
+    def _write(self, number: int, bucket: Sequence[Chunk]) -> None:
+        """Copy a bucket into a slot, and say what is where."""
+        assert self._staging is not None
+        whole, at, entries = self._staging.slot(number), 0, []
+        targets: list[torch.Tensor] = []
+        for chunk in bucket:
+            t = chunk.values
+            targets.append(whole[at : at + t.nbytes].view(t.dtype).view(t.shape))
+            entries.append((chunk.name, chunk.start, tuple(t.shape), t.dtype, at, t.nbytes, chunk.checksum))
+            at += _aligned(t.nbytes)
+        torch._foreach_copy_(targets, [chunk.values for chunk in bucket])
+        message = ("bucket", number, at, entries)
+        if self.kind in ("group", "socket"):
+            # Both sides take part in moving the bytes, so the engine has to hear of them first.
+            tell(self._open, message)
+            self._staging.flush(number, at)
+        else:
+            self._staging.flush(number, at)
+            tell(self._open, message)
+        self._busy.append(number)
+
+    @property
+    def _open(self) -> Connection:
+        assert self._connection is not None
+        return self._connection
+
+    @contextlib.contextmanager
+    def _refusable(self) -> Iterator[None]:
+        """Be quiet about an engine that refuses or has ended: its own call says why."""
+        with contextlib.suppress(SenderFailed):
+            yield
+
+    def fail(self, error: BaseException) -> None:
+        """Say that the rest will not come."""
+        if self._connection is not None:
+            with contextlib.suppress(SenderFailed):
+                tell(self._connection, ("failed", f"{type(error).__name__}: {error}"))
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; the next offer makes a new one."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._staging is not None:
+            self._staging.close()
+        self._connection = self._staging = None
+        self._room, self._busy = 0, []
+
+    def _heard(self) -> int | None:
+        """The slot that the engine has taken; None where it is done with the publication."""
+        said, *rest = hear(self._connection)
+        if said == "taken":
+            self._busy.remove(rest[0])
+            slot: int = rest[0]
+            return slot
+        self._busy = []
+        if said == "refused":
+            raise SenderFailed("the engine refuses the weights")
+        return None
+
+    def _make_room(self, nbytes: int, receiver: Place) -> None:
+        """Agree on a staging area of this size, unless there is one."""
+        if self._staging is not None and self._room >= nbytes:
+            return
+        assert self._connection is not None
+        reasons = []
+        for kind in kinds(Place.of(self._device), receiver) if self._allowed is None else self._allowed:
+            description, start = offered(kind, nbytes, self._device, self._connection)
+            tell(self._connection, ("staging", description))
+            staging = start()
+            said, *rest = hear(self._connection)
+            if said == "opened":
+                self._staging, self._room, self.kind = staging, nbytes, kind
+                return
+            staging.close()
+            reasons += rest
+        raise RuntimeError(f"there is no way to bring weights to the rollout engine: {'; '.join(reasons)}")
+
+
+def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
+    """Send weights to engines, bucket by bucket, each gathered once for all of them.
+
+    The whole source is read also where every engine refuses it, as other ranks may take part in reading it.
+    """
+    try:
+        replies = [(outlet, outlet.offer(version, source.specs)) for outlet in outlets]
+        wanted = [(outlet, reply) for outlet, reply in replies if reply is not None]
+        size = min((max_bytes for _, (max_bytes, _) in wanted), default=BUCKET_BYTES)
+        checked = any(check for _, (_, check) in wanted)
+        left = [outlet for outlet, _ in wanted]
+        for bucket in source.buckets(size, checked=checked):
+            left = [outlet for outlet in left if outlet.put(bucket)]
+        for outlet in left:
+            outlet.end()
+    except BaseException as error:
+        for outlet in outlets:
+            outlet.fail(error)
+        raise
+
+
+def tell(connection: Connection, message: Any) -> None:
+    """Send a message.
+
+    Raises:
+        SenderFailed: the other process closed the connection.
+    """
+    try:
+        connection.send(message)
+    except OSError as error:
+        raise SenderFailed("the process at the other end of a publication closed its connection") from error
+
+
+def hear(connection: Connection | None) -> Any:
+    """The next message.
+
+    Raises:
+        SenderFailed: the other process closed the connection.
+    """
+    assert connection is not None
+    try:
+        return connection.recv()
+    except (EOFError, OSError) as error:
+        raise SenderFailed("the process at the other end of a publication closed its connection") from error

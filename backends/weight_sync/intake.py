@@ -1,0 +1,116 @@
+"""The receiving side of a publication: nothing is served before every row of every tensor has come, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
+from verl_fn.errors import UserError
+
+
+class IncompleteWeights(UserError, RuntimeError):
+    """A publication that did not give every row of every tensor once, or gave other values than were sent."""
+
+
+def check_specs(specs: Iterable[TensorSpec], wanted: Mapping[str, Sequence[int]], model: object) -> None:
+    """Refuse weights that are not a model's, before any of them is read.
+
+    Args:
+        wanted: the model's shapes by name.
+        model: names it in the error.
+
+    Raises:
+        ValueError: a name is missing, unknown or given twice, or a shape is another one.
+    """
+    seen: set[str] = set()
+    for spec in specs:
+        if spec.name not in wanted:
+            raise ValueError(f"published tensor {spec.name!r} is no parameter of {model}")
+        if spec.name in seen:
+            raise ValueError(f"tensor {spec.name!r} is published twice")
+        if tuple(spec.shape) != tuple(wanted[spec.name]):
+            raise ValueError(
+                f"published tensor {spec.name!r} has shape {tuple(spec.shape)}; "
+                f"the model's has {tuple(wanted[spec.name])}"
+            )
+        seen.add(spec.name)
+    if missing := [name for name in wanted if name not in seen]:
+        shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+        raise ValueError(f"these parameters were not published: {shown}")
+
+
+def receive(
+    source: WeightSource, write: Callable[[Chunk], None], *, max_bytes: int = BUCKET_BYTES, checked: bool = False
+) -> None:
+    """Give every chunk of a source to ``write``, and see that they are all rows of all tensors, each once.
+
+    Args:
+        max_bytes: of a bucket.
+        checked: compare checksums too, which reads everything once more on both sides.
+
+    Raises:
+        IncompleteWeights: rows are missing, come twice or out of order, or a checksum differs.
+
+    >>> from verl_fn.backends.weight_sync import Weights
+    >>> place = torch.zeros(3)
+    >>> def write(chunk):
+    ...     place[chunk.start : chunk.start + len(chunk.values)] = chunk.values
+    >>> receive(Weights.of({"a": torch.ones(3)}), write, checked=True)
+    >>> place
+    tensor([1., 1., 1.])
+    """
+    rows = {spec.name: spec.shape[0] if spec.shape else 1 for spec in source.specs}
+    specs = {spec.name: spec for spec in source.specs}
+    done = dict.fromkeys(rows, 0)
+    for bucket in source.buckets(max_bytes, checked=checked):
+        for chunk in bucket:
+            name, count = chunk.name, len(chunk.values)
+            if name not in rows:
+                raise IncompleteWeights(f"{name!r} arrived, which was not announced")
+            if chunk.start != done[name] or chunk.start + count > rows[name]:
+                raise IncompleteWeights(
+                    f"rows {chunk.start} to {chunk.start + count} of {name!r} arrived after {done[name]} of its "
+                    f"{rows[name]} rows: a bucket was lost or sent twice"
+                )
+            spec = specs[name]
+            if tuple(chunk.values.shape[1:]) != spec.shape[1:] or chunk.values.dtype != spec.dtype:
+                raise IncompleteWeights(
+                    f"{name!r} was announced as {spec.dtype} rows of shape {spec.shape[1:]}, and arrived as "
+                    f"{chunk.values.dtype} of {tuple(chunk.values.shape[1:])}"
+                )
+            if checked and checksum(chunk.values) != chunk.checksum:
+                raise IncompleteWeights(
+                    f"rows {chunk.start} to {chunk.start + count} of {name!r} differ from what was sent"
+                )
+            write(chunk)
+            done[name] += count
+    if short := [name for name in rows if done[name] < rows[name]]:
+        raise IncompleteWeights(
+            f"the publication ended early: {short[0]!r} has {done[short[0]]} of {rows[short[0]]} rows, and "
+            f"{len(short) - 1} more tensors are not whole"
+        )
+
+
+def checksum(values: Tensor) -> int:
+    """Returns 64 bits of a tensor's bytes; swapped rows or elements change them, as a plain sum would not.
+
+    >>> a = torch.arange(6.0)
+    >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0))
+    (True, False)
+    """
+    flat = values.detach().reshape(-1).contiguous()
+    size = flat.element_size()
+    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    width = 1024
+    whole = words[: len(words) // width * width].view(-1, width)
+    # Sums over both directions, each weighted by its place: no second copy of the tensor in 64 bits.
+    total = _weighted(whole.sum(0, dtype=torch.int64)) + 31 * _weighted(whole.sum(1, dtype=torch.int64))
+    return int(total + 961 * _weighted(words[whole.numel() :].long()))
+
+
+def _weighted(sums: Tensor) -> Tensor:
+    places = torch.arange(1, len(sums) + 1, device=sums.device)
+    return (sums * (places * 2654435761 + 12345)).sum()

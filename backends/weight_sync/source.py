@@ -1,0 +1,64 @@
+"""A source of weights in this process: specifications, and a function that gives the tensors one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import attrs
+from torch import Tensor
+
+from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec
+
+from .intake import checksum
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    """Returns the specifications of named tensors; of sharded ones, those of the whole."""
+    return tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items())
+
+
+@attrs.frozen(eq=False)
+class Weights:
+    """Weights that lie in this process, a ``WeightSource``.
+
+    Attributes:
+        specs: what ``read`` gives, in its order.
+        read: gives all tensors by name, one after the other; a sharded one is gathered when it is asked for.
+
+    >>> import torch
+    >>> source = Weights.of({"a": torch.ones(4, 2), "b": torch.zeros(())})
+    >>> [[(c.name, c.start, len(c.values)) for c in bucket] for bucket in source.buckets(max_bytes=24)]
+    [[('a', 0, 3)], [('a', 3, 1), ('b', 0, 1)]]
+    """
+
+    specs: tuple[TensorSpec, ...]
+    read: Callable[[], Iterable[tuple[str, Tensor]]]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> Weights:
+        """Returns a source of whole tensors."""
+        return cls(specs_of(tensors), tensors.items)
+
+    def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
+        """Returns all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``."""
+        bucket: list[Chunk] = []
+        room = max_bytes
+        for name, tensor in self.read():
+            rows = _rows(tensor)
+            start, each = 0, max(1, rows[:1].nbytes)
+            while start < len(rows):
+                if room < each and bucket:
+                    yield tuple(bucket)
+                    bucket, room = [], max_bytes
+                end = min(len(rows), start + max(1, room // each))
+                part = rows[start:end]
+                bucket.append(Chunk(name, start, part, checksum(part) if checked else None))
+                room -= part.nbytes
+                start = end
+        if bucket:
+            yield tuple(bucket)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor as rows: a scalar is one."""
+    return tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()

@@ -1,0 +1,229 @@
+"""Where the buckets of a publication lie between two processes: memory that both see, or a process group.
+
+The sender makes a staging area of two slots and describes it; the receiver opens the description. A bucket is then
+copied into a slot by the sender and read there by the receiver, so the weights themselves are never shared.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+SLOTS = 2
+GROUP_SECONDS = 600
+
+
+@attrs.frozen
+class Place:
+    """Where a process computes: what decides how it can be reached.
+
+    Attributes:
+        host: the machine.
+        device: ``cpu`` or ``cuda``.
+        gpu: the identity of the current GPU, the same in all processes that see it.
+    """
+
+    host: str
+    device: str
+    gpu: str = ""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Place:
+        """Returns the place of this process, which computes on ``device``."""
+        host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        if device.type != "cuda":
+            return cls(host, "cpu")
+        return cls(host, "cuda", str(torch.cuda.get_device_properties(device).uuid))
+
+
+Description: TypeAlias = tuple[Any, ...]
+"""What the receiver needs to open a staging area; it can be pickled."""
+
+
+class Staging(Protocol):
+    """Two slots of bytes, on the sender's or on the receiver's side."""
+
+    def slot(self, number: int) -> Tensor:
+        """The bytes of a slot."""
+        ...
+
+    def flush(self, number: int, nbytes: int) -> None:
+        """Sender: let the receiver see what was written. Receiver: have it."""
+        ...
+
+    def close(self) -> None:
+        """Give everything back."""
+        ...
+
+
+def kinds(sender: Place, receiver: Place) -> list[str]:
+    """Returns the kinds of staging to try between two places, the fastest first.
+
+    >>> kinds(Place("a", "cuda", "GPU-1"), Place("a", "cuda", "GPU-1"))
+    ['ipc', 'memory', 'socket']
+    >>> kinds(Place("a", "cuda", "GPU-1"), Place("b", "cuda", "GPU-2"))
+    ['group', 'socket']
+    >>> kinds(Place("a", "cpu"), Place("b", "cpu"))
+    ['socket']
+    """
+    found = []
+    if sender.device == receiver.device == "cuda":
+        # NCCL refuses two ranks on one GPU; a handle to memory of another GPU may not be opened here.
+        found.append("ipc" if (sender.host, sender.gpu) == (receiver.host, receiver.gpu) else "group")
+    if sender.host == receiver.host:
+        found.append("memory")
+    return [*found, "socket"]
+
+
+class CannotOpen(RuntimeError):
+    """A staging area that this process cannot open; the next kind is tried."""
+
+
+class _Slots:
+    """Slots in one tensor of bytes; nothing to do between the two sides."""
+
+    def __init__(self, held: Tensor) -> None:
+        self._slots = held.view(SLOTS, -1)
+
+    def slot(self, number: int) -> Tensor:
+        return self._slots[number]
+
+    def flush(self, number: int, nbytes: int) -> None:
+        if self._slots.is_cuda:
+            torch.cuda.current_stream(self._slots.device).synchronize()
+
+    def close(self) -> None:
+        self._slots = torch.empty(SLOTS, 0, dtype=torch.uint8)
+
+
+class _Group(_Slots):
+    """Slots of this process's own, which a process group of two sends."""
+
+    def __init__(self, held: Tensor, group: Any, rank: int) -> None:
+        super().__init__(held)
+        self._group, self._rank = group, rank
+
+    def flush(self, number: int, nbytes: int) -> None:
+        part = [self.slot(number)[:nbytes]]
+        work = self._group.send(part, 1, 0) if self._rank == 0 else self._group.recv(part, 0, 0)
+        work.wait()
+        super().flush(number, nbytes)
+
+    def close(self) -> None:
+        super().close()
+        self._group = None
+
+
+class _Socket(_Slots):
+    """Slots of this process's own, sent over the connection itself."""
+
+    def __init__(self, held: Tensor, connection: Connection, sends: bool) -> None:
+        super().__init__(held)
+        self._connection, self._sends = connection, sends
+
+    def flush(self, number: int, nbytes: int) -> None:
+        part = memoryview(self.slot(number)[:nbytes].numpy())
+        if self._sends:
+            self._connection.send_bytes(part)
+        else:
+            self._connection.recv_bytes_into(part)
+
+
+def offered(
+    kind: str, nbytes: int, device: torch.device, connection: Connection
+) -> tuple[Description, Callable[[], Staging]]:
+    """Makes the sender's side of a staging area.
+
+    Args:
+        nbytes: of each slot.
+        device: of the sender.
+        connection: to the receiver.
+
+    Returns:
+        What the receiver opens, and a function to call once the receiver has been told.
+    """
+    size = SLOTS * nbytes
+    if kind == "ipc":
+        held = torch.empty(size, dtype=torch.uint8, device=device)
+        return (kind, nbytes, *reduce_tensor(held)), lambda: _Slots(held)
+    if kind == "memory":
+        # Without a name in any file system, so that nothing is left behind, however the processes end.
+        fd = os.memfd_create("verl_fn_weights")
+        os.ftruncate(fd, size)
+        held = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        mark = os.urandom(16)
+        held[:16] = torch.tensor(list(mark), dtype=torch.uint8)
+        staging = _Slots(held)
+        weakref.finalize(staging, os.close, fd)
+        return (kind, nbytes, os.getpid(), fd, mark), lambda: staging
+    if kind == "group":
+        held = torch.empty(size, dtype=torch.uint8, device=device)
+        address = connection_address(connection)
+        timeout = timedelta(seconds=GROUP_SECONDS)
+        store = dist.TCPStore(address, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
+        return (kind, nbytes, device.type, address, store.port), lambda: _Group(held, _pair(device, store, 0), 0)
+    return (kind, nbytes), lambda: _Socket(torch.empty(size, dtype=torch.uint8), connection, True)
+
+
+def opened(description: Description, device: torch.device, connection: Connection) -> Staging:
+    """Opens the receiver's side of a staging area.
+
+    Raises:
+        CannotOpen: this process cannot.
+    """
+    kind, nbytes, *rest = description
+    size = SLOTS * nbytes
+    try:
+        if kind == "ipc":
+            rebuild, arguments = rest
+            # The device's number here may be another one than at the sender.
+            number = torch.cuda.current_device() if device.index is None else device.index
+            return _Slots(rebuild(*arguments[:6], number, *arguments[7:]))
+        if kind == "memory":
+            pid, fd, mark = rest
+            mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+            try:
+                held = torch.frombuffer(mmap.mmap(mine, size), dtype=torch.uint8)
+            finally:
+                os.close(mine)
+            if bytes(held[:16].tolist()) != mark:
+                raise CannotOpen("the sender's process numbers are not those of this machine")
+            return _Slots(held)
+        if kind == "group":
+            _, address, port = rest
+            held = torch.empty(size, dtype=torch.uint8, device=device)
+            store = dist.TCPStore(address, port, 2, is_master=False, timeout=timedelta(seconds=GROUP_SECONDS))
+            return _Group(held, _pair(device, store, 1), 1)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CannotOpen(f"{kind}: {error}") from error
+    return _Socket(torch.empty(size, dtype=torch.uint8), connection, False)
+
+
+def connection_address(connection: Connection) -> str:
+    """Returns the address of this process, as the other end of a TCP connection sees it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        name: str = end.getsockname()[0]
+    return name
+
+
+def _pair(device: torch.device, store: Any, rank: int) -> Any:
+    """Makes a process group of two beside any other that this process is in."""
+    timeout = timedelta(seconds=GROUP_SECONDS)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, 2, options)
+    return dist.ProcessGroupGloo(store, rank, 2, timeout)

@@ -1,0 +1,33 @@
+"""Generalised advantage estimation."""
+
+from __future__ import annotations
+
+import torch
+
+from verl_fn.state import Batch
+
+from .columns import columns, uncolumn, whiten_masked
+
+
+def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> Batch:
+    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438). Needs ``values``.
+
+    Returns are advantages plus values, taken before whitening.
+
+    >>> rows = {"token_level_rewards": [[0.0, 1.0]], "values": [[0.5, 0.5]], "response_mask": [[1.0, 1.0]]}
+    >>> gae(Batch.from_rows([[1, 2]], rows), whiten=False)["advantages"].tolist()
+    [0.5, 0.5]
+    """
+    mask = batch["response_mask"].bool()
+    values = columns(batch, batch["values"])
+    rewards = columns(batch, batch["token_level_rewards"])
+    advantages = torch.zeros_like(values)
+    running = next_value = torch.zeros(len(values), dtype=values.dtype, device=values.device)
+    for t in range(values.shape[1] - 1, -1, -1):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        running = delta + gamma * lam * running
+        next_value = values[:, t]
+        advantages[:, t] = running
+    flat = uncolumn(batch, advantages)
+    returns = torch.where(mask, flat + batch["values"], 0.0)
+    return batch.with_tokens(advantages=whiten_masked(flat, mask) if whiten else flat, returns=returns)

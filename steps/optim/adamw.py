@@ -1,0 +1,107 @@
+"""AdamW through torch's fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import attrs
+import torch
+
+from verl_fn.state import Grads, Metrics, Node, Params, Slots, Weighted, node
+
+from .leaves import laid_out_as, tensors_of
+from .masks import Mask, as_mask
+from .schedules import Schedule, as_schedule
+from .transforms import Optimizer, Update
+
+
+@node
+class AdamState(Node):
+    """Running averages of the gradient and of its square, and the number of updates that they have seen."""
+
+    count: int
+    exp_avg: Slots
+    exp_avg_sq: Slots
+
+
+@attrs.frozen
+class AdamW(Optimizer):
+    """What ``adamw`` makes."""
+
+    schedule: Schedule = attrs.field(converter=as_schedule)
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), converter=tuple)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    weight_decay_mask: Mask | None = attrs.field(default=None, converter=as_mask)
+
+    def init(self, params: Params) -> AdamState:
+        averages = [Slots({name: torch.zeros_like(params[name]) for name in params.trained()}) for _ in range(2)]
+        return AdamState(0, *averages)
+
+    def update(
+        self, grads: Grads, state: AdamState, params: Params, update: Update
+    ) -> tuple[Params, AdamState, Metrics]:
+        lr = self.schedule(update.position)
+        names = list(grads)
+        if names:
+            # Filled on the device: a copy from the host would wait for the norm before the kernel is launched.
+            step = torch.full((), float(state.count + 1), device=grads[names[0]].device)
+            for decay, group in self._groups(names, params).items():
+                weights = tensors_of(params, group)
+                torch._fused_adamw_(
+                    weights,
+                    laid_out_as(tensors_of(grads, group), weights),
+                    tensors_of(state.exp_avg, group),
+                    tensors_of(state.exp_avg_sq, group),
+                    [],
+                    [step] * len(group),
+                    lr=lr,
+                    beta1=self.betas[0],
+                    beta2=self.betas[1],
+                    weight_decay=decay,
+                    eps=self.eps,
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=update.divisor,
+                    found_inf=update.skip,
+                )
+        return params, attrs.evolve(state, count=state.count + 1), {"lr": Weighted(lr, 1.0)}
+
+    def _groups(self, names: list[str], params: Params) -> dict[float, list[str]]:
+        """Names by their weight decay: one call of the kernel for each."""
+        if self.weight_decay_mask is None or self.weight_decay == 0.0:
+            return {self.weight_decay: names}
+        groups: dict[float, list[str]] = {}
+        for name in names:
+            decay = self.weight_decay if self.weight_decay_mask(name, params[name]) else 0.0
+            groups.setdefault(decay, []).append(name)
+        return groups
+
+
+def adamw(
+    schedule: Schedule | float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    weight_decay_mask: Mask | Mapping[str, bool] | None = None,
+) -> AdamW:
+    """Makes AdamW, which decays weights apart from the gradient.
+
+    Args:
+        schedule: the learning rate, a number or a function of the number of updates applied so far.
+        weight_decay_mask: which parameters decay, as in optax: a function of canonical name and tensor (``no_decay``
+            makes one), or a mapping by name; by default all of them.
+
+    Example:
+        >>> params = Params({"w": torch.tensor([1.0])})
+        >>> tx = adamw(0.1, weight_decay=0.0)
+        >>> tx.betas, tx == adamw(0.1, weight_decay=0.0)
+        ((0.9, 0.999), True)
+        >>> update = Update.of(torch.tensor(3.0), position=0)
+        >>> new, opt_state, _ = tx.update(Grads({"w": torch.tensor([3.0])}), tx.init(params), params, update)
+        >>> round(new["w"].item(), 4), opt_state.count
+        (0.9, 1)
+
+    Source: Loshchilov & Hutter 2019 (arXiv 1711.05101).
+    """
+    return AdamW(schedule, betas, eps, weight_decay, weight_decay_mask)

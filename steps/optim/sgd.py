@@ -1,0 +1,66 @@
+"""Stochastic gradient descent through torch's fused kernel."""
+
+from __future__ import annotations
+
+import attrs
+import torch
+
+from verl_fn.state import Grads, Metrics, Node, Params, Slots, Weighted, node
+
+from .leaves import laid_out_as, tensors_of
+from .schedules import Schedule, as_schedule
+from .transforms import Optimizer, Update
+
+
+@node
+class SGDState(Node):
+    """The momentum of each parameter; empty without momentum."""
+
+    momentum: Slots
+
+
+@attrs.frozen
+class SGD(Optimizer):
+    """What ``sgd`` makes."""
+
+    schedule: Schedule = attrs.field(converter=as_schedule)
+    momentum: float = 0.0
+
+    def init(self, params: Params) -> SGDState:
+        names = params.trained() if self.momentum else []
+        return SGDState(Slots({name: torch.zeros_like(params[name]) for name in names}))
+
+    def update(
+        self, grads: Grads, state: SGDState, params: Params, update: Update
+    ) -> tuple[Params, SGDState, Metrics]:
+        lr = self.schedule(update.position)
+        if names := list(grads):
+            weights = tensors_of(params, names)
+            torch._fused_sgd_(
+                weights,
+                laid_out_as(tensors_of(grads, names), weights),
+                tensors_of(state.momentum, names) if self.momentum else [],
+                weight_decay=0.0,
+                momentum=self.momentum,
+                lr=lr,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+                is_first_step=False,
+                grad_scale=update.divisor,
+                found_inf=update.skip,
+            )
+        return params, state, {"lr": Weighted(lr, 1.0)}
+
+
+def sgd(schedule: Schedule | float, momentum: float = 0.0) -> SGD:
+    """Makes stochastic gradient descent, with heavy-ball momentum where ``momentum`` is not 0.
+
+    Args:
+        schedule: the learning rate, a number or a function of the number of updates applied so far.
+
+    Example:
+        >>> sgd(0.1, momentum=0.9)
+        SGD(schedule=Constant(lr=0.1, warmup_steps=0), momentum=0.9)
+    """
+    return SGD(schedule, momentum)

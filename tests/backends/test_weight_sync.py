@@ -1,0 +1,147 @@
+"""Publications between processes: every transport, and what is left when one end fails."""
+
+import multiprocessing
+import threading
+
+import pytest
+import torch
+
+from verl_fn.backends.weight_sync import IncompleteWeights, Weights, receive
+from verl_fn.backends.weight_sync.channel import Inlet, Outlet, SenderFailed, send
+
+CPU = torch.device("cpu")
+SECRET = b"a secret"
+
+
+def tensors(scale=1.0):
+    return {
+        "embed": scale * torch.arange(600.0).view(50, 12),
+        "half": (scale * torch.arange(30.0)).bfloat16().view(5, 6),
+        "scalar": torch.tensor(scale),
+        "bias": scale * torch.ones(7),
+    }
+
+
+def serve(pipe, publications):
+    """An engine's process: takes publications and says what came."""
+    inlet = Inlet("127.0.0.1", SECRET, CPU)
+    pipe.send(inlet.address)
+    for version, max_bytes in publications:
+        places = {}
+
+        def publish(source, max_bytes=max_bytes, places=places):
+            for spec in source.specs:
+                places[spec.name] = torch.zeros(spec.shape, dtype=spec.dtype)
+                if spec.name == "poison":
+                    raise ValueError("no such parameter")
+
+            def write(chunk):
+                rows = places[chunk.name].view(1) if places[chunk.name].ndim == 0 else places[chunk.name]
+                rows[chunk.start : chunk.start + len(chunk.values)] = chunk.values
+
+            receive(source, write, max_bytes=max_bytes, checked=True)
+
+        try:
+            inlet.receive(version, publish)
+            pipe.send({name: t.float().numpy() for name, t in places.items()})
+        except Exception as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+
+
+@pytest.fixture
+def engine():
+    made = []
+
+    def start(*publications):
+        mine, theirs = multiprocessing.get_context("spawn").Pipe()
+        process = multiprocessing.get_context("spawn").Process(target=serve, args=(theirs, publications))
+        process.start()
+        made.append(process)
+        return mine, mine.recv()
+
+    yield start
+    for process in made:
+        process.join(30)
+        process.kill()
+
+
+def arrived(pipe, expected):
+    got = pipe.recv()
+    assert not isinstance(got, str), got
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(torch.from_numpy(got[name].copy()), t.float()) for name, t in expected.items())
+
+
+def test_every_transport_to_another_process(engine):
+    """Also with other weights over the same staging area, in many buckets and in one."""
+    sizes = [(1, 100), (2, 100), (3, 2**20)]
+    pipe, address = engine(*sizes, *sizes, *sizes)
+    for kind in ("memory", "group", "socket"):
+        outlet = Outlet(address, SECRET, CPU, [kind])
+        for version, _ in sizes:
+            send([outlet], version, Weights.of(tensors(version)))
+            arrived(pipe, tensors(version))
+        assert outlet.kind == kind
+        outlet.close()
+
+
+def test_what_fails_leaves_both_ends_ready(engine):
+    """The engine refuses, the sender fails half way, the version is another one: then all is well again."""
+    pipe, address = engine((1, 100), (2, 100), (3, 100), (4, 100))
+    outlet = Outlet(address, SECRET, CPU)
+    send([outlet], 1, Weights.of({"poison": torch.ones(2)}))
+    assert "no such parameter" in pipe.recv()
+
+    def half():
+        yield from list(tensors().items())[:2]
+        raise RuntimeError("a rank died")
+
+    with pytest.raises(RuntimeError, match="a rank died"):
+        send([outlet], 2, Weights(Weights.of(tensors()).specs, half))
+    assert "SenderFailed" in pipe.recv()
+    send([outlet], 9, Weights.of(tensors()))
+    assert "version 9 were sent where version 3 was announced" in pipe.recv()
+    send([outlet], 4, Weights.of(tensors()))
+    arrived(pipe, tensors())
+    assert outlet.kind == "memory"
+
+
+def test_a_sender_that_ends_is_noticed():
+    inlet = Inlet("127.0.0.1", SECRET, CPU)
+
+    class Gone(Outlet):
+        def put(self, bucket):
+            self._connection.close()
+            self._connection = None
+            return False
+
+    sending = threading.Thread(target=send, args=([Gone(inlet.address, SECRET, CPU)], 1, Weights.of(tensors())))
+    sending.start()
+    with pytest.raises(SenderFailed, match="closed its connection"):
+        inlet.receive(1, lambda source: receive(source, lambda chunk: None))
+    sending.join()
+
+
+@pytest.mark.parametrize("how", ["dropped", "repeated", "altered"])
+def test_a_transport_that_loses_repeats_or_alters_a_bucket_is_caught(how):
+    inlet = Inlet("127.0.0.1", SECRET, CPU)
+
+    class Broken(Outlet):
+        count = 0
+
+        def put(self, bucket):
+            self.count += 1
+            if self.count == 2 and how == "dropped":
+                return True
+            if self.count == 2 and how == "altered":
+                for chunk in bucket:
+                    chunk.values.add_(1)
+            if self.count == 2 and how == "repeated":
+                super().put(bucket)
+            return super().put(bucket)
+
+    sending = threading.Thread(target=send, args=([Broken(inlet.address, SECRET, CPU)], 1, Weights.of(tensors())))
+    sending.start()
+    with pytest.raises(IncompleteWeights):
+        inlet.receive(1, lambda source: receive(source, lambda chunk: None, max_bytes=100, checked=True))
+    sending.join()

@@ -1,0 +1,74 @@
+"""Requests, samples and the batch of samples."""
+
+import attrs
+import pytest
+import torch
+
+from verl_fn.state import Key, Sample, Sampling, pack, requests_for, unpack
+
+FIELDS = ("prompt", "tokens", "log_probs", "full_log_probs", "mask", "versions")
+
+
+def sample(**changes):
+    plain = Sample(
+        request=7,
+        number=0,
+        prompt=torch.tensor([1, 5]),
+        tokens=torch.tensor([6, 8, 8, 2]),
+        log_probs=torch.tensor([-0.5, 0.0, 0.0, -0.1]),
+        full_log_probs=None,
+        mask=torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        versions=torch.tensor([3, 4, 4, 4]),
+        finish_reason="stop",
+        temperature=0.5,
+        near_ties=1,
+    )
+    return attrs.evolve(plain, **changes)
+
+
+def test_a_row_by_hand():
+    """A tool wrote the two middle tokens; new weights came after the first one."""
+    batch = pack([sample()])
+    assert batch.tokens.tolist() == [1, 5, 6, 8, 8, 2]
+    assert batch["response_mask"].tolist() == [0, 0, 1, 0, 0, 1]
+    assert torch.equal(batch["rollout_log_probs"], torch.tensor([0.0, 0.0, -0.5, 0.0, 0.0, -0.1]))
+    assert batch["versions"].tolist() == [-1, -1, 3, 4, 4, 4]
+    assert {name: t.tolist() for name, t in batch.per_row.items()} == {
+        "group": [7], "prompt_length": [2], "temperature": [0.5], "finished": [1.0], "version": [3], "near_ties": [1],
+    }  # fmt: skip
+    assert "rollout_full_log_probs" not in batch
+
+
+def test_samples_that_were_cut_stand_beside_samples_that_were_not():
+    cut = sample(full_log_probs=torch.tensor([-0.7, 0.0, 0.0, -0.2]), finish_reason="length", number=1)
+    batch = pack([sample(), cut])
+    expected = [0.0, 0.0, -0.5, 0.0, 0.0, -0.1, 0.0, 0.0, -0.7, 0.0, 0.0, -0.2]
+    assert torch.equal(batch["rollout_full_log_probs"], torch.tensor(expected))
+    assert batch["finished"].tolist() == [1.0, 0.0]
+
+
+def test_unpack_is_the_way_back():
+    cut = torch.tensor([-0.7, 0.0, 0.0, -0.2])
+    samples = [
+        sample(full_log_probs=cut),
+        sample(full_log_probs=cut, request=3, prompt=torch.tensor([4])),
+        sample(full_log_probs=cut, number=1, finish_reason="length", near_ties=0),
+    ]
+    for before, after in zip(samples, unpack(pack(samples)), strict=True):
+        assert all(torch.equal(getattr(before, name), getattr(after, name)) for name in FIELDS)
+        for name in ("request", "number", "finish_reason", "temperature", "near_ties"):
+            assert getattr(before, name) == getattr(after, name)
+
+
+def test_nothing_cannot_be_packed():
+    with pytest.raises(ValueError, match="no samples"):
+        pack([])
+
+
+def test_keys_follow_ids():
+    key, sampling = Key.from_seed(0), Sampling(4, n=2)
+    first, second = requests_for([[1], [2, 3]], sampling, key, ids=[8, 5])
+    assert (first.id, first.prompt, first.key.bits) == (8, (1,), key.fold_in(8).bits)
+    assert (second.id, second.prompt, second.key.bits) == (5, (2, 3), key.fold_in(5).bits)
+    with pytest.raises(ValueError, match="2 prompts with 1 ids"):
+        requests_for([[1], [2]], sampling, key, ids=[1])

@@ -1,0 +1,180 @@
+"""How values travel between processes: each field of a batch by itself, and to each process once.
+
+A batch that a function extends shares its other fields with the batch before. So tensors are put into the object
+store one by one, a value travels as its structure with references in place of tensors, and a process keeps the
+tensors that it has fetched or made for as long as there is room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import attrs
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from verl_fn.backends.protocol import Reference
+from verl_fn.state import Batch, Sample, pack, unpack
+
+# Smaller tensors travel inside their value.
+SMALL_BYTES = 512
+KEPT_BYTES = 2**30
+KEPT_RESULTS = 4
+
+
+@attrs.frozen
+class Column:
+    """Stands for a tensor in the object store."""
+
+    ref: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@attrs.frozen
+class Samples:
+    """Stands for a list of samples, whose many small tensors travel as a batch's few large ones."""
+
+    batch: Batch
+
+
+@attrs.frozen(eq=False)
+class Lazy(Reference[Any]):
+    """One result of a function that is applied where it is used.
+
+    Attributes:
+        id: of the call; its results are kept under it.
+        fn: the function.
+        args: values and references.
+        kwargs: values.
+        number: of the result, for a function of several; None for all.
+    """
+
+    id: int
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    number: int | None = None
+
+
+@attrs.frozen
+class Place:
+    """Where an argument is in a flat list of arguments."""
+
+    index: int
+
+
+Argument: TypeAlias = "Place | Lazy"
+
+
+def flattened(args: Iterable[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
+    """Returns arguments as places in a flat list, in which references stand alone, as Ray wants them.
+
+    >>> places, flat = flattened([5, Lazy(0, divmod, (7, 5), {}, 1)])
+    >>> places[1].args, flat
+    ((Place(index=1), Place(index=2)), [5, 7, 5])
+    """
+    flat: list[Any] = []
+
+    def place(arg: Any) -> Argument:
+        if isinstance(arg, Lazy):
+            return attrs.evolve(arg, args=tuple(place(inner) for inner in arg.args))
+        flat.append(arg)
+        return Place(len(flat) - 1)
+
+    return tuple(place(arg) for arg in args), flat
+
+
+class Parcels:
+    """What a process has fetched or made that travels, and the way in and out.
+
+    Attributes:
+        fetched: for each tensor by its reference, how often it was fetched; for tests.
+        nbytes: bytes fetched so far.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: OrderedDict[str, Tensor] = OrderedDict()
+        self._results: OrderedDict[int, Any] = OrderedDict()
+        self._held = 0
+        self.fetched: Counter[str] = Counter()
+        self.nbytes = 0
+
+    def arguments(self, places: Iterable[Argument], flat: list[Any]) -> tuple[list[Any], dict[int, Column]]:
+        """The arguments of a call, and the columns that their tensors came as, by the tensors' ``id``."""
+        columns: dict[int, Column] = {}
+        values = [self._in(value, columns) for value in flat]
+
+        def open_(place: Argument) -> Any:
+            if isinstance(place, Place):
+                return values[place.index]
+            if place.id not in self._results:
+                made = place.fn(*(open_(inner) for inner in place.args), **place.kwargs)
+                self._results[place.id] = made if place.number is None else list(made)
+                while len(self._results) > KEPT_RESULTS:
+                    self._results.popitem(last=False)
+            found = self._results[place.id]
+            return found if place.number is None else found[place.number]
+
+        return [open_(place) for place in places], columns
+
+    def out(self, value: Any, columns: Mapping[int, Column]) -> Any:
+        """A result as it travels; tensors that are arguments' go by the references that they came by."""
+        if isinstance(value, list) and value and all(isinstance(item, Sample) for item in value):
+            return Samples(self.out(pack(value), columns))
+        return pytree.tree_map(lambda leaf: self._put(leaf, columns), value)
+
+    def value(self, value: Any) -> Any:
+        """A value that has travelled, as it was."""
+        return self._in(value, {})
+
+    def _in(self, value: Any, columns: dict[int, Column]) -> Any:
+        if isinstance(value, Samples):
+            return unpack(self._in(value.batch, columns))
+        leaves, structure = pytree.tree_flatten(value)
+        wanted = [leaf for leaf in leaves if isinstance(leaf, Column)]
+        if not wanted:
+            return value
+        missing = list({c.ref.hex(): c for c in wanted if c.ref.hex() not in self._tensors}.values())
+        for column, bytes_ in zip(missing, ray.get([c.ref for c in missing]), strict=True):
+            # A copy, since what lies in the store must not be written.
+            whole = torch.from_numpy(np.array(bytes_)).view(column.dtype).view(column.shape)
+            self.fetched[column.ref.hex()] += 1
+            self.nbytes += whole.nbytes
+            self._keep(column.ref.hex(), whole)
+        opened = []
+        for leaf in leaves:
+            if isinstance(leaf, Column):
+                self._tensors.move_to_end(leaf.ref.hex())
+                tensor = self._tensors[leaf.ref.hex()]
+                columns[id(tensor)] = leaf
+                leaf = tensor
+            opened.append(leaf)
+        self._make_room()
+        return pytree.tree_unflatten(opened, structure)
+
+    def _put(self, leaf: Any, columns: Mapping[int, Column]) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.nbytes < SMALL_BYTES:
+            return leaf
+        if id(leaf) in columns:
+            return columns[id(leaf)]
+        plain = leaf.detach().cpu().contiguous()
+        ref = ray.put(plain.reshape(-1).view(torch.uint8).numpy())
+        self._keep(ref.hex(), leaf.detach())
+        self._make_room()
+        return Column(ref, leaf.dtype, tuple(leaf.shape))
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        self._tensors[name] = tensor
+        self._held += tensor.nbytes
+
+    def _make_room(self) -> None:
+        """Let the tensors go that were used longest ago."""
+        while self._held > KEPT_BYTES and len(self._tensors) > 1:
+            _, tensor = self._tensors.popitem(last=False)
+            self._held -= tensor.nbytes
