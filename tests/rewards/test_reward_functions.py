@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from verl_fn.data.tasks import Problem
+from verl_fn.rewards import worker
 from verl_fn.rewards.functions import RewardFunctions
 from verl_fn.rewards.reward import Answer, RewardError
 from verl_fn.rewards.worker import judged
@@ -353,5 +354,5 @@ def test_even_a_worker_that_hangs_ends_when_its_trainer_is_killed(here, name):
 
 
 def test_the_worker_does_not_import_torch():
-    code = "import sys, verl_fn.rewards.worker; print('torch' in sys.modules)"
+    code = f"import runpy, sys; runpy.run_path({worker.__file__!r}); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

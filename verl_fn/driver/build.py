@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
@@ -24,7 +24,7 @@ from verl_fn.data.tasks import TASKS
 from verl_fn.rewards.functions import RewardFunctions
 from verl_fn.rewards.reward import Reward
 from verl_fn.rewards.rules import by_rules
-from verl_fn.steps import Optimizer, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
+from verl_fn.steps import Optimizer, Schedule, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
 
 
 def set_up_process(driver: DriverConfig, ranks: int) -> None:
@@ -90,11 +90,13 @@ def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
     """
     if optim is None:
         return frozen()
+    schedule: Schedule
     if optim.lr_scheduler_type == "constant":
         schedule = constant(optim.lr, optim.lr_warmup_steps)
+    elif optim.lr_scheduler_type == "linear":
+        schedule = linear(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
     else:
-        decay = {"linear": linear, "cosine": cosine}[optim.lr_scheduler_type]
-        schedule = decay(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
+        schedule = cosine(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
     return chain(clip_by_global_norm(optim.clip_grad), adamw(schedule, optim.betas, optim.eps, optim.weight_decay))
 
 
@@ -116,11 +118,13 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         "deterministic": driver.deterministic,
     }
     update = optimizer(role.optim, role.total_updates)
+    # The protocol also allows handles to other processes. A backend in this process takes and returns values alone,
+    # which the type checker accepts only with a cast.
     if role.strategy != "fsdp":
-        return Local(role.folder, update, **common)
+        return cast(TrainBackend, Local(role.folder, update, **common))
     from verl_fn.backends.fsdp import Fsdp
 
-    return Fsdp(
+    fsdp = Fsdp(
         role.folder,
         update,
         replicate=role.fsdp.replicate,
@@ -129,11 +133,13 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         compile=role.fsdp.use_torch_compile,
         **common,
     )
+    return cast(TrainBackend, fsdp)
 
 
 def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     """Makes the rollout engine."""
-    return Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots)
+    # As for training backends, an engine in this process takes values alone.
+    return cast(RolloutBackend, Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots))
 
 
 def sampling(rollout: RolloutPlan) -> Sampling:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing import Pipe
 
+from verl_fn.rewards import worker
 from verl_fn.rewards.reward import RewardError
 
 START_SECONDS = 300.0
@@ -33,7 +34,8 @@ class RewardProcess:
         with child_connection, lifeline:
             descriptors = child_connection.fileno(), lifeline.fileno()
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "verl_fn.rewards.worker", *map(str, descriptors)],
+                # The worker runs as a file, since importing its package would import torch.
+                [sys.executable, "-P", worker.__file__, *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 # What functions print goes to stderr, since stdout shows the run's progress.
                 stdout=2,

@@ -1,4 +1,4 @@
-"""Runs reward functions in a process that its parent may kill: ``python -m verl_fn.rewards.worker``.
+"""Runs reward functions in a process that its parent may kill; the parent starts this file as a script.
 
 The parent sends the names of the functions, then one message for each call: a function's number and its rows. The
 worker reports every row twice, at its start and at its end, so that the parent knows which rows may hang. This module
