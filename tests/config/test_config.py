@@ -116,7 +116,10 @@ def test_every_key_has_documentation():
             ["algorithm.name=grpo", "rollout.n=4", "driver.kind=ray", "ray.separate=critic"],
             "for critic: this run trains with actor",
         ),
-        (["driver.kind=ray", 'ray.separate=["critic", "reference"]'], "for reference: this run trains with actor, critic"),
+        (
+            ["driver.kind=ray", 'ray.separate=["critic", "reference"]'],
+            "for reference: this run trains with actor, critic",
+        ),
         (["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=64"], "above data.train_batch_size = 8"),
     ],
 )  # fmt: skip

@@ -195,7 +195,7 @@ def test_the_limit_is_of_a_call_not_of_the_batch(here):
 
 def test_what_a_function_raises_is_told_with_the_line_of_its_author(here):
     functions = RewardFunctions(["mine.py:raises"])
-    line = 1 + MINE.splitlines().index("        return int(same)  # the line that is named")
+    line = 1 + MINE.read_text().splitlines().index("        return int(same)  # the line that is named")
     text = failure(functions, "good", "bad")
     assert "mine.py:raises raised TypeError: int() argument must be" in text
     assert f"(at {here}/mine.py:{line}), judging problem 11 of 'src', response 'bad'" in text
