@@ -95,6 +95,8 @@ def _timed(call: Callable[[], None], device: str) -> dict[str, float]:
 
     gc.collect()
     if device == "cuda":
+        # The other groups share this GPU.
+        torch.cuda.empty_cache()
         torch.cuda.synchronize()
     dist.barrier()
     began = time.perf_counter()

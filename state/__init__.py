@@ -6,7 +6,7 @@ from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, Named, Node, named, node, static
 from .outputs import PER_ROW, TokenOutputs
-from .ownership import donate, is_donated, spare
+from .ownership import divided, divisible, donate, is_donated, joined, owned, spare, taken
 from .rollout import FinishReason, Request, Sample, Sampling, pack, requests_for, unpack
 from .split import Split, deal, groups_of, split_by_count, split_by_tokens
 from .train import Buffers, Grads, Params, Slots, TrainState, sum_of_squares
@@ -39,12 +39,16 @@ __all__ = [
     "Weighted",
     "concatenate",
     "deal",
+    "divided",
+    "divisible",
     "donate",
     "groups_of",
     "is_donated",
+    "joined",
     "metrics",
     "named",
     "node",
+    "owned",
     "pack",
     "requests_for",
     "snapshot",
@@ -53,6 +57,7 @@ __all__ = [
     "split_by_tokens",
     "static",
     "sum_of_squares",
+    "taken",
     "tree",
     "uniform_at",
     "unpack",

@@ -47,11 +47,20 @@ def donate(value: N, to: str) -> tuple[N, int]:
     Traceback (most recent call last):
     verl_fn.state.node.DonatedError: this Grads was donated to apply_update. Use the value ...
     """
+    return owned([taken(value, to)])
+
+
+def taken(value: N, to: str) -> N:
+    """Moves the fields of ``value`` into a new node and leaves a husk; who else holds the leaves is not looked at.
+
+    Raises:
+        DonatedError: the value was donated before.
+    """
     cls = type(value)
     names = [f.name for f in attrs.fields(cls)]
     step = getattr(value, "step", None)
     at = f" of step {step}" if isinstance(step, int) else ""
-    box = [rebuild(cls, {name: getattr(value, name) for name in names})]
+    moved = rebuild(cls, {name: getattr(value, name) for name in names})
     for name in names:
         object.__delattr__(value, name)
     fate = (
@@ -59,8 +68,95 @@ def donate(value: N, to: str) -> tuple[N, int]:
         f"pass donate=False or take snapshot(value) before the call."
     )
     object.__setattr__(value, "_fate", fate)
+    return moved
+
+
+def owned(box: list[N]) -> tuple[N, int]:
+    """Empties ``box`` of a value that nothing else holds; leaves that something does hold are copied.
+
+    Returns:
+        The value, and how many leaves were copied.
+    """
     copies = [0]
     return _take(box, copies), copies[0]
+
+
+def divisible(value: Any, names: list[str]) -> bool:
+    """Tells whether all tensors of a value lie in mappings over exactly these names.
+
+    Example:
+        >>> from .train import Params
+        >>> divisible((Params({"w": torch.ones(1)}), 3), ["w"]), divisible(torch.ones(1), ["w"])
+        (True, False)
+    """
+    if isinstance(value, Named):
+        return not value.leaves or (list(value.leaves) == names and list(value.written()) == names)
+    if isinstance(value, Node):
+        return all(divisible(getattr(value, f.name), names) for f in attrs.fields(type(value)))
+    if isinstance(value, dict):
+        return all(divisible(inner, names) for inner in value.values())
+    if type(value) in (tuple, list):
+        return all(divisible(inner, names) for inner in value)
+    return not isinstance(value, torch.Tensor) and not any(
+        isinstance(leaf, torch.Tensor) for leaf in tree.leaves(value)
+    )
+
+
+def divided(value: Any, groups: list[list[str]]) -> list[Any]:
+    """Returns one value of the same structure for each group of names, with the leaves of these names.
+
+    Example:
+        >>> from .train import Grads
+        >>> [list(part) for part in divided(Grads({"a": torch.ones(1), "b": torch.ones(1)}), [["a"], ["b"]])]
+        [['a'], ['b']]
+    """
+    kind = type(value)
+    if isinstance(value, Named):
+        fixed = {f.name: getattr(value, f.name) for f in attrs.fields(kind) if f.name != "leaves"}
+        leaves = value.leaves
+        return [
+            rebuild(kind, {"leaves": {name: leaves[name] for name in names} if leaves else {}} | fixed)
+            for names in groups
+        ]
+    if isinstance(value, Node):
+        names = [f.name for f in attrs.fields(kind)]
+        columns = [divided(getattr(value, name), groups) for name in names]
+        return [rebuild(kind, dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+    if kind is dict:
+        columns = [divided(inner, groups) for inner in value.values()]
+        if not columns:
+            return [{} for _ in groups]
+        return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+    if kind in (tuple, list):
+        columns = [divided(inner, groups) for inner in value]
+        return [kind(row) for row in zip(*columns, strict=True)] if columns else [kind() for _ in groups]
+    return [value for _ in groups]
+
+
+def joined(parts: list[Any]) -> Any:
+    """Puts the parts of a divided value together again; what is no tensor comes from the last part.
+
+    Example:
+        >>> from .train import Grads
+        >>> list(joined([Grads({"a": torch.ones(1)}), Grads({"b": torch.ones(1)})]))
+        ['a', 'b']
+    """
+    last = parts[-1]
+    kind = type(last)
+    if isinstance(last, Named):
+        fixed = {f.name: getattr(last, f.name) for f in attrs.fields(kind) if f.name != "leaves"}
+        leaves: dict[str, torch.Tensor] = {}
+        for part in parts:
+            leaves |= part.leaves
+        return rebuild(kind, {"leaves": leaves} | fixed)
+    if isinstance(last, Node):
+        names = [f.name for f in attrs.fields(kind)]
+        return rebuild(kind, {name: joined([getattr(part, name) for part in parts]) for name in names})
+    if kind is dict:
+        return {name: joined([part[name] for part in parts]) for name in last}
+    if kind in (tuple, list):
+        return kind(joined(list(column)) for column in zip(*parts, strict=True))
+    return last
 
 
 def spare(value: N) -> N:

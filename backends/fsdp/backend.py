@@ -241,7 +241,7 @@ class Fsdp:
                 if rows:
                     outputs.append(dict(found.by_name))
             agree_on_batch(self.layout, batch)
-        with one_thread(self.layout):
+        with one_thread():
             return TokenOutputs(brought_together(self.layout, batch, share, outputs, wanted))
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
@@ -359,7 +359,7 @@ class Fsdp:
         """Returns this rank's micro-batches of a call that all ranks were given alike."""
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().check_longest(int(batch.lengths.max()))
-        with one_thread(self.layout):
+        with one_thread():
             return share_out(self.layout, batch, self.max_tokens, self.device, together)
 
 

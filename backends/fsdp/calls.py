@@ -43,10 +43,10 @@ class Share:
 
 
 @contextlib.contextmanager
-def one_thread(layout: Layout) -> Iterator[None]:
-    """Keeps small operations on the CPU to one thread: ranks of one host would otherwise wait for each other's."""
+def one_thread() -> Iterator[None]:
+    """Keeps small operations on the CPU to one thread: many threads take longer over them than one, on one rank too."""
     before = torch.get_num_threads()
-    if layout.size == 1 or before == 1:
+    if before == 1:
         yield
         return
     torch.set_num_threads(1)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -86,7 +88,7 @@ class Inlet:
                 # Closed between two publications: the sender connects anew.
                 self.close()
         if self._connection is None:
-            self._connection = self._listener.accept()
+            self._connection = _prompt(self._listener.accept())
             message = hear(self._connection)
         _, sent, specs = message
         if sent != version:
@@ -165,7 +167,7 @@ class Outlet:
     def offer(self, version: int, specs: tuple[TensorSpec, ...]) -> tuple[int, bool] | None:
         """Announce weights; the engine's bucket size and whether it wants checksums, None where it refuses them."""
         if self._connection is None:
-            self._connection = Client(self._address, authkey=self._secret)
+            self._connection = _prompt(Client(self._address, authkey=self._secret))
         with self._refusable():
             tell(self._connection, ("specs", version, specs))
             said, *rest = hear(self._connection)
@@ -298,6 +300,13 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
         for outlet in outlets:
             outlet.fail(error)
         raise
+
+
+def _prompt(connection: Connection) -> Connection:
+    """The same connection, on which small messages leave at once: waiting for more takes 40 ms on Linux."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
 
 def tell(connection: Connection, message: Any) -> None:

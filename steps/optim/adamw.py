@@ -34,6 +34,10 @@ class AdamW(Optimizer):
     weight_decay: float = 0.01
     weight_decay_mask: Mask | None = attrs.field(default=None, converter=as_mask)
 
+    @property
+    def by_leaf(self) -> bool:
+        return True
+
     def init(self, params: Params) -> AdamState:
         averages = [Slots({name: torch.zeros_like(params[name]) for name in params.trained()}) for _ in range(2)]
         return AdamState(0, *averages)

@@ -4,14 +4,35 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterator
+from typing import TypeVar
 
 import attrs
 import torch
 
-from verl_fn.state import Grads, Metrics, Params, Sum, TrainState, Weighted, donate, spare, sum_of_squares
+from verl_fn.state import (
+    Grads,
+    Metrics,
+    Params,
+    Sum,
+    TrainState,
+    Weighted,
+    divided,
+    divisible,
+    joined,
+    owned,
+    spare,
+    sum_of_squares,
+    taken,
+)
 
 from .leaves import tensors_of
 from .transforms import Frozen, Optimizer, Reduce, Update
+
+T = TypeVar("T")
+
+# Groups of leaves in one update, on a GPU and on the CPU, which computes as it is called.
+PARTS, PARTS_ON_CPU = 4, 1
 
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
@@ -71,21 +92,81 @@ def apply_update(
     norm = sum_of_squares(grads.leaves.values(), reduce).sqrt()
     # Before donation, which a refused call must not cost.
     check_update(optimizer, state.params, grads)
-    copies = 0
-    if donate_inputs:
-        state, state_copies = donate(state, "apply_update")
-        grads, grad_copies = donate(grads, "apply_update")
-        copies = state_copies + grad_copies
-    else:
-        state, grads = spare(state), spare(grads)
     update = Update.of(norm, state.scheduler, reduce)
-    params, opt_state, metrics = optimizer.update(grads, state.optimizer, state.params, update)
-    # Fused kernels don't bump version counters, and copies of these tensors may be cached somewhere.
-    torch.autograd.graph.increment_version([params[name] for name in grads])
-    reported: Metrics = {"grad_norm": Weighted(float(norm), 1.0), "perf/residency_copies": Sum(copies)}
-    if not math.isfinite(float(norm)):
+    groups = _groups(optimizer, state, grads) if donate_inputs else []
+    if donate_inputs:
+        # Without a name for them here, their leaves belong to the boxes alone.
+        boxes = [taken(state, "apply_update")], [taken(grads, "apply_update")]
+    else:
+        boxes = [spare(state)], [spare(grads)]
+    befores, afters, copies, metrics = _updated(optimizer, boxes, update, groups, donate_inputs)
+    new = joined(afters)
+    new = attrs.evolve(new, scheduler=new.scheduler + 1, step=new.step + 1)
+    # The only wait for the device, with nothing left to do behind it.
+    seen = float(norm)
+    finite = math.isfinite(seen)
+    if not finite:
         # The kernels have skipped; the optimizer's count stays too.
-        new = attrs.evolve(state, step=state.step + 1)
-        return new, reported | metrics | {"update_skipped": Sum(1)}
-    new = attrs.evolve(state, params=params, optimizer=opt_state, scheduler=state.scheduler + 1, step=state.step + 1)
-    return new, reported | metrics | {"update_skipped": Sum(0)}
+        old = joined(befores)
+        new = attrs.evolve(old, step=old.step + 1)
+    reported: Metrics = {"grad_norm": Weighted(seen, 1.0), "perf/residency_copies": Sum(copies)}
+    return new, reported | metrics | {"update_skipped": Sum(0 if finite else 1)}
+
+
+def _groups(optimizer: Optimizer, state: TrainState, grads: Grads) -> list[list[str]]:
+    """Splits the names into groups that are updated one after the other; one group where that gains nothing.
+
+    A GPU then computes on the first group while Python looks at who holds the leaves of the next, which takes about
+    as long as a kernel: together it would keep the GPU waiting.
+    """
+    names = list(grads)
+    parts = PARTS if names and grads[names[0]].is_cuda else PARTS_ON_CPU
+    whole = len(names) < 16 * parts or not optimizer.by_leaf or not divisible((state.params, state.optimizer), names)
+    if parts == 1 or whole:
+        return []
+    size = -(-len(names) // parts)
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+def _updated(
+    optimizer: Optimizer,
+    boxes: tuple[list[TrainState], list[Grads]],
+    update: Update,
+    groups: list[list[str]],
+    look: bool,
+) -> tuple[list[TrainState], list[TrainState], int, Metrics]:
+    """Runs the optimizer on each group of leaves, or on all together where there are no groups.
+
+    Args:
+        boxes: hold the state and the gradients, and nothing else does; they are emptied.
+        look: whether leaves may be held elsewhere and have to be copied then.
+
+    Returns:
+        The parts of the state before and after, the number of copies, and the optimizer's metrics.
+    """
+    states, grads = boxes
+    if groups:
+        states, grads = divided(states.pop(), groups), divided(grads.pop(), groups)
+    befores: list[TrainState] = []
+    afters: list[TrainState] = []
+    copies, metrics = 0, {}
+    for box, gradients in zip(_boxed(states), _boxed(grads), strict=True):
+        if look:
+            part, state_copies = owned(box)
+            gradient, gradient_copies = owned(gradients)
+            copies += state_copies + gradient_copies
+        else:
+            part, gradient = box.pop(), gradients.pop()
+        params, opt_state, metrics = optimizer.update(gradient, part.optimizer, part.params, update)
+        # Fused kernels don't bump version counters, and copies of these tensors may be cached somewhere.
+        torch.autograd.graph.increment_version([params[name] for name in gradient])
+        befores.append(part)
+        afters.append(attrs.evolve(part, params=params, optimizer=opt_state))
+    return befores, afters, copies, metrics
+
+
+def _boxed(values: list[T]) -> Iterator[list[T]]:
+    """Yields the values, first to last, each in a list of its own that alone holds it."""
+    values.reverse()
+    while values:
+        yield [values.pop()]

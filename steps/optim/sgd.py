@@ -26,6 +26,10 @@ class SGD(Optimizer):
     schedule: Schedule = attrs.field(converter=as_schedule)
     momentum: float = 0.0
 
+    @property
+    def by_leaf(self) -> bool:
+        return True
+
     def init(self, params: Params) -> SGDState:
         names = params.trained() if self.momentum else []
         return SGDState(Slots({name: torch.zeros_like(params[name]) for name in names}))

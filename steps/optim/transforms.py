@@ -69,7 +69,14 @@ class GradTransform:
         ...         return Grads(velocity), Slots(velocity), update
         >>> Momentum(0.9) == Momentum(0.9), Momentum(0.9)
         (True, Momentum(decay=0.9))
+
+    Attributes:
+        by_leaf: as of an ``Optimizer``.
     """
+
+    @property
+    def by_leaf(self) -> bool:
+        return False
 
     def init(self, params: Params) -> Any:
         """Returns the state before the first update."""
@@ -88,7 +95,15 @@ class Optimizer:
 
     ``update`` owns its arguments: it runs torch's fused kernels on their storages and returns nodes around them, which
     is why callers go through ``apply_update``, where donation or a copy decides whose storages those are.
+
+    Attributes:
+        by_leaf: whether a leaf's update is a function of that leaf, its gradient and slots, and ``update`` alone.
+            ``apply_update`` may then update groups of leaves one after the other.
     """
+
+    @property
+    def by_leaf(self) -> bool:
+        return False
 
     def init(self, params: Params) -> Any:
         """Returns the optimizer's state before the first update."""
@@ -135,6 +150,10 @@ class ClipByGlobalNorm(GradTransform):
 
     max_norm: float
 
+    @property
+    def by_leaf(self) -> bool:
+        return True
+
     def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Grads, Any, Update]:
         norm = update.norm / update.divisor
         factor = ((norm + 1e-6) / self.max_norm).clamp(min=1.0).float()
@@ -154,6 +173,10 @@ class Chain(Optimizer):
     """What ``chain`` makes; its state is a tuple with the state of every part."""
 
     parts: tuple[GradTransform | Optimizer, ...]
+
+    @property
+    def by_leaf(self) -> bool:
+        return all(part.by_leaf for part in self.parts)
 
     def init(self, params: Params) -> tuple[Any, ...]:
         return tuple(part.init(params) for part in self.parts)

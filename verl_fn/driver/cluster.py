@@ -102,9 +102,9 @@ class Cluster:
                 where = PlacementGroupSchedulingStrategy(self._place, seat.bundle)
                 hosts[name].append(actor.options(num_gpus=seat.gpus, scheduling_strategy=where).remote())
                 self._hosts.append(hosts[name][-1])
-        for name, ranks in hosts.items():
-            names = [name] if len(ranks) == 1 else [f"{name} rank {i}" for i in range(len(ranks))]
-            told = [(one, host, host.about.remote(code)) for one, host in zip(names, ranks, strict=True)]
+        for name, members in hosts.items():
+            names = [name] if len(members) == 1 else [f"{name} rank {i}" for i in range(len(members))]
+            told = [(one, host, host.about.remote(code)) for one, host in zip(names, members, strict=True)]
             self.groups[name] = Group(name, tuple(self._met(one, host, about, code) for one, host, about in told))
         for group in self.groups.values():
             self._run(group, "set_up", driver, ranks)

@@ -16,6 +16,7 @@ import ray
 import ray.runtime_env
 
 from verl_fn.algorithms.workers import Workers
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.config.plan import Plan, RolePlan
@@ -69,7 +70,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 trainers={name: training[name] for name in plan.roles},
                 rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout"),
                 reward=lambda batch, problems: reward.run("invoke", "reward", "__call__", (), {}, batch, problems),
-                tokenizer=build.tokenizer(plan.model),
+                tokenizer=read_tokenizer(plan.model),
                 sampling=build.sampling(plan.rollout),
                 max_prompt_length=plan.rollout.max_prompt_length,
                 call=cluster.call,

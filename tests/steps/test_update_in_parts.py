@@ -1,0 +1,84 @@
+"""An update in groups of leaves is bitwise the update of all leaves, and looks at who holds each leaf all the same."""
+
+import importlib
+
+import attrs
+import pytest
+import torch
+
+from verl_fn.state import DonatedError, Grads, Key, Params, TrainState, snapshot, tree
+from verl_fn.steps import adamw, apply_update, chain, clip_by_global_norm, no_decay, sgd, stateless
+
+rule = importlib.import_module("verl_fn.steps.optim.apply")
+NAMES = [f"layer.{i}.{kind}" for i in range(24) for kind in ("weight", "bias")]
+CLIPPED = clip_by_global_norm(0.1)
+OPTIMIZERS = {
+    "adamw": chain(CLIPPED, adamw(1e-2, weight_decay=0.1)),
+    "decay mask": chain(CLIPPED, adamw(1e-2, weight_decay=0.1, weight_decay_mask=no_decay("bias"))),
+    "sgd": sgd(1e-2),
+    "momentum": chain(CLIPPED, chain(CLIPPED, sgd(1e-2, momentum=0.9))),
+    "not by leaf": chain(stateless(lambda grads, update: (grads, update)), adamw(1e-2)),
+}
+
+
+def drawn(seed):
+    rng = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(3, 2, generator=rng) for name in NAMES}
+
+
+def state_of(tx):
+    params = Params(drawn(0))
+    return TrainState(params, tx.init(params), 0, Key.from_seed(0), 0)
+
+
+def updated(tx, parts, monkeypatch, updates=3, gradients=drawn, reference=None):
+    monkeypatch.setattr(rule, "PARTS_ON_CPU", parts)
+    state = state_of(tx)
+    for i in range(updates):
+        state, metrics = apply_update(tx, state, Grads(gradients(i + 1)))
+    return state, metrics
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_give_the_same_state(name, parts, monkeypatch):
+    tx = OPTIMIZERS[name]
+    whole, metrics = updated(tx, 1, monkeypatch)
+    split, other = updated(tx, parts, monkeypatch)
+    assert tree.equal(whole, split) and metrics.keys() == other.keys()
+    assert other["perf/residency_copies"].value == 0
+
+
+def test_parts_are_taken_only_where_the_optimizer_goes_by_leaf(monkeypatch):
+    monkeypatch.setattr(rule, "PARTS_ON_CPU", 3)
+    grads = Grads(drawn(1))
+    sizes = {n: [len(g) for g in rule._groups(tx, state_of(tx), grads)] for n, tx in OPTIMIZERS.items()}
+    assert sizes == {"adamw": [16] * 3, "decay mask": [16] * 3, "sgd": [16] * 3, "momentum": [16] * 3, "not by leaf": []}
+
+
+def test_a_skipped_update_in_parts_changes_the_step_alone(monkeypatch):
+    tx = OPTIMIZERS["adamw"]
+    before, _ = updated(tx, 3, monkeypatch, updates=1)
+    kept = snapshot(before)
+    broken = drawn(5)
+    broken[NAMES[-1]] = torch.full((3, 2), float("inf"))
+    after, metrics = apply_update(tx, before, Grads(broken))
+    assert metrics["update_skipped"].value == 1
+    assert tree.equal(after, attrs.evolve(kept, step=kept.step + 1))
+
+
+@pytest.mark.parametrize("index", [0, 20, 47])
+def test_a_leaf_of_any_part_that_is_held_keeps_its_value(index, monkeypatch):
+    monkeypatch.setattr(rule, "PARTS_ON_CPU", 3)
+    tx = OPTIMIZERS["adamw"]
+    state = state_of(tx)
+    held, moment = state.params[NAMES[index]], state.optimizer[1].exp_avg[NAMES[index]].view(-1)
+    reference, values = state.params, {name: t.clone() for name, t in state.params.items()}
+    old = state
+    new, metrics = apply_update(tx, state, Grads(drawn(1)))
+    assert metrics["perf/residency_copies"].value == len(NAMES) + 1
+    assert torch.equal(held, values[NAMES[index]]) and not moment.any()
+    assert all(torch.equal(reference[name], values[name]) for name in NAMES)
+    assert not torch.equal(new.params[NAMES[index]], held)
+    with pytest.raises(DonatedError):
+        old.params  # noqa: B018
