@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from verl_fn import __version__
@@ -26,12 +26,20 @@ def parser() -> argparse.ArgumentParser:
     def command(name: str, doc: str, **kwargs: object) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".", **kwargs)  # type: ignore[arg-type]
 
-    def overrides(to: argparse.ArgumentParser) -> None:
-        to.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
+    _add_run_commands(command)
+    _add_model_commands(command)
+    return top
 
+
+def _add_overrides(to: argparse.ArgumentParser) -> None:
+    to.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
+
+
+def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds the commands that train, evaluate and show runs."""
     train = command("train", "train from a TOML config; the same command continues a run that was stopped")
     train.add_argument("config", type=path, help="a TOML file, such as recipes/ppo_reverse.toml")
-    overrides(train)
+    _add_overrides(train)
     train.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
@@ -39,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "eval", "evaluate a run, one of its checkpoints or any Hugging Face folder on held-out problems"
     )
     evaluate.add_argument("model", type=path, help="a run's folder, a checkpoint, or a Hugging Face model folder")
-    overrides(evaluate)
+    _add_overrides(evaluate)
     evaluate.add_argument(
         "--config", type=path, help="a TOML file; by default the run's, where the model is of a run"
     )
@@ -47,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
     config = command("config", "show the whole config: every key, its doc, and where its value came from")
     config.add_argument("config", type=path, nargs="?", help="a TOML file; without one, the defaults")
-    overrides(config)
+    _add_overrides(config)
 
     report = command("report", "one HTML page, and a PNG, about one or several runs")
     report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run's folder")
@@ -56,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     fork = command("fork", "continue a run's state from a checkpoint under another config, in a new folder")
     fork.add_argument("run", type=path, help="the run's folder")
     fork.add_argument("--step", type=int, required=True, help="the step of the checkpoint")
-    overrides(fork)
+    _add_overrides(fork)
     fork.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
     fork.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
@@ -67,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
         "--recorded", action="store_true", help="take the journal's samples instead of sampling again"
     )
 
+
+def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds the commands for models and data, and those that list and measure."""
     model = command("new-model", "write a tiny random model with a character tokenizer")
     model.add_argument("folder", type=path, help="where to write it")
     model.add_argument("--task", default="reverse", help="the task whose characters it knows; by default %(default)s")
@@ -120,7 +131,6 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
-    return top
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
