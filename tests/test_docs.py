@@ -14,6 +14,7 @@ import pytest
 
 from verl_fn import cli, steps
 from verl_fn.config.algorithms import BUILT_IN
+from verl_fn.config.loading import load
 from verl_fn.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
@@ -54,9 +55,11 @@ def test_commands_parse(page):
         if len(arguments) == 1 and "--" not in arguments[0]:
             continue  # a command that is spoken of, such as `verl-fn train`
         try:
-            cli.parse(arguments)
+            parsed = cli.parse(arguments)
         except SystemExit as error:
             pytest.fail(f"{page.name}: verl-fn {shlex.join(arguments)} exits with {error.code}")
+        if parsed.command in ("train", "config", "eval", "fork"):
+            load(getattr(parsed, "config", None), parsed.overrides)  # an unknown key is an error
 
 
 @pages
@@ -72,7 +75,8 @@ def test_links_and_files_exist(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#]+)\)", BLOCKS.sub("", text)):
         assert target.startswith("http") or (page.parent / target).exists(), target
-    for file in re.findall(r"\b(?:recipes|examples)/\w+\.(?:toml|py)", text):
+    folders = "recipes|examples|tests|scripts|benchmarks|state|steps|backends|verl_fn"
+    for file in re.findall(rf"(?<![\w/])(?:{folders})/[\w/]+\.(?:toml|py|json)", text):
         assert (ROOT / file).exists(), file
 
 
