@@ -70,17 +70,46 @@ class Reward:
 
         Args:
             batch: rows with ``response_mask`` and ``finished``.
-            problems: the problem of each row, or of each group of consecutive rows of one size.
+            problems: what the rows answer. A row's ``group`` is its problem's id, and a problem may have any number
+                of rows; without ``group``, each problem has equally many consecutive rows.
 
         Raises:
             RewardError: a reward function failed, a number is not finite, or rows differ in their metrics.
+            ValueError: a row is of none of the problems, or two problems have one id.
         """
-        rows_each = len(batch) // len(problems)
-        rows = zip(response_texts(batch, self.tokenizer), batch["finished"].tolist(), strict=True)
-        answers = [Answer(problems[i // rows_each], text, bool(finished)) for i, (text, finished) in enumerate(rows)]
+        rows = zip(
+            problems_of(batch, problems),
+            response_texts(batch, self.tokenizer),
+            batch["finished"].tolist(),
+            strict=True,
+        )
+        answers = [Answer(problem, text, bool(finished)) for problem, text, finished in rows]
         fields = _columns(answers, self.judge(answers))
         on_last = batch.spread(fields["score"]) * last_of_rows(batch, batch["response_mask"])
         return batch.with_rows(**fields).with_tokens(token_level_scores=on_last, token_level_rewards=on_last)
+
+
+def problems_of(batch: Batch, problems: Sequence[Problem]) -> list[Problem]:
+    """Returns the problem of each row.
+
+    Raises:
+        ValueError: a row is of none of the problems, or two problems have one id.
+
+    Example:
+        >>> batch = Batch.from_rows([[1], [2], [3]], per_row={"group": [7, 4, 4]})
+        >>> [problem.id for problem in problems_of(batch, [Problem("a", "", id=4), Problem("b", "", id=7)])]
+        [7, 4, 4]
+    """
+    if "group" not in batch:
+        rows_each = len(batch) // len(problems)
+        return [problems[i // rows_each] for i in range(len(batch))]
+    by_id = {problem.id: problem for problem in problems}
+    if len(by_id) < len(problems):
+        raise ValueError("two of the problems of one batch have the same id; ids name the problems of its rows")
+    groups = batch["group"].tolist()
+    if unknown := sorted({group for group in groups if group not in by_id}):
+        raise ValueError(f"rows of the batch are of problems {unknown[:5]}, which are not among those given")
+    return [by_id[group] for group in groups]
 
 
 def _columns(answers: Sequence[Answer], results: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
