@@ -112,6 +112,10 @@ from verl_fn.steps import loss
 def reinforce(outputs, batch):
     return -batch["advantages"] * outputs.logprobs, {}
 
+@loss(needs=["logprobs"], level="row")
+def by_row(outputs, batch):
+    return -batch.sum_rows(outputs.logprobs), {}
+
 def signs(batch):
     rows = batch.sum_rows(batch["token_level_rewards"]) - 0.25
     advantages = batch.spread(rows.sign()) * batch["response_mask"]
@@ -129,6 +133,10 @@ def test_a_loss_and_an_estimator_of_ones_own(tiny, tmp_path):
     rows = [row for row in read_metrics(tmp_path / "run") if row["step"] > 0]
     assert len(rows) == 3 and all("actor/pg_clipfrac" not in row for row in rows)
     assert {abs(row["critic/advantages/max"]) for row in rows} == {1.0}
-    with pytest.raises(ConfigError, match=r"algorithm.policy_loss: .*signs is a function, where a Loss is expected"):
-        wrong = [*TINY, *more, f"algorithm.policy_loss={tmp_path}/parts.py:signs", f"trainer.dir={tmp_path}/wrong"]
-        train(make_plan(load(overrides=wrong)), silent)
+    for name, message in (
+        ("signs", "signs is a function, where a Loss is expected"),
+        ("by_row", "values of whole rows"),
+    ):
+        wrong = [*TINY, *more, f"algorithm.policy_loss={tmp_path}/parts.py:{name}", f"trainer.dir={tmp_path}/wrong"]
+        with pytest.raises(ConfigError, match=rf"algorithm.policy_loss: .*{message}"):
+            train(make_plan(load(overrides=wrong)), silent)

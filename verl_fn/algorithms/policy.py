@@ -25,6 +25,11 @@ def policy_loss(options: PolicyOptimization) -> Loss:
                 f"algorithm.policy_loss: {options.policy_loss} is a {type(loss).__name__}, where a Loss is expected; "
                 "decorate the function with @verl_fn.steps.loss(needs=[...])"
             )
+        if loss.levels != {"token"} or loss.together is not None:
+            raise ConfigError(
+                f"algorithm.policy_loss: {options.policy_loss} has values of whole rows or keeps rows together, which the "
+                "minibatches of this algorithm do not; write an algorithm of your own around it (algorithm.name)"
+            )
     else:
         low, high = options.clip_ratio_low, options.clip_ratio_high
         loss = ppo_clip(options.clip_ratio, low, high, options.clip_ratio_c)
