@@ -19,7 +19,8 @@ from verl_fn.state import tree
 SMALL = [
     "data.train_batch_size=8", "data.val_size=16", "algorithm.ppo_mini_batch_size=4", "algorithm.ppo_epochs=2",
     "algorithm.shuffle=true", "rollout.n=2", "actor.optim.lr=1e-3", "critic.optim.lr=1e-3", "driver.num_threads=1",
-    "actor.ppo_max_token_len_per_gpu=120", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=99", "trainer.test_freq=2",
+    "actor.ppo_max_token_len_per_gpu=120", "trainer.save_freq=1", "trainer.max_ckpt_to_keep=99",
+    "trainer.test_freq=2",
 ]  # fmt: skip
 ALGORITHMS = {
     "ppo": ["algorithm.name=ppo", "algorithm.critic_warmup=1", "algorithm.use_kl_in_reward=true",
