@@ -47,9 +47,10 @@ def aggregate(
     Raises:
         ValueError: an unknown mode, or no token to learn from.
 
-    >>> batch = Batch.from_rows([[1, 2], [3]], {"response_mask": [[1.0, 1.0], [1.0]]})
-    >>> aggregate(batch, "seq-mean-token-mean")["loss_weight"].tolist()
-    [0.25, 0.25, 0.5]
+    Example:
+        >>> batch = Batch.from_rows([[1, 2], [3]], {"response_mask": [[1.0, 1.0], [1.0]]})
+        >>> aggregate(batch, "seq-mean-token-mean")["loss_weight"].tolist()
+        [0.25, 0.25, 0.5]
     """
     mask = batch["response_mask"].float()
     lengths = batch.sum_rows(mask)
@@ -123,9 +124,10 @@ def aggregate_rows(batch: Batch, mode: str = "row-mean", *, group: str | None = 
 def last_of_rows(batch: Batch, mask: Tensor) -> Tensor:
     """1 on the last token of each row where ``mask`` is set, ``[T]``.
 
-    >>> batch = Batch.from_rows([[1, 2, 3], [4]])
-    >>> last_of_rows(batch, torch.tensor([1.0, 1.0, 0.0, 1.0])).tolist()
-    [0.0, 1.0, 0.0, 1.0]
+    Example:
+        >>> batch = Batch.from_rows([[1, 2, 3], [4]])
+        >>> last_of_rows(batch, torch.tensor([1.0, 1.0, 0.0, 1.0])).tolist()
+        [0.0, 1.0, 0.0, 1.0]
     """
     index = torch.arange(batch.num_tokens, device=mask.device)
     last = torch.full((len(batch),), -1, device=mask.device).scatter_reduce(

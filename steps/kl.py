@@ -22,11 +22,12 @@ def kl_penalty(
     (``low_var_kl``) exp(-d) - 1 + d, with d clamped to 20 and the result to 10; ``abs`` |d|. A trailing
     ``+`` keeps the value and takes the gradient of k2, which is the unbiased one.
 
-    Source: Schulman, "Approximating KL Divergence" (2020); clamps and names as in verl.
+    Example:
+        >>> import torch
+        >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "k2").tolist()
+        [0.5]
 
-    >>> import torch
-    >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "k2").tolist()
-    [0.5]
+    Source: Schulman, "Approximating KL Divergence" (2020); clamps and names as in verl.
     """
     base = kind.removesuffix("+")
     base = ALIASES.get(base, base)
@@ -54,8 +55,9 @@ def kl_penalty(
 class FixedKL(Node):
     """A constant KL coefficient.
 
-    >>> FixedKL(0.001).update(current_kl=5.0, n_steps=8).value
-    0.001
+    Example:
+        >>> FixedKL(0.001).update(current_kl=5.0, n_steps=8).value
+        0.001
     """
 
     value: float = 0.001
@@ -68,8 +70,9 @@ class FixedKL(Node):
 class AdaptiveKL(Node):
     """A coefficient that steers the KL towards ``target`` (Ziegler et al. 2019, arXiv 1909.08593).
 
-    >>> AdaptiveKL(0.1, target=1.0, horizon=100).update(current_kl=9.0, n_steps=10).value
-    0.10200000000000001
+    Example:
+        >>> AdaptiveKL(0.1, target=1.0, horizon=100).update(current_kl=9.0, n_steps=10).value
+        0.10200000000000001
     """
 
     value: float = 0.001
@@ -92,11 +95,12 @@ def apply_kl_in_reward(
     Needs ``token_level_scores``, ``old_log_probs``, ``ref_log_prob`` and ``response_mask``; writes
     ``token_level_rewards``. The KL that the controller sees is the mean over rows of their token means.
 
-    >>> rows = {name: [[x]] for name, x in {"token_level_scores": 1.0, "old_log_probs": 0.0,
-    ...         "ref_log_prob": -2.0, "response_mask": 1.0}.items()}
-    >>> batch, _, metrics = apply_kl_in_reward(Batch.from_rows([[7]], rows), FixedKL(0.5))
-    >>> batch["token_level_rewards"].tolist(), metrics["actor/reward_kl_penalty"].value
-    ([0.0], 2.0)
+    Example:
+        >>> rows = {name: [[x]] for name, x in {"token_level_scores": 1.0, "old_log_probs": 0.0,
+        ...         "ref_log_prob": -2.0, "response_mask": 1.0}.items()}
+        >>> batch, _, metrics = apply_kl_in_reward(Batch.from_rows([[7]], rows), FixedKL(0.5))
+        >>> batch["token_level_rewards"].tolist(), metrics["actor/reward_kl_penalty"].value
+        ([0.0], 2.0)
     """
     mask = batch["response_mask"].float()
     kl = kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], kind) * mask

@@ -17,8 +17,9 @@ Y = TypeVar("Y")
 def scan(step: Callable[[Carry, X], tuple[Carry, Y]], carry: Carry, xs: Iterable[X]) -> tuple[Carry, list[Y]]:
     """Fold ``step`` over ``xs`` and keep what it emits, as ``jax.lax.scan``.
 
-    >>> scan(lambda total, x: (total + x, total), 0, [1, 2, 3])
-    (6, [0, 1, 3])
+    Example:
+        >>> scan(lambda total, x: (total + x, total), 0, [1, 2, 3])
+        (6, [0, 1, 3])
     """
     ys = []
     for x in xs:

@@ -14,8 +14,9 @@ def whiten_masked(values: Float[Tensor, " T"], mask: Tensor) -> Float[Tensor, " 
 
     A function of the whole batch: call it before the batch is split.
 
-    >>> [round(x, 4) for x in whiten_masked(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()]
-    [-0.7071, 0.7071, 0.0]
+    Example:
+        >>> [round(x, 4) for x in whiten_masked(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()]
+        [-0.7071, 0.7071, 0.0]
     """
     chosen = values[mask.bool()]
     if len(chosen) < 2:

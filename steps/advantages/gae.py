@@ -14,9 +14,10 @@ def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = Tr
 
     Returns are advantages plus values, taken before whitening.
 
-    >>> rows = {"token_level_rewards": [[0.0, 1.0]], "values": [[0.5, 0.5]], "response_mask": [[1.0, 1.0]]}
-    >>> gae(Batch.from_rows([[1, 2]], rows), whiten=False)["advantages"].tolist()
-    [0.5, 0.5]
+    Example:
+        >>> rows = {"token_level_rewards": [[0.0, 1.0]], "values": [[0.5, 0.5]], "response_mask": [[1.0, 1.0]]}
+        >>> gae(Batch.from_rows([[1, 2]], rows), whiten=False)["advantages"].tolist()
+        [0.5, 0.5]
     """
     mask = batch["response_mask"].bool()
     values = columns(batch, batch["values"])

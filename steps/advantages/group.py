@@ -14,10 +14,11 @@ def grpo(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1e-6) -
     A row's reward less its group's mean, over the group's standard deviation (unbiased) unless
     ``norm_adv_by_std`` is off (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). A group of one keeps its reward.
 
-    >>> rows = {"token_level_rewards": [[1.0], [0.0]], "response_mask": [[1.0], [1.0]]}
-    >>> batch = Batch.from_rows([[1], [2]], rows, {"group": [0, 0]})
-    >>> grpo(batch, norm_adv_by_std=False)["advantages"].tolist()
-    [0.5, -0.5]
+    Example:
+        >>> rows = {"token_level_rewards": [[1.0], [0.0]], "response_mask": [[1.0], [1.0]]}
+        >>> batch = Batch.from_rows([[1], [2]], rows, {"group": [0, 0]})
+        >>> grpo(batch, norm_adv_by_std=False)["advantages"].tolist()
+        [0.5, -0.5]
     """
     scores, groups, count = _group_scores(batch)
     alone = count[groups] == 1
@@ -34,9 +35,10 @@ def rloo(batch: Batch) -> Batch:
 
     A row's reward less the mean of the others in its group; a group of one keeps its reward.
 
-    >>> rows = {"token_level_rewards": [[1.0], [0.0], [0.0]], "response_mask": [[1.0]] * 3}
-    >>> rloo(Batch.from_rows([[1], [2], [3]], rows, {"group": [0, 0, 0]}))["advantages"].tolist()
-    [1.0, -0.5, -0.5]
+    Example:
+        >>> rows = {"token_level_rewards": [[1.0], [0.0], [0.0]], "response_mask": [[1.0]] * 3}
+        >>> rloo(Batch.from_rows([[1], [2], [3]], rows, {"group": [0, 0, 0]}))["advantages"].tolist()
+        [1.0, -0.5, -0.5]
     """
     scores, groups, count = _group_scores(batch)
     n = count[groups]

@@ -12,9 +12,10 @@ from .columns import columns, uncolumn, whiten_masked
 def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Batch:
     """Discounted returns, whitened over the whole batch (Hu 2025, arXiv 2501.03262).
 
-    >>> rows = {"token_level_rewards": [[0.0, 1.0]], "response_mask": [[1.0, 1.0]]}
-    >>> reinforce_plus_plus(Batch.from_rows([[1, 2]], rows), gamma=0.5)["returns"].tolist()
-    [0.5, 1.0]
+    Example:
+        >>> rows = {"token_level_rewards": [[0.0, 1.0]], "response_mask": [[1.0, 1.0]]}
+        >>> reinforce_plus_plus(Batch.from_rows([[1, 2]], rows), gamma=0.5)["returns"].tolist()
+        [0.5, 1.0]
     """
     rewards = columns(batch, batch["token_level_rewards"])
     returns = torch.zeros_like(rewards)

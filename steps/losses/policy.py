@@ -22,14 +22,15 @@ def ppo_clip(
     Reads ``old_log_probs`` and ``advantages``. The log-ratio is clamped to 20. Where the advantage is
     negative the loss is capped at ``-clip_ratio_c * advantage``.
 
+    Example:
+        >>> batch = Batch.from_rows([[1]], {"old_log_probs": [[0.0]], "advantages": [[1.0]],
+        ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> per_token, found = ppo_clip()(TokenOutputs({"logprobs": torch.tensor([1.0])}), batch)
+        >>> round(per_token.item(), 4), found["actor/pg_clipfrac"].value
+        (-1.2, 1.0)
+
     Source: Schulman et al. 2017 (arXiv 1707.06347); dual clip Ye et al. 2020 (arXiv 1912.09729);
     separate bounds Yu et al. 2025 (DAPO, arXiv 2503.14476). ``low`` and ``high`` default to ``clip_ratio``.
-
-    >>> batch = Batch.from_rows([[1]], {"old_log_probs": [[0.0]], "advantages": [[1.0]],
-    ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
-    >>> per_token, found = ppo_clip()(TokenOutputs({"logprobs": torch.tensor([1.0])}), batch)
-    >>> round(per_token.item(), 4), found["actor/pg_clipfrac"].value
-    (-1.2, 1.0)
     """
     low = clip_ratio if clip_ratio_low is None else clip_ratio_low
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high

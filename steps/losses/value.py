@@ -15,10 +15,11 @@ def value_clip(cliprange_value: float = 0.5) -> Loss:
 
     Reads ``values`` (those of the rollout) and ``returns``.
 
-    >>> batch = Batch.from_rows([[1]], {"values": [[0.0]], "returns": [[2.0]],
-    ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
-    >>> value_clip(0.5)(TokenOutputs({"values": torch.tensor([1.0])}), batch)[0].tolist()
-    [1.125]
+    Example:
+        >>> batch = Batch.from_rows([[1]], {"values": [[0.0]], "returns": [[2.0]],
+        ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> value_clip(0.5)(TokenOutputs({"values": torch.tensor([1.0])}), batch)[0].tolist()
+        [1.125]
     """
 
     @loss(needs=["values"])

@@ -43,10 +43,11 @@ def check_update(optimizer: Optimizer, params: Params, grads: Grads) -> None:
     Raises:
         ValueError: names, shapes or dtypes differ, or the optimizer is ``frozen()``.
 
-    >>> from verl_fn.steps import sgd
-    >>> check_update(sgd(0.1), Params({"w": torch.zeros(2)}), Grads({"w": torch.zeros(1)}))
-    Traceback (most recent call last):
-    ValueError: the gradient of w is float32 [1], and the parameter is float32 [2]
+    Example:
+        >>> from verl_fn.steps import sgd
+        >>> check_update(sgd(0.1), Params({"w": torch.zeros(2)}), Grads({"w": torch.zeros(1)}))
+        Traceback (most recent call last):
+        ValueError: the gradient of w is float32 [1], and the parameter is float32 [2]
     """
     names = params.trained()
     if list(grads) != names:

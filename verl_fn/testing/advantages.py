@@ -43,12 +43,13 @@ def check_advantage(
     Raises:
         LawViolation: a law is broken.
 
-    >>> from verl_fn.steps import gae, grpo
-    >>> check_advantage(grpo)
-    >>> check_advantage(lambda batch: gae(batch, gamma=0.99, lam=0.95))
-    >>> check_advantage(lambda batch: batch.with_tokens(advantages=batch["values"], returns=batch["values"] + 1))
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Zero: where response_mask is 0, returns reaches 1. Usual cause: ...
+    Example:
+        >>> from verl_fn.steps import gae, grpo
+        >>> check_advantage(grpo)
+        >>> check_advantage(lambda batch: gae(batch, gamma=0.99, lam=0.95))
+        >>> check_advantage(lambda batch: batch.with_tokens(advantages=batch["values"], returns=batch["values"] + 1))
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Zero: where response_mask is 0, returns reaches 1. Usual cause: ...
     """
     batch = tiny_batch() if batch is None else batch
     batch = batch.without(*WRITTEN)

@@ -77,12 +77,13 @@ def check_backend(
     Raises:
         LawViolation: a law is broken.
 
-    >>> from verl_fn.backends.mock.train import Mock
-    >>> from verl_fn.steps import adamw, constant
-    >>> check_backend(Mock(8, adamw(constant(0.01), weight_decay=0.0), max_tokens=24))
-    >>> check_backend(Mock(8, adamw(constant(0.01), weight_decay=0.1), max_tokens=24))
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Zero: zero gradients from fresh optimizer state: ... differs at ['logits'] ...
+    Example:
+        >>> from verl_fn.backends.mock.train import Mock
+        >>> from verl_fn.steps import adamw, constant
+        >>> check_backend(Mock(8, adamw(constant(0.01), weight_decay=0.0), max_tokens=24))
+        >>> check_backend(Mock(8, adamw(constant(0.01), weight_decay=0.1), max_tokens=24))
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Zero: zero gradients from fresh optimizer state: ... differs at ['logits'] ...
     """
     batch = tiny_batch() if batch is None else batch
     case = _Case(backend, loss or ppo_clip(), batch, tolerance, key or Key.from_seed(0), get)

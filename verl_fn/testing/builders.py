@@ -24,11 +24,12 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
         rows: how many.
         vocab_size: tokens are 0 to ``vocab_size - 1``.
 
-    >>> batch = tiny_batch(rows=3)
-    >>> batch.lengths.tolist(), batch.rows("response_mask")[0].tolist()
-    ([9, 3, 8], [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
-    >>> sorted(batch.per_row)
-    ['group', 'prompt_length', 'row_weight', 'temperature']
+    Example:
+        >>> batch = tiny_batch(rows=3)
+        >>> batch.lengths.tolist(), batch.rows("response_mask")[0].tolist()
+        ([9, 3, 8], [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
+        >>> sorted(batch.per_row)
+        ['group', 'prompt_length', 'row_weight', 'temperature']
     """
     key = key or Key.from_seed(0)
     dice = random.Random(key.fold_in("shape").seed())
@@ -89,10 +90,11 @@ def tiny_outputs(batch: Batch, needs: Iterable[str] = ("logprobs",), key: Key | 
     Log-probs lie around ``old_log_probs``, so that some ratios are clipped and some are not. ``row_values`` are not 0
     anywhere.
 
-    >>> batch = tiny_batch()
-    >>> outputs = tiny_outputs(batch, ["logprobs", "entropy"])
-    >>> bool(outputs.entropy[batch["response_mask"] == 0].eq(0).all())
-    True
+    Example:
+        >>> batch = tiny_batch()
+        >>> outputs = tiny_outputs(batch, ["logprobs", "entropy"])
+        >>> bool(outputs.entropy[batch["response_mask"] == 0].eq(0).all())
+        True
     """
     stream = (key or Key.from_seed(0)).fold_in("outputs").generator()
     outputs: dict[str, Tensor] = {}

@@ -68,14 +68,15 @@ def check_loss(
     Raises:
         LawViolation: a law is broken.
 
-    >>> from verl_fn.steps import ppo_clip, loss
-    >>> check_loss(ppo_clip())
-    >>> @loss(needs=["logprobs"])
-    ... def mean_inside(outputs, batch):
-    ...     return -outputs.logprobs * batch["advantages"] / batch["response_mask"].sum(), {}
-    >>> check_loss(mean_inside)
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Split invariance: one batch against ... ['total'] by ...
+    Example:
+        >>> from verl_fn.steps import ppo_clip, loss
+        >>> check_loss(ppo_clip())
+        >>> @loss(needs=["logprobs"])
+        ... def mean_inside(outputs, batch):
+        ...     return -outputs.logprobs * batch["advantages"] / batch["response_mask"].sum(), {}
+        >>> check_loss(mean_inside)
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Split invariance: one batch against ... ['total'] by ...
     """
     if not isinstance(loss, Loss):
         raise TypeError(

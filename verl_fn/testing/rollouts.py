@@ -58,11 +58,12 @@ def check_rollout(
     Raises:
         LawViolation: a promise is broken.
 
-    >>> from verl_fn.backends.mock.train import Mock
-    >>> from verl_fn.backends.mock.rollout import MockRollout, sample_table
-    >>> from verl_fn.steps import constant, sgd
-    >>> check_rollout(MockRollout(sample_table), Mock(8, sgd(constant(0.1))))
-    >>> check_rollout(MockRollout({(3,): [4, 5, 2]}), prompts=[(3,)])
+    Example:
+        >>> from verl_fn.backends.mock.train import Mock
+        >>> from verl_fn.backends.mock.rollout import MockRollout, sample_table
+        >>> from verl_fn.steps import constant, sgd
+        >>> check_rollout(MockRollout(sample_table), Mock(8, sgd(constant(0.1))))
+        >>> check_rollout(MockRollout({(3,): [4, 5, 2]}), prompts=[(3,)])
     """
     made: RolloutBackend = engine if hasattr(engine, "generate") else engine()  # type: ignore[assignment,operator]
     stops = tuple(stop_token_ids) if made.capabilities.stop_token_ids else ()

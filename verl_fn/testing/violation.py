@@ -24,9 +24,10 @@ class LawViolation(AssertionError):
     Attributes:
         law: its name.
 
-    >>> raise LawViolation("Zero", "the gradient is 3.0", "an offset")
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Zero: the gradient is 3.0. Usual cause: an offset.
+    Example:
+        >>> raise LawViolation("Zero", "the gradient is 3.0", "an offset")
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Zero: the gradient is 3.0. Usual cause: an offset.
     """
 
     def __init__(self, law: str, found: str, cause: str) -> None:
@@ -47,9 +48,10 @@ def require(holds: bool, law: str, found: str, cause: str) -> None:
 def require_equal(law: str, what: str, expected: Any, found: Any, cause: str) -> None:
     """Two values, bitwise.
 
-    >>> require_equal("Purity", "the sum", {"a": 1.0}, {"a": 1.5}, "chance")
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] (1.0 and 1.5). Usual cause: chance.
+    Example:
+        >>> require_equal("Purity", "the sum", {"a": 1.0}, {"a": 1.5}, "chance")
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] (1.0 and 1.5). Usual cause: chance.
     """
     expected, found = whole(expected), whole(found)
     path = tree.first_difference(expected, found)
@@ -67,9 +69,10 @@ def require_close(
         tolerance: how much may differ.
         floor: the least that differences are relative to; by default a thousandth of the largest leaf.
 
-    >>> require_close("Purity", "the sum", {"a": 2.0}, {"a": 2.5}, "chance", tolerance=0.1)
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5 where values reach 2.5, ...
+    Example:
+        >>> require_close("Purity", "the sum", {"a": 2.0}, {"a": 2.5}, "chance", tolerance=0.1)
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5 where values reach 2.5, ...
     """
     mine, theirs = tree.paths(whole(expected)), tree.paths(whole(found))
     if mine.keys() != theirs.keys():
