@@ -2,8 +2,8 @@
 
 Each buffer is handled separately, like Swift's copy-on-write. A tensor that only the donated value references is
 moved out of it. A tensor with other references is copied first: a reference policy that shares it, a second state
-made with ``attrs.evolve``, a local variable or a view may still read it. Donation therefore never changes a value that
-is still in use, and copies nothing if there are no other references. Leaves that no update writes to, such as
+made with ``attrs.evolve``, a local variable or a view may still read it. Donation therefore never changes a value
+that is still in use, and copies nothing if there are no other references. Leaves that no update writes to, such as
 parameters that are not trained, are shared without a copy.
 """
 
@@ -270,7 +270,7 @@ def _copy_shared(tensors: list[torch.Tensor]) -> int:
             storage = tensors[i].untyped_storage()
             # Further uses are views. Torch did not allocate a storage that is not resizable: it may be the memory
             # of a numpy array or a mapped file, which other code may use.
-            if storage.resizable():  # type: ignore[attr-defined]  # torch's stubs lack it
+            if storage.resizable():
                 if uses(storage._cdata) == _ONLY_TENSOR:
                     continue
                 parts.setdefault(storage._cdata, []).append(i)

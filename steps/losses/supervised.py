@@ -10,7 +10,7 @@ from .contract import Loss, loss, token_mean
 
 
 def cross_entropy() -> Loss:
-    """Minus the log-probability of each target token: supervised fine-tuning.
+    """Returns the loss of supervised fine-tuning: minus the log-probability of each target token.
 
     Example:
         >>> import torch
