@@ -280,8 +280,8 @@ def _frequencies(case: Case) -> None:
             require(
                 abs(share - probability) <= 5.0 * sigma,
                 "Log-probs",
-                f"a token of probability {probability:.3g} was drawn in a share of {share:.3g} of {DRAWS} samples, with "
-                f"{sampling}",
+                f"a token of probability {probability:.3g} was drawn in a share of {share:.3g} of {DRAWS} samples, "
+                f"with {sampling}",
                 "draws from another distribution than the one whose log-probs are given",
             )
 
