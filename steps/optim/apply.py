@@ -192,7 +192,7 @@ def _boxed(values: list[T]) -> Iterator[list[T]]:
 
 
 def _drained(values: list[T]) -> Iterator[T]:
-    """Yields the values, first to last, and lets each go."""
+    """Yields the values in order and drops its reference to each; ``values`` is emptied."""
     values.reverse()
     while values:
         yield values.pop()
