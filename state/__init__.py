@@ -1,4 +1,4 @@
-"""Immutable values and their algebra: what training is, what a batch is, how values are moved and compared."""
+"""Immutable values (training states, batches, metrics, keys) and the functions that move and compare them."""
 
 from . import metrics, tree
 from .batch import Batch, concatenate

@@ -1,4 +1,4 @@
-"""Packed batches: rows of different lengths laid end to end, with no padding anywhere."""
+"""Packed batches: rows of different lengths, concatenated without padding."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ CORE = ("tokens", "positions", "cu_seqlens")
 class Batch(Node):
     """Rows of tokens, packed, with per-token and per-row fields by name.
 
-    A field at position t speaks of token t: ``old_log_probs[t]`` is the log-probability of ``tokens[t]``
-    given the tokens before it in its row. Nothing is ever shifted across rows.
+    The value of a per-token field at index t belongs to token t: ``old_log_probs[t]`` is the log-probability of
+    ``tokens[t]`` given the tokens before it in its row. Fields are never shifted by one token.
 
     Attributes:
         tokens: token ids, ``[T]``.
         positions: position of each token in its row, ``[T]``.
-        cu_seqlens: where each row starts, and the end, ``[B + 1]``.
-        per_token: fields ``[T, ...]``.
-        per_row: fields ``[B, ...]``.
+        cu_seqlens: the index of each row's first token, followed by T, ``[B + 1]``.
+        per_token: fields of shape ``[T, ...]`` by name.
+        per_row: fields of shape ``[B, ...]`` by name.
 
-    >>> batch = Batch.from_rows([[5, 6, 7], [8]], per_row={"score": [1.0, 0.0]})
-    >>> batch.tokens.tolist(), batch.positions.tolist(), batch.lengths.tolist()
-    ([5, 6, 7, 8], [0, 1, 2, 0], [3, 1])
-    >>> batch.with_tokens(loss_weight=torch.ones(4))["loss_weight"].shape
-    torch.Size([4])
+    Example:
+        >>> batch = Batch.from_rows([[5, 6, 7], [8]], per_row={"score": [1.0, 0.0]})
+        >>> batch.tokens.tolist(), batch.positions.tolist(), batch.lengths.tolist()
+        ([5, 6, 7, 8], [0, 1, 2, 0], [3, 1])
+        >>> batch.with_tokens(loss_weight=torch.ones(4))["loss_weight"].shape
+        torch.Size([4])
     """
 
     tokens: Int[Tensor, " T"]
@@ -49,10 +50,15 @@ class Batch(Node):
         per_token: Mapping[str, Sequence[Any]] | None = None,
         per_row: Mapping[str, Any] | None = None,
     ) -> Batch:
-        """Pack rows. ``per_token`` maps a name to one sequence a row, ``per_row`` to one value a row.
+        """Packs rows of tokens into a batch.
+
+        Args:
+            rows: the token ids of each row.
+            per_token: for each per-token field, one sequence of values per row.
+            per_row: for each per-row field, one value per row.
 
         Raises:
-            ValueError: an empty row, or a field whose lengths are not those of the rows.
+            ValueError: there are no rows, a row is empty, or the lengths of a field differ from those of the rows.
         """
         packed = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
         lengths = torch.tensor([len(row) for row in packed], dtype=torch.int64)
@@ -60,29 +66,35 @@ class Batch(Node):
             raise ValueError("a batch needs at least one row, and every row at least one token")
         cu_seqlens = torch.zeros(len(packed) + 1, dtype=torch.int32)
         cu_seqlens[1:] = lengths.cumsum(0)
-        made = cls(torch.cat(packed), torch.cat([torch.arange(n) for n in lengths.tolist()]), cu_seqlens)
+        batch = cls(torch.cat(packed), torch.cat([torch.arange(n) for n in lengths.tolist()]), cu_seqlens)
         fields = {}
         for name, values in (per_token or {}).items():
-            parts = [torch.as_tensor(v) for v in values]
-            if [len(p) for p in parts] != lengths.tolist():
-                raise ValueError(f"per-token field {name!r} has rows of other lengths than the tokens")
+            parts = [torch.as_tensor(row_values) for row_values in values]
+            sizes = [len(part) for part in parts]
+            if sizes != lengths.tolist():
+                raise ValueError(
+                    f"per-token field {name!r} has rows of other lengths than the tokens: {sizes} instead of "
+                    f"{lengths.tolist()}"
+                )
             fields[name] = torch.cat(parts)
-        return made.with_tokens(**fields).with_rows(**(per_row or {}))
+        return batch.with_tokens(**fields).with_rows(**(per_row or {}))
 
     def __len__(self) -> int:
         return len(self.cu_seqlens) - 1
 
     @property
     def num_tokens(self) -> int:
+        """The number of tokens in all rows, T."""
         return len(self.tokens)
 
     @property
     def lengths(self) -> Int[Tensor, " B"]:
+        """The number of tokens of each row."""
         return self.cu_seqlens.diff().long()
 
     @property
     def row_ids(self) -> Int[Tensor, " T"]:
-        """The row that each token belongs to."""
+        """The index of the row that each token belongs to."""
         return torch.repeat_interleave(torch.arange(len(self), device=self.tokens.device), self.lengths)
 
     @property
@@ -103,43 +115,58 @@ class Batch(Node):
         raise KeyError(f"the batch has no field {name!r}; it has {sorted((*CORE, *self.per_token, *self.per_row))}")
 
     def with_tokens(self, **fields: Any) -> Batch:
-        """This batch with per-token fields added or replaced."""
-        return self._with("per_token", self.num_tokens, fields)
+        """Returns this batch with per-token fields added or replaced."""
+        merged = self._merged("per_token", self.per_token, self.per_row, self.num_tokens, fields)
+        return attrs.evolve(self, per_token=merged)
 
     def with_rows(self, **fields: Any) -> Batch:
-        """This batch with per-row fields added or replaced."""
-        return self._with("per_row", len(self), fields)
+        """Returns this batch with per-row fields added or replaced."""
+        merged = self._merged("per_row", self.per_row, self.per_token, len(self), fields)
+        return attrs.evolve(self, per_row=merged)
 
     def without(self, *names: str) -> Batch:
-        """This batch less some fields; names that it lacks are passed over."""
-        keep = lambda fields: {n: t for n, t in fields.items() if n not in names}  # noqa: E731
-        return attrs.evolve(self, per_token=keep(self.per_token), per_row=keep(self.per_row))
+        """Returns this batch without the fields of these names; names that it does not have are ignored."""
+        return attrs.evolve(
+            self,
+            per_token={name: t for name, t in self.per_token.items() if name not in names},
+            per_row={name: t for name, t in self.per_row.items() if name not in names},
+        )
 
-    def _with(self, where: str, size: int, fields: Mapping[str, Any]) -> Batch:
-        merged = dict(getattr(self, where))
-        elsewhere = self.per_row if where == "per_token" else self.per_token
+    def _merged(
+        self, kind: str, own: dict[str, Tensor], other: dict[str, Tensor], size: int, fields: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        """Returns the fields ``own``, of one kind, with ``fields`` added; ``other`` are those of the other kind."""
+        merged = dict(own)
         for name, value in fields.items():
             tensor = torch.as_tensor(value)
             if tensor.ndim == 0 or len(tensor) != size:
                 raise ValueError(
-                    f"{where} field {name!r} has shape {tuple(tensor.shape)}; its first size must be {size}"
+                    f"{kind} field {name!r} has shape {tuple(tensor.shape)}; its first size must be {size}"
                 )
-            if name in elsewhere or name in CORE:
+            if name in other or name in CORE:
                 raise ValueError(f"{name!r} is already a field of another kind in this batch")
             merged[name] = tensor
-        return attrs.evolve(self, **{where: merged})
+        return merged
 
     def rows(self, name: str = "tokens") -> list[Tensor]:
-        """A per-token field as one tensor a row (views)."""
+        """Returns a per-token field as one tensor per row; the tensors are views.
+
+        Raises:
+            KeyError: ``name`` is a per-row field, or no field of this batch.
+        """
         if name in self.per_row:
             raise KeyError(f"{name!r} is a per-row field; read it with batch[{name!r}]")
         return list(self[name].split(self.lengths.tolist()))
 
     def take(self, rows: Sequence[int] | Tensor) -> Batch:
-        """These rows, by index in this order (a row may come twice) or by a mask.
+        """Returns the batch of some of the rows.
 
-        >>> Batch.from_rows([[1, 2], [3]]).take([1, 0]).tokens.tolist()
-        [3, 1, 2]
+        Args:
+            rows: indices, whose order the result has and which may repeat, or a mask.
+
+        Example:
+            >>> Batch.from_rows([[1, 2], [3]]).take([1, 0]).tokens.tolist()
+            [3, 1, 2]
         """
         chosen = torch.as_tensor(rows, device=self.cu_seqlens.device)
         index = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen.long()
@@ -147,34 +174,42 @@ class Batch(Node):
         cu_seqlens = self.cu_seqlens.new_zeros(len(index) + 1)
         cu_seqlens[1:] = lengths.cumsum(0)
         start = torch.repeat_interleave(self.cu_seqlens[:-1].long()[index] - cu_seqlens[:-1].long(), lengths)
-        where = start + torch.arange(int(cu_seqlens[-1]), device=start.device)
+        token = start + torch.arange(int(cu_seqlens[-1]), device=start.device)
         return Batch(
-            self.tokens[where],
-            self.positions[where],
+            self.tokens[token],
+            self.positions[token],
             cu_seqlens,
-            {name: t[where] for name, t in self.per_token.items()},
+            {name: t[token] for name, t in self.per_token.items()},
             {name: t[index] for name, t in self.per_row.items()},
         )
 
     def padded(self, name: str = "tokens", fill: float = 0) -> Tensor:
-        """A per-token field as ``[B, longest]``, for people; the engine itself never pads.
+        """Returns a per-token field as a table ``[B, longest row]``, to look at; the engine itself never pads.
 
-        >>> Batch.from_rows([[1, 2], [3]]).padded(fill=-1).tolist()
-        [[1, 2], [3, -1]]
+        Args:
+            name: a per-token field.
+            fill: the value after the end of shorter rows.
+
+        Example:
+            >>> Batch.from_rows([[1, 2], [3]]).padded(fill=-1).tolist()
+            [[1, 2], [3, -1]]
         """
         return torch.nn.utils.rnn.pad_sequence(self.rows(name), batch_first=True, padding_value=fill)
 
     def sum_rows(self, values: Tensor) -> Tensor:
-        """Add a per-token tensor up over each row, ``[T] -> [B]``."""
+        """Sums a per-token tensor over each row, ``[T] -> [B]``."""
         return torch.zeros(len(self), dtype=values.dtype, device=values.device).index_add(0, self.row_ids, values)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Give each token its row's value, ``[B] -> [T]``."""
+        """Returns, for each token, the value of its row, ``[B] -> [T]``."""
         return values[self.row_ids]
 
     def to(self, device: str | torch.device) -> Batch:
-        """This batch on ``device``."""
-        move = lambda t: t.to(device, non_blocking=True)  # noqa: E731
+        """Returns this batch on ``device``."""
+
+        def move(t: Tensor) -> Tensor:
+            return t.to(device, non_blocking=True)
+
         return Batch(
             move(self.tokens),
             move(self.positions),
@@ -185,16 +220,20 @@ class Batch(Node):
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """One batch with the rows of all, which must have the same fields.
+    """Returns one batch with the rows of all ``batches``, in order.
 
-    >>> concatenate([Batch.from_rows([[1, 2]]), Batch.from_rows([[3]])]).cu_seqlens.tolist()
-    [0, 2, 3]
+    Raises:
+        ValueError: the batches do not all have the same fields.
+
+    Example:
+        >>> concatenate([Batch.from_rows([[1, 2]]), Batch.from_rows([[3]])]).cu_seqlens.tolist()
+        [0, 2, 3]
     """
     first = batches[0]
     for other in batches[1:]:
-        odd = (set(first.per_token) ^ set(other.per_token)) | (set(first.per_row) ^ set(other.per_row))
-        if odd:
-            raise ValueError(f"batches to concatenate differ in their fields: {sorted(odd)}")
+        different = (set(first.per_token) ^ set(other.per_token)) | (set(first.per_row) ^ set(other.per_row))
+        if different:
+            raise ValueError(f"batches to concatenate differ in their fields: {sorted(different)}")
     cu_seqlens = first.cu_seqlens.new_zeros(sum(len(b) for b in batches) + 1)
     cu_seqlens[1:] = torch.cat([b.lengths for b in batches]).cumsum(0)
     return Batch(

@@ -1,4 +1,4 @@
-"""Keys: randomness as a value. A key is split and folded, never consumed."""
+"""Keys: randomness as a value. New keys are derived from a key, and using a key does not change it."""
 
 from __future__ import annotations
 
@@ -13,54 +13,63 @@ from .node import Node, node
 
 @node
 class Key(Node):
-    """A pseudo-random key: every number drawn is a function of it and of a counter.
+    """A pseudo-random key: every random number is a function of a key and a counter.
 
-    Keys are derived by name or number, so a sampling seed depends on what it is for and never on a position
-    in a batch or on a rank.
+    Keys are derived by name or number. A sampling seed therefore depends on its purpose, never on a position in a
+    batch or on a rank.
 
-    >>> key = Key.from_seed(0)
-    >>> key.fold_in("rollout").seed() == key.fold_in("rollout").seed() != key.fold_in("data").seed()
-    True
+    Example:
+        >>> key = Key.from_seed(0)
+        >>> key.fold_in("rollout").seed() == key.fold_in("rollout").seed() != key.fold_in("data").seed()
+        True
     """
 
     bits: int
 
     @classmethod
     def from_seed(cls, seed: int) -> Key:
-        """The key of an integer seed of any size."""
+        """Makes the key of an integer seed of any size."""
         return cls(_hash(b"seed", str(int(seed)).encode()))
 
     def fold_in(self, data: int | str) -> Key:
-        """The key for ``data``. Numbers and texts never collide: 1 and "1" differ."""
+        """Derives the key for ``data``; a number and a string never give the same key, not even 1 and "1"."""
         kind = b"s" if isinstance(data, str) else b"i"
         return Key(_hash(self.bits.to_bytes(16, "little"), kind + str(data).encode()))
 
     def split(self, num: int = 2) -> tuple[Key, ...]:
-        """``num`` independent keys.
+        """Derives ``num`` independent keys.
 
-        >>> len(set(k.bits for k in Key.from_seed(0).split(5)))
-        5
+        Example:
+            >>> len(set(k.bits for k in Key.from_seed(0).split(5)))
+            5
         """
         return tuple(Key(_hash(self.bits.to_bytes(16, "little"), b"p" + str(i).encode())) for i in range(num))
 
     def seed(self) -> int:
-        """A non-negative 63-bit seed, for engines and generators that want an integer."""
+        """Returns a non-negative 63-bit seed, for engines and generators that take an integer."""
         return self.bits & (2**63 - 1)
 
     def generator(self, device: str | torch.device = "cpu") -> torch.Generator:
-        """A fresh ``torch.Generator``; asking twice gives the same stream twice."""
+        """Makes a ``torch.Generator``; every call gives a generator of the same stream."""
         return torch.Generator(device=device).manual_seed(self.seed())
 
 
 def uniform_at(seeds: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Float64[Tensor, " n"]:
-    """One number in [0, 1) for every (seed, position), whatever else is drawn beside it.
+    """Returns a number in [0, 1) for every pair of seed and position, independent of the other pairs.
 
-    SplitMix64 (Steele et al., OOPSLA 2014) as a counter-based generator, on the tensors' device.
+    This is SplitMix64 as a counter-based generator. It runs on the tensors' device.
 
-    >>> a = uniform_at(torch.tensor([1, 2]), torch.tensor([5, 5]))
-    >>> b = uniform_at(torch.tensor([2]), torch.tensor([5]))
-    >>> bool(a[1] == b[0])
-    True
+    Args:
+        seeds: one seed for each number.
+        positions: one counter for each number, such as the position of a token in its response.
+
+    Example:
+        >>> a = uniform_at(torch.tensor([1, 2]), torch.tensor([5, 5]))
+        >>> b = uniform_at(torch.tensor([2]), torch.tensor([5]))
+        >>> bool(a[1] == b[0])
+        True
+
+    Source: Steele et al., "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """
     z = seeds + (positions + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed number
     z = (z ^ _shift_right(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
@@ -70,7 +79,7 @@ def uniform_at(seeds: Int64[Tensor, " n"], positions: Int64[Tensor, " n"]) -> Fl
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's own keeps the sign."""
+    """Shifts in zeros; torch's own shift copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,9 +1,9 @@
-"""Metrics as monoids: adding the parts gives the metric of the whole, however it was split."""
+"""Metrics that add up: the sum of the metrics of all parts is the metric of the whole, for every split."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -17,10 +17,11 @@ Number: TypeAlias = "float | Tensor"
 
 @node
 class Weighted(Node):
-    """A mean in two parts, ``(sum, weight)``; the division happens once, at the end.
+    """A weighted mean, as a sum and a weight; they are divided only when ``value`` is read.
 
-    >>> (Weighted(3.0, 1.0) + Weighted(1.0, 3.0)).value
-    1.0
+    Example:
+        >>> (Weighted(3.0, 1.0) + Weighted(1.0, 3.0)).value
+        1.0
     """
 
     sum: Number
@@ -28,7 +29,7 @@ class Weighted(Node):
 
     @classmethod
     def of(cls, values: Tensor, weights: Tensor) -> Weighted:
-        """The weighted mean of ``values``; entries of weight zero don't count, even when not finite."""
+        """Makes the weighted mean of ``values``; entries of weight zero are ignored, even if they are not finite."""
         w = weights.double()
         return cls(torch.where(w != 0, values.detach().double() * w, 0.0).sum(), w.sum())
 
@@ -37,17 +38,18 @@ class Weighted(Node):
 
     @property
     def value(self) -> float:
-        """The mean; nan where nothing was weighed."""
+        """The mean, or nan if the total weight is zero."""
         weight = float(self.weight)
         return float(self.sum) / weight if weight else math.nan
 
 
 @node
 class Sum(Node):
-    """A total.
+    """A sum.
 
-    >>> (Sum(2) + Sum(3)).value
-    5.0
+    Example:
+        >>> (Sum(2) + Sum(3)).value
+        5.0
     """
 
     total: Number
@@ -62,20 +64,22 @@ class Sum(Node):
 
 @node
 class Max(Node):
-    """The largest value seen.
+    """A maximum.
 
-    >>> (Max(2.0) + Max(3.0)).value
-    3.0
+    Example:
+        >>> (Max(2.0) + Max(3.0)).value
+        3.0
     """
 
     top: Number
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Max:
+        """Makes the maximum of the values where ``mask`` is set, or minus infinity if it is set nowhere."""
         return cls(torch.where(mask.bool(), values.detach().double(), -math.inf).amax() if len(values) else -math.inf)
 
     def __add__(self, other: Max) -> Max:
-        return Max(_pick(torch.maximum, max, self.top, other.top))
+        return Max(_extreme(torch.maximum, max, self.top, other.top))
 
     @property
     def value(self) -> float:
@@ -84,20 +88,22 @@ class Max(Node):
 
 @node
 class Min(Node):
-    """The smallest value seen.
+    """A minimum.
 
-    >>> (Min(2.0) + Min(3.0)).value
-    2.0
+    Example:
+        >>> (Min(2.0) + Min(3.0)).value
+        2.0
     """
 
     low: Number
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor) -> Min:
+        """Makes the minimum of the values where ``mask`` is set, or infinity if it is set nowhere."""
         return cls(torch.where(mask.bool(), values.detach().double(), math.inf).amin() if len(values) else math.inf)
 
     def __add__(self, other: Min) -> Min:
-        return Min(_pick(torch.minimum, min, self.low, other.low))
+        return Min(_extreme(torch.minimum, min, self.low, other.low))
 
     @property
     def value(self) -> float:
@@ -106,13 +112,26 @@ class Min(Node):
 
 @node
 class Moments(Node):
-    """Sums up to second order of one or two variables: ``std``, ``correlation``, effective sample size (``ess``).
+    """The sums from which a statistic of one or two variables is computed.
 
-    >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    >>> whole = Moments.of(x, torch.ones(4), stat="std")
-    >>> parts = Moments.of(x[:1], torch.ones(1), stat="std") + Moments.of(x[1:], torch.ones(3), stat="std")
-    >>> round(whole.value, 6) == round(parts.value, 6) == round(float(x.std(correction=0)), 6)
-    True
+    The statistic is a standard deviation (``std``), a correlation (``correlation``) or the fraction of samples that
+    are effective (``ess``, for weights ``x``).
+
+    Attributes:
+        n: the number of values.
+        x: their sum.
+        xx: the sum of their squares.
+        y: the sum of the second variable.
+        yy: the sum of its squares.
+        xy: the sum of the products of both.
+        stat: the statistic.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+        >>> whole = Moments.of(x, torch.ones(4), stat="std")
+        >>> parts = Moments.of(x[:1], torch.ones(1), stat="std") + Moments.of(x[1:], torch.ones(3), stat="std")
+        >>> round(whole.value, 6) == round(parts.value, 6) == round(float(x.std(correction=0)), 6)
+        True
     """
 
     n: Number
@@ -125,7 +144,11 @@ class Moments(Node):
 
     @classmethod
     def of(cls, x: Tensor, mask: Tensor, y: Tensor | None = None, *, stat: str) -> Moments:
-        """Moments of ``x`` (and ``y``) where ``mask`` is set. ``stat`` is std, correlation or ess."""
+        """Sums ``x``, and ``y`` if it is given, where ``mask`` is set.
+
+        Raises:
+            ValueError: ``stat`` is none of ``std``, ``correlation`` and ``ess``.
+        """
         if stat not in ("std", "correlation", "ess"):
             raise ValueError(f"Moments.stat is {stat!r}; it must be std, correlation or ess")
         w = mask.double()
@@ -142,11 +165,19 @@ class Moments(Node):
         )
 
     def __add__(self, other: Moments) -> Moments:
-        mine, theirs = tree.leaves(self), tree.leaves(other)
-        return Moments(*(a + b for a, b in zip(mine, theirs, strict=True)), self.stat)
+        return Moments(
+            self.n + other.n,
+            self.x + other.x,
+            self.xx + other.xx,
+            self.y + other.y,
+            self.yy + other.yy,
+            self.xy + other.xy,
+            self.stat,
+        )
 
     @property
     def value(self) -> float:
+        """The statistic, or nan if it is not defined."""
         n, x, xx, y, yy, xy = (float(v) for v in tree.leaves(self))
         if n == 0:
             return math.nan
@@ -164,12 +195,13 @@ Metrics: TypeAlias = "dict[str, Metric]"
 
 
 def merge(*parts: Mapping[str, Metric]) -> Metrics:
-    """Add metrics by name.
+    """Adds metrics by name.
 
-    >>> merge({"a": Sum(1)}, {"a": Sum(2), "b": Max(1)})["a"].value
-    3.0
+    Example:
+        >>> merge({"a": Sum(1)}, {"a": Sum(2), "b": Max(1)})["a"].value
+        3.0
     """
-    total: dict[str, Any] = {}
+    total: dict[str, Any] = {}  # A metric adds to metrics of its own class only, which a union cannot express.
     for part in parts:
         for name, metric in part.items():
             total[name] = total[name] + metric if name in total else metric
@@ -177,16 +209,23 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
 
 
 def to_floats(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The values by name.
+    """Returns the values by name.
 
-    >>> to_floats({"loss": Weighted(2.0, 4.0)})
-    {'loss': 0.5}
+    Example:
+        >>> to_floats({"loss": Weighted(2.0, 4.0)})
+        {'loss': 0.5}
     """
     return {name: metric.value for name, metric in metrics.items()}
 
 
-def _pick(of_tensors: Any, of_floats: Any, a: Number, b: Number) -> Number:
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        like = a if isinstance(a, Tensor) else b
-        return of_tensors(torch.as_tensor(a).to(like), torch.as_tensor(b).to(like))
+def _extreme(
+    of_tensors: Callable[[Tensor, Tensor], Tensor],
+    of_floats: Callable[[float, float], float],
+    a: Number,
+    b: Number,
+) -> Number:
+    if isinstance(a, Tensor):
+        return of_tensors(a, torch.as_tensor(b).to(a))
+    if isinstance(b, Tensor):
+        return of_tensors(torch.as_tensor(a).to(b), b)
     return of_floats(a, b)

@@ -1,8 +1,8 @@
-"""Immutable tree nodes: frozen attrs classes that ``torch.utils._pytree`` sees through.
+"""Immutable tree nodes: frozen attrs classes that are registered with ``torch.utils._pytree``.
 
-Every value of the engine is a node, so one ``tree.map`` serves parameters, batches and algorithm states
-alike. Unflattening goes through ``object.__new__``: converters and validators run when a person builds a
-value, never when a transformation rebuilds one around tracers or placeholders.
+Every value of the engine is a node, so the same ``tree.map`` works on parameters, batches and algorithm states.
+Unflattening calls ``object.__new__`` instead of the constructor: converters and validators run when user code makes a
+value, but not when a transformation rebuilds one around tracers or placeholders.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ C = TypeVar("C", bound=type)
 
 
 class DonatedError(RuntimeError):
-    """A value was used after it had been donated."""
+    """Raised when a value is used after it was donated."""
 
 
 class Node:
-    """Base of all values. A donated node has lost its fields, and says so when one is read."""
+    """Base class of all values. A node that was donated has no fields, and reading one raises ``DonatedError``."""
 
     __slots__ = ("_fate", "_names")
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached when normal lookup fails: live nodes pay nothing for the check.
+        # Python calls this only if the normal lookup fails, so the check costs other nodes nothing.
         if not name.startswith("_"):
             try:
                 fate = object.__getattribute__(self, "_fate")
@@ -39,35 +39,41 @@ class Node:
 
 
 def static(**kwargs: Any) -> Any:
-    """A field that belongs to the structure of a node, not to its leaves."""
+    """Declares a field that is part of a node's structure and not one of its leaves."""
     return attrs.field(metadata={"static": True}, **kwargs)
 
 
-def field_names(cls: type, is_static: bool) -> tuple[str, ...]:
+def field_names(cls: type) -> tuple[str, ...]:
+    """Returns the names of all fields of a node class."""
+    return tuple(f.name for f in attrs.fields(cls))
+
+
+def _fields_where(cls: type, is_static: bool) -> tuple[str, ...]:
     return tuple(f.name for f in attrs.fields(cls) if bool(f.metadata.get("static")) == is_static)
 
 
 def rebuild(cls: type, values: Mapping[str, Any]) -> Any:
-    """A node of ``cls`` with these fields, without running its constructor."""
-    made = object.__new__(cls)
+    """Makes a node of ``cls`` with these fields without running its constructor."""
+    new: Any = object.__new__(cls)
     for name, value in values.items():
-        object.__setattr__(made, name, value)
-    return made
+        object.__setattr__(new, name, value)
+    return new
 
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field, static))
 def node(cls: C) -> C:
-    """Make ``cls`` a frozen attrs class and a registered pytree node.
+    """Makes ``cls`` a frozen attrs class and registers it as a pytree node.
 
-    >>> @node
-    ... class Pair(Node):
-    ...     left: int
-    ...     right: int
-    >>> pytree.tree_map(lambda x: x + 1, Pair(1, 2))
-    Pair(left=2, right=3)
+    Example:
+        >>> @node
+        ... class Pair(Node):
+        ...     left: int
+        ...     right: int
+        >>> pytree.tree_map(lambda x: x + 1, Pair(1, 2))
+        Pair(left=2, right=3)
     """
-    made = attrs.frozen(eq=False, slots=True)(cls)
-    children, fixed = field_names(made, False), field_names(made, True)
+    frozen: C = attrs.frozen(eq=False, slots=True)(cls)
+    children, fixed = _fields_where(frozen, False), _fields_where(frozen, True)
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
         return [getattr(value, n) for n in children], tuple(getattr(value, n) for n in fixed)
@@ -77,26 +83,26 @@ def node(cls: C) -> C:
         return [(pytree.GetAttrKey(n), x) for n, x in zip(children, leaves, strict=True)], context
 
     def unflatten(leaves: Any, context: Any) -> Any:
-        return rebuild(made, dict(zip(children, leaves, strict=True)) | dict(zip(fixed, context, strict=True)))
+        return rebuild(frozen, dict(zip(children, leaves, strict=True)) | dict(zip(fixed, context, strict=True)))
 
-    _register(made, flatten, unflatten, flatten_with_keys)
-    return made  # type: ignore[return-value]
+    _register(frozen, flatten, unflatten, flatten_with_keys)
+    return frozen
 
 
 class Named(Node, Mapping[str, torch.Tensor]):
-    """A node that is a mapping from canonical name to tensor: parameters, gradients, moments.
+    """A node that is a mapping from canonical name to tensor, such as parameters or gradients.
 
-    Subclasses are made with ``@named``; their field ``leaves`` holds the mapping.
+    Subclasses are decorated with ``@named``; their field ``leaves`` holds the mapping.
     """
 
     __slots__ = ()
     leaves: dict[str, torch.Tensor]
 
     def written(self) -> Iterable[str]:
-        """Names of the leaves that an update may write; the others may be shared for ever."""
+        """Returns the names of the leaves that an update may write to; the others can be shared between values."""
         return self.leaves
 
-    # Identity, not Mapping's item-wise comparison, which tensors do not support; see tree.equal.
+    # Mapping compares its items, which fails for tensors. Nodes are compared by identity, or with tree.equal.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
@@ -116,16 +122,17 @@ class Named(Node, Mapping[str, torch.Tensor]):
 
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field, static))
 def named(cls: C) -> C:
-    """Like ``node`` for a ``Named`` mapping: its tensors are the children, under their own names.
+    """Makes ``cls`` a frozen attrs class and registers it as a pytree node whose children are its tensors, by name.
 
-    >>> @named
-    ... class Moments(Named):
-    ...     leaves: dict[str, torch.Tensor]
-    >>> pytree.tree_map(lambda t: t * 2, Moments({"w": torch.ones(2)}))["w"]
-    tensor([2., 2.])
+    Example:
+        >>> @named
+        ... class Moments(Named):
+        ...     leaves: dict[str, torch.Tensor]
+        >>> pytree.tree_map(lambda t: t * 2, Moments({"w": torch.ones(2)}))["w"]
+        tensor([2., 2.])
     """
-    made = attrs.frozen(eq=False, slots=True, repr=False)(cls)
-    fixed = tuple(n for n in (f.name for f in attrs.fields(made)) if n != "leaves")
+    frozen: C = attrs.frozen(eq=False, slots=True, repr=False)(cls)
+    fixed = tuple(name for name in field_names(frozen) if name != "leaves")
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
         return list(value.leaves.values()), (tuple(value.leaves), tuple(getattr(value, n) for n in fixed))
@@ -137,11 +144,11 @@ def named(cls: C) -> C:
     def unflatten(leaves: Any, context: Any) -> Any:
         names, statics = context
         return rebuild(
-            made, {"leaves": dict(zip(names, leaves, strict=True))} | dict(zip(fixed, statics, strict=True))
+            frozen, {"leaves": dict(zip(names, leaves, strict=True))} | dict(zip(fixed, statics, strict=True))
         )
 
-    _register(made, flatten, unflatten, flatten_with_keys)
-    return made  # type: ignore[return-value]
+    _register(frozen, flatten, unflatten, flatten_with_keys)
+    return frozen
 
 
 def _register(cls: type, flatten: Any, unflatten: Any, flatten_with_keys: Any) -> None:

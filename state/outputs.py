@@ -1,4 +1,4 @@
-"""What a model says about the tokens and rows of a batch."""
+"""The outputs of a model for the tokens and rows of a batch."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from torch import Tensor
 
 from .node import Node, node
 
-# Outputs with one value a row; all others have one a token.
+# Outputs with one value per row; all others have one value per token.
 PER_ROW = frozenset({"row_values"})
 
 
 @node
 class TokenOutputs(Node):
-    """The outputs that were asked for: one value a token, ``[T]``, or one a row, ``[B]``.
+    """The requested outputs of a model, by name: one value per token, ``[T]``, or one per row, ``[B]``.
 
-    ``logprobs[t]`` is the log-probability of token t at the row's sampling temperature, ``entropy[t]`` the
-    entropy of the distribution it was drawn from (both in nats), ``values[t]`` the value of the state before it.
-    All three are zero where ``response_mask`` is zero. ``row_values[b]`` is the value of the state after the last token
-    of row b: what a reward model says of the whole row.
+    * ``logprobs[t]``: the log-probability of token t at the row's sampling temperature, in nats.
+    * ``entropy[t]``: the entropy of the distribution that token t was drawn from, in nats.
+    * ``values[t]``: the value of the state before token t.
+    * ``row_values[b]``: the value of the state after the last token of row b; a reward model's score of the row.
 
-    >>> import torch
-    >>> outputs = TokenOutputs({"logprobs": torch.zeros(3)})
-    >>> outputs.logprobs.shape
-    torch.Size([3])
-    >>> outputs.entropy
-    Traceback (most recent call last):
-    AttributeError: these outputs have no 'entropy', only ['logprobs']; a loss names what it reads in its needs
+    Outputs per token are zero where ``response_mask`` is zero.
+
+    Example:
+        >>> import torch
+        >>> outputs = TokenOutputs({"logprobs": torch.zeros(3)})
+        >>> outputs.logprobs.shape
+        torch.Size([3])
+        >>> outputs.entropy
+        Traceback (most recent call last):
+        AttributeError: these outputs have no 'entropy', only ['logprobs']; a loss names what it reads in its needs
     """
 
     by_name: dict[str, Tensor]

@@ -1,10 +1,10 @@
-"""Donation: the value that is passed in is spent, and its buffers are reused.
+"""Donation: a function takes over the buffers of an argument, which can no longer be used afterwards.
 
-Ownership is per leaf buffer, in the manner of Swift's copy-on-write: a tensor that only the donated value
-holds is moved out of it; a tensor that anything else still holds (a reference policy taken from the actor,
-a second state made with ``attrs.evolve``, a tensor in a local variable, a view) is copied first. So donation
-never changes a value under its holder, and without other holders it costs nothing. Leaves that no update writes
-(parameters that are not trained) pass on as they are, whoever else holds them.
+Each buffer is handled separately, like Swift's copy-on-write. A tensor that only the donated value references is
+moved out of it. A tensor with other references is copied first: a reference policy that shares it, a second state
+made with ``attrs.evolve``, a local variable or a view may still read it. Donation therefore never changes a value
+that is still in use, and copies nothing if there are no other references. Leaves that no update writes to, such as
+parameters that are not trained, are shared without a copy.
 """
 
 from __future__ import annotations
@@ -14,50 +14,61 @@ import operator
 import sys
 from typing import Any, TypeVar
 
-import attrs
 import torch
 
 from . import tree
-from .node import Named, Node, rebuild
+from .node import Named, Node, field_names, rebuild
 
 N = TypeVar("N", bound=Node)
 
-# Python references to an item that only a list holds: the list's own, and the argument of getrefcount.
-_ALONE = 2
+# The reference count of an item that only a list references: the list's reference and getrefcount's argument.
+_ONLY_LIST = 2
+
+# The use count of a storage that one tensor uses: the tensor's and that of the Python object that is asked.
+_ONLY_TENSOR = 2
 
 _STORAGE, _CDATA = torch._C.TensorBase.untyped_storage, operator.attrgetter("_cdata")
-_RESIZABLE = torch._C.StorageBase.resizable
+_RESIZABLE = torch._C.StorageBase.resizable  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
 def donate(value: N, to: str) -> tuple[N, int]:
-    """Move ``value`` into a new node and leave a husk that raises ``DonatedError``.
+    """Moves ``value`` into a new node; using the old one raises ``DonatedError`` from then on.
 
-    Returns the new node and the number of leaves that had to be copied because something else holds them.
-    ``to`` names the function that takes the value, for the error's text.
+    Args:
+        value: the value to donate.
+        to: the name of the function that takes the value, for the error message.
+
+    Returns:
+        The new node, and the number of leaves that were copied because something else references them.
 
     Raises:
         DonatedError: the value was donated before.
 
-    >>> from .train import Grads
-    >>> old = Grads({"w": torch.ones(2)})
-    >>> new, copies = donate(old, "apply_update")
-    >>> copies, len(new)
-    (0, 1)
-    >>> len(old)
-    Traceback (most recent call last):
-    verl_fn.state.node.DonatedError: this Grads was donated to apply_update. Use the value ...
+    Example:
+        >>> from .train import Grads
+        >>> old = Grads({"w": torch.ones(2)})
+        >>> new, copies = donate(old, "apply_update")
+        >>> copies, len(new)
+        (0, 1)
+        >>> len(old)
+        Traceback (most recent call last):
+        verl_fn.state.node.DonatedError: this Grads was donated to apply_update. Use the value ...
     """
     return owned([taken(value, to)])
 
 
 def taken(value: N, to: str) -> N:
-    """Moves the fields of ``value`` into a new node and leaves a husk; who else holds the leaves is not looked at.
+    """Moves the fields of ``value`` into a new node and copies nothing, even if other references to leaves exist.
+
+    Args:
+        value: the value to donate.
+        to: the name of the function that takes the value, for the error message.
 
     Raises:
         DonatedError: the value was donated before.
     """
     cls = type(value)
-    names = [f.name for f in attrs.fields(cls)]
+    names = field_names(cls)
     step = getattr(value, "step", None)
     at = f" of step {step}" if isinstance(step, int) else ""
     moved = rebuild(cls, {name: getattr(value, name) for name in names})
@@ -72,17 +83,21 @@ def taken(value: N, to: str) -> N:
 
 
 def owned(box: list[N]) -> tuple[N, int]:
-    """Empties ``box`` of a value that nothing else holds; leaves that something does hold are copied.
+    """Takes a value out of a list and makes it the only user of its buffers.
+
+    Args:
+        box: a list with the value as its only item. The list has the only reference to the value and is emptied:
+            a variable of the caller would count as another user.
 
     Returns:
-        The value, and how many leaves were copied.
+        The value, and the number of leaves that were copied because something else references them.
     """
     copies = [0]
     return _take(box, copies), copies[0]
 
 
 def divisible(value: Any, names: list[str]) -> bool:
-    """Tells whether all tensors of a value lie in mappings over exactly these names.
+    """Returns whether all tensors of a value are in mappings with exactly these names.
 
     Example:
         >>> from .train import Params
@@ -92,7 +107,7 @@ def divisible(value: Any, names: list[str]) -> bool:
     if isinstance(value, Named):
         return not value.leaves or (list(value.leaves) == names and list(value.written()) == names)
     if isinstance(value, Node):
-        return all(divisible(getattr(value, f.name), names) for f in attrs.fields(type(value)))
+        return all(divisible(getattr(value, name), names) for name in field_names(type(value)))
     if isinstance(value, dict):
         return all(divisible(inner, names) for inner in value.values())
     if type(value) in (tuple, list):
@@ -103,7 +118,7 @@ def divisible(value: Any, names: list[str]) -> bool:
 
 
 def divided(value: Any, groups: list[list[str]]) -> list[Any]:
-    """Returns one value of the same structure for each group of names, with the leaves of these names.
+    """Splits a value into one for each group of names, of the same structure, with the leaves of these names.
 
     Example:
         >>> from .train import Grads
@@ -112,14 +127,10 @@ def divided(value: Any, groups: list[list[str]]) -> list[Any]:
     """
     kind = type(value)
     if isinstance(value, Named):
-        fixed = {f.name: getattr(value, f.name) for f in attrs.fields(kind) if f.name != "leaves"}
         leaves = value.leaves
-        return [
-            rebuild(kind, {"leaves": {name: leaves[name] for name in names} if leaves else {}} | fixed)
-            for names in groups
-        ]
+        return [_with_leaves(value, {name: leaves[name] for name in names} if leaves else {}) for names in groups]
     if isinstance(value, Node):
-        names = [f.name for f in attrs.fields(kind)]
+        names = field_names(kind)
         columns = [divided(getattr(value, name), groups) for name in names]
         return [rebuild(kind, dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
     if kind is dict:
@@ -134,7 +145,7 @@ def divided(value: Any, groups: list[list[str]]) -> list[Any]:
 
 
 def joined(parts: list[Any]) -> Any:
-    """Puts the parts of a divided value together again; what is no tensor comes from the last part.
+    """Joins the parts of a divided value; leaves that are not tensors come from the last part.
 
     Example:
         >>> from .train import Grads
@@ -144,13 +155,12 @@ def joined(parts: list[Any]) -> Any:
     last = parts[-1]
     kind = type(last)
     if isinstance(last, Named):
-        fixed = {f.name: getattr(last, f.name) for f in attrs.fields(kind) if f.name != "leaves"}
         leaves: dict[str, torch.Tensor] = {}
         for part in parts:
             leaves |= part.leaves
-        return rebuild(kind, {"leaves": leaves} | fixed)
+        return _with_leaves(last, leaves)
     if isinstance(last, Node):
-        names = [f.name for f in attrs.fields(kind)]
+        names = field_names(kind)
         return rebuild(kind, {name: joined([getattr(part, name) for part in parts]) for name in names})
     if kind is dict:
         return {name: joined([part[name] for part in parts]) for name in last}
@@ -160,31 +170,33 @@ def joined(parts: list[Any]) -> Any:
 
 
 def spare(value: N) -> N:
-    """A value that can be donated in place of this one: a copy that shares only what no update writes.
+    """Returns a copy that can be donated instead of ``value``; it shares only the leaves that no update writes to.
 
-    >>> from .train import Params
-    >>> params = Params({"a": torch.ones(1), "b": torch.ones(1)}, trainable=frozenset({"a"}))
-    >>> copy = spare(params)
-    >>> copy["a"] is params["a"], copy["b"] is params["b"]
-    (False, True)
+    Example:
+        >>> from .train import Params
+        >>> params = Params({"a": torch.ones(1), "b": torch.ones(1)}, trainable=frozenset({"a"}))
+        >>> copy = spare(params)
+        >>> copy["a"] is params["a"], copy["b"] is params["b"]
+        (False, True)
     """
 
-    def own(part: Any) -> Any:
+    def copied(part: Any) -> Any:
         if isinstance(part, Named):
             written = set(part.written())
-            return attrs.evolve(part, leaves={n: t.clone() if n in written else t for n, t in part.leaves.items()})
+            return _with_leaves(part, {n: t.clone() if n in written else t for n, t in part.leaves.items()})
         return part.clone() if isinstance(part, torch.Tensor) else part
 
-    return torch.utils._pytree.tree_map(own, value, is_leaf=lambda part: isinstance(part, Named))
+    return torch.utils._pytree.tree_map(copied, value, is_leaf=lambda part: isinstance(part, Named))
 
 
 def is_donated(value: Node) -> bool:
-    """Whether this node has been donated.
+    """Returns whether this node was donated.
 
-    >>> from .train import Grads
-    >>> grads = Grads({"w": torch.ones(2)})
-    >>> is_donated(grads), donate(grads, "apply_update")[1], is_donated(grads)
-    (False, 0, True)
+    Example:
+        >>> from .train import Grads
+        >>> grads = Grads({"w": torch.ones(2)})
+        >>> is_donated(grads), donate(grads, "apply_update")[1], is_donated(grads)
+        (False, 0, True)
     """
     try:
         return object.__getattribute__(value, "_fate") is not None
@@ -192,11 +204,22 @@ def is_donated(value: Node) -> bool:
         return False
 
 
-def _take(box: list[Any], copies: list[int]) -> Any:
-    """Empty ``box``: what it holds, with every tensor that somebody else holds too replaced by a copy.
+def _with_leaves(value: Named, leaves: dict[str, torch.Tensor]) -> Any:
+    """Returns a mapping like ``value``, with other leaves and the same other fields."""
+    fixed = {name: getattr(value, name) for name in field_names(type(value)) if name != "leaves"}
+    return rebuild(type(value), {"leaves": leaves} | fixed)
 
-    A container is opened and then let go: if nobody else holds it, it dies here and its items are left with
-    one owner; otherwise it keeps holding them, and they are found shared. No holder needs to be registered.
+
+def _take(box: list[Any], copies: list[int]) -> Any:
+    """Empties ``box`` and returns its only item, in which every tensor with other references is replaced by a copy.
+
+    Each container is opened, and the reference to it dropped. If that was the only one, the container is freed and
+    its items have one reference less; otherwise it still references them, which the reference counts of its tensors
+    show. No user of a value therefore needs to be registered.
+
+    Args:
+        box: a list with one item.
+        copies: a list with one number, to which the number of copied tensors is added.
     """
     kind = type(box[0])
     if issubclass(kind, torch.Tensor):
@@ -204,14 +227,14 @@ def _take(box: list[Any], copies: list[int]) -> Any:
         return box.pop()
     if issubclass(kind, Named):
         names, written = list(box[0].leaves), list(box[0].written())
-        fixed = {f.name: getattr(box[0], f.name) for f in attrs.fields(kind) if f.name != "leaves"}
+        fixed = {name: getattr(box[0], name) for name in field_names(kind) if name != "leaves"}
         leaves = dict(box.pop().leaves)
         tensors = [leaves.pop(name) for name in written]
         copies[0] += _copy_shared(tensors)
         leaves |= zip(written, tensors, strict=True)
         return rebuild(kind, {"leaves": {name: leaves[name] for name in names}} | fixed)
     if issubclass(kind, Node):
-        names = [f.name for f in attrs.fields(kind)]
+        names = list(field_names(kind))
         items = [[getattr(box[0], name)] for name in names]
         box.pop()
         return rebuild(kind, _refill(names, items, copies))
@@ -223,7 +246,7 @@ def _take(box: list[Any], copies: list[int]) -> Any:
         items = [[item] for item in box.pop()]
         return kind(_take(item, copies) for item in items)
     if any(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(box[0])):
-        # Another kind of container (a named tuple): who holds its items cannot be told by taking it apart.
+        # Other containers, such as named tuples, may not release their items, so all tensors are copied.
         copies[0] += sum(isinstance(leaf, torch.Tensor) for leaf in tree.leaves(box[0]))
         return tree.snapshot(box.pop())
     return box.pop()
@@ -234,29 +257,29 @@ def _refill(names: list[str], items: list[list[Any]], copies: list[int]) -> dict
 
 
 def _copy_shared(tensors: list[torch.Tensor]) -> int:
-    """Replace the tensors that anything beside this list holds by copies, and count them.
+    """Replaces the tensors that are referenced outside this list by copies, and returns the number of copies.
 
-    Donation waits for this loop while a GPU has nothing to do, so it calls nothing that it need not.
+    A GPU may be idle until this loop ends, so the loop makes as few calls as possible.
     """
-    if _all_ours(tensors):
+    if _none_shared(tensors):
         return 0
     references, uses, count = sys.getrefcount, torch._C._storage_Use_Count, 0
     parts: dict[int, list[int]] = {}
     for i in range(len(tensors)):
-        if references(tensors[i]) == _ALONE:
+        if references(tensors[i]) == _ONLY_LIST:
             storage = tensors[i].untyped_storage()
-            # Used by its tensor and by this very object; more uses are views. What torch did not allocate
-            # (numpy's memory, a mapped file) is somebody else's.
+            # Further uses are views. Torch did not allocate a storage that is not resizable: it may be the memory
+            # of a numpy array or a mapped file, which other code may use.
             if storage.resizable():
-                if uses(storage._cdata) == 2:
+                if uses(storage._cdata) == _ONLY_TENSOR:
                     continue
                 parts.setdefault(storage._cdata, []).append(i)
                 continue
         tensors[i] = tensors[i].clone()
         count += 1
     for cdata, indices in parts.items():
-        # Views of one buffer, as FSDP hands out gradients: ours if nobody beside these tensors has one.
-        if uses(cdata) == len(indices) + 1 and _apart([tensors[i] for i in indices]):
+        # Views of one buffer, such as FSDP's gradients, need no copies if there are no other views of that buffer.
+        if uses(cdata) == len(indices) + 1 and _disjoint([tensors[i] for i in indices]):
             continue
         for i in indices:
             tensors[i] = tensors[i].clone()
@@ -264,19 +287,22 @@ def _copy_shared(tensors: list[torch.Tensor]) -> int:
     return count
 
 
-def _all_ours(tensors: list[torch.Tensor]) -> bool:
-    """Whether nothing beside this list holds any of these tensors, which have a storage each; no loop in Python."""
+def _none_shared(tensors: list[torch.Tensor]) -> bool:
+    """Returns whether only this list references these tensors and each has a storage of its own.
+
+    The common case is answered without a loop in Python.
+    """
     n = len(tensors)
-    if list(map(sys.getrefcount, tensors)).count(_ALONE) != n:
+    if list(map(sys.getrefcount, tensors)).count(_ONLY_LIST) != n:
         return False
     storages = list(map(_STORAGE, tensors))
-    if list(map(torch._C._storage_Use_Count, map(_CDATA, storages))).count(2) != n:
+    if list(map(torch._C._storage_Use_Count, map(_CDATA, storages))).count(_ONLY_TENSOR) != n:
         return False
     return all(map(_RESIZABLE, storages))
 
 
-def _apart(tensors: list[torch.Tensor]) -> bool:
-    """Whether no two of these tensors, views of one storage, have memory in common."""
+def _disjoint(tensors: list[torch.Tensor]) -> bool:
+    """Returns whether no two of these views of one storage overlap."""
     spans = sorted((t.storage_offset(), t.numel()) for t in tensors if t.numel())
     dense = all(t.is_contiguous() for t in tensors)
-    return dense and all(a + n <= b for (a, n), (b, _) in itertools.pairwise(spans))
+    return dense and all(start + n <= following for (start, n), (following, _) in itertools.pairwise(spans))

@@ -1,4 +1,4 @@
-"""What goes into a rollout engine and what comes out of it: requests, samples, and the batch of samples."""
+"""The inputs and outputs of a rollout engine: requests, samples, and the batch made of samples."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Sampling:
     """How responses are drawn.
 
     Attributes:
-        max_tokens: longest response, the end token included.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: keep the k likeliest tokens; -1 keeps all.
-        top_p: keep the smallest set of likeliest tokens with at least this probability.
-        n: responses for each prompt.
-        stop_token_ids: tokens that end a response and belong to it, beside the model's own end tokens.
+        max_tokens: the length limit of a response, which includes its end token.
+        temperature: the logits are divided by it; 0 takes the most likely token.
+        top_k: samples from the k most likely tokens; -1 samples from all.
+        top_p: samples from the smallest set of most likely tokens whose probabilities sum to at least this.
+        n: the number of responses for each prompt.
+        stop_token_ids: tokens that end a response, in addition to the model's own; they are part of the response.
     """
 
     max_tokens: int = attrs.field(validator=attrs.validators.ge(1))
@@ -38,23 +38,26 @@ class Sampling:
 
     @property
     def cuts(self) -> bool:
-        """Whether top-k or top-p leaves tokens out, so that two distributions have to be told apart.
+        """Whether top-k or top-p removes tokens from the distribution.
 
-        >>> Sampling(8).cuts, Sampling(8, top_k=5).cuts, Sampling(8, top_k=5, temperature=0.0).cuts
-        (False, True, False)
+        The log-probabilities before and after the cut then differ, and a sample has both.
+
+        Example:
+            >>> Sampling(8).cuts, Sampling(8, top_k=5).cuts, Sampling(8, top_k=5, temperature=0.0).cuts
+            (False, True, False)
         """
         return self.temperature > 0.0 and (self.top_k > 0 or self.top_p < 1.0)
 
 
 @attrs.frozen
 class Request:
-    """One prompt, and how its ``sampling.n`` responses are drawn.
+    """One prompt and how its ``sampling.n`` responses are drawn.
 
     Attributes:
-        id: names the prompt; samples carry it.
+        id: identifies the prompt; its samples have the same id.
         prompt: token ids.
         sampling: how responses are drawn.
-        key: of this request alone; sample i draws from ``key.fold_in(i)``.
+        key: the key of this request; sample i draws from ``key.fold_in(i)``.
     """
 
     id: int
@@ -66,20 +69,24 @@ class Request:
 def requests_for(
     prompts: Sequence[Sequence[int]], sampling: Sampling, key: Key, ids: Sequence[int] | None = None
 ) -> list[Request]:
-    """One request a prompt, each with a key derived from its id.
+    """Makes one request for each prompt, with a key derived from the prompt's id.
 
     Args:
-        ids: names of the prompts; by default 0, 1, 2 and so on.
+        prompts: the token ids of each prompt.
+        sampling: how responses are drawn.
+        key: the requests' keys are derived from it.
+        ids: identify the prompts; by default 0, 1, 2 and so on.
 
     Raises:
-        ValueError: there are not as many ids as prompts.
+        ValueError: the numbers of prompts and ids differ.
 
-    >>> [r.id for r in requests_for([[1], [1, 2]], Sampling(8), Key.from_seed(0))]
-    [0, 1]
+    Example:
+        >>> [r.id for r in requests_for([[1], [1, 2]], Sampling(8), Key.from_seed(0))]
+        [0, 1]
     """
     ids = range(len(prompts)) if ids is None else [int(i) for i in ids]
     if len(ids) != len(prompts):
-        raise ValueError(f"{len(prompts)} prompts with {len(ids)} ids: there must be one id a prompt")
+        raise ValueError(f"{len(prompts)} prompts with {len(ids)} ids: there must be one id per prompt")
     return [
         Request(i, tuple(int(token) for token in prompt), sampling, key.fold_in(i))
         for i, prompt in zip(ids, prompts, strict=True)
@@ -92,16 +99,17 @@ class Sample:
 
     Attributes:
         request: the id of its request.
-        number: which of the request's samples it is, from 0.
-        prompt: token ids before it.
-        tokens: the response's token ids, at least one.
-        log_probs: of each token, under the distribution that it was drawn from; 0 where ``mask`` is 0.
-        full_log_probs: the same before top-k and top-p; None where nothing was cut.
-        mask: 1 on tokens that the model drew, 0 on tokens that an environment wrote.
-        versions: of the weights that drew each token.
-        finish_reason: ``stop`` where it ended by itself, ``length`` where it was cut off.
-        temperature: what the trainer divides logits by; 1 for greedy responses.
-        near_ties: draws so close to a boundary that rounding could change them.
+        number: its number among the samples of the request, from 0.
+        prompt: the token ids of the prompt.
+        tokens: the token ids of the response, at least one.
+        log_probs: the log-probability of each token under the distribution that it was drawn from; 0 where ``mask``
+            is 0.
+        full_log_probs: the log-probabilities before top-k and top-p; None if neither was used.
+        mask: 1 for tokens that the model drew, 0 for tokens that an environment wrote.
+        versions: for each token, the version of the weights that drew it.
+        finish_reason: ``stop`` if the response ended by itself, ``length`` if it was cut off.
+        temperature: the trainer divides logits by it; 1 for greedy responses.
+        near_ties: the number of draws so close to a boundary that rounding could change them.
     """
 
     request: int
@@ -118,28 +126,29 @@ class Sample:
 
 
 def pack(samples: Sequence[Sample]) -> Batch:
-    """Returns the batch of these samples, a row each, in their order.
+    """Returns the batch with one row for each sample, in order.
 
     Per-token fields are ``response_mask``, ``rollout_log_probs``, ``versions`` (-1 on the prompt) and, where any
-    sample was cut, ``rollout_full_log_probs``. Per-row fields are ``group`` (the request's id), ``prompt_length``,
-    ``temperature``, ``finished`` (1 where the response ended by itself), ``version`` (the oldest of the row's) and
-    ``near_ties``.
+    sample has ``full_log_probs``, ``rollout_full_log_probs``. Per-row fields are ``group`` (the request's id),
+    ``prompt_length``, ``temperature``, ``finished`` (1 if the response ended by itself), ``version`` (the oldest of
+    the row) and ``near_ties``.
 
     Raises:
         ValueError: there are no samples.
 
-    >>> one = Sample(7, 0, torch.tensor([5]), torch.tensor([6, 2]), torch.tensor([-0.5, -0.1]), None,
-    ...              torch.ones(2), torch.tensor([3, 4]), "stop")
-    >>> batch = pack([one])
-    >>> batch.tokens.tolist(), batch["response_mask"].tolist(), batch["versions"].tolist()
-    ([5, 6, 2], [0.0, 1.0, 1.0], [-1, 3, 4])
+    Example:
+        >>> one = Sample(7, 0, torch.tensor([5]), torch.tensor([6, 2]), torch.tensor([-0.5, -0.1]), None,
+        ...              torch.ones(2), torch.tensor([3, 4]), "stop")
+        >>> batch = pack([one])
+        >>> batch.tokens.tolist(), batch["response_mask"].tolist(), batch["versions"].tolist()
+        ([5, 6, 2], [0.0, 1.0, 1.0], [-1, 3, 4])
     """
     if not samples:
         raise ValueError("there are no samples to pack")
     prompts = [s.prompt for s in samples]
 
     def after(parts: Sequence[Tensor], before: float = 0.0) -> Tensor:
-        """A per-token field with ``before`` on the prompts."""
+        """Returns a per-token field: ``parts`` for the responses and ``before`` for the prompts."""
         pairs = [(part.new_full((len(p),), before), part) for p, part in zip(prompts, parts, strict=True)]
         return torch.cat([t for pair in pairs for t in pair])
 
@@ -167,36 +176,45 @@ def pack(samples: Sequence[Sample]) -> Batch:
 
 
 def unpack(batch: Batch) -> list[Sample]:
-    """Returns the samples that ``pack`` made ``batch`` of; those of a request are numbered in the batch's order.
+    """Returns the samples of a batch made by ``pack``. Samples of a request are numbered in the order of the batch.
 
-    >>> one = Sample(7, 0, torch.tensor([5]), torch.tensor([6, 2]), torch.tensor([-0.5, -0.1]), None,
-    ...              torch.ones(2), torch.tensor([3, 4]), "stop")
-    >>> again = unpack(pack([one]))[0]
-    >>> again.tokens.tolist(), again.finish_reason, again.versions.tolist()
-    ([6, 2], 'stop', [3, 4])
+    Example:
+        >>> one = Sample(7, 0, torch.tensor([5]), torch.tensor([6, 2]), torch.tensor([-0.5, -0.1]), None,
+        ...              torch.ones(2), torch.tensor([3, 4]), "stop")
+        >>> again = unpack(pack([one]))[0]
+        >>> again.tokens.tolist(), again.finish_reason, again.versions.tolist()
+        ([6, 2], 'stop', [3, 4])
     """
     starts = batch["prompt_length"].tolist()
     names = ("tokens", "rollout_log_probs", "response_mask", "versions")
     full = batch.rows("rollout_full_log_probs") if "rollout_full_log_probs" in batch else [None] * len(batch)
     parts = zip(*(batch.rows(name) for name in names), full, strict=True)
     rows = [batch[name].tolist() for name in ("group", "finished", "temperature", "near_ties")]
-    seen: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     samples = []
     for start, (tokens, log_probs, mask, versions, uncut), (group, finished, temperature, near_ties) in zip(
         starts, parts, zip(*rows, strict=True), strict=True
     ):
         samples.append(
             Sample(
-                group, seen[group], tokens[:start], tokens[start:], log_probs[start:],
-                None if uncut is None else uncut[start:], mask[start:], versions[start:],
-                "stop" if finished else "length", temperature, near_ties,
+                request=group,
+                number=counts[group],
+                prompt=tokens[:start],
+                tokens=tokens[start:],
+                log_probs=log_probs[start:],
+                full_log_probs=None if uncut is None else uncut[start:],
+                mask=mask[start:],
+                versions=versions[start:],
+                finish_reason="stop" if finished else "length",
+                temperature=temperature,
+                near_ties=near_ties,
             )
-        )  # fmt: skip
-        seen[group] += 1
+        )
+        counts[group] += 1
     return samples
 
 
 def _oldest(sample: Sample) -> int:
-    """The oldest version that drew a token of this sample; of all tokens where it drew none."""
+    """Returns the oldest version that drew a token of this sample, or of all its tokens if the model drew none."""
     drawn = sample.versions[sample.mask.bool()]
     return int((drawn if len(drawn) else sample.versions).min())

@@ -1,4 +1,4 @@
-"""Values as named tensors and scalars, and back: what a file holds, without the file."""
+"""Converts values to named tensors and scalars, which a file can hold, and back."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ Scalar: TypeAlias = "int | float | str | bool"
 
 
 def flatten(value: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
-    """Every tensor and every scalar of a value, each under its path; None is part of the structure.
+    """Returns the tensors and the scalars of a value, each under its path.
 
-    >>> import torch
-    >>> flatten({"w": torch.zeros(1), "step": 3})[1]
-    {"['step']": 3}
+    None counts as structure, so it appears in neither.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a number nor a string.
+
+    Example:
+        >>> import torch
+        >>> flatten({"w": torch.zeros(1), "step": 3})[1]
+        {"['step']": 3}
     """
     tensors: dict[str, Tensor] = {}
     scalars: dict[str, Scalar] = {}
@@ -29,19 +35,25 @@ def flatten(value: Any) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
         elif isinstance(leaf, (int, float, str, bool)):
             scalars[path] = leaf
         elif leaf is not None:
-            raise TypeError(f"{path} is a {type(leaf).__name__}; only tensors, numbers and texts can be saved")
+            raise TypeError(f"{path} is a {type(leaf).__name__}; only tensors, numbers and strings can be saved")
     return tensors, scalars
 
 
 def unflatten(like: T, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar]) -> T:
-    """A value of the structure of ``like`` with these leaves; tensors go to the devices of ``like``'s.
+    """Makes a value with the structure of ``like`` and the given leaves.
+
+    Args:
+        like: gives the structure, and the device, shape and dtype of each tensor.
+        tensors: the tensors by path, as ``flatten`` returns them.
+        scalars: the scalars by path.
 
     Raises:
-        ValueError: a name is missing or left over, or a tensor has another shape or dtype.
+        ValueError: a leaf is missing, an extra one is given, or one has another kind, shape or dtype.
 
-    >>> import torch
-    >>> unflatten({"w": torch.zeros(1), "step": 0}, {"['w']": torch.ones(1)}, {"['step']": 3})
-    {'w': tensor([1.]), 'step': 3}
+    Example:
+        >>> import torch
+        >>> unflatten({"w": torch.zeros(1), "step": 0}, {"['w']": torch.ones(1)}, {"['step']": 3})
+        {'w': tensor([1.]), 'step': 3}
     """
     wanted = [path for path, leaf in tree.paths(like).items() if leaf is not None]
     given = {**tensors, **scalars}
@@ -55,14 +67,14 @@ def unflatten(like: T, tensors: Mapping[str, Tensor], scalars: Mapping[str, Scal
 def _checked(path: str, leaf: Any, given: Mapping[str, Any]) -> Any:
     if leaf is None:
         return None
-    found = given[path]
-    if isinstance(leaf, Tensor) != isinstance(found, Tensor):
-        raise ValueError(f"{path} is a {type(found).__name__} in the saved state, not a {type(leaf).__name__}")
+    saved = given[path]
+    if isinstance(leaf, Tensor) != isinstance(saved, Tensor):
+        raise ValueError(f"{path} is a {type(saved).__name__} in the saved state, not a {type(leaf).__name__}")
     if not isinstance(leaf, Tensor):
-        return type(leaf)(found)
-    if leaf.shape != found.shape or leaf.dtype != found.dtype:
+        return type(leaf)(saved)
+    if leaf.shape != saved.shape or leaf.dtype != saved.dtype:
         raise ValueError(
-            f"{path} is {found.dtype}{tuple(found.shape)} in the saved state, not {leaf.dtype}{tuple(leaf.shape)}"
+            f"{path} is {saved.dtype}{tuple(saved.shape)} in the saved state, not {leaf.dtype}{tuple(leaf.shape)}"
         )
-    # A copy: what a file gave may share a storage or lie where kernels round otherwise.
-    return found.to(leaf.device, copy=True)
+    # Tensors read from a file can share a storage, and kernels can round differently at their memory alignment.
+    return saved.to(leaf.device, copy=True)

@@ -1,8 +1,8 @@
-"""Splitting a batch into parts, by a strict token budget or by count, and putting the results back."""
+"""Splits a batch into parts, by a token budget or by number of rows, and joins the results of the parts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
@@ -15,11 +15,11 @@ from .outputs import PER_ROW, TokenOutputs
 
 @attrs.frozen(eq=False)
 class Split:
-    """The parts of a batch, and the way back.
+    """The parts of a batch; it also joins results of the parts in the order of the batch.
 
     Attributes:
-        batch: the whole.
-        rows: for each part, the indices of its rows in the whole.
+        batch: the whole batch.
+        rows: for each part, the indices of its rows in the batch.
     """
 
     batch: Batch
@@ -28,36 +28,38 @@ class Split:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Batch]:
         return (self.batch.take(index) for index in self.rows)
 
     @property
     def inverse(self) -> Int[Tensor, " B"]:
-        """The permutation that brings the parts' concatenated rows back into the order of the whole."""
+        """The permutation that brings the concatenated rows of all parts into the order of the batch."""
         return torch.cat(self.rows).argsort()
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Per-token results of the parts, in the order of the whole.
+        """Joins per-token results of the parts in the order of the batch.
 
-        >>> split = split_by_tokens(Batch.from_rows([[1, 2], [3, 4, 5], [6]]), 3)
-        >>> split.join([part.tokens for part in split]).tolist()
-        [1, 2, 3, 4, 5, 6]
+        Example:
+            >>> split = split_by_tokens(Batch.from_rows([[1, 2], [3, 4, 5], [6]]), 3)
+            >>> split.join([part.tokens for part in split]).tolist()
+            [1, 2, 3, 4, 5, 6]
         """
         lengths = self.batch.lengths[torch.cat(self.rows)].tolist()
         rows = torch.cat(list(parts)).split(lengths)
         return torch.cat([rows[i] for i in self.inverse.tolist()])
 
     def join_rows(self, parts: Sequence[Tensor]) -> Tensor:
-        """Per-row results of the parts, in the order of the whole.
+        """Joins per-row results of the parts in the order of the batch.
 
-        >>> split = split_by_tokens(Batch.from_rows([[1, 2], [3, 4, 5], [6]]), 3)
-        >>> split.join_rows([part.lengths for part in split]).tolist()
-        [2, 3, 1]
+        Example:
+            >>> split = split_by_tokens(Batch.from_rows([[1, 2], [3, 4, 5], [6]]), 3)
+            >>> split.join_rows([part.lengths for part in split]).tolist()
+            [2, 3, 1]
         """
         return torch.cat(list(parts))[self.inverse]
 
     def join_outputs(self, parts: Sequence[TokenOutputs]) -> TokenOutputs:
-        """What a model says of the parts, per token and per row, in the order of the whole."""
+        """Joins a model's outputs for the parts, per token and per row, in the order of the batch."""
         return TokenOutputs(
             {
                 name: (self.join_rows if name in PER_ROW else self.join)([part.by_name[name] for part in parts])
@@ -67,14 +69,15 @@ class Split:
 
 
 def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None) -> Split:
-    """Splits a batch into as few parts as fit under ``max_tokens`` each, balanced by tokens.
+    """Splits a batch into few parts of at most ``max_tokens`` tokens, with about as many tokens in each.
 
     Args:
-        max_tokens: the budget, which is strict; rows are never cut.
-        together: a per-row field of integers; rows with one value of it stay in one part. A loss declares it.
+        batch: the batch to split.
+        max_tokens: the budget of each part. Rows are never cut.
+        together: a per-row field of integers; rows with the same value stay in one part. Pass ``loss.together``.
 
     Raises:
-        ValueError: one row, or one group, is longer than the budget, or the batch lacks the field.
+        ValueError: a row or a group has more tokens than the budget, or the batch lacks the field.
 
     Example:
         >>> batch = Batch.from_rows([[1] * 3, [2] * 3, [3]])
@@ -82,7 +85,7 @@ def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None) 
         [4, 3]
         >>> split_by_tokens(batch.with_rows(pair=[7, 7, 8]), 4, together="pair")
         Traceback (most recent call last):
-        ValueError: the group pair = 7 (2 rows from row 0 on) has 6 tokens, more than the budget of 4 a micro-batch; ...
+        ValueError: the group pair = 7 (2 rows, the first is row 0) has 6 tokens, more than the budget of 4 ...
     """
     units = _units(batch, max_tokens, together)
     bins = _under_budget([units.sizes], max_tokens)[0]
@@ -90,18 +93,22 @@ def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None) 
 
 
 def deal(batch: Batch, shares: int, max_tokens: int, together: str | None = None) -> list[list[list[int]]]:
-    """Deals the rows of a batch to ``shares`` ranks, each into equally many micro-batches under the budget.
+    """Distributes the rows of a batch over ranks, and those of each rank over the same number of micro-batches.
 
-    Balanced by tokens. A function of the batch alone, so ranks agree without asking each other.
+    Ranks and micro-batches get about as many tokens each. The result depends on the arguments only, so all ranks
+    compute the same one without communication.
 
     Args:
-        together: a per-row field of integers; rows with one value of it go to one micro-batch of one rank.
+        batch: the batch to distribute.
+        shares: the number of ranks.
+        max_tokens: the budget of each micro-batch. Rows are never cut.
+        together: a per-row field of integers; rows with the same value go to one micro-batch of one rank.
 
     Returns:
-        For each rank, for each micro-batch, the rows; a micro-batch may be empty.
+        For each rank and each of its micro-batches, the indices of its rows. A micro-batch may be empty.
 
     Raises:
-        ValueError: one row, or one group, is longer than the budget, or the batch lacks the field.
+        ValueError: a row or a group has more tokens than the budget, or the batch lacks the field.
 
     Example:
         >>> batch = Batch.from_rows([[1] * 3, [2] * 2, [3]], per_row={"pair": [1, 0, 1]})
@@ -121,10 +128,12 @@ def split_by_count(batch: Batch, max_rows: int, together: str | None = None) -> 
     """Splits a batch into consecutive parts of at most ``max_rows`` rows.
 
     Args:
-        together: a per-row field of integers; rows with one value of it stay in one part, at the first one's place.
+        batch: the batch to split.
+        max_rows: the number of rows that a part may have.
+        together: a per-row field of integers; rows with the same value stay in one part, the part of the first one.
 
     Raises:
-        ValueError: one group has more rows than ``max_rows``, or the batch lacks the field.
+        ValueError: a group has more rows than ``max_rows``, or the batch lacks the field.
 
     Example:
         >>> [len(part) for part in split_by_count(Batch.from_rows([[1], [2], [3]]), 2)]
@@ -134,8 +143,8 @@ def split_by_count(batch: Batch, max_rows: int, together: str | None = None) -> 
     for group in groups_of(batch, together):
         if len(group) > max_rows:
             raise ValueError(
-                f"{_called(batch, group, together)} has more rows than the {max_rows} of a part; raise "
-                "ppo_mini_batch_size, or make its groups smaller"
+                f"{_description(batch, group, together)} has more rows than the {max_rows} that a part may have; "
+                "raise ppo_mini_batch_size or make the groups smaller"
             )
         if parts and len(parts[-1]) + len(group) <= max_rows:
             parts[-1].extend(group)
@@ -145,7 +154,11 @@ def split_by_count(batch: Batch, max_rows: int, together: str | None = None) -> 
 
 
 def groups_of(batch: Batch, together: str | None) -> list[list[int]]:
-    """Returns the rows of each group, groups in the order of their first row; without a field, every row alone.
+    """Returns the indices of each group's rows, with the groups in the order of their first rows.
+
+    Args:
+        batch: the batch whose rows are grouped.
+        together: the per-row field that names the groups; None puts each row into a group of its own.
 
     Raises:
         ValueError: ``together`` names no per-row field of integers.
@@ -158,12 +171,14 @@ def groups_of(batch: Batch, together: str | None) -> list[list[int]]:
         return [[row] for row in range(len(batch))]
     if together not in batch.per_row:
         raise ValueError(
-            f"rows with one {together!r} are to stay together, and the batch has no per-row field of that name; it has "
-            f"{sorted(batch.per_row)}"
+            f"rows with the same {together!r} must stay together, but the batch has no per-row field of that name; "
+            f"it has {sorted(batch.per_row)}"
         )
     ids = batch.per_row[together]
     if ids.ndim != 1 or ids.dtype.is_floating_point:
-        raise ValueError(f"{together!r} must be one integer a row, to keep rows together by; it is {ids.dtype}")
+        raise ValueError(
+            f"{together!r} keeps rows together, so it must be one integer per row; it is {ids.dtype}{list(ids.shape)}"
+        )
     groups: dict[int, list[int]] = {}
     for row, name in enumerate(ids.tolist()):
         groups.setdefault(name, []).append(row)
@@ -172,7 +187,12 @@ def groups_of(batch: Batch, together: str | None) -> list[list[int]]:
 
 @attrs.frozen
 class _Units:
-    """What is never split: rows, or groups of rows, and the tokens of each."""
+    """The units that are never split: groups of rows, or single rows.
+
+    Attributes:
+        rows: the indices of each unit's rows.
+        sizes: the number of tokens of each unit.
+    """
 
     rows: list[list[int]]
     sizes: list[int]
@@ -187,20 +207,20 @@ def _units(batch: Batch, max_tokens: int, together: str | None) -> _Units:
     longest = max(range(len(groups)), key=sizes.__getitem__)
     if sizes[longest] > max_tokens:
         raise ValueError(
-            f"{_called(batch, groups[longest], together)} has {sizes[longest]} tokens, more than the budget of "
-            f"{max_tokens} a micro-batch; raise ppo_max_token_len_per_gpu or shorten prompts and responses"
+            f"{_description(batch, groups[longest], together)} has {sizes[longest]} tokens, more than the budget of "
+            f"{max_tokens} per micro-batch; raise ppo_max_token_len_per_gpu or shorten prompts and responses"
         )
     return _Units(groups, sizes)
 
 
-def _called(batch: Batch, group: list[int], together: str | None) -> str:
+def _description(batch: Batch, group: list[int], together: str | None) -> str:
     if together is None:
         return f"row {group[0]}"
-    return f"the group {together} = {int(batch[together][group[0]])} ({len(group)} rows from row {group[0]} on)"
+    return f"the group {together} = {int(batch[together][group[0]])} ({len(group)} rows, the first is row {group[0]})"
 
 
 def _under_budget(shares: list[list[int]], limit: int) -> list[list[list[int]]]:
-    """The sizes of each share in bins of at most ``limit``, as few as let every share have equally many."""
+    """Packs the sizes of each share into bins of at most ``limit``, with the same number of bins for every share."""
     parts = max(1, *(-(-sum(sizes) // limit) for sizes in shares))
     while True:
         dealt = [_balance(sizes, parts) for sizes in shares]
@@ -212,7 +232,7 @@ def _under_budget(shares: list[list[int]], limit: int) -> list[list[list[int]]]:
 
 
 def _balance(sizes: list[int], parts: int) -> list[list[int]]:
-    """Longest first, each to the lightest part."""
+    """Assigns items to parts, the largest first, each to the part with the smallest sum so far."""
     bins: list[list[int]] = [[] for _ in range(parts)]
     load = [0] * parts
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):

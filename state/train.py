@@ -1,4 +1,4 @@
-"""What training is: parameters, optimizer state, schedule position, key and step, as one value."""
+"""The training state as one value: parameters, optimizer state, schedule position, key and step."""
 
 from __future__ import annotations
 
@@ -15,30 +15,36 @@ from .node import Named, Node, named, node
 
 @named
 class Params(Named):
-    """Canonical (Hugging Face) name -> master tensor; a tied weight has one leaf, under its first name.
+    """Parameters: a mapping from canonical (Hugging Face) name to master tensor.
+
+    A tied weight is one leaf, under the first of its names.
 
     Attributes:
-        leaves: the tensors.
-        trainable: names of the leaves that are trained, or None for all.
+        leaves: the tensors by name.
+        trainable: the names of the leaves that are trained, or None for all.
 
-    >>> params = Params({"a": torch.ones(1), "b": torch.ones(1)}, trainable=frozenset({"a"}))
-    >>> params.trained(), list(params.base)
-    (['a'], ['b'])
+    Example:
+        >>> params = Params({"a": torch.ones(1), "b": torch.ones(1)}, trainable=frozenset({"a"}))
+        >>> params.trained(), list(params.base)
+        (['a'], ['b'])
     """
 
     leaves: dict[str, Tensor]
     trainable: frozenset[str] | None = None
 
     def trained(self) -> list[str]:
-        """The names of trainable leaves, in order."""
+        """Returns the names of the trained leaves, in order."""
         return [name for name in self.leaves if self.trainable is None or name in self.trainable]
 
     def written(self) -> list[str]:
+        """Returns the names of the leaves that an update may write to, which are the trained ones."""
         return self.trained()
 
     @property
     def base(self) -> Params:
-        """The leaves that are not trained, shared: with LoRA the model before training, as no update changes them.
+        """The leaves that are not trained, without a copy.
+
+        No update changes them, so with LoRA they are the model before training.
 
         Raises:
             ValueError: all leaves are trained.
@@ -51,55 +57,56 @@ class Params(Named):
 
 @named
 class Slots(Named):
-    """Canonical name -> what an optimizer keeps for that parameter (running averages)."""
+    """The optimizer's tensors of one kind, such as momentum: a mapping from the parameter's canonical name."""
 
     leaves: dict[str, Tensor]
 
 
 @named
 class Buffers(Named):
-    """Canonical name -> what a model changes by itself while it runs (expert bias, FP8 ranges)."""
+    """Tensors that a model itself changes while it runs, such as expert biases, by canonical name."""
 
     leaves: dict[str, Tensor] = attrs.field(factory=dict)
 
 
 @named
 class Grads(Named):
-    """Canonical name -> gradient, fp32. Gradients add up, scale, compare and save like any value.
+    """Gradients in fp32: a mapping from the parameter's canonical name.
 
-    >>> g = Grads({"w": torch.tensor([3.0, 4.0])})
-    >>> float((g + g).global_norm()), float(g.scale(0.5)["w"][0])
-    (10.0, 1.5)
+    Example:
+        >>> g = Grads({"w": torch.tensor([3.0, 4.0])})
+        >>> float((g + g).global_norm()), float(g.scale(0.5)["w"][0])
+        (10.0, 1.5)
     """
 
     leaves: dict[str, Tensor]
 
     def __add__(self, other: Grads) -> Grads:
         if self.leaves.keys() != other.leaves.keys():
-            odd = sorted(self.leaves.keys() ^ other.leaves.keys())
-            raise ValueError(f"gradients to add have different names: {odd[:5]}")
+            different = sorted(self.leaves.keys() ^ other.leaves.keys())
+            raise ValueError(f"gradients to add have different names: {different[:5]}")
         return Grads({name: g + other.leaves[name] for name, g in self.leaves.items()})
 
     def scale(self, factor: float | Tensor) -> Grads:
-        """Every gradient times ``factor``."""
+        """Returns every gradient times ``factor``."""
         return Grads({name: g * factor for name, g in self.leaves.items()})
 
     def global_norm(self) -> Tensor:
-        """The L2 norm over all leaves, a scalar tensor."""
+        """Returns the L2 norm over all leaves, a scalar tensor."""
         return sum_of_squares(self.leaves.values()).sqrt()
 
 
 @node
 class TrainState(Node):
-    """All that training is. ``attrs.evolve`` replaces fields; ``apply_update`` makes the next one.
+    """The complete state of training. ``apply_update`` returns the next one; ``attrs.evolve`` replaces fields.
 
     Attributes:
         params: the parameters.
-        optimizer: the optimizer's tree, as its ``init`` made it.
-        scheduler: updates applied so far, the position of the learning-rate schedule.
-        rng: the key for whatever in training is random; derive a step's with ``rng.fold_in(step)``.
-        step: updates attempted so far; a skipped update counts here and not in ``scheduler``.
-        buffers: what the model changes by itself.
+        optimizer: the optimizer's state, a tree that its ``init`` made.
+        scheduler: the number of updates applied so far, which is the position of the learning-rate schedule.
+        rng: the key of all randomness in training; the key of a step is ``rng.fold_in(step)``.
+        step: the number of updates attempted so far. A skipped update counts here but not in ``scheduler``.
+        buffers: tensors that the model itself changes while it runs.
     """
 
     params: Params
@@ -111,13 +118,18 @@ class TrainState(Node):
 
 
 def sum_of_squares(tensors: Iterable[Tensor], reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """The sum of all squares, a scalar; ``reduce`` adds up over what other processes hold.
+    """Returns the sum of the squares of all elements, a scalar tensor.
 
-    >>> float(sum_of_squares([torch.tensor([3.0]), torch.tensor([4.0])]))
-    25.0
+    Args:
+        tensors: the tensors, or this process's shards of them.
+        reduce: adds a scalar over the processes that hold the other shards.
+
+    Example:
+        >>> float(sum_of_squares([torch.tensor([3.0]), torch.tensor([4.0])]))
+        25.0
     """
     tensors = list(tensors)
     norms = torch._foreach_norm(tensors) if tensors else [torch.zeros(())]
-    # In double: the squares of gradients that clipping could still handle overflow in fp32.
+    # In fp32 the squares would overflow for gradients that clipping could still scale down.
     total = torch.stack(norms).double().square().sum()
     return total if reduce is None else reduce(total)

@@ -1,4 +1,4 @@
-"""Functions over whole values: ``map``, ``leaves``, ``paths``, ``equal``, ``digest``, ``snapshot``."""
+"""Functions of whole values: ``map``, ``leaves``, ``paths``, ``equal``, ``digest``, ``snapshot``."""
 
 from __future__ import annotations
 
@@ -13,71 +13,79 @@ T = TypeVar("T")
 
 
 def map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
-    """Apply ``fn`` to every leaf of trees of one structure.
+    """Applies ``fn`` to every leaf of trees that have the same structure.
 
-    >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
-    {'x': 3}
+    Example:
+        >>> map(lambda a, b: a + b, {"x": 1}, {"x": 2})
+        {'x': 3}
     """
     return pytree.tree_map(fn, tree, *rest)
 
 
 def map_tensors(fn: Callable[[torch.Tensor], Any], tree: T) -> T:
-    """Apply ``fn`` to every tensor; other leaves (counts, keys) stay as they are."""
+    """Applies ``fn`` to every tensor; other leaves, such as counts, stay as they are."""
     return pytree.tree_map(lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
 def leaves(tree: Any) -> list[Any]:
-    """All leaves in structure order.
+    """Returns all leaves in the order of the structure.
 
-    >>> leaves({"a": (1, 2), "b": 3})
-    [1, 2, 3]
+    Example:
+        >>> leaves({"a": (1, 2), "b": 3})
+        [1, 2, 3]
     """
     return pytree.tree_leaves(tree)
 
 
 def paths(tree: Any) -> dict[str, Any]:
-    """Every leaf under its path, as a person would write it.
+    """Returns all leaves by path; a path is written like the Python expression that reads the leaf.
 
-    >>> paths({"a": (1, 2)})
-    {"['a'][0]": 1, "['a'][1]": 2}
+    Example:
+        >>> paths({"a": (1, 2)})
+        {"['a'][0]": 1, "['a'][1]": 2}
     """
-    found, _ = pytree.tree_flatten_with_path(tree)
-    return {pytree.keystr(path): leaf for path, leaf in found}
+    pairs, _ = pytree.tree_flatten_with_path(tree)
+    return {pytree.keystr(path): leaf for path, leaf in pairs}
 
 
 def first_difference(a: Any, b: Any) -> str | None:
-    """The path of the first leaf that is not bitwise the same, ``structure``, or None. NaN equals the same NaN."""
+    """Returns the path of the first leaf that differs bitwise, or None if the values are equal.
+
+    A NaN equals a NaN with the same bits. If only the structures differ, the result is ``"structure"``.
+    """
     left, right = paths(a), paths(b)
     if list(left) != list(right):
         only = [p for p in (*left, *right) if (p in left) != (p in right)]
         return only[0] if only else "structure"
-    odd = next((path for path in left if not _same(left[path], right[path])), None)
-    if odd is None and pytree.tree_structure(a) != pytree.tree_structure(b):
+    difference = next((path for path in left if not _same(left[path], right[path])), None)
+    if difference is None and pytree.tree_structure(a) != pytree.tree_structure(b):
         return "structure"
-    return odd
+    return difference
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two values have one structure and bitwise equal leaves.
+    """Returns whether two values have the same structure and bitwise equal leaves.
 
-    >>> equal({"w": torch.zeros(2)}, {"w": torch.zeros(2)}), equal({"w": 1}, {"v": 1})
-    (True, False)
+    Example:
+        >>> equal({"w": torch.zeros(2)}, {"w": torch.zeros(2)}), equal({"w": 1}, {"v": 1})
+        (True, False)
     """
     return first_difference(a, b) is None
 
 
 def digest(tree: Any) -> str:
-    """A hash of paths, dtypes, shapes and bytes; the same on every machine.
+    """Returns a hash of all paths, dtypes, shapes and bytes, which is the same on every machine.
 
-    >>> digest({"w": torch.zeros(2)}) == digest({"w": torch.zeros(2)}) != digest({"w": torch.zeros(3)})
-    True
+    Example:
+        >>> digest({"w": torch.zeros(2)}) == digest({"w": torch.zeros(2)}) != digest({"w": torch.zeros(3)})
+        True
     """
     h = hashlib.sha256()
     for path, leaf in paths(tree).items():
         h.update(path.encode())
         if isinstance(leaf, torch.Tensor):
             h.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            # Of a copy: a tensor that numpy has looked at can never again be told to be ours alone.
+            # ``.numpy()`` adds a reference to the storage, so donation would copy it; hash a clone.
             h.update(_bytes(leaf).clone().numpy().data)
         else:
             h.update(f"{type(leaf).__name__}{leaf!r}".encode())
@@ -85,10 +93,10 @@ def digest(tree: Any) -> str:
 
 
 def snapshot(tree: T) -> T:
-    """An independent copy: donating the original leaves it alone.
+    """Returns an independent copy, which stays valid when the original is donated.
 
     Raises:
-        TypeError: it holds a handle to a value that lies elsewhere; the text says how to copy that.
+        TypeError: the tree contains a handle to a value on other workers; the message explains how to copy it.
     """
     for leaf in leaves(tree):
         if hasattr(leaf, "snapshot"):
@@ -97,7 +105,7 @@ def snapshot(tree: T) -> T:
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
-    # Of a shard, what this process holds.
+    # Only the part of a sharded tensor that this process holds.
     t = t.to_local() if hasattr(t, "to_local") else t
     return t.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Pure functions: advantages, losses, KL, aggregation, optimizers, schedules, minibatch scans."""
+"""Pure functions of training: advantages, losses, KL, aggregation, optimizers, schedules and minibatches."""
 
 from . import losses
 from .advantages import gae, grpo, reinforce_plus_plus, rloo, whiten_masked

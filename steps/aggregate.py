@@ -1,4 +1,4 @@
-"""Aggregation modes as data: the weight of every token's or row's loss, written before a batch is split."""
+"""Aggregation modes as data: weights of the losses of tokens or rows, computed before a batch is split."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def aggregate(
     *,
     loss_scale_factor: float | None = None,
 ) -> Batch:
-    """Write ``loss_weight`` so that ``(loss_weight * per_token).sum()`` is the loss of the whole batch.
+    """Writes ``loss_weight`` such that ``(loss_weight * per_token).sum()`` is the loss of the whole batch.
 
-    Call it on the whole update batch; micro-batches and ranks then add up by plain summation. Definitions
-    agree with verl's ``agg_loss``, N being the tokens and B the rows with ``response_mask`` set:
+    Call it on the whole update batch; the losses of micro-batches and ranks then add up. In the table, N is the
+    number of tokens with ``response_mask`` set, and B is the number of rows that have such a token.
 
     ============================  =======================================
     mode                          weight of a token in a row of n tokens
@@ -40,16 +40,19 @@ def aggregate(
 
     Args:
         batch: needs ``response_mask``.
-        mode: one of the table.
-        loss_scale_factor: the constant of ``seq-mean-token-sum-norm``, such as the longest response allowed
-            (Dr. GRPO's horizon).
+        mode: a mode of the table.
+        loss_scale_factor: the constant of ``seq-mean-token-sum-norm``, such as the maximal response length, as in
+            Dr. GRPO.
 
     Raises:
-        ValueError: an unknown mode, or no token to learn from.
+        ValueError: the mode is unknown, no token has ``response_mask`` set, or ``loss_scale_factor`` is missing.
 
-    >>> batch = Batch.from_rows([[1, 2], [3]], {"response_mask": [[1.0, 1.0], [1.0]]})
-    >>> aggregate(batch, "seq-mean-token-mean")["loss_weight"].tolist()
-    [0.25, 0.25, 0.5]
+    Example:
+        >>> batch = Batch.from_rows([[1, 2], [3]], {"response_mask": [[1.0, 1.0], [1.0]]})
+        >>> aggregate(batch, "seq-mean-token-mean")["loss_weight"].tolist()
+        [0.25, 0.25, 0.5]
+
+    Source: the modes are those of verl's ``agg_loss``.
     """
     mask = batch["response_mask"].float()
     lengths = batch.sum_rows(mask)
@@ -64,7 +67,7 @@ def aggregate(
         weight = mask / rows
     elif mode == "seq-mean-token-sum-norm":
         if not loss_scale_factor:
-            raise ValueError("seq-mean-token-sum-norm needs loss_scale_factor, such as the longest response allowed")
+            raise ValueError("seq-mean-token-sum-norm needs loss_scale_factor, such as the maximal response length")
         weight = mask / (rows * loss_scale_factor)
     elif mode == "seq-mean-token-mean":
         weight = mask / (rows * batch.spread(lengths.clamp(min=1)))
@@ -74,25 +77,27 @@ def aggregate(
 
 
 def aggregate_rows(batch: Batch, mode: str = "row-mean", *, group: str | None = None) -> Batch:
-    """Writes ``row_weight`` so that ``(row_weight * values).sum()`` is a row loss of the whole batch.
+    """Writes ``row_weight`` such that ``(row_weight * values).sum()`` is a row loss of the whole batch.
 
-    Call it on the whole update batch; micro-batches and ranks then add up by plain summation. B is the number of rows
-    that count: those with ``response_mask`` set somewhere, or all rows of a batch without that field.
+    Call it on the whole update batch; the losses of micro-batches and ranks then add up. Rows without a token that
+    has ``response_mask`` set get weight 0; if the batch has no ``response_mask``, all rows count. In the table, B is
+    the number of rows that count.
 
     ==============  ====================================================================
     mode            weight of a row
     ==============  ====================================================================
     ``row-mean``    1 / B
     ``row-sum``     1
-    ``group-mean``  1 / (number of groups * rows of its group): a mean over groups of the mean over their rows
+    ``group-mean``  1 / (number of groups * rows in its group): the mean over groups of their means
     ==============  ====================================================================
 
     Args:
-        mode: one of the table.
-        group: with ``group-mean``, the per-row field that names the groups, such as ``pair``.
+        batch: the whole update batch.
+        mode: a mode of the table.
+        group: for ``group-mean``, the per-row field that names the groups, such as ``pair``.
 
     Raises:
-        ValueError: an unknown mode, ``group`` missing or not in the batch, or no row that counts.
+        ValueError: the mode is unknown, ``group`` is missing or not a field of the batch, or no row counts.
 
     Example:
         >>> batch = Batch.from_rows([[1], [2], [3]], per_row={"pair": [4, 4, 9]})
@@ -123,9 +128,10 @@ def aggregate_rows(batch: Batch, mode: str = "row-mean", *, group: str | None = 
 def last_of_rows(batch: Batch, mask: Tensor) -> Tensor:
     """1 on the last token of each row where ``mask`` is set, ``[T]``.
 
-    >>> batch = Batch.from_rows([[1, 2, 3], [4]])
-    >>> last_of_rows(batch, torch.tensor([1.0, 1.0, 0.0, 1.0])).tolist()
-    [0.0, 1.0, 0.0, 1.0]
+    Example:
+        >>> batch = Batch.from_rows([[1, 2, 3], [4]])
+        >>> last_of_rows(batch, torch.tensor([1.0, 1.0, 0.0, 1.0])).tolist()
+        [0.0, 1.0, 0.0, 1.0]
     """
     index = torch.arange(batch.num_tokens, device=mask.device)
     last = torch.full((len(batch),), -1, device=mask.device).scatter_reduce(

@@ -16,17 +16,36 @@ ESTIMATORS = ("k1", "k2", "k3", "abs")
 def kl_penalty(
     logprobs: Float[Tensor, " T"], ref_logprobs: Float[Tensor, " T"], kind: str = "k1"
 ) -> Float[Tensor, " T"]:
-    """An estimate of KL(policy || reference) at each sampled token, in nats.
+    """Estimates KL(policy || reference) at each sampled token, in nats.
 
-    With d = logprobs - ref_logprobs: ``k1`` (alias ``kl``) d; ``k2`` (``mse``) d^2 / 2; ``k3``
-    (``low_var_kl``) exp(-d) - 1 + d, with d clamped to 20 and the result to 10; ``abs`` |d|. A trailing
-    ``+`` keeps the value and takes the gradient of k2, which is the unbiased one.
+    In the table, d is ``logprobs - ref_logprobs``.
+
+    ==================  ==================================================================
+    kind                estimate
+    ==================  ==================================================================
+    ``k1``, ``kl``      d
+    ``k2``, ``mse``     d^2 / 2
+    ``k3``,             exp(-d) - 1 + d, with d clamped to [-20, 20] and the result to
+    ``low_var_kl``      [-10, 10]
+    ``abs``             absolute value of d
+    ==================  ==================================================================
+
+    With a trailing ``+``, as in ``k3+``, the value is the same but the gradient is that of ``k2``, which is unbiased.
+
+    Args:
+        logprobs: the policy's log-probabilities of the tokens.
+        ref_logprobs: the reference's log-probabilities of the same tokens.
+        kind: an estimator of the table.
+
+    Raises:
+        ValueError: the kind is unknown.
+
+    Example:
+        >>> import torch
+        >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "k2").tolist()
+        [0.5]
 
     Source: Schulman, "Approximating KL Divergence" (2020); clamps and names as in verl.
-
-    >>> import torch
-    >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "k2").tolist()
-    [0.5]
     """
     base = kind.removesuffix("+")
     base = ALIASES.get(base, base)
@@ -42,7 +61,8 @@ def kl_penalty(
         value = diff.abs()
     else:
         raise ValueError(
-            f"unknown KL estimator {kind!r}; it is one of {', '.join((*ESTIMATORS, *ALIASES))}, or one with a +"
+            f"unknown KL estimator {kind!r}; it is one of {', '.join((*ESTIMATORS, *ALIASES))}, "
+            "or one of these followed by +"
         )
     if not kind.endswith("+"):
         return value
@@ -54,22 +74,35 @@ def kl_penalty(
 class FixedKL(Node):
     """A constant KL coefficient.
 
-    >>> FixedKL(0.001).update(current_kl=5.0, n_steps=8).value
-    0.001
+    Attributes:
+        value: the coefficient.
+
+    Example:
+        >>> FixedKL(0.001).update(current_kl=5.0, n_steps=8).value
+        0.001
     """
 
     value: float = 0.001
 
     def update(self, current_kl: float, n_steps: int) -> FixedKL:
+        """Returns this controller."""
         return self
 
 
 @node
 class AdaptiveKL(Node):
-    """A coefficient that steers the KL towards ``target`` (Ziegler et al. 2019, arXiv 1909.08593).
+    """A KL coefficient that grows while the KL is above a target and shrinks while it is below.
 
-    >>> AdaptiveKL(0.1, target=1.0, horizon=100).update(current_kl=9.0, n_steps=10).value
-    0.10200000000000001
+    Attributes:
+        value: the coefficient.
+        target: the KL to reach.
+        horizon: the number of samples over which the coefficient adapts; a larger one adapts it more slowly.
+
+    Example:
+        >>> AdaptiveKL(0.1, target=1.0, horizon=100).update(current_kl=9.0, n_steps=10).value
+        0.10200000000000001
+
+    Source: Ziegler et al. 2019 (arXiv 1909.08593).
     """
 
     value: float = 0.001
@@ -77,6 +110,7 @@ class AdaptiveKL(Node):
     horizon: int = 10000
 
     def update(self, current_kl: float, n_steps: int) -> AdaptiveKL:
+        """Returns the controller after ``n_steps`` samples whose mean KL was ``current_kl``."""
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         return AdaptiveKL(self.value * (1.0 + error * n_steps / self.horizon), self.target, self.horizon)
 
@@ -87,16 +121,23 @@ KLController: TypeAlias = "FixedKL | AdaptiveKL"
 def apply_kl_in_reward(
     batch: Batch, controller: KLController, kind: str = "k1"
 ) -> tuple[Batch, KLController, Metrics]:
-    """Subtract the KL penalty from the token rewards and move the controller on.
+    """Subtracts the KL penalty from the token rewards and updates the controller.
 
-    Needs ``token_level_scores``, ``old_log_probs``, ``ref_log_prob`` and ``response_mask``; writes
-    ``token_level_rewards``. The KL that the controller sees is the mean over rows of their token means.
+    Args:
+        batch: needs ``token_level_scores``, ``old_log_probs``, ``ref_log_prob`` and ``response_mask``.
+        controller: gives the coefficient.
+        kind: the estimator, as for ``kl_penalty``.
 
-    >>> rows = {name: [[x]] for name, x in {"token_level_scores": 1.0, "old_log_probs": 0.0,
-    ...         "ref_log_prob": -2.0, "response_mask": 1.0}.items()}
-    >>> batch, _, metrics = apply_kl_in_reward(Batch.from_rows([[7]], rows), FixedKL(0.5))
-    >>> batch["token_level_rewards"].tolist(), metrics["actor/reward_kl_penalty"].value
-    ([0.0], 2.0)
+    Returns:
+        The batch with ``token_level_rewards``, the updated controller, and metrics. The controller is updated with
+        the mean over rows of the mean KL of their response tokens.
+
+    Example:
+        >>> rows = {name: [[x]] for name, x in {"token_level_scores": 1.0, "old_log_probs": 0.0,
+        ...         "ref_log_prob": -2.0, "response_mask": 1.0}.items()}
+        >>> batch, _, metrics = apply_kl_in_reward(Batch.from_rows([[7]], rows), FixedKL(0.5))
+        >>> batch["token_level_rewards"].tolist(), metrics["actor/reward_kl_penalty"].value
+        ([0.0], 2.0)
     """
     mask = batch["response_mask"].float()
     kl = kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], kind) * mask

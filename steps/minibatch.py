@@ -1,4 +1,4 @@
-"""Scans over minibatches: several updates from one batch, as a fold."""
+"""Minibatches of a batch, and the scan that makes an update from each."""
 
 from __future__ import annotations
 
@@ -15,10 +15,19 @@ Y = TypeVar("Y")
 
 
 def scan(step: Callable[[Carry, X], tuple[Carry, Y]], carry: Carry, xs: Iterable[X]) -> tuple[Carry, list[Y]]:
-    """Fold ``step`` over ``xs`` and keep what it emits, as ``jax.lax.scan``.
+    """Folds ``step`` over ``xs`` and collects its outputs, like ``jax.lax.scan``.
 
-    >>> scan(lambda total, x: (total + x, total), 0, [1, 2, 3])
-    (6, [0, 1, 3])
+    Args:
+        step: ``(carry, x) -> (carry, output)``.
+        carry: the initial carry.
+        xs: the inputs, one for each call of ``step``.
+
+    Returns:
+        The last carry, and the outputs in order.
+
+    Example:
+        >>> scan(lambda total, x: (total + x, total), 0, [1, 2, 3])
+        (6, [0, 1, 3])
     """
     ys = []
     for x in xs:
@@ -30,14 +39,18 @@ def scan(step: Callable[[Carry, X], tuple[Carry, Y]], carry: Carry, xs: Iterable
 def minibatches(
     batch: Batch, rows: int, *, epochs: int = 1, shuffle: Key | None = None, together: str | None = None
 ) -> list[Batch]:
-    """Returns the update batches of ``epochs`` passes, of at most ``rows`` rows each.
+    """Returns the update batches of several passes over a batch.
 
     Args:
-        shuffle: a key, for another order of rows in every epoch; None keeps the order.
-        together: a per-row field of integers; rows with one value of it stay in one minibatch. Pass ``loss.together``.
+        batch: the batch to split.
+        rows: the number of rows that an update batch may have.
+        epochs: the number of passes.
+        shuffle: a key that orders the rows differently in every pass; None keeps their order.
+        together: a per-row field of integers; rows with the same value stay in one update batch. Pass
+            ``loss.together``.
 
     Raises:
-        ValueError: one group has more than ``rows`` rows, or the batch lacks the field.
+        ValueError: a group has more than ``rows`` rows, or the batch lacks the field.
 
     Example:
         >>> [len(b) for b in minibatches(Batch.from_rows([[1], [2], [3]]), 2, epochs=2)]

@@ -1,7 +1,7 @@
 """Advantage estimators: ``(batch, options) -> batch`` with ``advantages`` and ``returns``.
 
-All read ``token_level_rewards`` and ``response_mask``. Tokens with ``response_mask`` 0 inside a response
-(tool output) are carried through: recursions jump over them, and their advantage and return are 0.
+All of them read ``token_level_rewards`` and ``response_mask``. Tokens inside a response whose ``response_mask`` is 0,
+such as tool output, are skipped by recursions; their advantage and return are 0.
 """
 
 from .columns import whiten_masked

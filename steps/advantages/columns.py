@@ -1,4 +1,4 @@
-"""Masked tokens as a table, rows right-aligned, for recursions that run back from the end; and whitening."""
+"""Response tokens as a right-aligned table, for recursions that start at the last token, and whitening."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from verl_fn.state import Batch
 
 
 def whiten_masked(values: Float[Tensor, " T"], mask: Tensor) -> Float[Tensor, " T"]:
-    """Shift and scale to mean 0 and variance 1 (unbiased) where ``mask`` is set; 0 elsewhere.
+    """Shifts and scales the values where ``mask`` is set to mean 0 and variance 1 (unbiased); the others become 0.
 
-    A function of the whole batch: call it before the batch is split.
+    The result depends on the whole batch, so whiten before the batch is split.
 
-    >>> [round(x, 4) for x in whiten_masked(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])).tolist()]
-    [-0.7071, 0.7071, 0.0]
+    Args:
+        values: one value per token.
+        mask: which values to whiten. If it is set for fewer than two, the result is 0 everywhere.
+
+    Example:
+        >>> whiten_masked(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False]))
+        tensor([-0.7071,  0.7071,  0.0000])
     """
     chosen = values[mask.bool()]
     if len(chosen) < 2:
@@ -24,21 +29,26 @@ def whiten_masked(values: Float[Tensor, " T"], mask: Tensor) -> Float[Tensor, " 
 
 
 def columns(batch: Batch, values: Tensor) -> Tensor:
-    """Masked tokens of each row, right-aligned in ``[B, longest]``: recursions from the end start together."""
-    row, column, width = _places(batch)
+    """Returns the values of each row's response tokens as a right-aligned table, ``[T] -> [B, longest response]``.
+
+    All rows end in the last column, so a recursion from the end is a loop over columns.
+    """
+    row, column, width = _cells(batch)
     table = torch.zeros(len(batch), width, dtype=values.dtype, device=values.device)
     table[row, column] = values[batch["response_mask"].bool()]
     return table
 
 
 def uncolumn(batch: Batch, table: Tensor) -> Tensor:
-    row, column, _ = _places(batch)
+    """Returns the values of a table made by ``columns`` per token, and 0 for tokens that are not in it."""
+    row, column, _ = _cells(batch)
     flat = torch.zeros(batch.num_tokens, dtype=table.dtype, device=table.device)
     flat[batch["response_mask"].bool()] = table[row, column]
     return flat
 
 
-def _places(batch: Batch) -> tuple[Tensor, Tensor, int]:
+def _cells(batch: Batch) -> tuple[Tensor, Tensor, int]:
+    """Returns the row and the column of each response token in the table, and the number of columns."""
     mask = batch["response_mask"].bool()
     counts = batch.sum_rows(mask.long())
     width = int(counts.max())

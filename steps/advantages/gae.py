@@ -10,13 +10,22 @@ from .columns import columns, uncolumn, whiten_masked
 
 
 def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> Batch:
-    """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438). Needs ``values``.
+    """Estimates advantages by generalised advantage estimation (GAE).
 
-    Returns are advantages plus values, taken before whitening.
+    The returns are the advantages before whitening, plus the values.
 
-    >>> rows = {"token_level_rewards": [[0.0, 1.0]], "values": [[0.5, 0.5]], "response_mask": [[1.0, 1.0]]}
-    >>> gae(Batch.from_rows([[1, 2]], rows), whiten=False)["advantages"].tolist()
-    [0.5, 0.5]
+    Args:
+        batch: needs ``values``.
+        gamma: the discount factor per token.
+        lam: the decay of the sum over temporal differences: 0 uses one of them, 1 the whole rest of the response.
+        whiten: whether advantages are whitened over the whole batch.
+
+    Example:
+        >>> rows = {"token_level_rewards": [[0.0, 1.0]], "values": [[0.5, 0.5]], "response_mask": [[1.0, 1.0]]}
+        >>> gae(Batch.from_rows([[1, 2]], rows), whiten=False)["advantages"].tolist()
+        [0.5, 0.5]
+
+    Source: Schulman et al. 2016 (arXiv 1506.02438).
     """
     mask = batch["response_mask"].bool()
     values = columns(batch, batch["values"])

@@ -1,4 +1,4 @@
-"""Estimators that compare a row with the others of its group. Groups may have any number of rows."""
+"""Estimators that compare a row with the other rows of its group. Groups can have any number of rows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from verl_fn.state import Batch
 
 
 def grpo(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1e-6) -> Batch:
-    """Group-relative advantage (Shao et al. 2024, arXiv 2402.03300). Needs the per-row field ``group``.
+    """Estimates group-relative advantages (GRPO).
 
-    A row's reward less its group's mean, over the group's standard deviation (unbiased) unless
-    ``norm_adv_by_std`` is off (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). A group of one keeps its reward.
+    The advantage of a row is its reward minus the mean of its group, divided by the group's standard deviation
+    (unbiased). The advantage of a row that is alone in its group is its reward.
 
-    >>> rows = {"token_level_rewards": [[1.0], [0.0]], "response_mask": [[1.0], [1.0]]}
-    >>> batch = Batch.from_rows([[1], [2]], rows, {"group": [0, 0]})
-    >>> grpo(batch, norm_adv_by_std=False)["advantages"].tolist()
-    [0.5, -0.5]
+    Args:
+        batch: needs the per-row field ``group``.
+        norm_adv_by_std: whether to divide by the standard deviation; Dr. GRPO does not.
+        epsilon: added to the standard deviation.
+
+    Example:
+        >>> rows = {"token_level_rewards": [[1.0], [0.0]], "response_mask": [[1.0], [1.0]]}
+        >>> batch = Batch.from_rows([[1], [2]], rows, {"group": [0, 0]})
+        >>> grpo(batch, norm_adv_by_std=False)["advantages"].tolist()
+        [0.5, -0.5]
+
+    Source: Shao et al. 2024 (arXiv 2402.03300); Dr. GRPO, Liu et al. 2025 (arXiv 2503.20783).
     """
     scores, groups, count = _group_scores(batch)
     alone = count[groups] == 1
@@ -30,13 +38,20 @@ def grpo(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1e-6) -
 
 
 def rloo(batch: Batch) -> Batch:
-    """Leave-one-out baseline (Ahmadian et al. 2024, arXiv 2402.14740). Needs the per-row field ``group``.
+    """Estimates advantages with a leave-one-out baseline (RLOO).
 
-    A row's reward less the mean of the others in its group; a group of one keeps its reward.
+    The advantage of a row is its reward minus the mean reward of the other rows of its group. The advantage of a row
+    that is alone in its group is its reward.
 
-    >>> rows = {"token_level_rewards": [[1.0], [0.0], [0.0]], "response_mask": [[1.0]] * 3}
-    >>> rloo(Batch.from_rows([[1], [2], [3]], rows, {"group": [0, 0, 0]}))["advantages"].tolist()
-    [1.0, -0.5, -0.5]
+    Args:
+        batch: needs the per-row field ``group``.
+
+    Example:
+        >>> rows = {"token_level_rewards": [[1.0], [0.0], [0.0]], "response_mask": [[1.0]] * 3}
+        >>> rloo(Batch.from_rows([[1], [2], [3]], rows, {"group": [0, 0, 0]}))["advantages"].tolist()
+        [1.0, -0.5, -0.5]
+
+    Source: Ahmadian et al. 2024 (arXiv 2402.14740).
     """
     scores, groups, count = _group_scores(batch)
     n = count[groups]
@@ -45,9 +60,9 @@ def rloo(batch: Batch) -> Batch:
 
 
 def _group_scores(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's total reward, its group's number, and each group's size.
+    """Returns each row's total reward, the index of its group, and the size of each group.
 
-    In float64: the mean of equal rewards is then exactly that reward, whatever its value and their number.
+    Rewards are summed in float64, so that the mean of equal rewards is exactly that reward.
     """
     rewards = batch["token_level_rewards"].double()
     scores = batch.sum_rows(torch.where(batch["response_mask"].bool(), rewards, 0.0))
@@ -60,7 +75,7 @@ def _group_mean(values: Tensor, groups: Tensor, count: Tensor) -> Tensor:
 
 
 def _outcome(batch: Batch, row_advantages: Tensor) -> Batch:
-    """Every response token gets its row's advantage."""
+    """Writes each row's advantage to all of its response tokens, as advantages and as returns."""
     spread = batch.spread(row_advantages).to(batch["token_level_rewards"].dtype)
     spread = torch.where(batch["response_mask"].bool(), spread, 0.0)
     return batch.with_tokens(advantages=spread, returns=spread)

@@ -1,4 +1,4 @@
-"""Estimators without a critic or groups: discounted returns."""
+"""Estimators that need neither a critic nor groups."""
 
 from __future__ import annotations
 
@@ -10,11 +10,18 @@ from .columns import columns, uncolumn, whiten_masked
 
 
 def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Batch:
-    """Discounted returns, whitened over the whole batch (Hu 2025, arXiv 2501.03262).
+    """Estimates advantages as discounted returns, whitened over the whole batch (REINFORCE++).
 
-    >>> rows = {"token_level_rewards": [[0.0, 1.0]], "response_mask": [[1.0, 1.0]]}
-    >>> reinforce_plus_plus(Batch.from_rows([[1, 2]], rows), gamma=0.5)["returns"].tolist()
-    [0.5, 1.0]
+    Args:
+        batch: needs only the fields that all estimators read.
+        gamma: the discount factor per token.
+
+    Example:
+        >>> rows = {"token_level_rewards": [[0.0, 1.0]], "response_mask": [[1.0, 1.0]]}
+        >>> reinforce_plus_plus(Batch.from_rows([[1, 2]], rows), gamma=0.5)["returns"].tolist()
+        [0.5, 1.0]
+
+    Source: Hu 2025 (arXiv 2501.03262).
     """
     rewards = columns(batch, batch["token_level_rewards"])
     returns = torch.zeros_like(rewards)

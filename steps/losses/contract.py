@@ -1,9 +1,9 @@
-"""Losses: pure functions of a model's outputs and a batch, added up like numbers.
+"""Losses: pure functions of a model's outputs and a batch, which can be added and scaled.
 
-A loss is a sum of terms. A term is of one level: a ``token`` term gives one value a token, ``[T]``, and is weighted by
-the batch's ``loss_weight``; a ``row`` term gives one value a row, ``[B]``, and is weighted by ``row_weight``. A backend
-differentiates ``total_loss``, the plain sum of weight times value. A loss therefore knows nothing of averages,
-micro-batches or ranks, and any two losses add:
+A loss is a sum of terms, and each term has a level. A ``token`` term returns one value per token, ``[T]``, and is
+weighted by the batch's ``loss_weight``; a ``row`` term returns one value per row, ``[B]``, and is weighted by
+``row_weight``. A backend differentiates ``total_loss``, the sum of weight times value. A loss therefore computes no
+averages and does not depend on micro-batches or ranks, and any two losses can be added:
 
     loss = ppo_clip(clip_ratio_high=0.28) + 0.001 * kl_to_reference("low_var_kl") - 0.01 * entropy()
 """
@@ -32,11 +32,11 @@ class Term:
     """One function of a loss.
 
     Attributes:
-        fn: gives the values and metrics.
-        needs: names of the model's outputs that it reads: ``logprobs``, ``entropy``, ``values``, ``row_values``.
+        fn: returns the values and the metrics.
+        needs: the names of the model's outputs that it reads: ``logprobs``, ``entropy``, ``values``, ``row_values``.
         level: ``token`` for values ``[T]``, ``row`` for values ``[B]``.
-        together: a per-row field; rows that have one value of it are never split apart.
-        factor: what its values are multiplied by.
+        together: a per-row field; rows with the same value are never split apart.
+        factor: the values are multiplied by it.
     """
 
     fn: LossFn
@@ -50,17 +50,17 @@ class Term:
             raise ValueError(f"level is {self.level!r}; it must be {' or '.join(WEIGHTS)}")
 
     def values(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        """The values times the factor, and the metrics, which the factor leaves alone."""
+        """Returns the values times the factor, and the metrics, which are not multiplied."""
         values, metrics = self.fn(outputs, batch)
         return values if self.factor == 1.0 else self.factor * values, metrics
 
 
 @attrs.frozen(eq=False)
 class Loss:
-    """A sum of terms; ``loss`` makes one of a function.
+    """A sum of terms. ``loss`` makes one from a function.
 
     Attributes:
-        terms: what is added up.
+        terms: the terms.
 
     Raises:
         ValueError: two terms keep rows together by different fields.
@@ -72,13 +72,13 @@ class Loss:
         fields = {term.together for term in self.terms} - {None}
         if len(fields) > 1:
             raise ValueError(
-                f"losses that keep rows together by different fields ({', '.join(sorted(map(str, fields)))}) do not "
-                "add; give both the same per-row field"
+                f"losses that keep rows together by different fields ({', '.join(sorted(map(str, fields)))}) cannot "
+                "be added; use the same per-row field for both"
             )
 
     @property
     def needs(self) -> frozenset[str]:
-        """The model's outputs that any term reads."""
+        """The names of the model's outputs that any term reads."""
         return frozenset().union(*(term.needs for term in self.terms))
 
     @property
@@ -88,14 +88,14 @@ class Loss:
 
     @property
     def together(self) -> str | None:
-        """The per-row field whose equal values stay in one micro-batch, if any term declares one."""
+        """The per-row field that keeps rows together, or None if no term declares one."""
         return next((term.together for term in self.terms if term.together is not None), None)
 
     def __call__(self, outputs: TokenOutputs, batch: Batch) -> tuple[Float[Tensor, " N"], Metrics]:
-        """Returns the values and the metrics of a loss whose terms are of one level.
+        """Returns the values and the metrics of a loss whose terms all have the same level.
 
         Raises:
-            ValueError: the loss has terms of both levels, whose values do not add before they are weighted.
+            ValueError: the loss has terms of both levels; their values can only be added after they are weighted.
         """
         if len(self.levels) > 1:
             raise ValueError("this loss has terms of both levels, token and row; compute it with steps.total_loss")
@@ -103,7 +103,7 @@ class Loss:
         total = parts[0][0]
         for values, _ in parts[1:]:
             total = total + values
-        return total, metrics.merge(*(found for _, found in parts))
+        return total, metrics.merge(*(reported for _, reported in parts))
 
     def __add__(self, other: Loss) -> Loss:
         return Loss((*self.terms, *other.terms))
@@ -120,12 +120,12 @@ class Loss:
 def loss(
     needs: Iterable[str] = ("logprobs",), *, level: Level = "token", together: str | None = None
 ) -> Callable[[LossFn], Loss]:
-    """Turns a function into a ``Loss``.
+    """Makes a decorator that turns a function of outputs and batch into a ``Loss``.
 
     Args:
-        needs: names of the model's outputs that the function reads.
-        level: ``token`` if it gives one value a token, ``row`` if it gives one value a row.
-        together: a per-row field of integers; rows that have one value of it are always in one micro-batch.
+        needs: the names of the model's outputs that the function reads.
+        level: ``token`` if it returns one value per token, ``row`` if it returns one value per row.
+        together: a per-row field of integers; rows with the same value are always in one micro-batch.
 
     Example:
         >>> @loss(needs=["logprobs"])
@@ -142,12 +142,17 @@ def loss(
 
 
 def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-    """Returns what a backend differentiates, the sum over terms of weight times value, and the metrics.
+    """Returns the scalar that a backend differentiates, which is the sum of weight times value, and the metrics.
 
-    Tokens and rows of weight zero don't count, even where their values are not finite.
+    Tokens and rows with weight zero are ignored, even if their values are not finite.
+
+    Args:
+        loss: the loss.
+        outputs: the model's outputs that the loss needs.
+        batch: has the weights, ``loss_weight`` or ``row_weight``.
 
     Raises:
-        ValueError: a term does not give one value a token, or a row, or the batch has no weights for it.
+        ValueError: a term does not return one value per token, or per row, or the batch has no weights for it.
 
     Example:
         >>> batch = Batch.from_rows([[1, 2]], {"loss_weight": [[0.0, 0.5]]})
@@ -159,20 +164,20 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
     sums: dict[str, Tensor] = {}
     reported: list[Metrics] = []
     for term in loss.terms:
-        values, found = term.values(outputs, batch)
-        # Terms of one level are added before they are weighted, as one loss that computes all of them would.
+        values, of_term = term.values(outputs, batch)
+        # Adding before weighting rounds like a single loss function that computes all terms of the level.
         _check_shape(values, batch, term.level)
         sums[term.level] = sums[term.level] + values if term.level in sums else values
-        reported.append(found)
+        reported.append(of_term)
     totals = [_weighted(batch, values, level) for level, values in sums.items()]
     return sum(totals[1:], totals[0]), metrics.merge(*reported)
 
 
 def check_weights(loss: Loss, batch: Batch) -> None:
-    """Checks that the batch has the weights of the loss's levels and the field that keeps rows together.
+    """Checks that the batch has the weights that the loss needs and the field that keeps rows together.
 
     Raises:
-        ValueError: it lacks one; the message says which function writes it.
+        ValueError: the batch lacks one of them; for weights the message names the function that writes them.
 
     Example:
         >>> check_weights(loss()(lambda outputs, batch: (outputs.logprobs, {})), Batch.from_rows([[1]]))
@@ -186,13 +191,13 @@ def check_weights(loss: Loss, batch: Batch) -> None:
             )
     if loss.together is not None and loss.together not in batch.per_row:
         raise ValueError(
-            f"the loss keeps rows with one {loss.together!r} together, and the batch has no per-row field of that "
-            f"name; it has {sorted(batch.per_row)}"
+            f"the loss keeps rows with the same {loss.together!r} together, but the batch has no per-row field of "
+            f"that name; it has {sorted(batch.per_row)}"
         )
 
 
 def token_mean(batch: Batch, values: Tensor) -> Weighted:
-    """Returns the metric "mean of ``values`` over response tokens", the same for every split.
+    """Makes the metric for the mean of ``values`` over response tokens, which is the same for every split.
 
     Example:
         >>> token_mean(Batch.from_rows([[1, 2]], {"response_mask": [[0.0, 1.0]]}), torch.tensor([9.0, 2.0])).value
@@ -202,7 +207,7 @@ def token_mean(batch: Batch, values: Tensor) -> Weighted:
 
 
 def row_mean(batch: Batch, values: Tensor) -> Weighted:
-    """Returns the metric "mean of ``values`` over the rows that have a weight", the same for every split.
+    """Makes the metric for the mean of ``values`` over rows whose weight is not 0, the same for every split.
 
     Example:
         >>> batch = Batch.from_rows([[1], [2]], per_row={"row_weight": [0.0, 0.5]})
@@ -213,13 +218,13 @@ def row_mean(batch: Batch, values: Tensor) -> Weighted:
 
 
 def weighted_sum(batch: Batch, values: Tensor, level: Level = "token") -> Sum:
-    """Returns the metric "this term of the loss", aggregated as the loss is."""
+    """Makes the metric for a term of the loss: the sum of weight times value, with the weights of ``level``."""
     return Sum(_weighted(batch, values.detach().double(), level))
 
 
 def _weighted(batch: Batch, values: Tensor, level: Level | str) -> Tensor:
     weight = batch[WEIGHTS[level]]
-    # Selected twice: a value that is not finite reaches neither the sum nor, times zero, its gradient.
+    # The inner ``where`` keeps values that are not finite out of the gradient, where 0 * inf would be nan.
     live = weight != 0
     return torch.where(live, weight * torch.where(live, values, 0.0), 0.0).sum()
 
@@ -228,6 +233,6 @@ def _check_shape(values: Tensor, batch: Batch, level: Level) -> None:
     count, unit = (batch.num_tokens, "token") if level == "token" else (len(batch), "row")
     if values.shape != (count,):
         raise ValueError(
-            f"the loss has the shape {tuple(values.shape)} where the batch has {count} {unit}s; a {unit} loss is one "
-            f"value a {unit}, and sums and means are made by {WEIGHTS[level]}"
+            f"the loss has the shape {tuple(values.shape)} where the batch has {count} {unit}s; a {unit} loss "
+            f"returns one value per {unit}, and {WEIGHTS[level]} makes it a sum or a mean"
         )

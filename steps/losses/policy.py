@@ -1,4 +1,4 @@
-"""Policy losses: the clipped surrogate, the entropy, the KL to a reference."""
+"""Policy losses: the clipped surrogate, the entropy and the KL to a reference."""
 
 from __future__ import annotations
 
@@ -17,19 +17,26 @@ def ppo_clip(
     clip_ratio_high: float | None = None,
     clip_ratio_c: float = 3.0,
 ) -> Loss:
-    """The clipped surrogate with dual clip.
+    """Returns the clipped surrogate loss with dual clip. It reads ``old_log_probs`` and ``advantages``.
 
-    Reads ``old_log_probs`` and ``advantages``. The log-ratio is clamped to 20. Where the advantage is
-    negative the loss is capped at ``-clip_ratio_c * advantage``.
+    Args:
+        clip_ratio: how far the probability ratio may move from 1 in either direction.
+        clip_ratio_low: replaces ``clip_ratio`` for ratios below 1.
+        clip_ratio_high: replaces ``clip_ratio`` for ratios above 1.
+        clip_ratio_c: where the advantage is negative, the loss is at most ``-clip_ratio_c * advantage``.
 
-    Source: Schulman et al. 2017 (arXiv 1707.06347); dual clip Ye et al. 2020 (arXiv 1912.09729);
-    separate bounds Yu et al. 2025 (DAPO, arXiv 2503.14476). ``low`` and ``high`` default to ``clip_ratio``.
+    Raises:
+        ValueError: ``clip_ratio_c`` is not above 1.
 
-    >>> batch = Batch.from_rows([[1]], {"old_log_probs": [[0.0]], "advantages": [[1.0]],
-    ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
-    >>> per_token, found = ppo_clip()(TokenOutputs({"logprobs": torch.tensor([1.0])}), batch)
-    >>> round(per_token.item(), 4), found["actor/pg_clipfrac"].value
-    (-1.2, 1.0)
+    Example:
+        >>> batch = Batch.from_rows([[1]], {"old_log_probs": [[0.0]], "advantages": [[1.0]],
+        ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> per_token, metrics = ppo_clip()(TokenOutputs({"logprobs": torch.tensor([1.0])}), batch)
+        >>> round(per_token.item(), 4), metrics["actor/pg_clipfrac"].value
+        (-1.2, 1.0)
+
+    Source: Schulman et al. 2017 (arXiv 1707.06347); dual clip, Ye et al. 2020 (arXiv 1912.09729);
+    separate bounds, Yu et al. 2025 (DAPO, arXiv 2503.14476).
     """
     low = clip_ratio if clip_ratio_low is None else clip_ratio_low
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high
@@ -39,16 +46,17 @@ def ppo_clip(
     @loss(needs=["logprobs"])
     def ppo_clip(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         advantages = batch["advantages"]
+        # The exponential of a large log-ratio would overflow.
         log_ratio = (outputs.logprobs - batch["old_log_probs"]).clamp(-20.0, 20.0)
         ratio = log_ratio.exp()
-        free = -advantages * ratio
+        unclipped = -advantages * ratio
         clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
-        upper = torch.maximum(free, clipped)
+        upper = torch.maximum(unclipped, clipped)
         cap = -advantages * clip_ratio_c
         per_token = torch.where(advantages < 0, torch.minimum(upper, cap), upper)
         return per_token, {
             "actor/pg_loss": weighted_sum(batch, per_token),
-            "actor/pg_clipfrac": token_mean(batch, clipped > free),
+            "actor/pg_clipfrac": token_mean(batch, clipped > unclipped),
             "actor/pg_clipfrac_lower": token_mean(batch, (upper > cap) & (advantages < 0)),
             "actor/ppo_kl": token_mean(batch, -log_ratio),
         }
@@ -57,7 +65,7 @@ def ppo_clip(
 
 
 def entropy() -> Loss:
-    """The policy's entropy in nats, to be subtracted as a bonus: ``policy - 0.01 * entropy()``."""
+    """Returns the policy's entropy in nats as a loss. Subtract it for a bonus: ``ppo_clip() - 0.01 * entropy()``."""
 
     @loss(needs=["entropy"])
     def entropy(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -67,7 +75,11 @@ def entropy() -> Loss:
 
 
 def kl_to_reference(kind: str = "low_var_kl") -> Loss:
-    """KL to the reference policy, estimated as ``kl_penalty`` does. Reads ``ref_log_prob``."""
+    """Returns the KL to the reference policy as a loss. It reads ``ref_log_prob``.
+
+    Args:
+        kind: the estimator, as for ``kl_penalty``.
+    """
 
     @loss(needs=["logprobs"])
     def kl_to_reference(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:

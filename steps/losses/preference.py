@@ -1,4 +1,4 @@
-"""Losses of preferences between rows."""
+"""Losses for preferences between rows."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from .contract import Loss, loss, row_mean, weighted_sum
 
 
 def bradley_terry(pair: str = "pair", chosen: str = "chosen") -> Loss:
-    """Returns minus the log-likelihood that the preferred row of each pair wins: the loss of a reward model.
+    """Returns the loss of a reward model: minus the log-likelihood that the preferred row of each pair wins.
 
-    A row loss on ``row_values``. Both rows of a pair have the pair's loss, so under ``aggregate_rows(batch,
-    "group-mean", group="pair")`` the total is the mean over pairs.
+    It is a row loss and reads ``row_values``. Both rows of a pair get the loss of the pair, so with the weights of
+    ``aggregate_rows(batch, "group-mean", group="pair")`` the total is the mean over pairs.
 
     Args:
-        pair: the per-row field of integers that two rows of a pair share.
+        pair: the per-row field of integers that is the same for the two rows of a pair.
         chosen: the per-row field that is 1 for the preferred row and 0 for the other.
 
     Raises:
-        ValueError: when computed, some pair has not exactly one preferred row and one other.
+        ValueError: when it is computed, if a pair does not have exactly one preferred row and one other row.
 
     Example:
-        >>> batch = Batch.from_rows([[1], [2]], per_row={"pair": [7, 7], "chosen": [1.0, 0.0], "row_weight": [0.5, 0.5]})
+        >>> fields = {"pair": [7, 7], "chosen": [1.0, 0.0], "row_weight": [0.5, 0.5]}
+        >>> batch = Batch.from_rows([[1], [2]], per_row=fields)
         >>> outputs = TokenOutputs({"row_values": torch.tensor([2.0, 0.0])})
         >>> [round(value, 4) for value in bradley_terry()(outputs, batch)[0].tolist()]
         [0.1269, 0.1269]

@@ -10,12 +10,13 @@ from .contract import Loss, loss, token_mean
 
 
 def cross_entropy() -> Loss:
-    """Minus the log-probability of each target token: supervised fine-tuning.
+    """Returns the loss of supervised fine-tuning: minus the log-probability of each target token.
 
-    >>> import torch
-    >>> batch = Batch.from_rows([[1]], {"response_mask": [[1.0]], "loss_weight": [[1.0]]})
-    >>> cross_entropy()(TokenOutputs({"logprobs": torch.tensor([-2.0])}), batch)[0].tolist()
-    [2.0]
+    Example:
+        >>> import torch
+        >>> batch = Batch.from_rows([[1]], {"response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> cross_entropy()(TokenOutputs({"logprobs": torch.tensor([-2.0])}), batch)[0].tolist()
+        [2.0]
     """
 
     @loss(needs=["logprobs"])

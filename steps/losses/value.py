@@ -1,4 +1,4 @@
-"""Losses of value models."""
+"""Losses for value models."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ from .contract import Loss, loss, token_mean, weighted_sum
 
 
 def value_clip(cliprange_value: float = 0.5) -> Loss:
-    """Half the squared error of the value, the larger of clipped and unclipped (Schulman et al. 2016).
+    """Returns half the squared error of the value, the larger one of the clipped and the unclipped value.
 
-    Reads ``values`` (those of the rollout) and ``returns``.
+    It reads ``returns`` and ``values``, which the critic gave before the update.
 
-    >>> batch = Batch.from_rows([[1]], {"values": [[0.0]], "returns": [[2.0]],
-    ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
-    >>> value_clip(0.5)(TokenOutputs({"values": torch.tensor([1.0])}), batch)[0].tolist()
-    [1.125]
+    Args:
+        cliprange_value: how far the clipped value may move from ``values``.
+
+    Example:
+        >>> batch = Batch.from_rows([[1]], {"values": [[0.0]], "returns": [[2.0]],
+        ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> value_clip(0.5)(TokenOutputs({"values": torch.tensor([1.0])}), batch)[0].tolist()
+        [1.125]
+
+    Source: Schulman et al. 2016 (arXiv 1506.02438).
     """
 
     @loss(needs=["values"])
     def value_clip(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         old, returns = batch["values"], batch["returns"]
         near = outputs.values.clamp(old - cliprange_value, old + cliprange_value)
-        free, clipped = (outputs.values - returns).square(), (near - returns).square()
-        per_token = 0.5 * torch.maximum(free, clipped)
+        unclipped, clipped = (outputs.values - returns).square(), (near - returns).square()
+        per_token = 0.5 * torch.maximum(unclipped, clipped)
         return per_token, {
             "critic/vf_loss": weighted_sum(batch, per_token),
-            "critic/vf_clipfrac": token_mean(batch, clipped > free),
+            "critic/vf_clipfrac": token_mean(batch, clipped > unclipped),
             "critic/vpred_mean": token_mean(batch, outputs.values),
         }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import attrs
 import torch
@@ -17,19 +17,30 @@ from .transforms import Optimizer, Update
 
 @node
 class AdamState(Node):
-    """Running averages of the gradient and of its square, and the number of updates that they have seen."""
+    """The state of AdamW.
+
+    Attributes:
+        count: the number of updates so far.
+        exp_avg: the running average of each gradient.
+        exp_avg_sq: the running average of each gradient's square.
+    """
 
     count: int
     exp_avg: Slots
     exp_avg_sq: Slots
 
 
+def _as_betas(betas: Iterable[float]) -> tuple[float, float]:
+    beta1, beta2 = betas
+    return beta1, beta2
+
+
 @attrs.frozen
 class AdamW(Optimizer):
-    """What ``adamw`` makes."""
+    """AdamW; ``adamw`` makes it and describes the settings."""
 
     schedule: Schedule = attrs.field(converter=as_schedule)
-    betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), converter=tuple)
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), converter=_as_betas)
     eps: float = 1e-8
     weight_decay: float = 0.01
     weight_decay_mask: Mask | None = attrs.field(default=None, converter=as_mask)
@@ -48,7 +59,7 @@ class AdamW(Optimizer):
         lr = self.schedule(update.position)
         names = list(grads)
         if names:
-            # Filled on the device: a copy from the host would wait for the norm before the kernel is launched.
+            # ``full`` fills the scalar on the device. A copy from the host would first wait for the norm.
             step = torch.full((), float(state.count + 1), device=grads[names[0]].device)
             for decay, group in self._groups(names, params).items():
                 weights = tensors_of(params, group)
@@ -72,7 +83,7 @@ class AdamW(Optimizer):
         return params, attrs.evolve(state, count=state.count + 1), {"lr": Weighted(lr, 1.0)}
 
     def _groups(self, names: list[str], params: Params) -> dict[float, list[str]]:
-        """Names by their weight decay: one call of the kernel for each."""
+        """Groups names by their weight decay, since a call of the kernel takes a single value of it."""
         if self.weight_decay_mask is None or self.weight_decay == 0.0:
             return {self.weight_decay: names}
         groups: dict[float, list[str]] = {}
@@ -89,12 +100,15 @@ def adamw(
     weight_decay: float = 0.01,
     weight_decay_mask: Mask | Mapping[str, bool] | None = None,
 ) -> AdamW:
-    """Makes AdamW, which decays weights apart from the gradient.
+    """Makes AdamW, which is Adam with weight decay that bypasses the running averages.
 
     Args:
-        schedule: the learning rate, a number or a function of the number of updates applied so far.
-        weight_decay_mask: which parameters decay, as in optax: a function of canonical name and tensor (``no_decay``
-            makes one), or a mapping by name; by default all of them.
+        schedule: the learning rate, as a number or as a function of the number of updates applied so far.
+        betas: the decay rates of the running averages of the gradient and of its square.
+        eps: is added to the denominator.
+        weight_decay: each update subtracts this times the learning rate from a weight of 1.
+        weight_decay_mask: which parameters decay: a function of canonical name and tensor, such as ``no_decay``
+            makes, or a mapping by name; by default all of them.
 
     Example:
         >>> params = Params({"w": torch.tensor([1.0])})

@@ -1,4 +1,4 @@
-"""Which parameters weight decay pulls on, by canonical name."""
+"""Masks that select the parameters to which weight decay applies, by canonical name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Mask: TypeAlias = Callable[[str, Tensor], bool]
 
 @attrs.frozen
 class NoDecay:
-    """What ``no_decay`` makes."""
+    """A mask that excludes parameters by parts of their names; ``no_decay`` makes it."""
 
     parts: tuple[str, ...]
 
@@ -22,7 +22,7 @@ class NoDecay:
 
 
 def no_decay(*parts: str) -> NoDecay:
-    """Makes the mask that decays all parameters but those whose canonical name contains one of ``parts``.
+    """Makes a mask that decays all parameters except those whose canonical name contains one of ``parts``.
 
     Example:
         >>> import torch
@@ -35,22 +35,22 @@ def no_decay(*parts: str) -> NoDecay:
 
 @attrs.frozen
 class ByName:
-    """A mask that lists every parameter; ``as_mask`` makes it of a mapping."""
+    """A mask that lists all parameters; ``as_mask`` makes it from a mapping."""
 
     decays: tuple[tuple[str, bool], ...]
 
     def __call__(self, name: str, tensor: Tensor) -> bool:
         listed = dict(self.decays)
         if name not in listed:
-            raise ValueError(f"weight_decay_mask says nothing of {name}; give it a value for every trained parameter")
+            raise ValueError(f"weight_decay_mask has no value for {name}; give it one for every trained parameter")
         return listed[name]
 
 
 def as_mask(mask: Mask | Mapping[str, bool] | None) -> Mask | None:
-    """Converts what a user gives for a mask: a function of name and tensor, a mapping by name, or None for all.
+    """Converts a mapping by name to a mask; a function of name and tensor, or None for all, stays as it is.
 
-    On sharded backends the tensor is this process's shard: its number of dimensions is the whole tensor's, its first
-    size is not.
+    On sharded backends the function gets this process's shard of a tensor. It has as many dimensions as the whole
+    tensor, but another first size.
 
     Example:
         >>> as_mask({"w": True, "b": False}) == as_mask({"b": False, "w": True})

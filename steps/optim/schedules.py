@@ -13,7 +13,7 @@ Schedule: TypeAlias = Callable[[int], float]
 
 @attrs.frozen
 class Constant:
-    """What ``constant`` makes."""
+    """A constant learning rate after a warm-up; ``constant`` makes it."""
 
     lr: float
     warmup_steps: int = 0
@@ -24,7 +24,7 @@ class Constant:
 
 @attrs.frozen
 class Linear:
-    """What ``linear`` makes."""
+    """A linear decay after a warm-up; ``linear`` makes it."""
 
     lr: float
     total_steps: int
@@ -38,7 +38,7 @@ class Linear:
 
 @attrs.frozen
 class Cosine:
-    """What ``cosine`` makes."""
+    """A cosine decay after a warm-up; ``cosine`` makes it."""
 
     lr: float
     total_steps: int
@@ -51,7 +51,11 @@ class Cosine:
 
 
 def constant(lr: float, warmup_steps: int = 0) -> Constant:
-    """Makes ``lr`` throughout, after a linear warm-up from 0. A plain number means the same, without warm-up.
+    """Makes a constant schedule with an optional warm-up. A plain number is the same schedule without a warm-up.
+
+    Args:
+        lr: the learning rate.
+        warmup_steps: the number of updates in which the learning rate grows linearly from 0.
 
     Example:
         >>> [constant(1.0, warmup_steps=2)(i) for i in range(4)]
@@ -63,7 +67,13 @@ def constant(lr: float, warmup_steps: int = 0) -> Constant:
 
 
 def linear(lr: float, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> Linear:
-    """Makes a straight line from ``lr`` down to ``min_lr_ratio * lr`` at ``total_steps``.
+    """Makes a schedule that decays linearly.
+
+    Args:
+        lr: the learning rate after the warm-up.
+        total_steps: the update at which the decay ends.
+        warmup_steps: the number of updates in which the learning rate grows linearly from 0.
+        min_lr_ratio: the learning rate at the end, as a fraction of ``lr``.
 
     Example:
         >>> [linear(1.0, 4)(i) for i in (0, 1, 4, 9)]
@@ -73,7 +83,13 @@ def linear(lr: float, total_steps: int, warmup_steps: int = 0, min_lr_ratio: flo
 
 
 def cosine(lr: float, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> Cosine:
-    """Makes half a cosine from ``lr`` down to ``min_lr_ratio * lr`` at ``total_steps``.
+    """Makes a schedule that decays like the first half of a cosine.
+
+    Args:
+        lr: the learning rate after the warm-up.
+        total_steps: the update at which the decay ends.
+        warmup_steps: the number of updates in which the learning rate grows linearly from 0.
+        min_lr_ratio: the learning rate at the end, as a fraction of ``lr``.
 
     Example:
         >>> [round(cosine(1.0, 4)(i), 3) for i in (0, 2, 4)]
@@ -85,7 +101,7 @@ def cosine(lr: float, total_steps: int, warmup_steps: int = 0, min_lr_ratio: flo
 
 
 def as_schedule(schedule: Schedule | float) -> Schedule:
-    """Returns a schedule as it is, and a number as the constant schedule."""
+    """Converts a number to a constant schedule; a schedule stays as it is."""
     return schedule if callable(schedule) else Constant(float(schedule))
 
 
@@ -94,5 +110,5 @@ def _warmup(count: int, warmup_steps: int) -> float:
 
 
 def _progress(count: int, total_steps: int, warmup_steps: int) -> float:
-    """How far past the warm-up, from 0 to 1."""
+    """Returns the fraction of the decay that is done, from 0 at the end of the warm-up to 1."""
     return min(1.0, max(0, count - warmup_steps) / max(1, total_steps - warmup_steps))

@@ -14,14 +14,18 @@ from .transforms import Optimizer, Update
 
 @node
 class SGDState(Node):
-    """The momentum of each parameter; empty without momentum."""
+    """The state of SGD.
+
+    Attributes:
+        momentum: the momentum of each parameter; empty if the optimizer has none.
+    """
 
     momentum: Slots
 
 
 @attrs.frozen
 class SGD(Optimizer):
-    """What ``sgd`` makes."""
+    """Stochastic gradient descent; ``sgd`` makes it and describes the settings."""
 
     schedule: Schedule = attrs.field(converter=as_schedule)
     momentum: float = 0.0
@@ -58,10 +62,11 @@ class SGD(Optimizer):
 
 
 def sgd(schedule: Schedule | float, momentum: float = 0.0) -> SGD:
-    """Makes stochastic gradient descent, with heavy-ball momentum where ``momentum`` is not 0.
+    """Makes stochastic gradient descent.
 
     Args:
-        schedule: the learning rate, a number or a function of the number of updates applied so far.
+        schedule: the learning rate, as a number or as a function of the number of updates applied so far.
+        momentum: the decay rate of heavy-ball momentum; 0 turns it off.
 
     Example:
         >>> sgd(0.1, momentum=0.9)

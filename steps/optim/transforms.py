@@ -1,13 +1,14 @@
-"""Optimizers as data, in optax's shape: frozen classes with readable settings and pure functions ``init`` and ``update``.
+"""Optimizers and gradient transformations, in the manner of optax: pure functions ``init`` and ``update``.
 
-Two of them are equal if they are of one class and have equal settings, so they can be compared between ranks,
-translated for another library, and printed.
+They are frozen attrs classes, so their settings are readable, unlike those of closures. Two of them are equal if
+they have the same class and equal settings. They can be compared between ranks, printed, and translated for another
+library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
@@ -19,21 +20,24 @@ Reduce: TypeAlias = Callable[[Tensor], Tensor]
 
 
 def whole(t: Tensor) -> Tensor:
-    """Returns its argument: what there is to add up where one process holds all."""
+    """Returns its argument; it is the reduction if one process holds whole tensors."""
     return t
 
 
 @attrs.frozen(eq=False)
 class Update:
-    """What an update knows beyond the gradients. The numbers are on the device, so nothing waits for it.
+    """What transformations and optimizers know of an update besides the gradients.
+
+    The norm, the divisor and the skip flag are tensors on the device, so that Python never waits for their values.
 
     Attributes:
-        norm: global norm of the gradients as they are, a scalar tensor.
-        divisor: what the optimizer's kernel divides them by on the way, a scalar tensor: clipping costs no pass.
-        skip: 1.0 where the kernel must leave everything as it is, else 0.0, a scalar tensor.
-        position: updates applied before this one, for the schedule.
-        reduce: adds a tensor up over the processes that hold the other shards. Gradients and parameters may be shards,
-            some of their rows, so whatever spans a whole tensor has to go through it.
+        norm: the global norm of the gradients, a scalar tensor.
+        divisor: the optimizer's kernel divides the gradients by this scalar tensor. Clipping changes only the
+            divisor, which saves a pass over the gradients.
+        skip: 1.0 if the kernel must change nothing, else 0.0, a scalar tensor.
+        position: the number of updates applied before this one, for the schedule.
+        reduce: adds a tensor over the processes that hold the other shards. Gradients and parameters may be shards,
+            which are some rows of a tensor, so a sum over a whole tensor needs it.
     """
 
     norm: Tensor
@@ -44,18 +48,18 @@ class Update:
 
     @classmethod
     def of(cls, norm: Tensor, position: int, reduce: Reduce | None = None) -> Update:
-        """Returns the plain update of gradients with this norm, skipped where it is not finite."""
-        # Torch's kernels want these in fp32 whatever they update.
+        """Makes the update for gradients with this norm: without clipping, and skipped if the norm is not finite."""
+        # Torch's kernels take both in fp32, whatever the dtype of the parameters.
         one, skip = torch.ones_like(norm, dtype=torch.float32), (~torch.isfinite(norm)).float()
         return cls(norm, one, skip, position, reduce or whole)
 
 
 class GradTransform:
-    """Base of transformations of gradients, which come before the optimizer in a ``chain``.
+    """Base class of gradient transformations, which come before the optimizer in a ``chain``.
 
-    A subclass is a frozen attrs class. Its state is a tree of nodes, dictionaries and tuples, without state ``()``;
-    tensors of the parameters' shapes lie in ``Slots``. After an update that is skipped the state is as it was, so
-    ``update`` returns a new state and writes to no tensor of the old one.
+    A subclass is a frozen attrs class. Its state is a tree of nodes, dictionaries and tuples; without state it is
+    ``()``. Tensors with the shapes of the parameters belong in ``Slots``. When an update is skipped, the old state is
+    used again, so ``update`` must return a new state and not write to the tensors of the old one.
 
     Example:
         >>> from verl_fn.state import Slots
@@ -71,7 +75,7 @@ class GradTransform:
         (True, Momentum(decay=0.9))
 
     Attributes:
-        by_leaf: as of an ``Optimizer``.
+        by_leaf: has the same meaning as for an ``Optimizer``.
     """
 
     @property
@@ -83,22 +87,22 @@ class GradTransform:
         return ()
 
     def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Grads, Any, Update]:
-        """Returns the transformed gradients, the next state, and what the following parts know of the update.
+        """Returns the transformed gradients, the next state, and the update as the following parts see it.
 
-        A clip that follows reads ``update.norm``; a transformation that changes the norm may evolve it.
+        Clipping reads ``update.norm``; a transformation that changes the norm can evolve it.
         """
         raise NotImplementedError
 
 
 class Optimizer:
-    """Base of optimizers, frozen attrs classes.
+    """Base class of optimizers, which are frozen attrs classes.
 
-    ``update`` owns its arguments: it runs torch's fused kernels on their storages and returns nodes around them, which
-    is why callers go through ``apply_update``, where donation or a copy decides whose storages those are.
+    ``update`` overwrites its arguments: it runs torch's fused kernels on their storages and returns nodes that
+    contain the same storages. Call it through ``apply_update``, which donates or copies the arguments first.
 
     Attributes:
-        by_leaf: whether a leaf's update is a function of that leaf, its gradient and slots, and ``update`` alone.
-            ``apply_update`` may then update groups of leaves one after the other.
+        by_leaf: whether the update of a leaf depends only on that leaf, its gradient, its slots and ``update``.
+            ``apply_update`` can then update groups of leaves one after the other.
     """
 
     @property
@@ -116,7 +120,7 @@ class Optimizer:
 
 @attrs.frozen
 class Stateless(GradTransform):
-    """A transformation made of a function; ``stateless`` makes it."""
+    """A transformation without state; ``stateless`` makes it from a function."""
 
     fn: Callable[[Grads, Update], tuple[Grads, Update]]
 
@@ -126,10 +130,10 @@ class Stateless(GradTransform):
 
 
 def stateless(fn: Callable[[Grads, Update], tuple[Grads, Update]]) -> Stateless:
-    """Makes a transformation of a function ``(grads, update) -> (grads, update)``.
+    """Makes a transformation from a function ``(grads, update) -> (grads, update)``.
 
     Example:
-        Each parameter's gradient divided by its own norm, whether it lies here as a whole or in shards.
+        This one divides each gradient by its own norm, and also works for shards.
 
         >>> from verl_fn.steps import sgd
         >>> def normalized(grads, update):
@@ -146,7 +150,7 @@ def stateless(fn: Callable[[Grads, Update], tuple[Grads, Update]]) -> Stateless:
 
 @attrs.frozen
 class ClipByGlobalNorm(GradTransform):
-    """What ``clip_by_global_norm`` makes."""
+    """Clips gradients by their global norm; ``clip_by_global_norm`` makes it."""
 
     max_norm: float
 
@@ -161,7 +165,12 @@ class ClipByGlobalNorm(GradTransform):
 
 
 def clip_by_global_norm(max_norm: float) -> ClipByGlobalNorm:
-    """Scales gradients down to ``max_norm`` where their global norm is larger.
+    """Makes a transformation that scales gradients down if their global norm is above ``max_norm``.
+
+    It changes only a divisor that the optimizer's kernel applies, which saves a pass over the gradients.
+
+    Args:
+        max_norm: the global norm that gradients may have.
 
     Source: Pascanu et al. 2013 (arXiv 1211.5063).
     """
@@ -170,7 +179,7 @@ def clip_by_global_norm(max_norm: float) -> ClipByGlobalNorm:
 
 @attrs.frozen
 class Chain(Optimizer):
-    """What ``chain`` makes; its state is a tuple with the state of every part."""
+    """Transformations and an optimizer; ``chain`` makes it. Its state is a tuple of the states of its parts."""
 
     parts: tuple[GradTransform | Optimizer, ...]
 
@@ -181,27 +190,35 @@ class Chain(Optimizer):
     def init(self, params: Params) -> tuple[Any, ...]:
         return tuple(part.init(params) for part in self.parts)
 
-    def update(self, grads: Grads, state: tuple[Any, ...], params: Params, update: Update) -> Any:
-        *transforms, last = self.parts
-        states = []
-        for transform, held in zip(transforms, state, strict=False):
-            grads, new, update = transform.update(grads, held, params, update)
-            states.append(new)
-        params, new, metrics = last.update(_apart(grads, states), state[-1], params, update)
-        return params, (*states, new), metrics
+    def update(
+        self, grads: Grads, state: tuple[Any, ...], params: Params, update: Update
+    ) -> tuple[Params, tuple[Any, ...], Metrics]:
+        # ``chain`` has checked the classes of the parts.
+        transforms, optimizer = cast(tuple[GradTransform, ...], self.parts[:-1]), cast(Optimizer, self.parts[-1])
+        states: list[Any] = []
+        for transform, part_state in zip(transforms, state, strict=False):
+            grads, new_state, update = transform.update(grads, part_state, params, update)
+            states.append(new_state)
+        params, last_state, metrics = optimizer.update(_unshared(grads, states), state[-1], params, update)
+        return params, (*states, last_state), metrics
 
 
-def _apart(grads: Grads, states: list[Any]) -> Grads:
-    """The gradients, those that a state holds too as copies: fused kernels scale gradients where they lie."""
-    held = {id(t) for t in tree.leaves(states) if isinstance(t, Tensor)}
-    return Grads({name: g.clone() if id(g) in held else g for name, g in grads.items()}) if held else grads
+def _unshared(grads: Grads, states: list[Any]) -> Grads:
+    """Returns the gradients, with copies of those that are in a state too: fused kernels scale gradients in place."""
+    in_states = {id(t) for t in tree.leaves(states) if isinstance(t, Tensor)}
+    if not in_states:
+        return grads
+    return Grads({name: g.clone() if id(g) in in_states else g for name, g in grads.items()})
 
 
 def chain(*parts: GradTransform | Optimizer) -> Chain:
-    """Chains transformations of gradients and, last, one optimizer, which may be a chain itself.
+    """Chains gradient transformations and an optimizer.
+
+    Args:
+        parts: the transformations in order and, last, the optimizer, which can be a chain itself.
 
     Raises:
-        TypeError: a part is neither, or the last one is no optimizer or not the only one.
+        TypeError: the last part is not an optimizer, or another part is not a gradient transformation.
         ValueError: the optimizer is ``frozen()``, which takes no gradients.
 
     Example:
@@ -228,13 +245,13 @@ def chain(*parts: GradTransform | Optimizer) -> Chain:
 
 @attrs.frozen
 class Frozen(Optimizer):
-    """What ``frozen`` makes."""
+    """An optimizer that refuses to update; ``frozen`` makes it."""
 
     def init(self, params: Params) -> dict[str, Any]:
         return {}
 
     def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Params, Any, Metrics]:
-        raise ValueError("this state was made with the optimizer frozen(); it is not to be updated")
+        raise ValueError("this state was made with the optimizer frozen(), so it cannot be updated")
 
 
 def frozen() -> Frozen:

@@ -54,7 +54,7 @@ class IgnoresParameters(Mock):
 
 
 class CachesByTensor(Mock):
-    """Keeps a compute copy, and makes it anew only for other tensor objects: blind to updates in place."""
+    """Keeps a compute copy, and replaces it only for other tensor objects, so updates in place go unnoticed."""
 
     of = None
 
@@ -89,7 +89,7 @@ class StaleLocal(Local):
 
 
 class WritesToBatch(Mock):
-    """Changes a field in place, and after the first time there is nothing left to change."""
+    """Changes a field in place, which has an effect in the first call only."""
 
     def forward_backward(self, state, batch, loss):
         batch["advantages"].clamp_(-0.5, 0.5)
@@ -106,8 +106,8 @@ class DrawsFromGlobalGenerator(Mock):
     """Dropout."""
 
     def forward_backward(self, state, batch, loss):
-        grads, found = super().forward_backward(state, batch, loss)
-        return tree.map_tensors(lambda g: g * (torch.rand(g.shape) > 0.1), grads), found
+        grads, metrics = super().forward_backward(state, batch, loss)
+        return tree.map_tensors(lambda g: g * (torch.rand(g.shape) > 0.1), grads), metrics
 
 
 class InitFromGlobalGenerator(Mock):
@@ -121,12 +121,12 @@ class MeanPerMicroBatch(Mock):
 
     def forward_backward(self, state, batch, loss):
         parts = list(split_by_tokens(batch, self.max_tokens))
-        told = []
+        results = []
         for part in parts:
             weight = part["loss_weight"]
             mean = part.with_tokens(loss_weight=weight / weight.sum().clamp(min=1e-6))
-            told.append(super().forward_backward(state, mean, loss))
-        grads = sum((g for g, _ in told[1:]), told[0][0]).scale(1.0 / len(parts))
+            results.append(super().forward_backward(state, mean, loss))
+        grads = sum((g for g, _ in results[1:]), results[0][0]).scale(1.0 / len(parts))
         return grads, super().forward_backward(state, batch, loss)[1]
 
 
@@ -134,13 +134,13 @@ class MeanOfMetrics(Mock):
     """Reports the mean over micro-batches of each one's metric."""
 
     def forward_backward(self, state, batch, loss):
-        grads, found = super().forward_backward(state, batch, loss)
+        grads, metrics = super().forward_backward(state, batch, loss)
         parts = [
             super(MeanOfMetrics, self).forward_backward(state, part, loss)[1]
             for part in split_by_tokens(batch, self.max_tokens)
         ]
         means = [part["actor/ppo_kl"].value for part in parts]
-        return grads, found | {"actor/ppo_kl": Weighted(sum(means) / len(means), 1.0)}
+        return grads, metrics | {"actor/ppo_kl": Weighted(sum(means) / len(means), 1.0)}
 
 
 class DropsAMicroBatch(Mock):
@@ -148,28 +148,28 @@ class DropsAMicroBatch(Mock):
 
     def forward_backward(self, state, batch, loss):
         parts = list(split_by_tokens(batch, self.max_tokens))
-        found = super().forward_backward(state, batch, loss)[1]
-        return super().forward_backward(state, concatenate(parts[:-1] or parts), loss)[0], found
+        metrics = super().forward_backward(state, batch, loss)[1]
+        return super().forward_backward(state, concatenate(parts[:-1] or parts), loss)[0], metrics
 
 
 class HalvesGradients(Mock):
     """As an average over two ranks that should have been a sum."""
 
     def forward_backward(self, state, batch, loss):
-        grads, found = super().forward_backward(state, batch, loss)
-        return grads.scale(0.5), found
+        grads, metrics = super().forward_backward(state, batch, loss)
+        return grads.scale(0.5), metrics
 
 
 class Ascends(Mock):
     def forward_backward(self, state, batch, loss):
-        grads, found = super().forward_backward(state, batch, loss)
-        return grads.scale(-1.0), found
+        grads, metrics = super().forward_backward(state, batch, loss)
+        return grads.scale(-1.0), metrics
 
 
 class TransposesGradients(Mock):
     def forward_backward(self, state, batch, loss):
-        grads, found = super().forward_backward(state, batch, loss)
-        return tree.map_tensors(lambda g: g.t().contiguous(), grads), found
+        grads, metrics = super().forward_backward(state, batch, loss)
+        return tree.map_tensors(lambda g: g.t().contiguous(), grads), metrics
 
 
 class WrongForwardMode(Mock):
@@ -179,8 +179,8 @@ class WrongForwardMode(Mock):
         fn = super().loss_fn(batch, loss)
 
         def doubled(params):
-            total, found = fn(params)
-            return _Doubled.apply(total), found
+            total, metrics = fn(params)
+            return _Doubled.apply(total), metrics
 
         return doubled
 
@@ -229,25 +229,25 @@ class ForgetsTheOrder(Mock):
 class ReusesGradients(Mock):
     """Returns the same buffers at every call."""
 
-    kept = None
+    buffers = None
 
     def forward_backward(self, state, batch, loss):
-        grads, found = super().forward_backward(state, batch, loss)
-        self.kept = self.kept or dict(snapshot(grads))
+        grads, metrics = super().forward_backward(state, batch, loss)
+        self.buffers = self.buffers or dict(snapshot(grads))
         for name, g in grads.items():
-            self.kept[name].copy_(g)
-        return Grads(dict(self.kept)), found
+            self.buffers[name].copy_(g)
+        return Grads(dict(self.buffers)), metrics
 
 
 class ReusesOutputs(Mock):
-    kept = None
+    buffers = None
 
     def forward(self, params, batch, needs=("logprobs",)):
         outputs = super().forward(params, batch, needs)
-        if self.kept is None or len(self.kept.logprobs) != len(outputs.logprobs):
-            self.kept = outputs
-        self.kept.logprobs.copy_(outputs.logprobs)
-        return self.kept
+        if self.buffers is None or len(self.buffers.logprobs) != len(outputs.logprobs):
+            self.buffers = outputs
+        self.buffers.logprobs.copy_(outputs.logprobs)
+        return self.buffers
 
 
 class KeepsAReference(Mock):
@@ -276,11 +276,11 @@ class WritesThroughReferences(Mock):
     def apply_update(self, state, grads, *, donate=True):
         if not donate:
             return super().apply_update(state, grads, donate=False)
-        new, found = super().apply_update(state, grads, donate=False)
-        kept = attrs.evolve(state)
+        new, metrics = super().apply_update(state, grads, donate=False)
+        old = attrs.evolve(state)
         _spend(state, grads)
-        params, slots = tree.map(_overwritten, (kept.params, kept.optimizer), (new.params, new.optimizer))
-        return attrs.evolve(new, params=params, optimizer=slots), found
+        params, slots = tree.map(_overwritten, (old.params, old.optimizer), (new.params, new.optimizer))
+        return attrs.evolve(new, params=params, optimizer=slots), metrics
 
 
 def _spend(*values):
@@ -294,10 +294,10 @@ def _overwritten(old, new):
 
 class AdvancesScheduleOnSkip(Mock):
     def apply_update(self, state, grads, *, donate=True):
-        new, found = super().apply_update(state, grads, donate=donate)
-        if found["update_skipped"].value:
+        new, metrics = super().apply_update(state, grads, donate=donate)
+        if metrics["update_skipped"].value:
             new = attrs.evolve(new, scheduler=new.scheduler + 1)
-        return new, found
+        return new, metrics
 
 
 class NeverSkips(Mock):
@@ -311,17 +311,22 @@ class NeverSkips(Mock):
 
 class KeepsQuietAboutSkips(Mock):
     def apply_update(self, state, grads, *, donate=True):
-        new, found = super().apply_update(state, grads, donate=donate)
-        return new, found | {"update_skipped": Sum(0)}
+        new, metrics = super().apply_update(state, grads, donate=donate)
+        return new, metrics | {"update_skipped": Sum(0)}
 
 
 class DecaysInTheGradient(Mock):
-    """Adds a pull to zero that no loss asked for."""
+    """Adds a gradient towards zero that is not the loss's."""
+
+    @property
+    def loss_fn(self):
+        # Without it the law Derivative, which this mutant also breaks, is not checked.
+        raise AttributeError("this backend has no loss_fn")
 
     def forward_backward(self, state, batch, loss):
-        grads, found = super().forward_backward(state, batch, loss)
+        grads, metrics = super().forward_backward(state, batch, loss)
         pull = float(batch["loss_weight"].sum())
-        return grads + Grads({name: 0.1 * pull * t for name, t in state.params.items()}), found
+        return grads + Grads({name: 0.1 * pull * t for name, t in state.params.items()}), metrics
 
 
 class ForgetsMoments(Mock):
@@ -372,8 +377,8 @@ class RenamesGradients(Mock):
     """Names as a wrapped module has them."""
 
     def forward_backward(self, state, batch, loss):
-        grads, found = super().forward_backward(state, batch, loss)
-        return Grads({f"module.{name}": g for name, g in grads.items()}), found
+        grads, metrics = super().forward_backward(state, batch, loss)
+        return Grads({f"module.{name}": g for name, g in grads.items()}), metrics
 
     def apply_update(self, state, grads, *, donate=True):
         own = Grads({name.removeprefix("module."): g for name, g in grads.items()})

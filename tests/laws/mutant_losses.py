@@ -27,40 +27,40 @@ def whitens_inside(outputs, batch):
 
 @loss(needs=["logprobs"])
 def sums_across_rows(outputs, batch):
-    """A running ratio that does not start anew with each row."""
+    """A running ratio that does not start again with each row."""
     ratio = (outputs.logprobs - batch["old_log_probs"]).cumsum(0).clamp(-20.0, 20.0).exp()
     return -batch["advantages"] * ratio, {}
 
 
 @loss(needs=["logprobs"])
 def mean_as_metric(outputs, batch):
-    per_token, found = ppo_clip()(outputs, batch)
-    return per_token, found | {"actor/mean": Weighted(per_token.detach().mean(), 1.0)}
+    per_token, metrics = ppo_clip()(outputs, batch)
+    return per_token, metrics | {"actor/mean": Weighted(per_token.detach().mean(), 1.0)}
 
 
 @loss(needs=["logprobs"])
 def number_as_metric(outputs, batch):
-    per_token, found = ppo_clip()(outputs, batch)
-    return per_token, found | {"actor/mean": per_token.mean().item()}
+    per_token, metrics = ppo_clip()(outputs, batch)
+    return per_token, metrics | {"actor/mean": per_token.mean().item()}
 
 
 @loss(needs=["logprobs"])
 def keeps_the_graph(outputs, batch):
-    per_token, found = ppo_clip()(outputs, batch)
-    return per_token, found | {"actor/sum": Sum(per_token.sum())}
+    per_token, metrics = ppo_clip()(outputs, batch)
+    return per_token, metrics | {"actor/sum": Sum(per_token.sum())}
 
 
 @loss(needs=["logprobs"])
 def counts_prompts(outputs, batch):
-    per_token, found = ppo_clip()(outputs, batch)
+    per_token, metrics = ppo_clip()(outputs, batch)
     ratio = outputs.logprobs - batch["old_log_probs"]
-    return per_token, found | {"actor/std": Moments.of(ratio, torch.ones_like(ratio), stat="std")}
+    return per_token, metrics | {"actor/std": Moments.of(ratio, torch.ones_like(ratio), stat="std")}
 
 
 @loss(needs=["logprobs"])
 def counts_calls(outputs, batch):
-    per_token, found = ppo_clip()(outputs, batch)
-    return per_token, found | {"actor/parts": Sum(1)}
+    per_token, metrics = ppo_clip()(outputs, batch)
+    return per_token, metrics | {"actor/parts": Sum(1)}
 
 
 @loss(needs=["logprobs"])
@@ -94,8 +94,8 @@ def writes_to_outputs(outputs, batch):
 
 @loss(needs=["logprobs"])
 def drops_out(outputs, batch):
-    per_token, found = ppo_clip()(outputs, batch)
-    return per_token * (torch.rand(len(per_token)) > 0.1), found
+    per_token, metrics = ppo_clip()(outputs, batch)
+    return per_token * (torch.rand(len(per_token)) > 0.1), metrics
 
 
 def keeps_a_baseline():

@@ -1,7 +1,7 @@
 """Broken backends, losses, estimators and rollout engines: each check must catch every one of its kind.
 
-Every list pairs a mutant with the law that it breaks, so that a check which fails for the wrong reason is found
-out too. ``LAYOUTS`` are broken only beside a right backend.
+Every list pairs a mutant with the law that it breaks, so that a check which fails for the wrong reason is noticed
+too. ``LAYOUTS`` are broken only beside a right backend.
 """
 
 from mutant_advantages import ADVANTAGES
@@ -10,5 +10,14 @@ from mutant_losses import LOSSES
 from mutant_rollouts import ROLLOUTS, rollout
 
 __all__ = [
-    "ADVANTAGES", "BACKENDS", "LAYOUTS", "LOSSES", "ROLLOUTS", "VOCAB", "StaleLocal", "mock", "optimizer", "rollout",
-]  # fmt: skip
+    "ADVANTAGES",
+    "BACKENDS",
+    "LAYOUTS",
+    "LOSSES",
+    "ROLLOUTS",
+    "VOCAB",
+    "StaleLocal",
+    "mock",
+    "optimizer",
+    "rollout",
+]

@@ -19,7 +19,9 @@ FP32, BF16, BF16_AGAINST_FP32 = 1e-5, 0.02, 0.1
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    make = lambda **options: new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, **options)  # noqa: E731
+    def make(**options):
+        return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, **options)
+
     return {"tied": make(), "untied": make(tie_word_embeddings=False)}
 
 

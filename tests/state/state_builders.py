@@ -9,7 +9,7 @@ MODEST = settings(max_examples=20, deadline=None, derandomize=True)
 
 
 def train_state(step: int = 7) -> TrainState:
-    """Two parameters, one of them frozen, a nested optimizer tree and a buffer; nobody else holds them."""
+    """Two parameters, one of them frozen, a nested optimizer tree and a buffer, without other references."""
     return TrainState(
         params=Params(
             {"embed.weight": torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]), "head.weight": torch.full((2,), 0.5)},

@@ -110,9 +110,9 @@ def test_a_row_over_the_budget_is_named_with_its_length():
 
 def test_a_group_over_the_limit_is_named():
     batch = batch_of([1, 3, 3]).with_rows(pair=[0, 4, 4])
-    with pytest.raises(ValueError, match=r"the group pair = 4 \(2 rows from row 1 on\) has 6 tokens"):
+    with pytest.raises(ValueError, match=r"the group pair = 4 \(2 rows, the first is row 1\) has 6 tokens"):
         split_by_tokens(batch, 5, "pair")
-    with pytest.raises(ValueError, match=r"the group pair = 4 .* has more rows than the 1 of a part"):
+    with pytest.raises(ValueError, match=r"the group pair = 4 .* has more rows than the 1 that a part may have"):
         split_by_count(batch, 1, "pair")
 
 

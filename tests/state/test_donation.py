@@ -1,4 +1,4 @@
-"""Donation spends a value, reuses what nobody else holds, and never changes a value under its holder."""
+"""Donation reuses buffers that have no other references, copies the others, and invalidates the donated value."""
 
 import copy
 import pickle
@@ -16,7 +16,7 @@ WRITTEN = TENSORS - 1
 
 
 def overwrite(value) -> None:
-    """What a kernel does with the buffers it was given: it leaves alone what is frozen."""
+    """Writes to all leaves that are not frozen, as a kernel does."""
     for path, leaf in tree.paths(value).items():
         if isinstance(leaf, torch.Tensor) and not path.endswith(FROZEN):
             leaf.fill_(-99.0)
@@ -115,12 +115,12 @@ HOLDERS = {
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_whoever_holds_a_part_keeps_its_values(holder):
     state = train_state()
-    held = HOLDERS[holder](state)
-    expected = tree.digest(held)
+    shared = HOLDERS[holder](state)
+    expected = tree.digest(shared)
     new, _ = donate(state, "apply_update")
     assert tree.equal(new, train_state())
     overwrite(new)
-    assert tree.digest(held) == expected
+    assert tree.digest(shared) == expected
 
 
 @pytest.mark.parametrize(
@@ -142,26 +142,26 @@ def test_whoever_holds_a_part_keeps_its_values(holder):
 def test_every_copy_is_counted_and_no_other_is_made(holder, copies):
     state = train_state()
     before = pointers(state)
-    held = HOLDERS[holder](state)
+    shared = HOLDERS[holder](state)
     new, counted = donate(state, "apply_update")
     assert counted == copies
     moved = [path for path, pointer in pointers(new).items() if pointer == before[path]]
     assert len(moved) == TENSORS - copies
-    assert held is not None
+    assert shared is not None
 
 
 @pytest.mark.parametrize("holder", ["base", "leaf", "numpy"])
 def test_a_frozen_leaf_passes_on_whoever_holds_it(holder):
-    """A reference policy made of the frozen base shares it for ever."""
+    """A reference policy made of the frozen base shares its tensors across updates."""
     state = train_state()
     leaf = state.params["embed.weight"]
-    held = {"base": state.params.base, "leaf": leaf, "numpy": leaf.numpy()}[holder]
+    shared = {"base": state.params.base, "leaf": leaf, "numpy": leaf.numpy()}[holder]
     for _ in range(3):
         state, copies = donate(state, "apply_update")
         assert copies == 0 and state.params["embed.weight"] is leaf
-    kept = spare(state)
-    assert kept.params["embed.weight"] is leaf and kept.params["head.weight"] is not state.params["head.weight"]
-    assert tree.equal(kept, state) and held is not None
+    copied = spare(state)
+    assert copied.params["embed.weight"] is leaf and copied.params["head.weight"] is not state.params["head.weight"]
+    assert tree.equal(copied, state) and shared is not None
 
 
 def test_parameters_that_are_all_trained_have_no_base():
@@ -171,10 +171,10 @@ def test_parameters_that_are_all_trained_have_no_base():
 
 def test_letting_go_of_the_holder_makes_the_next_donation_free():
     state = train_state()
-    held = attrs.evolve(state, step=100)
+    shared = attrs.evolve(state, step=100)
     state, copies = donate(state, "f")
     assert copies == WRITTEN
-    del held
+    del shared
     assert donate(state, "f")[1] == 0
 
 
@@ -207,9 +207,9 @@ def test_memory_that_torch_did_not_allocate_is_copied():
 
 def test_a_pickled_value_outlives_the_donation():
     state = train_state()
-    text = pickle.dumps(state)
+    pickled = pickle.dumps(state)
     overwrite(donate(state, "apply_update")[0])
-    assert tree.equal(pickle.loads(text), train_state())
+    assert tree.equal(pickle.loads(pickled), train_state())
 
 
 def test_a_graph_that_saved_a_leaf_still_gives_its_gradient():
@@ -228,7 +228,7 @@ def test_a_digest_costs_no_copy_at_the_next_donation():
 
 
 def flat_views(count=3, size=4):
-    """Tensors that lie side by side in one buffer, each of which knows only its storage."""
+    """Adjacent tensors in one buffer that have the storage in common, but no base tensor."""
     flat = torch.arange(float(count * size))
     storage = flat.untyped_storage()
     return [torch.empty(0).set_(storage, i * size, (size,), (1,)) for i in range(count)]
@@ -244,15 +244,15 @@ def test_views_that_share_a_buffer_among_themselves_alone_are_moved():
 @pytest.mark.parametrize("which", ["a leaf", "a view of it", "another view"])
 def test_views_of_a_buffer_that_somebody_else_sees_are_copied(which):
     views = flat_views(4)
-    held = {"a leaf": views[0], "a view of it": views[0][:2], "another view": views[3]}[which]
+    shared = {"a leaf": views[0], "a view of it": views[0][:2], "another view": views[3]}[which]
     value = Grads(dict(zip("abc", views[:3], strict=True)))
-    before = held.clone()
+    before = shared.clone()
     del views
     new, copies = donate(value, "test")
     assert copies >= 1
     for t in new.values():
         t.fill_(-1.0)
-    assert torch.equal(held, before)
+    assert torch.equal(shared, before)
 
 
 def test_views_that_overlap_are_copied():

@@ -23,16 +23,16 @@ def test_derivation_is_a_function_of_the_key_and_the_name(seed, name):
 @given(st.lists(NAMES, unique_by=lambda name: (type(name), name), max_size=12))
 @MODEST
 def test_names_never_collide(names):
-    """A number and the text that spells it give different keys, and neither is a key of split."""
+    """A number and the string that spells it give different keys, and neither is a key of split."""
     key = Key.from_seed(0)
-    found = [key.fold_in(name).bits for name in names] + [k.bits for k in key.split(4)] + [key.bits]
-    assert len(set(found)) == len(names) + 5
+    bits = [key.fold_in(name).bits for name in names] + [k.bits for k in key.split(4)] + [key.bits]
+    assert len(set(bits)) == len(names) + 5
 
 
-@pytest.mark.parametrize(("number", "text"), [(0, "0"), (-1, "-1"), (10, "10"), (1, "i1"), (1, "1\0")])
-def test_a_number_and_a_like_text_differ(number, text):
+@pytest.mark.parametrize(("number", "string"), [(0, "0"), (-1, "-1"), (10, "10"), (1, "i1"), (1, "1\0")])
+def test_a_number_and_a_like_string_differ(number, string):
     key = Key.from_seed(3)
-    assert key.fold_in(number).bits != key.fold_in(text).bits
+    assert key.fold_in(number).bits != key.fold_in(string).bits
 
 
 def test_folding_depends_on_the_order():

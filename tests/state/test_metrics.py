@@ -63,8 +63,8 @@ def by_numpy(kind, x, y):
 @MODEST
 def test_the_value_is_numpys_over_unmasked_entries(kind, rows):
     x, y, mask = columns(rows)
-    kept = mask.bool()
-    expected = by_numpy(kind, x[kept].double().numpy(), y[kept].double().numpy())
+    selected = mask.bool()
+    expected = by_numpy(kind, x[selected].double().numpy(), y[selected].double().numpy())
     got = KINDS[kind](x, y, mask).value
     assert isinstance(got, float)
     assert same(got, expected) or got == pytest.approx(expected, rel=1e-6, abs=1e-6)
@@ -103,8 +103,8 @@ def test_metrics_are_accumulated_in_float64():
 def test_metrics_hold_no_graph():
     x = torch.ones(3, requires_grad=True)
     for make in KINDS.values():
-        held = make(x.detach() if make is KINDS["sum"] else x, x, torch.ones(3))
-        assert not any(leaf.requires_grad for leaf in tree.leaves(held) if isinstance(leaf, torch.Tensor))
+        metric = make(x.detach() if make is KINDS["sum"] else x, x, torch.ones(3))
+        assert not any(leaf.requires_grad for leaf in tree.leaves(metric) if isinstance(leaf, torch.Tensor))
 
 
 def test_floats_and_tensors_add_up():

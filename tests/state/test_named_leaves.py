@@ -1,4 +1,4 @@
-"""A value taken apart into named tensors and scalars comes back bitwise, or says what does not fit."""
+"""A value that was flattened into tensors and scalars comes back bitwise; errors name the leaf that does not fit."""
 
 import json
 
@@ -27,9 +27,9 @@ def test_unflatten_undoes_flatten_also_through_json():
     """Only the structure of ``like`` is used; a key of 128 bits survives as a JSON number."""
     tensors, scalars = serial.flatten(train_state())
     like = tree.map(lambda leaf: leaf * 0, train_state())
-    found = serial.unflatten(like, tensors, json.loads(json.dumps(scalars)))
-    assert tree.equal(found, train_state()) and not tree.equal(found, like)
-    assert found.params.trainable == frozenset({"head.weight"})
+    restored = serial.unflatten(like, tensors, json.loads(json.dumps(scalars)))
+    assert tree.equal(restored, train_state()) and not tree.equal(restored, like)
+    assert restored.params.trainable == frozenset({"head.weight"})
 
 
 def test_bits_survive_in_every_dtype():
@@ -44,14 +44,14 @@ def test_bits_survive_in_every_dtype():
 
 def test_restored_tensors_have_storages_of_their_own():
     given = {"['w']": torch.ones(2)}
-    found = serial.unflatten({"w": torch.zeros(2)}, given, {})
+    restored = serial.unflatten({"w": torch.zeros(2)}, given, {})
     given["['w']"].fill_(9.0)
-    assert found["w"].tolist() == [1.0, 1.0]
+    assert restored["w"].tolist() == [1.0, 1.0]
 
 
 def test_a_number_takes_the_type_that_the_structure_has():
-    found = serial.unflatten({"rate": 0.5, "step": 0}, {}, {"['rate']": 1, "['step']": 7})
-    assert tree.equal(found, {"rate": 1.0, "step": 7})
+    restored = serial.unflatten({"rate": 0.5, "step": 0}, {}, {"['rate']": 1, "['step']": 7})
+    assert tree.equal(restored, {"rate": 1.0, "step": 7})
 
 
 def test_missing_and_superfluous_leaves_are_named():
@@ -63,19 +63,19 @@ def test_missing_and_superfluous_leaves_are_named():
 
 
 @pytest.mark.parametrize(
-    ("leaf", "told"),
+    ("leaf", "message"),
     [
         (torch.zeros(3), r"torch.float32\(3,\) in the saved state, not torch.float32\(2,\)"),
         (torch.zeros(2).bfloat16(), r"torch.bfloat16\(2,\) in the saved state, not torch.float32\(2,\)"),
         (1.0, r"is a float in the saved state, not a Tensor"),
     ],
 )
-def test_a_leaf_that_does_not_fit_is_told_with_its_path(leaf, told):
+def test_a_leaf_that_does_not_fit_is_reported_with_its_path(leaf, message):
     tensors, scalars = serial.flatten(train_state())
-    with pytest.raises(ValueError, match=rf"head\.weight'\] .*{told}"):
+    with pytest.raises(ValueError, match=rf"head\.weight'\] .*{message}"):
         serial.unflatten(train_state(), {**tensors, WEIGHT: leaf}, scalars)
 
 
 def test_what_a_file_cannot_hold_is_refused_by_its_path():
-    with pytest.raises(TypeError, match=r"\['f'\] is a object; only tensors, numbers and texts"):
+    with pytest.raises(TypeError, match=r"\['f'\] is a object; only tensors, numbers and strings"):
         serial.flatten({"f": object()})

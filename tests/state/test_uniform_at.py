@@ -1,4 +1,4 @@
-"""Numbers drawn at (seed, position) are SplitMix64's, uniform, and blind to what is drawn beside them."""
+"""Numbers drawn at (seed, position) are SplitMix64's, uniform, and independent of the other pairs."""
 
 import numpy as np
 import pytest

@@ -36,12 +36,12 @@ def assert_rows(batch: Batch, name: str, expected, rtol: float = 1e-9, atol: flo
 
 def scatter(masks, values) -> list[np.ndarray]:
     """Put each row's values, one an unmasked token, on their tokens; 0 elsewhere."""
-    found = []
+    rows = []
     for mask, some in zip(masks, values, strict=True):
         row = np.zeros(len(mask))
         row[np.array(mask, dtype=bool)] = some
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def chosen(masks, rows) -> list[np.ndarray]:

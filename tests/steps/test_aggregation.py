@@ -43,9 +43,9 @@ def by_hand(mode, rows, scale=6.0):
 def test_each_mode_is_its_definition(mode, masks, seed):
     assume(any(map(any, masks)))
     batch, fields = pack(masks, seed, "loss")
-    found = weigh(batch, mode)
-    assert loss_of(found) == pytest.approx(by_hand(mode, chosen(masks, fields["loss"])), rel=1e-5, abs=1e-6)
-    assert not found["loss_weight"][found["response_mask"] == 0].any()
+    weighted = weigh(batch, mode)
+    assert loss_of(weighted) == pytest.approx(by_hand(mode, chosen(masks, fields["loss"])), rel=1e-5, abs=1e-6)
+    assert not weighted["loss_weight"][weighted["response_mask"] == 0].any()
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.0, 1024.0])
@@ -53,9 +53,9 @@ def test_each_mode_is_its_definition(mode, masks, seed):
 def test_the_scale_of_token_sum_norm_is_a_constant(scale, masks, seed):
     assume(any(map(any, masks)))
     batch, fields = pack(masks, seed, "loss")
-    found = aggregate(batch, "seq-mean-token-sum-norm", loss_scale_factor=scale)
+    weighted = aggregate(batch, "seq-mean-token-sum-norm", loss_scale_factor=scale)
     expected = by_hand("seq-mean-token-sum-norm", chosen(masks, fields["loss"]), scale)
-    assert loss_of(found) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert loss_of(weighted) == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -106,9 +106,9 @@ def test_the_weights_of_rows(groups):
         "group-mean": [1 / (len(counted) * len(by_group[groups[row]])) if live[row] else 0.0 for row in range(5)],
     }
     for mode, weights in expected.items():
-        found = aggregate_rows(batch, mode, group="pair")["row_weight"]
-        assert found.dtype == torch.float32
-        assert found.tolist() == pytest.approx(weights, rel=1e-6)
+        weighted = aggregate_rows(batch, mode, group="pair")["row_weight"]
+        assert weighted.dtype == torch.float32
+        assert weighted.tolist() == pytest.approx(weights, rel=1e-6)
 
 
 def test_rows_of_a_batch_without_responses_all_count():

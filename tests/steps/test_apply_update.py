@@ -86,20 +86,20 @@ def test_inputs_are_donated_and_their_buffers_reused(optimizer):
 
 @each_optimizer
 def test_inputs_can_be_kept(optimizer):
-    """The result is the same bits either way, and the kept state can be updated again."""
+    """The result is the same bits either way, and the old state can be updated again."""
     state, grads = warm(optimizer), gradients(2, dtype=torch.float32)
     before = tree.digest((state, grads))
-    kept, _ = apply_update(optimizer, state, grads, donate_inputs=False)
+    copied, _ = apply_update(optimizer, state, grads, donate_inputs=False)
     assert tree.digest((state, grads)) == before
-    shared = set(pointers(kept).items()) & set(pointers(state).items())
+    shared = set(pointers(copied).items()) & set(pointers(state).items())
     assert {path for path, _ in shared} == {".params['base.weight']"}
     again, _ = apply_update(optimizer, state, grads)
-    assert tree.equal(kept, again)
+    assert tree.equal(copied, again)
 
 
 @each_optimizer
 def test_a_reference_taken_from_the_actor_keeps_its_values(optimizer):
-    """Only what is shared and will be written is copied; the counter says how much."""
+    """Only what is shared and will be written is copied; the copies are counted."""
     state = warm(optimizer)
     reference, expected = state.params, snapshot(state.params)
     new, metrics = apply_update(optimizer, state, gradients(2, dtype=torch.float32))
@@ -116,10 +116,10 @@ def test_states_and_gradients_that_share_may_be_updated_in_any_order(optimizer):
     state = warm(optimizer)
     other, saved = attrs.evolve(state, step=100), snapshot(state)
     grads = gradients(2, dtype=torch.float32)
-    held = grads["b.bias"]
-    expected = held.clone()
+    shared = grads["b.bias"]
+    expected = shared.clone()
     first, _ = apply_update(optimizer, state, grads)
-    assert torch.equal(held, expected)
+    assert torch.equal(shared, expected)
     second, _ = apply_update(optimizer, other, gradients(2, dtype=torch.float32))
     third, _ = apply_update(optimizer, saved, gradients(2, dtype=torch.float32))
     assert tree.equal(first, third)
@@ -164,14 +164,14 @@ def test_the_norm_covers_what_other_processes_hold():
     state, grads = start(optimizer), gradients(2)
     squares = {name: g.square().sum() for name, g in grads.items()}
     whole, whole_metrics = apply_update(optimizer, state, grads, donate_inputs=False)
-    for mine, other in (TRAINED, TRAINED[::-1]):
-        half = attrs.evolve(state, params=Params({mine: state.params[mine]}))
+    for name, other in (TRAINED, TRAINED[::-1]):
+        half = attrs.evolve(state, params=Params({name: state.params[name]}))
         half = attrs.evolve(half, optimizer=optimizer.init(half.params))
         new, metrics = apply_update(
-            optimizer, half, Grads({mine: grads[mine]}), donate_inputs=False, reduce=lambda x, y=squares[other]: x + y
+            optimizer, half, Grads({name: grads[name]}), donate_inputs=False, reduce=lambda x, y=squares[other]: x + y
         )
         assert metrics["grad_norm"].value == pytest.approx(whole_metrics["grad_norm"].value)
-        torch.testing.assert_close(new.params[mine], whole.params[mine])
+        torch.testing.assert_close(new.params[name], whole.params[name])
 
 
 @each_optimizer

@@ -26,17 +26,17 @@ def grouped(groups, seed):
 
 
 def by_hand(kind, scores, groups):
-    found = []
+    advantages = []
     for score, group in zip(scores, groups, strict=True):
         members = [s for s, g in zip(scores, groups, strict=True) if g == group]
         if len(members) == 1:
-            found.append(score / (1.0 + 1e-6) if kind == "grpo" else score)
+            advantages.append(score / (1.0 + 1e-6) if kind == "grpo" else score)
         elif kind == "rloo":
-            found.append(score - (sum(members) - score) / (len(members) - 1))
+            advantages.append(score - (sum(members) - score) / (len(members) - 1))
         else:
             centred = score - statistics.fmean(members)
-            found.append(centred / (statistics.stdev(members) + 1e-6) if kind == "grpo" else centred)
-    return found
+            advantages.append(centred / (statistics.stdev(members) + 1e-6) if kind == "grpo" else centred)
+    return advantages
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
@@ -46,10 +46,10 @@ def by_hand(kind, scores, groups):
 def test_every_response_token_gets_its_rows_advantage(kind, groups, seed):
     """Groups of any name, size (also one) and order; masked tokens get 0."""
     batch, masks, scores = grouped(groups, seed)
-    found = ESTIMATORS[kind](batch)
+    estimated = ESTIMATORS[kind](batch)
     expected = [a * np.array(mask) for a, mask in zip(by_hand(kind, scores, groups), masks, strict=True)]
-    assert_rows(found, "advantages", expected, rtol=1e-7, atol=1e-9)
-    assert_rows(found, "returns", expected, rtol=1e-7, atol=1e-9)
+    assert_rows(estimated, "advantages", expected, rtol=1e-7, atol=1e-9)
+    assert_rows(estimated, "returns", expected, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)

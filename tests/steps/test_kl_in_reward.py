@@ -15,11 +15,11 @@ FIELDS = ("token_level_scores", "old_log_probs", "ref_log_prob")
 @ragged
 def test_rewards_are_scores_less_the_penalty_on_response_tokens(masks, seed):
     batch, fields = pack(masks, seed, *FIELDS)
-    found, _, metrics = apply_kl_in_reward(batch, FixedKL(0.3))
+    penalized, _, metrics = apply_kl_in_reward(batch, FixedKL(0.3))
     scores, old, ref = (fields[name] for name in FIELDS)
     expected = [s - 0.3 * np.array(m) * (a - b) for s, a, b, m in zip(scores, old, ref, masks, strict=True)]
-    assert_rows(found, "token_level_rewards", expected)
-    assert_rows(found, "token_level_scores", scores)
+    assert_rows(penalized, "token_level_rewards", expected)
+    assert_rows(penalized, "token_level_scores", scores)
     assert metrics["actor/reward_kl_penalty_coeff"].value == 0.3
 
 
@@ -39,10 +39,10 @@ def test_the_controller_sees_the_mean_over_rows_of_their_token_means(masks, seed
 def test_rewards_use_the_coefficient_from_before_the_move():
     batch, fields = pack([[1, 1], [1]], 0, *FIELDS)
     start = AdaptiveKL(0.5, target=0.01, horizon=2)
-    found, moved, metrics = apply_kl_in_reward(batch, start, "k2")
+    penalized, moved, metrics = apply_kl_in_reward(batch, start, "k2")
     scores, old, ref = (fields[name] for name in FIELDS)
     assert_rows(
-        found, "token_level_rewards", [s - 0.25 * (a - b) ** 2 for s, a, b in zip(scores, old, ref, strict=True)]
+        penalized, "token_level_rewards", [s - 0.25 * (a - b) ** 2 for s, a, b in zip(scores, old, ref, strict=True)]
     )
     assert metrics["actor/reward_kl_penalty_coeff"].value == 0.5 != moved.value
 
@@ -50,15 +50,15 @@ def test_rewards_use_the_coefficient_from_before_the_move():
 @pytest.mark.parametrize(("kind", "penalty"), [("k1", -2.0), ("k2", 2.0), ("abs", 2.0), ("k3", np.exp(2.0) - 3.0)])
 def test_the_estimator_can_be_chosen(kind, penalty):
     batch = pack([[1]], 0)[0].with_tokens(token_level_scores=[1.0], old_log_probs=[-3.0], ref_log_prob=[-1.0])
-    found, _, metrics = apply_kl_in_reward(batch, FixedKL(0.5), kind)
-    assert found["token_level_rewards"].item() == pytest.approx(1.0 - 0.5 * penalty, rel=1e-6)
+    penalized, _, metrics = apply_kl_in_reward(batch, FixedKL(0.5), kind)
+    assert penalized["token_level_rewards"].item() == pytest.approx(1.0 - 0.5 * penalty, rel=1e-6)
     assert metrics["actor/reward_kl_penalty"].value == pytest.approx(penalty, rel=1e-6)
 
 
 def test_a_batch_with_no_response_token_keeps_its_scores():
     batch, fields = pack([[0, 0], [0]], 0, *FIELDS)
-    found, controller, metrics = apply_kl_in_reward(batch, FixedKL(0.5))
-    assert_rows(found, "token_level_rewards", fields["token_level_scores"])
+    penalized, controller, metrics = apply_kl_in_reward(batch, FixedKL(0.5))
+    assert_rows(penalized, "token_level_rewards", fields["token_level_scores"])
     assert metrics["actor/reward_kl_penalty"].value == 0.0 and controller.value == 0.5
 
 

@@ -13,10 +13,10 @@ def numbered(count, **per_row):
     return Batch.from_rows([[i] * (i % 3 + 1) for i in range(count)], per_row={"row": list(range(count))} | per_row)
 
 
-def epochs_of(found, count):
+def epochs_of(parts, count):
     """The row numbers of each minibatch, gathered by epoch."""
     epochs = [[]]
-    for batch in found:
+    for batch in parts:
         if sum(map(len, epochs[-1])) == count:
             epochs.append([])
         epochs[-1].append(batch["row"].tolist())
@@ -27,9 +27,9 @@ def epochs_of(found, count):
 @MODEST
 def test_every_row_is_used_once_an_epoch(count, rows, epochs, seed):
     shuffle = None if seed is None else Key.from_seed(seed)
-    found = epochs_of(minibatches(numbered(count), rows, epochs=epochs, shuffle=shuffle), count)
-    assert len(found) == epochs
-    for epoch in found:
+    passes = epochs_of(minibatches(numbered(count), rows, epochs=epochs, shuffle=shuffle), count)
+    assert len(passes) == epochs
+    for epoch in passes:
         assert sorted(i for part in epoch for i in part) == list(range(count))
         assert [len(part) for part in epoch[:-1]] == [rows] * (len(epoch) - 1) and 1 <= len(epoch[-1]) <= rows
 
@@ -60,10 +60,10 @@ def test_the_first_epochs_do_not_depend_on_how_many_follow():
 def test_groups_stay_in_one_minibatch(seed, groups):
     rows = max(groups.count(g) for g in groups)
     shuffle = None if seed is None else Key.from_seed(seed)
-    found = minibatches(numbered(len(groups), pair=groups), rows, shuffle=shuffle, together="pair")
-    assert sorted(i for part in found for i in part["row"].tolist()) == list(range(len(groups)))
-    assert sum(len(set(part["pair"].tolist())) for part in found) == len(set(groups))
-    assert all(len(part) <= rows for part in found)
+    parts = minibatches(numbered(len(groups), pair=groups), rows, shuffle=shuffle, together="pair")
+    assert sorted(i for part in parts for i in part["row"].tolist()) == list(range(len(groups)))
+    assert sum(len(set(part["pair"].tolist())) for part in parts) == len(set(groups))
+    assert all(len(part) <= rows for part in parts)
 
 
 def test_the_batch_passed_in_is_unchanged():

@@ -107,23 +107,42 @@ def test_sgd_follows_its_definition(momentum, clip):
     weights, velocity = sgd_by_hand(arrays(start(optimizer).params), updates, momentum)
     tolerance = 1e-10 if clip is None else SINGLE
     assert_leaves(state.params, weights, tolerance)
-    held = (state.optimizer if clip is None else state.optimizer[-1]).momentum
-    assert_leaves(held, velocity if momentum else {}, tolerance)
-    assert len(held) == (len(TRAINED) if momentum else 0)
+    slots = (state.optimizer if clip is None else state.optimizer[-1]).momentum
+    assert_leaves(slots, velocity if momentum else {}, tolerance)
+    assert len(slots) == (len(TRAINED) if momentum else 0)
 
 
 def torch_adamw(weights, grads, slots, count, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01):
     torch_functional_adamw(
-        weights, grads, *slots, [], [torch.tensor(float(count)) for _ in weights], foreach=False, amsgrad=False,
-        beta1=betas[0], beta2=betas[1], lr=lr(count), weight_decay=weight_decay, eps=eps, maximize=False,
-    )  # fmt: skip
+        weights,
+        grads,
+        *slots,
+        [],
+        [torch.tensor(float(count)) for _ in weights],
+        foreach=False,
+        amsgrad=False,
+        beta1=betas[0],
+        beta2=betas[1],
+        lr=lr(count),
+        weight_decay=weight_decay,
+        eps=eps,
+        maximize=False,
+    )
 
 
 def torch_sgd(weights, grads, slots, count, momentum=0.0):
     torch_functional_sgd(
-        weights, grads, slots[0], foreach=False, weight_decay=0.0, momentum=momentum, lr=lr(count), dampening=0.0,
-        nesterov=False, maximize=False,
-    )  # fmt: skip
+        weights,
+        grads,
+        slots[0],
+        foreach=False,
+        weight_decay=0.0,
+        momentum=momentum,
+        lr=lr(count),
+        dampening=0.0,
+        nesterov=False,
+        maximize=False,
+    )
 
 
 def train_with_torch(step, dtype, **options):
@@ -144,9 +163,9 @@ def train_with_torch(step, dtype, **options):
 )
 def test_training_agrees_with_torch(options, dtype):
     """Every leaf, the frozen one bitwise, after steps with and without clipping and a moving learning rate."""
-    ours, theirs = (sgd, torch_sgd) if "momentum" in options else (adamw, torch_adamw)
-    state = train(chain(clip_by_global_norm(1.0), ours(lr, **options)), dtype)
-    expected = train_with_torch(theirs, dtype, **options)
+    tx, step = (sgd, torch_sgd) if "momentum" in options else (adamw, torch_adamw)
+    state = train(chain(clip_by_global_norm(1.0), tx(lr, **options)), dtype)
+    expected = train_with_torch(step, dtype, **options)
     tolerance = 1e-5 if dtype == torch.float32 else SINGLE
     for name, want in expected.items():
         torch.testing.assert_close(state.params[name], want, rtol=tolerance, atol=tolerance)
@@ -238,7 +257,7 @@ class Momentum(GradTransform):
 
 
 def with_slot(tx):
-    """A state of a chain of three, the second of which holds nothing."""
+    """A state of a chain of three parts, the second of which has no state."""
     state = start(tx)
     return attrs.evolve(state, optimizer=(state.optimizer[0], (), state.optimizer[1]))
 
@@ -275,16 +294,16 @@ def test_weight_decay_mask(mask):
 
 
 def test_a_mapping_that_lacks_a_parameter_is_refused():
-    with pytest.raises(ValueError, match="says nothing of"):
+    with pytest.raises(ValueError, match="has no value for"):
         train(adamw(lr, weight_decay_mask={"another": True}))
 
 
 def test_optimizers_compare_and_print_by_value():
-    make = lambda rate=1e-3, most=1.0, part="bias": chain(  # noqa: E731
-        clip_by_global_norm(most), adamw(linear(rate, 10), weight_decay_mask=no_decay(part))
-    )
+    def make(rate=1e-3, max_norm=1.0, part="bias"):
+        return chain(clip_by_global_norm(max_norm), adamw(linear(rate, 10), weight_decay_mask=no_decay(part)))
+
     assert make() == make() and repr(make()) == repr(make())
-    assert len({make(), make(rate=2e-3), make(most=2.0), make(part="norm")}) == 4
+    assert len({make(), make(rate=2e-3), make(max_norm=2.0), make(part="norm")}) == 4
     assert adamw(0.1) == adamw(constant(0.1)) != sgd(0.1)
     assert make().parts[1].schedule.lr == 1e-3 and make().parts[1].betas == (0.9, 0.999)
 
@@ -292,7 +311,7 @@ def test_optimizers_compare_and_print_by_value():
 @pytest.mark.parametrize("position", [0, 4, 10])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_the_schedule_is_read_at_the_states_position(kind, position):
-    """And not at a count of the optimizer's own: a fresh optimizer may take over in the middle of a schedule."""
+    """The optimizer's count is another number: a new optimizer can be used in the middle of a schedule."""
     schedule = cosine(1.0, total_steps=10)
     optimizer = {"sgd": sgd(schedule), "adamw": adamw(schedule, weight_decay=0.0)}[kind]
     state, grads = start(optimizer, scheduler=position), gradients(0)["b.bias"]

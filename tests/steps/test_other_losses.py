@@ -17,8 +17,8 @@ def run(term, batch, **outputs):
     per_token, metrics = term(TokenOutputs(leaves), batch)
     per_token.sum().backward()
     slopes = {f"slope_{name}": leaf.grad for name, leaf in leaves.items()}
-    found = batch.with_tokens(loss=per_token.detach(), **slopes)
-    return found, {name: metric.value for name, metric in metrics.items()}
+    result = batch.with_tokens(loss=per_token.detach(), **slopes)
+    return result, {name: metric.value for name, metric in metrics.items()}
 
 
 def weighted(fields, losses):
@@ -43,12 +43,12 @@ def test_value_loss(reach, masks, seed):
     batch, fields = pack(masks, seed, "vpred", "values", "returns", "loss_weight")
     fields = {name: [np.round(row * 64) / 64 for row in rows] for name, rows in fields.items()}
     batch = batch.with_tokens(**{name: np.concatenate(rows) for name, rows in fields.items()})
-    found, metrics = run(value_clip(reach), batch, values=fields["vpred"])
+    result, metrics = run(value_clip(reach), batch, values=fields["vpred"])
     triples = [
         list(zip(*row, strict=True)) for row in zip(*(fields[n] for n in ("vpred", "values", "returns")), strict=True)
     ]
     losses = [np.array([value_loss(*t, reach) for t in row]) for row in triples]
-    assert_rows(found, "loss", losses)
+    assert_rows(result, "loss", losses)
     clipped = [np.array([value_loss(*t, reach) > 0.5 * (t[0] - t[2]) ** 2 for t in row]) for row in triples]
     nothing = not sum(map(sum, masks))
     assert metrics == pytest.approx(
@@ -65,9 +65,9 @@ def test_value_loss(reach, masks, seed):
 @ragged
 def test_value_gradient(reach, masks, seed):
     batch, fields = pack(masks, seed, "vpred", "values", "returns", "loss_weight")
-    found, _ = run(value_clip(reach), batch, values=fields["vpred"])
+    result, _ = run(value_clip(reach), batch, values=fields["vpred"])
     rows = zip(*(fields[name] for name in ("vpred", "values", "returns")), strict=True)
-    assert_rows(found, "slope_values", [[value_slope(*t, reach) for t in zip(*row, strict=True)] for row in rows])
+    assert_rows(result, "slope_values", [[value_slope(*t, reach) for t in zip(*row, strict=True)] for row in rows])
 
 
 @pytest.mark.parametrize(
@@ -95,20 +95,20 @@ def test_rounding_is_not_taken_for_clipping(dtype):
 @ragged
 def test_entropy_is_passed_on_with_slope_one(masks, seed):
     batch, fields = pack(masks, seed, "entropy", "loss_weight")
-    found, metrics = run(entropy(), batch, entropy=fields["entropy"])
-    assert_rows(found, "loss", fields["entropy"])
-    assert_rows(found, "slope_entropy", [np.ones(len(mask)) for mask in masks])
+    result, metrics = run(entropy(), batch, entropy=fields["entropy"])
+    assert_rows(result, "loss", fields["entropy"])
+    assert_rows(result, "slope_entropy", [np.ones(len(mask)) for mask in masks])
     assert metrics == pytest.approx({"actor/entropy_loss": weighted(fields, fields["entropy"])})
 
 
 @pytest.mark.parametrize("kind", ["k1", "k2", "low_var_kl", "k3+", "abs"])
 def test_kl_to_reference_is_the_penalty_on_new_log_probs(kind):
     batch, fields = pack(MULTI_TURN, 3, "logprobs", "ref_log_prob", "loss_weight")
-    found, metrics = run(kl_to_reference(kind), batch, logprobs=fields["logprobs"])
+    result, metrics = run(kl_to_reference(kind), batch, logprobs=fields["logprobs"])
     x = torch.tensor(np.concatenate(fields["logprobs"]), requires_grad=True)
     expected = kl_penalty(x, batch["ref_log_prob"], kind)
     expected.sum().backward()
-    assert torch.equal(found["loss"], expected.detach()) and torch.equal(found["slope_logprobs"], x.grad)
+    assert torch.equal(result["loss"], expected.detach()) and torch.equal(result["slope_logprobs"], x.grad)
     assert metrics == pytest.approx({"actor/kl_loss": (batch["loss_weight"] * expected).sum().item()})
 
 
@@ -123,15 +123,15 @@ def test_kl_to_reference_uses_k3_unless_told():
 @ragged
 def test_cross_entropy_is_minus_the_log_probability(masks, seed):
     batch, fields = pack(masks, seed, "logprobs", "loss_weight")
-    found, metrics = run(cross_entropy(), batch, logprobs=fields["logprobs"])
-    assert_rows(found, "loss", [-row for row in fields["logprobs"]])
-    assert_rows(found, "slope_logprobs", [-np.ones(len(mask)) for mask in masks])
+    result, metrics = run(cross_entropy(), batch, logprobs=fields["logprobs"])
+    assert_rows(result, "loss", [-row for row in fields["logprobs"]])
+    assert_rows(result, "slope_logprobs", [-np.ones(len(mask)) for mask in masks])
     tokens = flat(masks, fields["logprobs"])
     assert metrics == pytest.approx({"train/nll": -tokens.mean() if len(tokens) else math.nan}, nan_ok=True)
 
 
 def test_cross_entropy_on_logits_has_gradient_softmax_less_one_hot():
-    """A field at t speaks of token t, so position t - 1's logits predict it; only weighted tokens count."""
+    """A field at t belongs to token t, which the logits at t - 1 predict; only weighted tokens count."""
     torch.manual_seed(0)
     tokens, weight = [2, 0, 3, 1], np.array([0.0, 0.5, 0.0, 0.25])
     logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
@@ -170,7 +170,7 @@ def test_losses_add_subtract_and_scale():
     outputs = {name: fields[name] for name in ("logprobs", "entropy")}
     whole = ppo_clip() + 0.5 * kl_to_reference("k2") - entropy() * 0.25
     assert whole.needs == {"logprobs", "entropy"}
-    found, metrics = run(whole, batch, **outputs)
+    result, metrics = run(whole, batch, **outputs)
     policy, penalty = (run(term, batch, logprobs=fields["logprobs"]) for term in (ppo_clip(), kl_to_reference("k2")))
     bonus = run(entropy(), batch, entropy=fields["entropy"])
     for name, expected in (
@@ -178,16 +178,16 @@ def test_losses_add_subtract_and_scale():
         ("slope_logprobs", policy[0]["slope_logprobs"] + 0.5 * penalty[0]["slope_logprobs"]),
         ("slope_entropy", -0.25 * bonus[0]["slope_entropy"]),
     ):
-        torch.testing.assert_close(found[name], expected)
+        torch.testing.assert_close(result[name], expected)
     assert metrics == pytest.approx(policy[1] | penalty[1] | bonus[1])
 
 
 def test_a_loss_of_ones_own_names_its_needs():
     @loss(needs=["logprobs", "values"])
-    def mine(outputs, batch):
+    def product(outputs, batch):
         return outputs.logprobs * outputs.values, {}
 
-    assert mine.needs == {"logprobs", "values"}
+    assert product.needs == {"logprobs", "values"}
     assert loss()(lambda outputs, batch: (outputs.logprobs, {})).needs == {"logprobs"}
     with pytest.raises(AttributeError, match=r"no 'values', only \['logprobs'\]"):
-        mine(TokenOutputs({"logprobs": torch.zeros(1)}), pack([[1]], 0)[0])
+        product(TokenOutputs({"logprobs": torch.zeros(1)}), pack([[1]], 0)[0])

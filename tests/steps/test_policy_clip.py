@@ -21,27 +21,27 @@ BOUNDS = {
 
 
 def loss_of(log_ratio, advantage, low, high, cap):
-    """Minus the smaller of r A and clip(r) A, which for A < 0 is held above cap A."""
+    """Minus the smaller of r A and clip(r) A, which for A < 0 is clipped above cap A."""
     ratio = math.exp(min(max(log_ratio, -20.0), 20.0))
     objective = min(ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage)
     return -(max(objective, cap * advantage) if advantage < 0 else objective)
 
 
 def slope_of(log_ratio, advantage, low, high, cap):
-    """-A r where no clip holds and 0 where one does."""
+    """-A r where the ratio is not clipped, 0 where it is."""
     ratio = math.exp(log_ratio)
     if abs(log_ratio) > 20.0:
         return 0.0
-    held = ratio > 1 + high if advantage > 0 else ratio < 1 - low or ratio > cap
-    return 0.0 if held else -advantage * ratio
+    clipped = ratio > 1 + high if advantage > 0 else ratio < 1 - low or ratio > cap
+    return 0.0 if clipped else -advantage * ratio
 
 
 def run(batch, logprobs, **options):
     x = torch.tensor(np.concatenate(logprobs), requires_grad=True)
     per_token, metrics = ppo_clip(**options)(TokenOutputs({"logprobs": x}), batch)
     per_token.sum().backward()
-    found = batch.with_tokens(loss=per_token.detach(), slope=x.grad)
-    return found, {name: metric.value for name, metric in metrics.items()}
+    result = batch.with_tokens(loss=per_token.detach(), slope=x.grad)
+    return result, {name: metric.value for name, metric in metrics.items()}
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
@@ -49,12 +49,12 @@ def run(batch, logprobs, **options):
 def test_values_gradients_and_metrics(bounds, masks, seed):
     options, (low, high, cap) = BOUNDS[bounds]
     batch, fields = pack(masks, seed, *FIELDS)
-    found, metrics = run(batch, fields["logprobs"], **options)
+    result, metrics = run(batch, fields["logprobs"], **options)
     gaps = [a - b for a, b in zip(fields["logprobs"], fields["old_log_probs"], strict=True)]
     tokens = [list(zip(g, a, strict=True)) for g, a in zip(gaps, fields["advantages"], strict=True)]
     losses = [np.array([loss_of(*token, low, high, cap) for token in row]) for row in tokens]
-    assert_rows(found, "loss", losses)
-    assert_rows(found, "slope", [[slope_of(*token, low, high, cap) for token in row] for row in tokens])
+    assert_rows(result, "loss", losses)
+    assert_rows(result, "slope", [[slope_of(*token, low, high, cap) for token in row] for row in tokens])
 
     ratio, advantage = np.exp(flat(masks, gaps)), flat(masks, fields["advantages"])
     clipped = np.where(advantage > 0, ratio > 1 + high, ratio < 1 - low)
@@ -84,29 +84,29 @@ CASES = [
 @pytest.mark.parametrize(("log_ratio", "advantage", "loss", "slope"), CASES)
 def test_each_regime(log_ratio, advantage, loss, slope):
     batch = pack([[1]], 0, "loss_weight")[0].with_tokens(old_log_probs=[-2.0], advantages=[advantage])
-    found, _ = run(batch, [np.array([log_ratio - 2.0])])
-    assert found["loss"].item() == pytest.approx(loss, rel=1e-6)
-    assert found["slope"].item() == pytest.approx(slope, rel=1e-6)
+    result, _ = run(batch, [np.array([log_ratio - 2.0])])
+    assert result["loss"].item() == pytest.approx(loss, rel=1e-6)
+    assert result["slope"].item() == pytest.approx(slope, rel=1e-6)
 
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_gradients_by_finite_differences(bounds):
     options, limits = BOUNDS[bounds]
     batch, fields = pack(MULTI_TURN, 8, *FIELDS)
-    found, _ = run(batch, fields["logprobs"], **options)
+    result, _ = run(batch, fields["logprobs"], **options)
     gaps = np.concatenate(fields["logprobs"]) - np.concatenate(fields["old_log_probs"])
     h = 1e-6
     numeric = [
         (loss_of(g + h, a, *limits) - loss_of(g - h, a, *limits)) / (2 * h)
         for g, a in zip(gaps, np.concatenate(fields["advantages"]), strict=True)
     ]
-    np.testing.assert_allclose(found["slope"].numpy(), numeric, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(result["slope"].numpy(), numeric, rtol=1e-6, atol=1e-8)
 
 
 def test_zero_advantages_give_a_zero_gradient():
     batch, fields = pack(MULTI_TURN, 4, *FIELDS)
-    found, metrics = run(batch.with_tokens(advantages=torch.zeros(batch.num_tokens)), fields["logprobs"])
-    assert not found["slope"].any() and not found["loss"].any()
+    result, metrics = run(batch.with_tokens(advantages=torch.zeros(batch.num_tokens)), fields["logprobs"])
+    assert not result["slope"].any() and not result["loss"].any()
     assert metrics["actor/pg_clipfrac"] == metrics["actor/pg_clipfrac_lower"] == 0.0
 
 

@@ -41,10 +41,10 @@ def test_gae_jumps_over_holes(gamma, lam, masks, seed):
     batch, fields = pack(masks, seed, *FIELDS)
     pairs = zip(*(chosen(masks, fields[name]) for name in FIELDS), strict=True)
     advantages = scatter(masks, [gae_by_sums(r, v, gamma, lam) for r, v in pairs])
-    found = gae(batch, gamma=gamma, lam=lam, whiten=False)
-    assert_rows(found, "advantages", advantages)
+    result = gae(batch, gamma=gamma, lam=lam, whiten=False)
+    assert_rows(result, "advantages", advantages)
     expected = [(a + v) * mask for a, v, mask in zip(advantages, fields["values"], masks, strict=True)]
-    assert_rows(found, "returns", expected)
+    assert_rows(result, "returns", expected)
 
 
 @pytest.mark.parametrize(("gamma", "lam"), DISCOUNTS[:2])
@@ -52,17 +52,17 @@ def test_gae_jumps_over_holes(gamma, lam, masks, seed):
 def test_gae_whitens_over_the_whole_batch_and_returns_stay_raw(gamma, lam, masks, seed):
     batch, _ = pack(masks, seed, *FIELDS)
     raw = gae(batch, gamma=gamma, lam=lam, whiten=False)
-    found = gae(batch, gamma=gamma, lam=lam)
-    assert_rows(found, "advantages", whitened(masks, rows_of(raw, "advantages")))
-    assert torch.equal(found["returns"], raw["returns"])
+    result = gae(batch, gamma=gamma, lam=lam)
+    assert_rows(result, "advantages", whitened(masks, rows_of(raw, "advantages")))
+    assert torch.equal(result["returns"], raw["returns"])
 
 
 @ragged
 def test_with_lambda_one_the_returns_are_the_discounted_rewards(masks, seed):
     batch, fields = pack(masks, seed, *FIELDS)
     rewards = chosen(masks, fields["token_level_rewards"])
-    found = gae(batch, gamma=0.9, lam=1.0, whiten=False)
-    assert_rows(found, "returns", scatter(masks, [discounted(r, 0.9) for r in rewards]))
+    result = gae(batch, gamma=0.9, lam=1.0, whiten=False)
+    assert_rows(result, "returns", scatter(masks, [discounted(r, 0.9) for r in rewards]))
 
 
 @ragged
@@ -73,9 +73,9 @@ def test_what_stands_on_masked_tokens_is_not_read(masks, seed):
         for name in FIELDS
     }
     for estimate in (gae, reinforce_plus_plus):
-        found, expected = estimate(batch.with_tokens(**junk)), estimate(batch)
-        assert torch.equal(found["advantages"], expected["advantages"])
-        assert torch.equal(found["returns"], expected["returns"])
+        result, expected = estimate(batch.with_tokens(**junk)), estimate(batch)
+        assert torch.equal(result["advantages"], expected["advantages"])
+        assert torch.equal(result["returns"], expected["returns"])
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
@@ -83,9 +83,9 @@ def test_what_stands_on_masked_tokens_is_not_read(masks, seed):
 def test_reinforce_plus_plus_whitens_discounted_returns(gamma, masks, seed):
     batch, fields = pack(masks, seed, "token_level_rewards")
     returns = [discounted(r, gamma) for r in chosen(masks, fields["token_level_rewards"])]
-    found = reinforce_plus_plus(batch, gamma=gamma)
-    assert_rows(found, "returns", scatter(masks, returns))
-    assert_rows(found, "advantages", whitened(masks, scatter(masks, returns)))
+    result = reinforce_plus_plus(batch, gamma=gamma)
+    assert_rows(result, "returns", scatter(masks, returns))
+    assert_rows(result, "advantages", whitened(masks, scatter(masks, returns)))
 
 
 @ragged
@@ -109,8 +109,8 @@ def test_the_batch_passed_in_is_unchanged(estimate):
 @pytest.mark.parametrize("estimate", [gae, reinforce_plus_plus])
 def test_a_batch_with_nothing_to_learn_from_gets_zeros(estimate):
     batch, _ = pack([[0, 0], [0]], 1, *FIELDS)
-    found = estimate(batch)
-    assert found["advantages"].tolist() == found["returns"].tolist() == [0.0, 0.0, 0.0]
+    result = estimate(batch)
+    assert result["advantages"].tolist() == result["returns"].tolist() == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("estimate", [gae, reinforce_plus_plus])
@@ -124,11 +124,11 @@ def test_float32_agrees_with_float64(estimate):
 @ragged
 def test_whitening_shifts_and_scales(masks, seed):
     batch, fields = pack(masks, seed, "values")
-    found = batch.with_tokens(white=whiten_masked(batch["values"], batch["response_mask"]))
-    assert_rows(found, "white", whitened(masks, fields["values"]))
-    kept = flat(masks, rows_of(found, "white"))
-    if len(kept) > 2:
-        assert kept.mean() == pytest.approx(0.0, abs=1e-9) and kept.std(ddof=1) == pytest.approx(1.0, rel=1e-4)
+    result = batch.with_tokens(white=whiten_masked(batch["values"], batch["response_mask"]))
+    assert_rows(result, "white", whitened(masks, fields["values"]))
+    white = flat(masks, rows_of(result, "white"))
+    if len(white) > 2:
+        assert white.mean() == pytest.approx(0.0, abs=1e-9) and white.std(ddof=1) == pytest.approx(1.0, rel=1e-4)
 
 
 def test_whitening_a_constant_gives_zeros():

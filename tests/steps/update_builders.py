@@ -11,7 +11,7 @@ TRAINED = ["a.weight", "b.bias"]
 
 
 def start(optimizer: Optimizer, seed: int = 0, dtype: torch.dtype = torch.float64, scheduler: int = 0) -> TrainState:
-    """A fresh state that nobody else holds a part of; ``base.weight`` is frozen."""
+    """A new state without other references to its leaves; ``base.weight`` is frozen."""
     rng = np.random.default_rng(seed)
     params = Params(
         {name: torch.tensor(rng.normal(size=shape), dtype=dtype) for name, shape in SHAPES.items()},

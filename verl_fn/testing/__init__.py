@@ -1,25 +1,26 @@
-"""Checks for what users write themselves: a loss, an advantage estimator, a training or a rollout backend.
+"""Checks for losses, advantage estimators, training backends and rollout engines that users write.
 
     from verl_fn.testing import check_loss
 
     def test_my_loss():
         check_loss(my_loss)
 
-Each raises ``LawViolation``, which names the law, what was compared, by how much it differs, and what usually
-causes it. The laws:
+A check raises ``LawViolation``, whose message names the law, what was compared, by how much it differs, and what
+usually causes the difference. The laws:
 
-* Purity: a result is a function of the arguments, which stay as they were.
-* Split invariance: the same for every split into micro-batches, in every order, on any number of ranks.
-* Persistence: a value that was not donated means at any later time what it meant before.
-* Donation: a donated value is spent, says so, and nothing that shares its buffers changes.
-* Zero: nothing to learn from changes nothing.
-* Restore: what is read back equals what was written, and goes on the same.
-* Layout: what one backend saves another restores.
+* Purity: a result depends only on the arguments, and the arguments do not change.
+* Split invariance: the result is the same for every split into micro-batches, in every order, on any number of ranks.
+* Persistence: later calls do not change a value that was not donated.
+* Donation: a donated value raises ``DonatedError``, and values that shared its buffers do not change.
+* Zero: a batch without a learning signal changes nothing.
+* Restore: a restored state equals the saved one, and training continues identically.
+* Layout: a backend restores what another one saved.
 * Signature: names, shapes and dtypes are those of the protocol.
-* Of a loss also Finite, of an estimator Rows, of a rollout engine Version and Log-probs; each check explains its own.
+* Losses also obey Finite, estimators Rows, and rollout engines Version, Log-probs and Capabilities; each check
+  describes its laws.
 
-To test an algorithm without a model there are ``Mock``, a training backend, and ``MockRollout``, an engine that says
-what a script tells it to; ``sample_table`` is the script that draws from the weights of a ``Mock``.
+``Mock``, a training backend, and ``MockRollout``, an engine whose responses come from a script, test an algorithm
+without a model. The script ``sample_table`` draws responses from the weights of a ``Mock``.
 """
 
 from verl_fn.backends.mock.rollout import MockRollout, Response, Turn, sample_table
@@ -33,6 +34,17 @@ from .rollouts import check_rollout
 from .violation import LawViolation
 
 __all__ = [
-    "LawViolation", "Mock", "MockRollout", "Response", "Turn", "check_advantage", "check_backend", "check_loss",
-    "check_rollout", "sample_table", "tiny_batch", "tiny_outputs", "tiny_pairs",
-]  # fmt: skip
+    "LawViolation",
+    "Mock",
+    "MockRollout",
+    "Response",
+    "Turn",
+    "check_advantage",
+    "check_backend",
+    "check_loss",
+    "check_rollout",
+    "sample_table",
+    "tiny_batch",
+    "tiny_outputs",
+    "tiny_pairs",
+]

@@ -24,7 +24,7 @@ def check_advantage(
     tolerance: float = 1e-5,
     key: Key | None = None,
 ) -> None:
-    """Check an estimator against the laws. It sees the whole batch, so no split of it is asked for.
+    """Checks an estimator against the laws. An estimator gets the whole batch, so splits are not checked.
 
     * Signature: ``advantages`` and ``returns``, one number a token in the dtype of the rewards; finite; all other
       fields as they were.
@@ -43,12 +43,13 @@ def check_advantage(
     Raises:
         LawViolation: a law is broken.
 
-    >>> from verl_fn.steps import gae, grpo
-    >>> check_advantage(grpo)
-    >>> check_advantage(lambda batch: gae(batch, gamma=0.99, lam=0.95))
-    >>> check_advantage(lambda batch: batch.with_tokens(advantages=batch["values"], returns=batch["values"] + 1))
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Zero: where response_mask is 0, returns reaches 1. Usual cause: ...
+    Example:
+        >>> from verl_fn.steps import gae, grpo
+        >>> check_advantage(grpo)
+        >>> check_advantage(lambda batch: gae(batch, gamma=0.99, lam=0.95))
+        >>> check_advantage(lambda batch: batch.with_tokens(advantages=batch["values"], returns=batch["values"] + 1))
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Zero: where response_mask is 0, returns reaches 1. Usual cause: ...
     """
     batch = tiny_batch() if batch is None else batch
     batch = batch.without(*WRITTEN)
@@ -63,10 +64,13 @@ def check_advantage(
     _rows(estimator, batch, whole, key, tolerance)
     _dropped(estimator, batch)
     require_close(
-        "Zero", "other numbers where response_mask is 0: the result", whole,
-        _result(estimator, scrambled(batch, key)), "a sum or a mean over rows that does not weigh with response_mask",
+        "Zero",
+        "other numbers where response_mask is 0: the result",
+        whole,
+        _result(estimator, scrambled(batch, key)),
+        "a sum or a mean over rows that does not weigh with response_mask",
         tolerance=tolerance,
-    )  # fmt: skip
+    )
     sources = [name for name in ("token_level_rewards", "token_level_scores", "values") if name in batch]
     still = batch.with_tokens(**{name: torch.zeros_like(batch[name]) for name in sources})
     top = float(_result(estimator, still)["advantages"].abs().max())
@@ -74,10 +78,10 @@ def check_advantage(
 
 
 def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tensor]:
-    """What the estimator writes.
+    """Returns the fields that the estimator writes.
 
     Raises:
-        LawViolation: something else than its signature says.
+        LawViolation: the fields do not match the signature.
     """
     new = estimator(batch)
     require(
@@ -88,10 +92,11 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
         require(name in new, "Signature", f"the batch lacks {name}", "with_tokens names another field")
         t = new[name]
         require(
-            t.shape == rewards.shape and t.dtype == rewards.dtype, "Signature",
+            t.shape == rewards.shape and t.dtype == rewards.dtype,
+            "Signature",
             f"{name} is {t.dtype}{tuple(t.shape)} where the rewards are {rewards.dtype}{tuple(rewards.shape)}",
             "a value for each row that was not spread, or a cast",
-        )  # fmt: skip
+        )
         require(
             bool(t.isfinite().all()),
             "Signature",
@@ -99,13 +104,15 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
             "rows or groups of one, or without response",
         )
     names = [*CORE, *batch.per_token, *batch.per_row]
-    kept = {name: new[name] for name in names if name in new}
-    require_equal("Signature", "another field", {name: batch[name] for name in names}, kept, "a field overwritten")
+    unchanged = {name: new[name] for name in names if name in new}
+    require_equal(
+        "Signature", "another field", {name: batch[name] for name in names}, unchanged, "a field overwritten"
+    )
     return {name: new[name] for name in WRITTEN}
 
 
 def _dropped(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
-    """Each row left out in turn."""
+    """Checks the estimator without each row in turn."""
     for row in range(len(batch) if len(batch) > 1 else 0):
         try:
             _result(estimator, batch.take(torch.arange(len(batch)) != row))
@@ -126,13 +133,20 @@ def _rows(
         moved = _result(estimator, batch.take(rows))
         expected = {n: batch.with_tokens(**whole).take(rows)[n] for n in WRITTEN}
         require_close(
-            "Rows", f"with the rows in {name}, the result", expected, moved,
+            "Rows",
+            f"with the rows in {name}, the result",
+            expected,
+            moved,
             "groups taken from neighbouring rows, or something that depends on the first or last row",
             tolerance=tolerance,
-        )  # fmt: skip
+        )
     if "group" in batch.per_row:
         renamed = batch.with_rows(group=1000 - 3 * batch["group"])
         require_close(
-            "Rows", "with other ids of the groups, the result", whole, _result(estimator, renamed),
-            "ids used as numbers", tolerance=tolerance,
-        )  # fmt: skip
+            "Rows",
+            "with other ids of the groups, the result",
+            whole,
+            _result(estimator, renamed),
+            "ids used as numbers",
+            tolerance=tolerance,
+        )

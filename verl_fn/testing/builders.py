@@ -24,11 +24,12 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
         rows: how many.
         vocab_size: tokens are 0 to ``vocab_size - 1``.
 
-    >>> batch = tiny_batch(rows=3)
-    >>> batch.lengths.tolist(), batch.rows("response_mask")[0].tolist()
-    ([9, 3, 8], [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
-    >>> sorted(batch.per_row)
-    ['group', 'prompt_length', 'row_weight', 'temperature']
+    Example:
+        >>> batch = tiny_batch(rows=3)
+        >>> batch.lengths.tolist(), batch.rows("response_mask")[0].tolist()
+        ([9, 3, 8], [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
+        >>> sorted(batch.per_row)
+        ['group', 'prompt_length', 'row_weight', 'temperature']
     """
     key = key or Key.from_seed(0)
     dice = random.Random(key.fold_in("shape").seed())
@@ -45,9 +46,15 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
     tokens = [torch.randint(vocab_size, (len(mask),), generator=stream) for mask in masks]
     batch = Batch.from_rows(tokens, {"response_mask": masks})
     mask = batch["response_mask"]
-    normal = lambda: torch.randn(batch.num_tokens, generator=stream) * mask  # noqa: E731
+
+    def normal() -> Tensor:
+        return torch.randn(batch.num_tokens, generator=stream) * mask
+
     log_probs = -0.1 - 2.0 * torch.rand(batch.num_tokens, generator=stream)
-    near = lambda: ((log_probs + 0.3 * normal()).clamp(max=-1e-3)) * mask  # noqa: E731
+
+    def near() -> Tensor:
+        return ((log_probs + 0.3 * normal()).clamp(max=-1e-3)) * mask
+
     values = normal()
     batch = batch.with_tokens(
         old_log_probs=log_probs * mask,
@@ -84,15 +91,16 @@ def tiny_pairs(key: Key | None = None, *, pairs: int = 4, vocab_size: int = 8) -
 
 
 def tiny_outputs(batch: Batch, needs: Iterable[str] = ("logprobs",), key: Key | None = None) -> TokenOutputs:
-    """What a model might say of a batch, and 0 where ``response_mask`` is 0.
+    """Makes random outputs of a model for a batch, which are 0 where ``response_mask`` is 0.
 
     Log-probs lie around ``old_log_probs``, so that some ratios are clipped and some are not. ``row_values`` are not 0
     anywhere.
 
-    >>> batch = tiny_batch()
-    >>> outputs = tiny_outputs(batch, ["logprobs", "entropy"])
-    >>> bool(outputs.entropy[batch["response_mask"] == 0].eq(0).all())
-    True
+    Example:
+        >>> batch = tiny_batch()
+        >>> outputs = tiny_outputs(batch, ["logprobs", "entropy"])
+        >>> bool(outputs.entropy[batch["response_mask"] == 0].eq(0).all())
+        True
     """
     stream = (key or Key.from_seed(0)).fold_in("outputs").generator()
     outputs: dict[str, Tensor] = {}
@@ -130,9 +138,14 @@ def scrambled(batch: Batch, key: Key) -> Batch:
     """The batch with other numbers in its fields where ``response_mask`` is 0; they must not matter."""
     stream = key.fold_in("scramble").generator()
     hole = batch["response_mask"] == 0
-    kept = ("response_mask", "loss_weight")
-    chosen = {n: t for n, t in batch.per_token.items() if n not in kept and t.dtype.is_floating_point and t.ndim == 1}
-    noise = lambda t: torch.randn(len(t), generator=stream, dtype=torch.float32).to(t)  # noqa: E731
+    unchanged = ("response_mask", "loss_weight")
+    chosen = {
+        n: t for n, t in batch.per_token.items() if n not in unchanged and t.dtype.is_floating_point and t.ndim == 1
+    }
+
+    def noise(t: Tensor) -> Tensor:
+        return torch.randn(len(t), generator=stream, dtype=torch.float32).to(t)
+
     return batch.with_tokens(**{name: torch.where(hole.to(t.device), noise(t), t) for name, t in chosen.items()})
 
 

@@ -44,20 +44,20 @@ def check_loss(
     tolerance: float = 1e-5,
     key: Key | None = None,
 ) -> None:
-    """Check a loss against the laws, on made-up outputs of a model, in some milliseconds.
+    """Checks a loss against the laws, with random outputs of a model; it takes some milliseconds.
 
     * Signature: one number a token, or a row, as each term declares, and metrics that add up.
     * Purity: twice the same, inputs as they were, no output read that ``needs`` does not name.
     * Split invariance: the weighted sum, its gradient with respect to the outputs, and every metric are the same
-      for other splits and orders of the rows. Rows that the loss keeps ``together`` are not split, by this check or by
-      any backend.
+      for other splits and orders of the rows. Neither this check nor a backend splits rows that the loss keeps
+      ``together``.
     * Zero: tokens without ``response_mask`` take no part; zero advantages give a zero gradient.
     * Finite: so is everything where log-probs lie 100 nats apart.
 
     Args:
         loss: the loss.
-        batch: by default ``tiny_batch()``, or ``tiny_pairs()`` for a loss that keeps pairs together; add the fields that
-            it lacks with ``tiny_batch().with_tokens(...)`` or ``with_rows``.
+        batch: by default ``tiny_batch()``, or ``tiny_pairs()`` for a loss that keeps pairs together; add missing
+            fields with ``tiny_batch().with_tokens(...)`` or ``with_rows``.
         together: the field that the loss is meant to keep rows together by. A loss that declares another, or none,
             breaks the law: backends only know what it declares.
         zero_advantages: whether zero advantages must give a zero gradient, where the loss reads them. Turn it
@@ -68,28 +68,34 @@ def check_loss(
     Raises:
         LawViolation: a law is broken.
 
-    >>> from verl_fn.steps import ppo_clip, loss
-    >>> check_loss(ppo_clip())
-    >>> @loss(needs=["logprobs"])
-    ... def mean_inside(outputs, batch):
-    ...     return -outputs.logprobs * batch["advantages"] / batch["response_mask"].sum(), {}
-    >>> check_loss(mean_inside)
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Split invariance: one batch against ... ['total'] by ...
+    Example:
+        >>> from verl_fn.steps import ppo_clip, loss
+        >>> check_loss(ppo_clip())
+        >>> @loss(needs=["logprobs"])
+        ... def mean_inside(outputs, batch):
+        ...     return -outputs.logprobs * batch["advantages"] / batch["response_mask"].sum(), {}
+        >>> check_loss(mean_inside)
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Split invariance: one batch against ... ['total'] by ...
     """
     if not isinstance(loss, Loss):
         raise TypeError(
             f"a {type(loss).__name__} is no Loss; decorate the function with verl_fn.steps.loss(needs=[...])"
         )
     require(
-        together in (None, loss.together), "Split invariance",
+        together in (None, loss.together),
+        "Split invariance",
         f"rows are to stay together by {together!r}, and the loss declares together={loss.together!r}, so that every "
-        "backend may split them", "a missing @loss(..., together=...)",
-    )  # fmt: skip
+        "backend may split them",
+        "a missing @loss(..., together=...)",
+    )
     if batch is None:
         batch = tiny_pairs() if loss.together == "pair" else tiny_batch()
     check_weights(loss, batch)
-    key = key or Key.from_seed(0)
+    _check_laws(loss, batch, zero_advantages, tolerance, key or Key.from_seed(0))
+
+
+def _check_laws(loss: Loss, batch: Batch, zero_advantages: bool, tolerance: float, key: Key) -> None:
     outputs = tiny_outputs(batch, KNOWN_OUTPUTS | loss.needs, key)
     declared = TokenOutputs({name: t for name, t in outputs.by_name.items() if name in loss.needs})
     whole = _pure(loss, outputs, declared, batch)
@@ -123,28 +129,34 @@ def _computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, 
     returned = term.fn(outputs, batch)
     pair = isinstance(returned, tuple) and len(returned) == 2
     require(pair, "Signature", "the loss does not return a pair", "losses or metrics returned alone")
-    values, told = returned
+    values, reported = returned
     count = batch.num_tokens if term.level == "token" else len(batch)
     shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
     require(
-        shape == (count,), "Signature",
+        shape == (count,),
+        "Signature",
         f"the loss of level {term.level!r} is {shape} where the batch has {count} {term.level}s",
         "a sum or a mean taken inside the loss, or another level than the one declared",
-    )  # fmt: skip
+    )
     require(
-        values.requires_grad, "Signature", "the loss depends on no output of the model",
+        values.requires_grad,
+        "Signature",
+        "the loss depends on no output of the model",
         "a detach() too many, or outputs that are never read",
-    )  # fmt: skip
-    require(isinstance(told, dict), "Signature", f"the metrics are a {type(told).__name__}", "a dict was expected")
-    for name, metric in told.items():
+    )
+    require(
+        isinstance(reported, dict), "Signature", f"the metrics are a {type(reported).__name__}", "a dict was expected"
+    )
+    for name, metric in reported.items():
         require(
-            isinstance(metric, (Weighted, Sum, Max, Min, Moments)), "Signature",
+            isinstance(metric, (Weighted, Sum, Max, Min, Moments)),
+            "Signature",
             f"the metric {name!r} is a {type(metric).__name__}, which does not add up over micro-batches",
             "a number where verl_fn.state has Weighted, Sum, Max, Min and Moments",
-        )  # fmt: skip
+        )
         held = any(x.requires_grad for x in tree.leaves(metric) if isinstance(x, Tensor))
         require(not held, "Signature", f"the metric {name!r} holds on to the graph", "a missing detach()")
-    return values, told
+    return values, reported
 
 
 def _pure(loss: Loss, outputs: TokenOutputs, declared: TokenOutputs, batch: Batch) -> dict[str, Any]:
@@ -183,8 +195,8 @@ def _splits(
         parts = []
         for rows in split.rows:
             part = carried.take(rows)
-            mine = TokenOutputs({name.removeprefix(_PREFIX): part[name] for name in extra})
-            parts.append(evaluate(loss, mine, part.without(*extra)))
+            of_part = TokenOutputs({name.removeprefix(_PREFIX): part[name] for name in extra})
+            parts.append(evaluate(loss, of_part, part.without(*extra)))
         _compare("Split invariance", f"one batch against {name}:", whole, _joined(split, parts), tolerance)
 
 
@@ -207,10 +219,11 @@ def _zero(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
     still = batch.with_tokens(advantages=torch.zeros_like(batch["advantages"]))
     for name, gradient in evaluate(loss, outputs, still)[0]["gradient"].items():
         require(
-            not bool(gradient.any()), "Zero",
+            not bool(gradient.any()),
+            "Zero",
             f"with zero advantages the gradient of {name} reaches {float(gradient.abs().max()):.3g}",
             "an additive term; if it is meant (an entropy bonus, a KL), pass zero_advantages=False",
-        )  # fmt: skip
+        )
 
 
 def _extremes(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
@@ -221,10 +234,10 @@ def _extremes(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
         low, high = -0.1 * mask - abs(gap) * mask, -0.1 * mask
         model, data = (high, low) if gap > 0 else (low, high)
         known = {name: model if name == "logprobs" else t for name, t in outputs.by_name.items()}
-        found, _ = evaluate(loss, TokenOutputs(known), batch.with_tokens(**dict.fromkeys(others, data)))
+        result, _ = evaluate(loss, TokenOutputs(known), batch.with_tokens(**dict.fromkeys(others, data)))
         side = "above" if gap > 0 else "below"
         where = f"where the model's log-probs lie {abs(gap):.0f} nats {side} all others"
-        _require_finite(found, where, "exp() of a log-ratio that is not clamped")
+        _require_finite(result, where, "exp() of a log-ratio that is not clamped")
 
 
 def _reads_advantages(loss: Loss, outputs: TokenOutputs, batch: Batch) -> bool:
@@ -244,12 +257,12 @@ def _compare(
     law: str,
     what: str,
     expected: dict[str, Any],
-    found: dict[str, Any],
+    actual: dict[str, Any],
     tolerance: float,
     cause: str = "a mean, a count or a maximum over the batch inside the loss; denominators belong in loss_weight, "
     "which steps.aggregate writes over the whole update batch, and metrics need Weighted or Sum",
 ) -> None:
-    numbers = lambda result: {n: result[n] for n in ("total", "metrics")}  # noqa: E731
-    require_close(law, what, numbers(expected), numbers(found), cause, tolerance=tolerance, floor=1.0)
-    gradients = lambda result: {"gradient": result["gradient"]}  # noqa: E731
-    require_close(law, what, gradients(expected), gradients(found), cause, tolerance=tolerance)
+    expected_numbers, numbers = ({n: result[n] for n in ("total", "metrics")} for result in (expected, actual))
+    require_close(law, what, expected_numbers, numbers, cause, tolerance=tolerance, floor=1.0)
+    expected_gradient, gradient = ({"gradient": result["gradient"]} for result in (expected, actual))
+    require_close(law, what, expected_gradient, gradient, cause, tolerance=tolerance)

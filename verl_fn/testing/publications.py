@@ -31,8 +31,13 @@ def published(case: Case, params: Params) -> dict[str, Tensor]:
     given = case.tensors(params)
     case.publish(3, given)
     require_equal("Version", "a published tensor", case.tensors(params), given, "weights converted in place")
-    held = case.engine.version
-    require(held == 3, "Version", f"after version 3 was published, the engine says {held}", "a missing assignment")
+    version = case.engine.version
+    require(
+        version == 3,
+        "Version",
+        f"after version 3 was published, the engine reports version {version}",
+        "a missing assignment",
+    )
     case.require_stale("with version 3 published", 4)
     return given
 

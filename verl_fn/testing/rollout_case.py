@@ -1,15 +1,15 @@
-"""What ``check_rollout`` checks, and how it asks an engine."""
+"""The engine that ``check_rollout`` checks, and how it is called."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol import RolloutBackend, Sampling, StaleWeightsError, TrainBackend
+from verl_fn.backends.protocol import RolloutBackend, Sampling, StaleWeightsError, TrainBackend, WeightSource
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import Key, Params, Sample, requests_for
 
@@ -18,7 +18,7 @@ from .violation import LawViolation, require, require_close
 
 @attrs.frozen(eq=False)
 class Case:
-    """What is checked, and with what."""
+    """A rollout engine under test and the arguments of its calls."""
 
     engine: RolloutBackend
     trainer: TrainBackend | None
@@ -31,15 +31,16 @@ class Case:
     get: Callable[[Any], Any]
 
     def weights(self, name: str) -> Params:
-        """Random parameters for the model."""
+        """Makes random parameters for the model; other names give other parameters."""
         if self.trainer is None:
             return Params({})
         made: Params = self.trainer.init(self.key.fold_in(name)).params  # type: ignore[assignment]
         return made
 
     def tensors(self, params: Params) -> dict[str, Tensor]:
-        """Copies, so that they can be spoilt."""
-        source = Weights.of({}) if self.trainer is None else self.trainer.weights(params)
+        """Returns copies of the tensors that a publication sends, which can be overwritten."""
+        # The trainer of this check is in the same process, so its weights are no handle.
+        source = Weights.of({}) if self.trainer is None else cast(WeightSource, self.trainer.weights(params))
         whole: dict[str, list[Tensor]] = {}
         shapes = {spec.name: spec.shape for spec in source.specs}
         for bucket in source.buckets():
@@ -48,7 +49,7 @@ class Case:
         return {name: torch.cat(parts).reshape(shapes[name]) for name, parts in whole.items()}
 
     def id(self, row: int) -> int:
-        """The id of a prompt, which is not its place."""
+        """Returns the id of a prompt, which differs from its position."""
         return 100 + 7 * row
 
     def generate(
@@ -59,7 +60,7 @@ class Case:
         key: Key | None = None,
         version: int | None = None,
     ) -> list[Sample]:
-        """Responses to these prompts, which keep their ids."""
+        """Returns the responses to some of the prompts; a prompt has the same id in every call."""
         rows = range(len(self.prompts)) if rows is None else rows
         ids = [self.id(i) for i in rows]
         asked = requests_for([self.prompts[i] for i in rows], sampling or self.sampling, key or self.key, ids)
@@ -67,11 +68,11 @@ class Case:
         return samples
 
     def publish(self, version: int, tensors: dict[str, Tensor]) -> None:
-        """Publish whole tensors and wait for it."""
+        """Publishes whole tensors and waits until they are there."""
         self.get(self.engine.publish(version, Weights.of(tensors)))
 
     def require_stale(self, when: str, version: int | None, cause: str = "a version that is not compared") -> None:
-        """A request for this version must be refused."""
+        """Requires that a request for this version raises ``StaleWeightsError``."""
         try:
             self.generate(version=version)
         except StaleWeightsError:
@@ -80,13 +81,13 @@ class Case:
             instead = f"raises {type(error).__name__} instead of StaleWeightsError"
         else:
             instead = "raises no StaleWeightsError"
-        asked = "no certain version" if version is None else f"version {version}"
+        asked = "any version" if version is None else f"version {version}"
         raise LawViolation("Version", f"{when}, a request for {asked} {instead}", cause)
 
     def require_same(
         self, law: str, what: str, expected: Sequence[Sample], samples: Sequence[Sample], cause: str
     ) -> None:
-        """The same draws, and log-probs to the tolerance, in all samples that both have and that had no near ties."""
+        """Requires equal draws and close log-probs for the samples that are in both and have no near ties."""
         before = {(s.request, s.number): s for s in expected}
         pairs = [(before[name], s) for s in samples if (name := (s.request, s.number)) in before]
         require(bool(pairs), law, f"{what} gives none of the samples that it gave before", cause)
@@ -95,5 +96,6 @@ class Case:
         alike = [(a, b) for a, b in sure if torch.equal(a.prompt, b.prompt) and torch.equal(a.tokens, b.tokens)]
         other = len(sure) - len(alike)
         require(other == 0, law, f"{what} draws other tokens in {other} of {len(pairs)} rows", cause)
-        log_probs = [torch.cat([pair[side].log_probs for pair in alike]) for side in (0, 1)]
-        require_close(law, f"{what} gives log-probs which", *log_probs, cause, tolerance=self.tolerance, floor=1.0)
+        before_probs, after_probs = (torch.cat([pair[side].log_probs for pair in alike]) for side in (0, 1))
+        what = f"{what} gives log-probs which"
+        require_close(law, what, before_probs, after_probs, cause, tolerance=self.tolerance, floor=1.0)

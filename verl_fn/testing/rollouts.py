@@ -30,7 +30,7 @@ def check_rollout(
     key: Key | None = None,
     get: Callable[[Any], Any] = lambda value: value,
 ) -> None:
-    """Check a rollout engine against its protocol.
+    """Checks a rollout engine against its protocol.
 
     * Signature: samples request by request, with the fields that the protocol names.
     * Version: weights are asked for by version, and stale ones refused; published tensors are read at once and
@@ -58,32 +58,45 @@ def check_rollout(
     Raises:
         LawViolation: a promise is broken.
 
-    >>> from verl_fn.backends.mock.train import Mock
-    >>> from verl_fn.backends.mock.rollout import MockRollout, sample_table
-    >>> from verl_fn.steps import constant, sgd
-    >>> check_rollout(MockRollout(sample_table), Mock(8, sgd(constant(0.1))))
-    >>> check_rollout(MockRollout({(3,): [4, 5, 2]}), prompts=[(3,)])
+    Example:
+        >>> from verl_fn.backends.mock.train import Mock
+        >>> from verl_fn.backends.mock.rollout import MockRollout, sample_table
+        >>> from verl_fn.steps import constant, sgd
+        >>> check_rollout(MockRollout(sample_table), Mock(8, sgd(constant(0.1))))
+        >>> check_rollout(MockRollout({(3,): [4, 5, 2]}), prompts=[(3,)])
     """
-    made: RolloutBackend = engine if hasattr(engine, "generate") else engine()  # type: ignore[assignment,operator]
+    made: RolloutBackend = engine if hasattr(engine, "generate") else engine()  # type: ignore[assignment]
     stops = tuple(stop_token_ids) if made.capabilities.stop_token_ids else ()
     case = Case(
-        made, trainer, [tuple(p) for p in prompts], Sampling(6, n=3, stop_token_ids=stops), tolerance,
-        key or Key.from_seed(0), environment, tuple(stop_token_ids), get,
-    )  # fmt: skip
+        made,
+        trainer,
+        [tuple(p) for p in prompts],
+        Sampling(6, n=3, stop_token_ids=stops),
+        tolerance,
+        key or Key.from_seed(0),
+        environment,
+        tuple(stop_token_ids),
+        get,
+    )
+    _check_laws(case)
+
+
+def _check_laws(case: Case) -> None:
+    engine, trainer = case.engine, case.trainer
     first, second = case.weights("first"), case.weights("second")
-    if made.version is None:
+    if engine.version is None:
         case.require_stale("before anything was published", None)
         if trainer is not None:
             publications.altered(case, first)
     given = publications.published(case, first)
-    if made.capabilities.repeatable:
+    if engine.capabilities.repeatable:
         _repeated(case)
         publications.spoilt(case, given)
     for sampling in _samplings(case):
         samples = case.generate(sampling=sampling)
         _signature(case, sampling, samples)
         _log_probs(case, sampling, samples, first)
-    if made.capabilities.batch_independent:
+    if engine.capabilities.batch_independent:
         _independent(case)
     if trainer is not None:
         _random(case)
@@ -100,22 +113,23 @@ def check_rollout(
 def _samplings(case: Case) -> list[Sampling]:
     """The ways of sampling that the engine promises."""
     plain, able = case.sampling, case.engine.capabilities
-    found = [plain, attrs.evolve(plain, temperature=0.7), attrs.evolve(plain, temperature=0.0)]
+    samplings = [plain, attrs.evolve(plain, temperature=0.7), attrs.evolve(plain, temperature=0.0)]
     if able.top_k:
-        found.append(attrs.evolve(plain, temperature=1.5, top_k=3))
+        samplings.append(attrs.evolve(plain, temperature=1.5, top_k=3))
     if able.top_p:
-        found.append(attrs.evolve(plain, top_p=0.8))
-    return found
+        samplings.append(attrs.evolve(plain, top_p=0.8))
+    return samplings
 
 
 def _repeated(case: Case) -> None:
     """The same request gives the same, whatever the global generators hold, and leaves them alone."""
-    samples = []
+    results = []
     for seed in (1, 2):
         with seeded(seed), untouched("Purity", "generate"):
-            samples.append(case.generate(version=3))
+            results.append(case.generate(version=3))
+    first, second = results
     cause = "a generator that does not come from the key, or a promise (repeatable) that cannot be kept"
-    case.require_same("Purity", "the same request again", *samples, cause)
+    case.require_same("Purity", "the same request again", first, second, cause)
 
 
 def _signature(case: Case, sampling: Sampling, samples: Sequence[Sample]) -> None:
@@ -126,21 +140,25 @@ def _signature(case: Case, sampling: Sampling, samples: Sequence[Sample]) -> Non
     ordered = len(places) == len(names) and places == sorted(set(places))
     require(
         places == exact if not case.environment else ordered and {i for i, _ in places} == set(range(len(ids))),
-        "Signature", f"with n={sampling.n} the samples' requests and numbers are {names}",
+        "Signature",
+        f"with n={sampling.n} the samples' requests and numbers are {names}",
         "samples ordered one of each prompt after the other, or requests named by position",
-    )  # fmt: skip
+    )
     prompts = dict(zip(ids, case.prompts, strict=True))
     for s in samples:
         require(
-            tuple(s.prompt.tolist()) == prompts[s.request], "Signature",
-            f"a sample of request {s.request} has the prompt {s.prompt.tolist()}", "samples of another prompt",
-        )  # fmt: skip
+            tuple(s.prompt.tolist()) == prompts[s.request],
+            "Signature",
+            f"a sample of request {s.request} has the prompt {s.prompt.tolist()}",
+            "samples of another prompt",
+        )
         fields = (s.log_probs, s.mask, s.versions, *([] if s.full_log_probs is None else [s.full_log_probs]))
         require(
             all(t.shape == s.tokens.shape for t in fields) and (s.full_log_probs is not None) == sampling.cuts,
-            "Signature", f"a sample of {len(s.tokens)} tokens has fields of other lengths, or lacks full_log_probs",
+            "Signature",
+            f"a sample of {len(s.tokens)} tokens has fields of other lengths, or lacks full_log_probs",
             "fields that hold the prompt too, or an engine that forgets the distribution before the cut",
-        )  # fmt: skip
+        )
         _fields(case, sampling, s)
         _ends(case, sampling, s)
 
@@ -149,23 +167,26 @@ def _fields(case: Case, sampling: Sampling, sample: Sample) -> None:
     """Masks, log-probs, versions and the temperature of one sample."""
     drawn = sample.mask.bool()
     require(
-        bool(drawn.any()) and (case.environment or bool(drawn.all())), "Signature",
-        f"the mask is {sample.mask.tolist()}", "an offset, or tokens that the model did not draw",
-    )  # fmt: skip
+        bool(drawn.any()) and (case.environment or bool(drawn.all())),
+        "Signature",
+        f"the mask is {sample.mask.tolist()}",
+        "an offset, or tokens that the model did not draw",
+    )
     outside = float(sample.log_probs[~drawn].abs().sum())
     highest = float(sample.log_probs.max())
     require(
-        outside == 0 and highest <= 1e-5, "Signature", f"log_probs reaches {max(outside, highest):.3g}",
+        outside == 0 and highest <= 1e-5,
+        "Signature",
+        f"log_probs reaches {max(outside, highest):.3g}",
         "log-probs of tokens that were not drawn, or logits that were not normalised",
-    )  # fmt: skip
+    )
     temperature = sampling.temperature or 1.0
     by = abs(sample.temperature - temperature)
-    require(
-        by < 1e-6, "Signature", f"temperature is off by {by:.3g} from {temperature}", "a default that is passed over"
-    )
-    said = sorted(set(sample.versions[drawn].tolist()))
-    held = case.engine.version
-    require(said == [held], "Version", f"samples of version {held} say they are of {said}", "a version not passed on")
+    require(by < 1e-6, "Signature", f"temperature is off by {by:.3g} from {temperature}", "a default that is ignored")
+    versions = sorted(set(sample.versions[drawn].tolist()))
+    expected = case.engine.version
+    observation = f"samples of version {expected} report the versions {versions}"
+    require(versions == [expected], "Version", observation, "a version that is not passed on")
 
 
 def _ends(case: Case, sampling: Sampling, sample: Sample) -> None:
@@ -174,18 +195,20 @@ def _ends(case: Case, sampling: Sampling, sample: Sample) -> None:
     finished = sample.finish_reason == "stop"
     stops = [token in case.ends for token in response]
     require(
-        1 <= len(response) <= sampling.max_tokens and not any(stops[:-1]), "Signature",
+        1 <= len(response) <= sampling.max_tokens and not any(stops[:-1]),
+        "Signature",
         f"a response of {len(response)} tokens goes on past {sampling.max_tokens} tokens or a stop token",
         "an end that is checked too late",
-    )  # fmt: skip
+    )
     # A script or an environment may end where it likes.
     free = case.trainer is None or case.environment
     ended = stops[-1] or (free and finished)
     require(
-        finished == ended and (ended or free or len(response) == sampling.max_tokens), "Signature",
+        finished == ended and (ended or free or len(response) == sampling.max_tokens),
+        "Signature",
         f"finish_reason is {sample.finish_reason} for the response {response}",
         "rows that were cut off taken for finished ones",
-    )  # fmt: skip
+    )
 
 
 def _log_probs(case: Case, sampling: Sampling, samples: Sequence[Sample], params: Params) -> None:
@@ -193,19 +216,24 @@ def _log_probs(case: Case, sampling: Sampling, samples: Sequence[Sample], params
         return
     batch = pack(samples)
     name = "rollout_full_log_probs" if sampling.cuts else "rollout_log_probs"
-    ours = case.trainer.forward(params, batch, ["logprobs"]).logprobs  # type: ignore[union-attr]
+    expected = case.trainer.forward(params, batch, ["logprobs"]).logprobs  # type: ignore[union-attr]
     require_close(
-        "Log-probs", f"{name} at temperature {sampling.temperature}, against the trainer's,", ours,
+        "Log-probs",
+        f"{name} at temperature {sampling.temperature}, against the trainer's,",
+        expected,
         batch[name].float(),
         "log-probs of the raw logits instead of those divided by the temperature, or weights that were not updated",
-        tolerance=case.tolerance, floor=1.0,
-    )  # fmt: skip
+        tolerance=case.tolerance,
+        floor=1.0,
+    )
     if sampling.cuts:
         short = float((batch[name] - batch["rollout_log_probs"]).max())
         require(
-            short <= case.tolerance, "Log-probs", f"cutting the distribution lowers a log-prob by {short:.3g}",
+            short <= case.tolerance,
+            "Log-probs",
+            f"cutting the distribution lowers a log-prob by {short:.3g}",
             "log-probs that are not renormalised after top-k or top-p",
-        )  # fmt: skip
+        )
 
 
 def _independent(case: Case) -> None:
@@ -226,7 +254,7 @@ def _random(case: Case) -> None:
     whole, other = (
         [s.tokens.tolist() for s in case.generate(key=key)] for key in (None, case.key.fold_in("another"))
     )
-    require(whole != other, "Purity", "another key gives the same responses", "a key that is passed over")
+    require(whole != other, "Purity", "another key gives the same responses", "a key that is ignored")
     first = {s.request: s.tokens.tolist() for s in reversed(case.generate())}
     repeated = all(first[s.request] == s.tokens.tolist() for s in case.generate())
     require(not repeated, "Purity", "all samples of a prompt are the same", "a seed without the sample's number")
@@ -247,14 +275,15 @@ def _frequencies(case: Case) -> None:
         probs = batch["rollout_log_probs"][batch.last].double().exp()
         for token in drawn.unique():
             chosen = drawn == token
-            share, said = float(chosen.double().mean()), float(probs[chosen].mean())
-            sigma = max((said * (1.0 - said) / DRAWS) ** 0.5, 1.0 / DRAWS)
+            share, probability = float(chosen.double().mean()), float(probs[chosen].mean())
+            sigma = max((probability * (1.0 - probability) / DRAWS) ** 0.5, 1.0 / DRAWS)
             require(
-                abs(share - said) <= 5.0 * sigma, "Log-probs",
-                f"a token of probability {said:.3g} was drawn in a share of {share:.3g} of {DRAWS} samples, with "
-                f"{sampling}",
+                abs(share - probability) <= 5.0 * sigma,
+                "Log-probs",
+                f"a token of probability {probability:.3g} was drawn in a share of {share:.3g} of {DRAWS} samples, "
+                f"with {sampling}",
                 "draws from another distribution than the one whose log-probs are given",
-            )  # fmt: skip
+            )
 
 
 def _cut(case: Case) -> None:
@@ -264,9 +293,11 @@ def _cut(case: Case) -> None:
         _, drawn = _drawn(case, Sampling(1, n=DRAWS, top_k=2))
         kinds = len(drawn.unique())
         require(
-            kinds <= 2, "Capabilities", f"with top_k=2 the engine drew {kinds} different tokens",
-            "capabilities that promise top_k where it is passed over",
-        )  # fmt: skip
+            kinds <= 2,
+            "Capabilities",
+            f"with top_k=2 the engine drew {kinds} different tokens",
+            "capabilities that promise top_k where it is ignored",
+        )
     if able.top_p:
         top_p = 0.5
         batch, drawn = _drawn(case, Sampling(1, n=DRAWS, top_p=top_p))
@@ -275,14 +306,15 @@ def _cut(case: Case) -> None:
         least = min(probs.values())
         likelier = sum(p for p in probs.values() if p > least)
         require(
-            likelier < top_p + case.tolerance, "Capabilities",
+            likelier < top_p + case.tolerance,
+            "Capabilities",
             f"with top_p={top_p} the engine drew a token below others of probability {likelier:.3g} together",
-            "capabilities that promise top_p where it is passed over",
-        )  # fmt: skip
+            "capabilities that promise top_p where it is ignored",
+        )
 
 
 def _refused(case: Case) -> None:
-    """A way of sampling that is not promised is refused, not passed over."""
+    """A way of sampling that is not promised is refused, not ignored."""
     able, plain = case.engine.capabilities, case.sampling
     for name, promised, sampling in (
         ("top_k", able.top_k, attrs.evolve(plain, top_k=2)),
@@ -296,9 +328,10 @@ def _refused(case: Case) -> None:
         except UnsupportedSampling:
             continue
         raise LawViolation(
-            "Capabilities", f"{name} is not among the engine's capabilities, and a request that uses it is answered",
-            "a field of Sampling that is passed over; call check_sampling first",
-        )  # fmt: skip
+            "Capabilities",
+            f"{name} is not among the engine's capabilities, and a request that uses it is answered",
+            "a field of Sampling that is ignored; call check_sampling first",
+        )
 
 
 def _versions(case: Case, first: Params, second: Params) -> None:
@@ -308,15 +341,16 @@ def _versions(case: Case, first: Params, second: Params) -> None:
     case.require_stale("after version 4 replaced version 3", 3)
     samples = case.generate(version=4)
     _signature(case, case.sampling, samples)
-    said = sorted({v for s in samples for v in s.versions.tolist()})
-    require(said == [4], "Version", f"samples of version 4 say they are of {said}", "a version that is not passed on")
+    versions = sorted({v for s in samples for v in s.versions.tolist()})
+    observation = f"samples of version 4 report the versions {versions}"
+    require(versions == [4], "Version", observation, "a version that is not passed on")
     _log_probs(case, case.sampling, samples, second)
     case.get(engine.sleep())
     case.require_stale("after sleep", 4)
     case.get(engine.wake())
-    case.require_stale("after wake, before weights were published anew,", 4)
+    case.require_stale("after wake, before weights were published again,", 4)
     case.publish(5, case.tensors(first))
-    what = "the engine, with its first weights published anew,"
+    what = "the engine, with its first weights published again,"
     if engine.capabilities.repeatable:
         cause = "caches that outlive the weights that they were made with"
         case.require_same("Version", what, before, case.generate(version=5), cause)

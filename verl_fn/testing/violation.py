@@ -1,4 +1,4 @@
-"""How the checks compare, and what they say when a law is broken."""
+"""Comparisons for the checks, and the error that they raise when a law is broken."""
 
 from __future__ import annotations
 
@@ -19,87 +19,123 @@ T = TypeVar("T")
 
 
 class LawViolation(AssertionError):
-    """A law was broken.
+    """Raised when a law is broken.
 
     Attributes:
-        law: its name.
+        law: the name of the law.
 
-    >>> raise LawViolation("Zero", "the gradient is 3.0", "an offset")
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Zero: the gradient is 3.0. Usual cause: an offset.
+    Example:
+        >>> raise LawViolation("Zero", "the gradient is 3.0", "an offset")
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Zero: the gradient is 3.0. Usual cause: an offset.
     """
 
-    def __init__(self, law: str, found: str, cause: str) -> None:
-        super().__init__(f"{law}: {found}. Usual cause: {cause}.")
+    def __init__(self, law: str, observation: str, cause: str) -> None:
+        """Makes the message.
+
+        Args:
+            law: the name of the law.
+            observation: what was compared and how it differs.
+            cause: what usually causes the difference.
+        """
+        super().__init__(f"{law}: {observation}. Usual cause: {cause}.")
         self.law = law
 
 
-def require(holds: bool, law: str, found: str, cause: str) -> None:
-    """Raise where ``holds`` is false.
+def require(holds: bool, law: str, observation: str, cause: str) -> None:
+    """Raises an error unless ``holds``.
 
     Raises:
-        LawViolation: it is.
+        LawViolation: ``holds`` is false.
     """
     if not holds:
-        raise LawViolation(law, found, cause)
+        raise LawViolation(law, observation, cause)
 
 
-def require_equal(law: str, what: str, expected: Any, found: Any, cause: str) -> None:
-    """Two values, bitwise.
+def require_equal(law: str, what: str, expected: Any, actual: Any, cause: str) -> None:
+    """Requires that two values are bitwise equal.
 
-    >>> require_equal("Purity", "the sum", {"a": 1.0}, {"a": 1.5}, "chance")
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] (1.0 and 1.5). Usual cause: chance.
+    Args:
+        law: the name of the law.
+        what: the subject of the error message, such as ``the sum``.
+        expected: the value to compare with.
+        actual: the value under test.
+        cause: what usually causes a difference.
+
+    Raises:
+        LawViolation: the values differ.
+
+    Example:
+        >>> require_equal("Purity", "the sum", {"a": 1.0}, {"a": 1.5}, "chance")
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] (1.0 and 1.5). Usual cause: chance.
     """
-    expected, found = whole(expected), whole(found)
-    path = tree.first_difference(expected, found)
+    expected, actual = whole(expected), whole(actual)
+    path = tree.first_difference(expected, actual)
     if path is not None:
-        by = _distance(tree.paths(expected).get(path), tree.paths(found).get(path))
-        raise LawViolation(law, f"{what} differs{_at(path)} {by}", cause)
+        difference = _difference(tree.paths(expected).get(path), tree.paths(actual).get(path))
+        raise LawViolation(law, f"{what} differs{_at(path)} {difference}", cause)
 
 
 def require_close(
-    law: str, what: str, expected: Any, found: Any, cause: str, *, tolerance: float, floor: float | None = None
+    law: str, what: str, expected: Any, actual: Any, cause: str, *, tolerance: float, floor: float | None = None
 ) -> None:
-    """Two values of one structure, leaf by leaf, relative to the leaf's largest element.
+    """Requires that two values agree leaf by leaf, relative to the largest element of each leaf.
 
     Args:
-        tolerance: how much may differ.
-        floor: the least that differences are relative to; by default a thousandth of the largest leaf.
+        law: the name of the law.
+        what: the subject of the error message, such as ``the sum``.
+        expected: the value to compare with.
+        actual: the value under test, which has the same structure.
+        cause: what usually causes a difference.
+        tolerance: the largest relative difference.
+        floor: leaves whose elements are all smaller are compared relative to this; by default a thousandth of the
+            largest element of all leaves.
 
-    >>> require_close("Purity", "the sum", {"a": 2.0}, {"a": 2.5}, "chance", tolerance=0.1)
-    Traceback (most recent call last):
-    verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5 where values reach 2.5, ...
+    Raises:
+        LawViolation: the values differ by more than the tolerance.
+
+    Example:
+        >>> require_close("Purity", "the sum", {"a": 2.0}, {"a": 2.5}, "chance", tolerance=0.1)
+        Traceback (most recent call last):
+        verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5 where values reach 2.5, ...
     """
-    mine, theirs = tree.paths(whole(expected)), tree.paths(whole(found))
-    if mine.keys() != theirs.keys():
-        raise LawViolation(law, f"{what} differs in its names: {sorted(mine.keys() ^ theirs.keys())[:5]}", cause)
-    tops = {path: max(_top(mine[path]), _top(theirs[path])) for path in mine}
+    wanted, given = tree.paths(whole(expected)), tree.paths(whole(actual))
+    if wanted.keys() != given.keys():
+        raise LawViolation(law, f"{what} differs in its names: {sorted(wanted.keys() ^ given.keys())[:5]}", cause)
+    tops = {path: max(_top(wanted[path]), _top(given[path])) for path in wanted}
     if floor is None:
         floor = 1e-3 * max(tops.values(), default=0.0)
     for path, top in tops.items():
-        a, b = torch.as_tensor(mine[path]), torch.as_tensor(theirs[path])
+        a, b = torch.as_tensor(wanted[path]), torch.as_tensor(given[path])
         if a.shape != b.shape:
             raise LawViolation(law, f"{what} differs{_at(path)}: shapes {tuple(a.shape)} and {tuple(b.shape)}", cause)
-        by, scale = _largest_gap(a, b), max(top, floor)
-        if not by <= tolerance * scale:
-            where = f"{what} differs{_at(path)} by {by:.3g} where values reach {scale:.3g}"
-            raise LawViolation(law, f"{where}, beyond the relative tolerance of {tolerance:.3g}", cause)
+        gap, scale = _largest_gap(a, b), max(top, floor)
+        if not gap <= tolerance * scale:  # Also if the gap is nan.
+            observation = f"{what} differs{_at(path)} by {gap:.3g} where values reach {scale:.3g}"
+            raise LawViolation(law, f"{observation}, beyond the relative tolerance of {tolerance:.3g}", cause)
 
 
 def itself(value: Any) -> Any:
-    """How values are read that lie in this process."""
+    """Returns the value; it reads values of this process, which are not handles."""
     return value
 
 
 @contextlib.contextmanager
 def untouched(law: str, what: str, read: Callable[[Any], Any] = itself, **values: Any) -> Iterator[None]:
-    """Nothing inside changes these values or the process's random generators; ``what`` names who ran.
+    """Requires that the block changes neither these values nor the global random generators.
 
-    ``read`` gives what a value holds, for values that are handles.
+    Args:
+        law: the name of the law.
+        what: the function that the block calls, for the error message.
+        read: returns the value behind a handle.
+        **values: the values by name, or handles to them.
+
+    Raises:
+        LawViolation: a value or a generator changed, or a value was donated.
     """
     before = {name: snapshot(read(value)) for name, value in values.items()}
-    dice = _dice()
+    generators = _generator_states()
     yield
     for name, value in values.items():
         try:
@@ -107,30 +143,41 @@ def untouched(law: str, what: str, read: Callable[[Any], Any] = itself, **values
                 law, f"after {what}, its argument {name}", before[name], read(value), "an operation in place"
             )
         except DonatedError:
-            cause = "an option that is passed over"
+            cause = "an option that is ignored"
             raise LawViolation("Donation", f"{what} donated its argument {name}", cause) from None
-    if _dice() != dice:
+    if _generator_states() != generators:
         raise LawViolation(
             law, f"{what} drew from a global random generator", "dropout or torch.rand without a generator from a Key"
         )
 
 
 def repeatable(law: str, what: str, fn: Callable[[], T], read: Callable[[Any], Any] = itself, **values: Any) -> T:
-    """The result of ``fn``, which gives it twice, bitwise, under different global seeds and leaves ``values`` alone."""
+    """Requires that two calls return bitwise equal results, under different global seeds, and returns the first one.
+
+    Args:
+        law: the name of the law.
+        what: the name of the function, for the error message.
+        fn: calls the function.
+        read: returns the value behind a handle.
+        **values: the function's arguments, which must not change.
+
+    Raises:
+        LawViolation: the results differ, or an argument changed.
+    """
     results = []
     for seed in (1, 2):
         with seeded(seed), untouched(law, what, read, **values):
             results.append(fn())
     cause = "state kept between calls, a global random generator, or kernels that are not deterministic"
-    once, twice = map(read, results)
-    require_equal(law, f"{what}, called twice with the same arguments,", once, twice, cause)
+    first, second = map(read, results)
+    require_equal(law, f"{what}, called twice with the same arguments,", first, second, cause)
     return results[0]
 
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Global random generators start from ``seed`` inside, and go on as before outside."""
-    theirs, numpys = random.getstate(), np.random.get_state()
+    """Seeds the global random generators inside the block and restores them after it."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
@@ -139,35 +186,35 @@ def seeded(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(theirs)
-            np.random.set_state(numpys)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
-def _dice() -> tuple[object, ...]:
-    """The state of every global random generator on the CPU."""
+def _generator_states() -> tuple[object, ...]:
+    """Returns the state of every global random generator on the CPU."""
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state(legacy=False))
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are bitwise equal, on all ranks together."""
+    """Returns whether two values are bitwise equal; sharded tensors are gathered first."""
     return tree.equal(whole(a), whole(b))
 
 
 def whole(value: Any) -> Any:
-    """Shards put together, so that all ranks compare the same tensors and none is left waiting for another."""
+    """Gathers sharded tensors, so that all ranks compare the same tensors and take the same branches."""
     return tree.map_tensors(lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t, value)
 
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[str]:
-    """A temporary folder; one for all ranks where there are several."""
+    """Makes a temporary folder; all ranks of a distributed run get the same one."""
     import torch.distributed as dist
 
     with tempfile.TemporaryDirectory() as folder:
         if dist.is_available() and dist.is_initialized():
-            told = [folder]
-            dist.broadcast_object_list(told, src=0)
-            yield told[0]
+            folders = [folder]
+            dist.broadcast_object_list(folders, src=0)
+            yield folders[0]
             dist.barrier()
         else:
             yield folder
@@ -177,7 +224,7 @@ def _at(path: str) -> str:
     return f" at {path}" if path else ""
 
 
-def _distance(a: Any, b: Any) -> str:
+def _difference(a: Any, b: Any) -> str:
     if a is None or b is None:
         return "(only one has it)"
     if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape != b.shape or a.dtype != b.dtype):
@@ -194,7 +241,7 @@ def _largest_gap(a: Tensor, b: Tensor) -> float:
 
 
 def _top(x: Any) -> float:
-    """The largest finite magnitude."""
+    """Returns the largest finite magnitude."""
     t = torch.as_tensor(x).detach().cpu().double().abs()
     top = float(torch.where(t.isfinite(), t, 0.0).max()) if t.numel() else 0.0
     return top if math.isfinite(top) else 0.0

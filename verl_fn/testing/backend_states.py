@@ -1,0 +1,168 @@
+"""Laws of states, a part of ``check_backend``: persistence, donation, updates that change nothing, and restoring."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+
+from verl_fn.backends.protocol import Handle
+from verl_fn.state import DonatedError, TrainState, snapshot, tree
+from verl_fn.steps import ppo_clip
+
+from .backend_case import BackendCase, require_no_copies, scaled
+from .violation import LawViolation, require, require_equal, same, shared_folder, untouched
+
+
+def check_persistence(case: BackendCase, first: Handle[TrainState], second: Handle[TrainState]) -> None:
+    """Checks that results depend on the state that is passed, and that later calls do not change them.
+
+    Raises:
+        LawViolation: Persistence is broken.
+    """
+    third = case.next(first)
+    cached = "a compute copy or a module that still holds the parameters of an earlier call"
+    reused = "buffers that are reused while the result of an earlier call exists"
+    calls: dict[str, Callable[[Handle[TrainState]], Any]] = {
+        "forward": lambda state: case.outputs(state.params),
+        "forward_backward": lambda state: case.gradients(state)[0],
+    }
+    for name, call in calls.items():
+        result = call(first)
+        expected = case.copy(result)
+        for what, state in {"another state": second, "the state after an update": third}.items():
+            other = case.read(call(state))
+            require(not same(other, expected), "Persistence", f"{name} of {what} has the result of the first", cached)
+            earlier = f"the result of {name}, after another call with {what},"
+            require_equal("Persistence", earlier, expected, case.read(result), reused)
+            again = case.read(call(first))
+            require_equal("Persistence", f"{name} with the first state, after {what},", expected, again, cached)
+
+
+def check_donation(case: BackendCase, state: Handle[TrainState]) -> None:
+    """Checks that donated values can no longer be used, and that values which share their buffers do not change.
+
+    Raises:
+        LawViolation: Donation is broken.
+    """
+    spare = case.made(snapshot, state)
+    grads, _ = case.gradients(spare)
+    with untouched("Donation", "apply_update with donate=False", case.read, state=spare, grads=grads):
+        expected, _ = case.update(spare, grads, donate=False)
+    shared = {
+        "parameters": case.made(operator.attrgetter("params"), spare),
+        "optimizer state": case.made(operator.attrgetter("optimizer"), spare),
+        "gradients": case.made(tree.leaves, grads),
+    }
+    before = {name: case.copy(value) for name, value in shared.items()}
+    new, _ = case.update(spare, grads)
+    written = "buffers written although other references to them exist"
+    for name, value in shared.items():
+        require_equal(
+            "Donation", f"after a donation, a reference to its {name}", before[name], case.read(value), written
+        )
+    uses: dict[str, Callable[[], object]] = {
+        "reading the state": lambda: spare.params,
+        "reading the gradients": lambda: case.read(grads),
+        "forward_backward with the state": lambda: case.gradients(spare),
+        "apply_update with the state": lambda: case.update(spare, grads),
+    }
+    for name, use in uses.items():
+        _require_donated(name, use)
+    depends = "an update that depends on donation"
+    require_equal("Donation", "the state after a donated update", case.read(expected), case.read(new), depends)
+    _in_place(case, state)
+
+
+def _require_donated(name: str, use: Callable[[], object]) -> None:
+    """Requires that ``use`` raises ``DonatedError``."""
+    try:
+        use()
+    except DonatedError:
+        return
+    raise LawViolation(
+        "Donation",
+        f"{name} after its donation raises no DonatedError",
+        "an update that works in place without donate()",
+    )
+
+
+def _in_place(case: BackendCase, state: Handle[TrainState]) -> None:
+    """Checks that buffers without other references are reused, and that caches notice the update."""
+    expected = case.next(state)
+    alone = case.made(snapshot, state)
+    grads, _ = case.gradients(alone)
+    new, reported = case.update(alone, grads)
+    references = "the backend keeps references to the state or the gradients of its last call"
+    require_no_copies("Donation", "although the check has no other references to them", reported, references)
+    # The donated state comes first: a call with the expected state would replace the cached one.
+    outputs = case.outputs(new.params)
+    mistaken = "a cache that takes a reused buffer for unchanged parameters"
+    require_equal("Donation", "forward after a donated update", case.outputs(expected.params), outputs, mistaken)
+
+
+def check_zero(case: BackendCase, state: Handle[TrainState]) -> None:
+    """Checks that nothing changes without a learning signal, or with gradients that are not finite.
+
+    Raises:
+        LawViolation: Zero is broken.
+    """
+    batch, backend = case.batch, case.backend
+    silent = batch.with_tokens(loss_weight=torch.zeros(batch.num_tokens)).with_rows(
+        row_weight=torch.zeros(len(batch))
+    )
+    cases = {"zero loss_weight and row_weight": (silent, case.loss)}
+    if "logprobs" in case.loss.needs and "old_log_probs" in batch:
+        cases["zero advantages"] = (batch.with_tokens(advantages=torch.zeros(batch.num_tokens)), ppo_clip())
+    for name, (data, loss) in cases.items():
+        grads, _ = case.gradients(state, data, loss)
+        top = float(case.read(grads).global_norm())
+        require(top == 0.0, "Zero", f"with {name} the gradient's norm is {top:.3g}", "a term that is not in the loss")
+    fresh = backend.init(case.key.fold_in("zero"))
+    nothing = case.made(scaled(0.0), case.gradients(fresh)[0])
+    require_equal(
+        "Zero",
+        "zero gradients with a new optimizer state: the parameter",
+        case.read(fresh).params,
+        case.read(case.update(fresh, nothing, donate=False)[0]).params,
+        "weight decay; give the backend under test an optimizer without",
+    )
+    for donate in (False, True):
+        broken = case.made(scaled(float("nan")), case.gradients(state)[0])
+        skipped, reported = case.update(case.made(snapshot, state), broken, donate=donate)
+        before = case.read(state)
+        require_equal(
+            "Zero",
+            "an update with gradients that are not finite: the state",
+            attrs.evolve(before, step=before.step + 1),
+            case.read(skipped),
+            "an update that is not skipped, or that moves the schedule or the optimizer's count all the same",
+        )
+        counted = "update_skipped" in reported and reported["update_skipped"].value == 1.0
+        require(counted, "Zero", "update_skipped is not 1 after a skipped update", "a skip that is not reported")
+
+
+def check_restore(case: BackendCase, state: Handle[TrainState]) -> None:
+    """Checks that a restored state equals the saved one, and that the next update is the same.
+
+    Raises:
+        LawViolation: Restore is broken.
+    """
+    backend = case.backend
+    # After a skipped update, the step and the position of the schedule differ.
+    broken = case.made(scaled(float("nan")), case.gradients(state)[0])
+    state, _ = case.update(state, broken, donate=False)
+    with shared_folder() as folder:
+        with untouched("Restore", "save", case.read, state=state):
+            backend.save(state, folder)
+        restored = backend.restore(folder)
+    lost = "optimizer moments, the schedule's position, the key or the step left out of the file"
+    require_equal("Restore", "the restored state", case.read(state), case.read(restored), lost)
+    expected, (grads, _) = case.next(state), case.gradients(restored)
+    new, reported = case.update(restored, grads)
+    require_equal("Restore", "the update after restoring", case.read(expected), case.read(new), lost)
+    views = "tensors that are views of a file's memory"
+    require_no_copies("Restore", "although only the restored state references them", reported, views)
