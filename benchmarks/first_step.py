@@ -77,10 +77,11 @@ RATES = {"tiny": 1e-3, "small": 1e-3, "0.5b": 1e-5}
 class Layout:
     """A backend, its ranks and its options.
 
-    >>> Layout.parse("fsdp:4,sp=2,bf16")
-    Layout(text='fsdp:4,sp=2,bf16', name='fsdp', ranks=4, dtype='bfloat16', options={'sp': 2})
-    >>> Layout.parse("local,place=cpu,lora=8").reference
-    'local,lora=8'
+    Example:
+        >>> Layout.parse("fsdp:4,sp=2,bf16")
+        Layout(text='fsdp:4,sp=2,bf16', name='fsdp', ranks=4, dtype='bfloat16', options={'sp': 2})
+        >>> Layout.parse("local,place=cpu,lora=8").reference
+        'local,lora=8'
     """
 
     text: str

@@ -48,18 +48,19 @@ class Sampler:
         dtype: of weights and cache: ``float32`` or ``bfloat16``. Log-probs are fp32 in both.
         slots: rows decoded at a time.
 
-    >>> import tempfile
-    >>> from verl_fn.backends.hf.folder import build
-    >>> from verl_fn.backends.hf.new_model import new_model
-    >>> from verl_fn.backends.weight_sync import Weights
-    >>> from verl_fn.state import Key, requests_for
-    >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
-    >>> sampler = Sampler(folder)
-    >>> skeleton, params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
-    >>> sampler.publish(0, Weights.of(params))
-    >>> requests = requests_for([[1, 4], [1, 5, 4]], Sampling(max_tokens=3, n=2), Key.from_seed(0))
-    >>> [(sample.request, sample.number) for sample in sampler.generate(requests, version=0)]
-    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    Example:
+        >>> import tempfile
+        >>> from verl_fn.backends.hf.folder import build
+        >>> from verl_fn.backends.hf.new_model import new_model
+        >>> from verl_fn.backends.weight_sync import Weights
+        >>> from verl_fn.state import Key, requests_for
+        >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
+        >>> sampler = Sampler(folder)
+        >>> skeleton, params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
+        >>> sampler.publish(0, Weights.of(params))
+        >>> requests = requests_for([[1, 4], [1, 5, 4]], Sampling(max_tokens=3, n=2), Key.from_seed(0))
+        >>> [(sample.request, sample.number) for sample in sampler.generate(requests, version=0)]
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
 
     capabilities = Capabilities()
@@ -276,12 +277,13 @@ class Draws:
         vocab: how many tokens there are; ``nothing``, one more than the last, stands for a draw from NaN.
         noise: how much two computations of a logit may differ.
 
-    >>> draws = Draws(Sampling(max_tokens=1, top_k=2), 3, 1e-5)
-    >>> draws.draw(torch.tensor([[0.0, 0.0, -1.0]]), torch.tensor([[0.4]]).double()).tolist()
-    [1]
-    >>> tokens, log_probs, full, near = draws.results()
-    >>> log_probs.exp(), near
-    (tensor([0.5000]), tensor([False]))
+    Example:
+        >>> draws = Draws(Sampling(max_tokens=1, top_k=2), 3, 1e-5)
+        >>> draws.draw(torch.tensor([[0.0, 0.0, -1.0]]), torch.tensor([[0.4]]).double()).tolist()
+        [1]
+        >>> tokens, log_probs, full, near = draws.results()
+        >>> log_probs.exp(), near
+        (tensor([0.5000]), tensor([False]))
     """
 
     def __init__(self, sampling: Sampling, vocab: int, noise: float) -> None:

@@ -38,9 +38,10 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype) ->
 def misfit(config: Any, shapes: Mapping[str, torch.Size]) -> str | None:
     """Why ``LlamaDecoder`` cannot run a model; None where it can.
 
-    >>> from transformers import GPT2Config
-    >>> misfit(GPT2Config(), {})
-    'the model type is gpt2'
+    Example:
+        >>> from transformers import GPT2Config
+        >>> misfit(GPT2Config(), {})
+        'the model type is gpt2'
     """
     if config.model_type not in LLAMA_SHAPES:
         return f"the model type is {config.model_type}"
@@ -171,8 +172,9 @@ def _pair_rows(count: int, dim: int, device: torch.device) -> Int[Tensor, " rows
     transformers turns element i with element i + dim/2. As neighbours they are one complex number, turned in one
     operation; scores do not change where queries and keys are ordered alike.
 
-    >>> _pair_rows(8, 4, torch.device("cpu")).tolist()
-    [0, 2, 1, 3, 4, 6, 5, 7]
+    Example:
+        >>> _pair_rows(8, 4, torch.device("cpu")).tolist()
+        [0, 2, 1, 3, 4, 6, 5, 7]
     """
     rows = torch.arange(count, device=device).view(-1, dim // 2, 2)
     return rows.transpose(1, 2).reshape(-1)

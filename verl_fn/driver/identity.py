@@ -45,8 +45,9 @@ def identity(code: Sequence[str] = ()) -> Identity:
     Args:
         code: references to the user's own objects, ``FILE.py:NAME`` or ``package.module:NAME``.
 
-    >>> identity() == identity(), sorted(identity().versions)
-    (True, ['python', 'ray', 'torch', 'transformers', 'verl_fn'])
+    Example:
+        >>> identity() == identity(), sorted(identity().versions)
+        (True, ['python', 'ray', 'torch', 'transformers', 'verl_fn'])
     """
     versions = {"verl_fn": __version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in LIBRARIES}
@@ -56,14 +57,15 @@ def identity(code: Sequence[str] = ()) -> Identity:
 def difference(mine: Identity, other: Identity, whose: str) -> str | None:
     """What to say where another process runs other code than this one; None where both run the same.
 
-    >>> mine = identity()
-    >>> difference(mine, mine, "rank 1") is None
-    True
-    >>> print(difference(mine, attrs.evolve(mine, sources="0123456789"), "rank 1"))
-    rank 1 does not run the driver's code.
-      driver: ...
-      rank 1: ...
-    Install the same versions on every node, or ...
+    Example:
+        >>> mine = identity()
+        >>> difference(mine, mine, "rank 1") is None
+        True
+        >>> print(difference(mine, attrs.evolve(mine, sources="0123456789"), "rank 1"))
+        rank 1 does not run the driver's code.
+          driver: ...
+          rank 1: ...
+        Install the same versions on every node, or ...
     """
     if (mine.versions, mine.sources) == (other.versions, other.sources):
         if odd := [name for name, source in mine.code.items() if other.code.get(name) != source]:

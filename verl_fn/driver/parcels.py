@@ -75,9 +75,10 @@ Argument: TypeAlias = "Place | Lazy"
 def flattened(args: Iterable[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
     """Returns arguments as places in a flat list, in which references stand alone, as Ray wants them.
 
-    >>> places, flat = flattened([5, Lazy(0, divmod, (7, 5), {}, 1)])
-    >>> places[1].args, flat
-    ((Place(index=1), Place(index=2)), [5, 7, 5])
+    Example:
+        >>> places, flat = flattened([5, Lazy(0, divmod, (7, 5), {}, 1)])
+        >>> places[1].args, flat
+        ((Place(index=1), Place(index=2)), [5, 7, 5])
     """
     flat: list[Any] = []
 

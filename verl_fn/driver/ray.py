@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import ray
@@ -17,6 +17,7 @@ import ray.runtime_env
 
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.backends.protocol import RolloutBackend, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.config.plan import Plan, RolePlan
@@ -66,9 +67,11 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             # An actor may run in another folder than the driver, where a user's reward functions lie.
             cluster.build("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd())
             reward = cluster.groups["reward"]
+            # The protocols allow values and handles; a backend accepts the kind that it returns, which types cannot
+            # express.
             yield Workers(
-                trainers={name: training[name] for name in plan.roles},
-                rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout"),
+                trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
+                rollout=cast(RolloutBackend, RemoteRollout(cluster, cluster.groups["rollout"], "rollout")),
                 reward=lambda batch, problems: reward.run("invoke", "reward", "__call__", (), {}, batch, problems),
                 tokenizer=read_tokenizer(plan.model),
                 sampling=build.sampling(plan.rollout),
@@ -158,9 +161,10 @@ def check_address(address: str) -> None:
     Raises:
         ConfigError: nothing does.
 
-    >>> check_address("nowhere")
-    Traceback (most recent call last):
-    verl_fn.config.schema.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
+    Example:
+        >>> check_address("nowhere")
+        Traceback (most recent call last):
+        verl_fn.config.schema.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
     """
     if address == "auto" or "://" in address:
         return
@@ -186,10 +190,11 @@ def cluster_device(device: str) -> str:
 def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
     """The groups of ranks and the roles that each trains.
 
-    >>> from verl_fn.config import load, make_plan
-    >>> groups = training_groups(make_plan(load(overrides=["ray.separate=critic"])))
-    >>> {name: [role.name for role in roles] for name, roles in groups.items()}
-    {'trainer': ['actor'], 'critic': ['critic']}
+    Example:
+        >>> from verl_fn.config import load, make_plan
+        >>> groups = training_groups(make_plan(load(overrides=["ray.separate=critic"])))
+        >>> {name: [role.name for role in roles] for name, roles in groups.items()}
+        {'trainer': ['actor'], 'critic': ['critic']}
     """
     apart = [role for role in plan.roles.values() if role.name in plan.ray.separate]
     together = tuple(role for role in plan.roles.values() if role.name not in plan.ray.separate)

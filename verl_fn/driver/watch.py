@@ -142,9 +142,10 @@ def ask(member: Member, method: str) -> Any:
 def waits(stack: traceback.StackSummary) -> bool:
     """Whether a thread sits in a collective: its innermost line outside torch's arithmetic is torch.distributed's.
 
-    >>> here = traceback.extract_stack()
-    >>> waits(here)
-    False
+    Example:
+        >>> here = traceback.extract_stack()
+        >>> waits(here)
+        False
     """
     for line in reversed(stack):
         if line.filename.startswith(f"{TORCH}/distributed"):

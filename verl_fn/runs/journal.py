@@ -35,6 +35,7 @@ from verl_fn.state.batch import CORE
 def digests(value: Any) -> dict[str, str]:
     """A short hash of every leaf of a value, by path; of shards, those of the whole leaves, one after the other.
 
+    >>> import torch
     >>> digests({"w": torch.zeros(2)}) == digests({"w": torch.zeros(2)})
     True
     """
