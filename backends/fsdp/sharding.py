@@ -172,7 +172,7 @@ def check_slots(optimizer: Any, params: Mapping[str, Tensor]) -> None:
     Example:
         >>> check_slots({"momentum": torch.zeros(8, 4)}, {})
         Traceback (most recent call last):
-        verl_fn.backends.hf.ulysses.LayoutError: the optimizer's state has a tensor of shape [8, 4] outside of Slots...
+        verl_fn.backends.hf.ulysses.LayoutError: the optimizer's state has a tensor of shape [8, 4] ...
     """
     for part in pytree.tree_leaves(optimizer, is_leaf=lambda part: isinstance(part, Named)):
         if isinstance(part, Tensor) and part.ndim:

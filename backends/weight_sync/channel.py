@@ -1,7 +1,7 @@
 """Publications between two processes: a connection for messages, and a staging area for the weights.
 
-Both ends last as long as the run. When a publication fails, both sides close their end, and the next one starts with a
-new connection, so that it cannot receive messages of the failed one.
+Both ends last as long as the run. When a publication fails, both sides close their end, and the next one starts with
+a new connection, so that it cannot receive messages of the failed one.
 """
 
 from __future__ import annotations
