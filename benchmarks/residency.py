@@ -135,7 +135,8 @@ def main(argv: Sequence[str]) -> int:
     held = time["median"] <= BARS["time"] and told["memory"] <= BARS["memory"]
     print(
         f"{args.shape}: time {time['median']:.3f} [{time['low']:.3f}, {time['high']:.3f}] of the loop in place, "
-        f"the loop against itself {control['median']:.3f}, memory {told['memory']:.3f}: {'held' if held else 'MISSED'}"
+        f"the loop against itself {control['median']:.3f}, memory {told['memory']:.3f}: "
+        f"{'held' if held else 'MISSED'}"
     )
     return 0 if held else 1
 

@@ -201,13 +201,13 @@ def main(argv: Sequence[str]) -> int:
         f"{'shape':<7}{'engine':<8}{'update':>16}{'MFU':>7}{'peak':>11}{'log-probs':>18}{'MFU':>7}{'grad norm':>11}"
     )
     for shape in args.shapes:
-        told = summary(shape, measured(shape, args.engines, args.checkpointing, args.device, args.rounds))
+        results = summary(shape, measured(shape, args.engines, args.checkpointing, args.device, args.rounds))
         for name in args.engines:
-            mine = told[name]
-            u, l = mine["update"], mine["logprobs"]
+            result = results[name]
+            update, logprobs = result["update"], result["logprobs"]
             print(
-                f"{shape:<7}{name:<8}{u['tokens_a_second']:>10,} tok/s{u['mfu']:>7.1%}{u['peak_gib']:>7.1f} GiB"
-                f"{l['tokens_a_second']:>12,} tok/s{l['mfu']:>7.1%}{mine['first_grad_norm']:>11.5f}"
+                f"{shape:<7}{name:<8}{update['tokens_a_second']:>10,} tok/s{update['mfu']:>7.1%}{update['peak_gib']:>7.1f} GiB"
+                f"{logprobs['tokens_a_second']:>12,} tok/s{logprobs['mfu']:>7.1%}{result['first_grad_norm']:>11.5f}"
             )
         if len(args.engines) > 1:
             ours, theirs = (told[name] for name in args.engines[:2])

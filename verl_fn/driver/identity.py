@@ -75,8 +75,8 @@ def difference(driver: Identity, other: Identity, whose: str) -> str | None:
     if (driver.versions, driver.sources) == (other.versions, other.sources):
         if differing := [name for name, source in driver.code.items() if other.code.get(name) != source]:
             return (
-                f"{whose} does not have the driver's {differing[0]}. Put the same file on every node, or send it with "
-                "the run: working_dir in the file of ray.runtime_env"
+                f"{whose} does not have the driver's {differing[0]}. Put the same file on every node, or send it "
+                "with the run: working_dir in the file of ray.runtime_env"
             )
         return None
     return (
