@@ -2,8 +2,8 @@
 
 One state with non-zero moments, one ragged batch whose old log-probs are perturbed so that at least a fifth of the
 tokens clip, and three losses, some of whose gradients exceed the bound of gradient clipping. A layout is
-``local``, ``local:bf16``, ``fsdp:2``, ``fsdp:4,sp=2``, ``fsdp:2,bf16``, ``fsdp:2,place=cpu``, ``fsdp:2,lora=8`` and so
-on: the backend, its number of ranks, its dtype, and options that its class takes; ``place`` moves the state first.
+``local``, ``local:bf16``, ``fsdp:2``, ``fsdp:4,sp=2``, ``fsdp:2,bf16``, ``fsdp:2,place=cpu``, ``fsdp:2,lora=8`` and
+so on: the backend, its number of ranks, its dtype, and options that its class takes; ``place`` moves the state first.
 Every rank is a process. What LoRA makes is compared with ``local`` with the same adapters.
 
 The applied update is compared twice: end to end, and from the reference's gradients, since a wrong optimizer step

@@ -1,7 +1,7 @@
-"""Compare what losses do to one and the same state: gradients are values, and so are updates.
+"""Compares the effects of several losses on one state; gradients and updates are values.
 
-From one state and one batch, the clipped surrogate is compared with the same plus a KL term, and with another
-aggregation. Nothing is reset between them, since nothing changes:
+On one state and one batch, the clipped surrogate loss is compared with the same loss plus a KL term, and with another
+aggregation. Nothing needs to be reset in between, since the state does not change:
 
     .venv/bin/python examples/compare_updates.py
 """
@@ -18,33 +18,33 @@ from verl_fn.testing import tiny_batch
 
 
 def differences(ours, theirs):
-    """Name -> (cosine, L2 distance relative to ours), of two mappings from names to tensors; the largest first."""
-    found = {}
+    """Returns the cosine and relative L2 distance of two mappings of tensors by name, the largest distance first."""
+    pairs = {}
     for name in ours:
         a, b = ours[name].flatten().double(), theirs[name].flatten().double()
-        found[name] = (float(torch.cosine_similarity(a, b, dim=0)), float((a - b).norm() / a.norm()))
-    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+        pairs[name] = (float(torch.cosine_similarity(a, b, dim=0)), float((a - b).norm() / a.norm()))
+    return dict(sorted(pairs.items(), key=lambda item: -item[1][1]))
 
 
 def change(before, after):
-    """What an update did to each parameter."""
+    """Returns the change of each parameter by an update."""
     return {name: after.params[name] - before.params[name] for name in before.params}
 
 
 def case(folder):
-    """A backend, a state some updates away from its reference, and a batch that knows both policies."""
+    """Returns a backend, a state a few updates after its reference, and a batch with the log-probs of both."""
     backend = Local(folder, adamw(constant(1e-3)))
     reference, batch = backend.init(Key.from_seed(0)), tiny_batch(rows=32)
     state = reference
     for _ in range(3):
         grads, _ = backend.forward_backward(state, batch, cross_entropy())
-        state, _ = backend.apply_update(state, grads, donate=False)  # the reference is still wanted
+        state, _ = backend.apply_update(state, grads, donate=False)  # the reference is needed below
     old, ref = (backend.forward(s.params, batch).logprobs for s in (state, reference))
     return backend, state, batch.with_tokens(old_log_probs=old, ref_log_prob=ref)
 
 
 def main(rows=8):
-    """Print the tables, and return them by the name of the variant."""
+    """Prints the tables, and returns them by the name of the variant."""
     with tempfile.TemporaryDirectory() as folder:
         backend, state, batch = case(new_model(folder, chars="abcdefgh", hidden_size=32))
         variants = {
@@ -60,9 +60,9 @@ def main(rows=8):
     base, *others = variants
     tables = {}
     for name in others:
-        of_grads = differences(grads[base], grads[name])
-        of_updates = differences(change(state, states[base]), change(state, states[name]))
-        tables[name] = {leaf: (*of_grads[leaf], *of_updates[leaf]) for leaf in of_grads}
+        by_gradient = differences(grads[base], grads[name])
+        by_update = differences(change(state, states[base]), change(state, states[name]))
+        tables[name] = {leaf: (*by_gradient[leaf], *by_update[leaf]) for leaf in by_gradient}
         print(f"\n{name}, against {base}\n{'':48}{'gradient':>18}{'update':>20}")
         print(f"{'parameter':48}{'cosine':>8}{'rel. L2':>10}{'cosine':>10}{'rel. L2':>10}")
         for leaf, (cosine, distance, cosine_after, distance_after) in list(tables[name].items())[:rows]:

@@ -1,11 +1,11 @@
 """A reinforcement learning algorithm of your own: options, a state, and the two functions of a step.
 
-RAFT (Dong et al. 2023, arXiv 2304.06767): draw several answers to each prompt and learn to say the best one. Here
-a random model of 0.1 M parameters learns to write as many letters as its prompt says. By itself, from plain parts:
+RAFT (Dong et al. 2023, arXiv 2304.06767) samples several answers to each prompt and imitates the best one. Here a
+random model of 0.1 M parameters learns to write as many letters as its prompt asks for. As a plain Python program:
 
     .venv/bin/python examples/custom_algorithm.py
 
-From the command line, with everything that a run has (checkpoints, resume, replay, report); the numbers are the same:
+From the command line, as a run with checkpoints, resume, replay and a report; the numbers are the same:
 
     .venv/bin/verl-fn train recipes/raft_count.toml
 """
@@ -32,7 +32,7 @@ class Raft:
 
 @node
 class RaftState(Node):
-    """All that a run is; saving it saves everything."""
+    """The state of a run; saving it saves everything that a resumed run needs."""
 
     actor: Any
     key: Key
@@ -41,12 +41,12 @@ class RaftState(Node):
 
 @loss(needs=["logprobs"])
 def imitate(outputs, batch):
-    """The loss: make tokens with an advantage likelier."""
+    """The loss: makes tokens with an advantage more likely."""
     return -batch["advantages"] * outputs.logprobs, {"raft/share_learnt": token_mean(batch, batch["advantages"])}
 
 
 def best_of_group(batch, only_best=True):
-    """The estimator: 1 for the best answer to each prompt, 0 for the others and where all are equally good."""
+    """The estimator: 1 for the best answer to each prompt, 0 for all others, and 0 if all are equally good."""
     score = batch.sum_rows(batch["token_level_rewards"] * batch["response_mask"])
     same = batch["group"][:, None] == batch["group"]
     best = torch.where(same, score, -torch.inf).amax(1)
@@ -57,7 +57,10 @@ def best_of_group(batch, only_best=True):
 
 
 def raft(options: Raft) -> Algorithm:
-    """The algorithm, made from its options. Values may be references to other processes: `w.call` runs there."""
+    """Makes the algorithm from its options.
+
+    Batches may be references to values in other processes, so functions are applied to them by ``w.call``.
+    """
 
     def init(states, key):
         return RaftState(states["actor"], key, step=0)
@@ -77,11 +80,12 @@ def raft(options: Raft) -> Algorithm:
 
 
 def mean_score(batch):
+    """Returns the mean score of a batch."""
     return float(batch["score"].mean())
 
 
 def main(steps=40, prompts=16, answers=16, seed=0):
-    """Train without config or command line, and return the mean reward of every step."""
+    """Trains without config or command line, and returns the mean reward of every step."""
     from verl_fn.backends.hf.new_model import char_tokenizer, new_model
     from verl_fn.backends.local import Local
     from verl_fn.backends.protocol import Sampling

@@ -1,4 +1,4 @@
-"""What torch.func makes of a loss: gradients by row, the noise in them, and how well a straight line predicts an update.
+"""Applies torch.func to a loss: gradients by row, their noise, and a linear prediction of an update's effect.
 
     python examples/gradients_by_row.py
 
@@ -19,7 +19,10 @@ ROWS, RATE = 16, 0.01
 
 
 def gradients_by_row(backend: Local, params: Params, batch: Batch, loss: Loss) -> Params:
-    """One gradient a row, stacked in front: the loss with all but one row's weights set to zero, for each row."""
+    """Returns the gradient of each row, stacked in a new first dimension.
+
+    The gradient of one row is that of the loss in which the weights of all other rows are zero.
+    """
     by_row = torch.stack([torch.where(batch.row_ids == row, batch["loss_weight"], 0.0) for row in range(len(batch))])
 
     def gradient(weights: torch.Tensor) -> Params:
@@ -30,18 +33,19 @@ def gradients_by_row(backend: Local, params: Params, batch: Batch, loss: Loss) -
 
 
 def noise_scale(by_row: Params) -> float:
-    """The trace of the covariance of rows' gradients over the squared norm of their mean, both without bias."""
-    # A row's own loss is its part of the mean times the number of rows.
+    """Returns the trace of the covariance of the rows' gradients over the squared norm of their mean (unbiased)."""
+    # The batch's loss is a mean over rows, so a row's own loss is its share of it times the number of rows.
     rows = torch.cat([len(g) * g.flatten(1) for g in by_row.values()], dim=1).double()
     variance = float(rows.var(dim=0).sum())
     return variance / (float(rows.mean(dim=0).square().sum()) - variance / len(rows))
 
 
 def main() -> dict[str, float]:
+    """Prints the noise scale and both changes of the loss, and returns them."""
     with tempfile.TemporaryDirectory() as folder:
         backend = Local(new_model(folder, chars="abcdefgh", hidden_size=32), sgd(RATE))
         state = backend.init(Key.from_seed(0))
-        # Rows repeat one letter, so that there is something to learn.
+        # Each row repeats one letter, which the model can learn.
         rows = [[1, *[3 + row % 8] * (4 + row % 3), 2] for row in range(ROWS)]
         batch = Batch.from_rows(rows, {"response_mask": [[0.0] + [1.0] * (len(row) - 1) for row in rows]})
         batch, loss = aggregate(batch, "seq-mean-token-mean"), cross_entropy()

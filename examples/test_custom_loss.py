@@ -1,4 +1,4 @@
-"""Testing a loss and an algorithm of your own, in milliseconds and without a model.
+"""Tests of a loss and an algorithm of your own, in milliseconds and without a model.
 
 .venv/bin/python -m pytest examples/test_custom_loss.py
 """
@@ -13,20 +13,20 @@ from verl_fn.testing import LawViolation, Mock, MockRollout, check_loss, sample_
 
 @loss(needs=["logprobs"])
 def truncated(outputs, batch):
-    """REINFORCE with importance weights, cut at 2 and held constant."""
+    """REINFORCE with importance weights that are truncated at 2 and not differentiated."""
     weight = (outputs.logprobs - batch["old_log_probs"]).clamp(max=20.0).exp().clamp(max=2.0).detach()
     return -weight * batch["advantages"] * outputs.logprobs, {"weight": token_mean(batch, weight)}
 
 
 @loss(needs=["logprobs"])
 def averaged(outputs, batch):
-    """The same with a bug: it divides by the tokens of its own micro-batch."""
+    """The same loss with a bug: it divides by the number of tokens in its own micro-batch."""
     per_token, metrics = truncated(outputs, batch)
     return per_token / batch["response_mask"].sum(), metrics
 
 
 def step(state, prompts, backend, engine, key):
-    """One step of an algorithm: sample, reward every token 5, compare within groups, update."""
+    """Takes one step of an algorithm: samples, rewards every token 5, compares within groups, and updates."""
     engine.publish(state.step, backend.weights(state.params))
     requests = requests_for(prompts, Sampling(max_tokens=4, n=8), key.fold_in(state.step))
     batch = pack(engine.generate(requests, version=state.step))
@@ -57,8 +57,8 @@ def test_the_algorithm_learns():
     assert shares[0] < 0.4 and shares[-1] > 0.9
 
 
-def test_answers_by_script_give_the_update_that_they_should():
-    """Whoever says 5 is right, so the table learns 5 after the prompt's 1, and nothing elsewhere."""
+def test_scripted_answers_give_the_expected_update():
+    """Only the answer 5 is rewarded, so the table learns 5 after the prompt 1, and nothing else changes."""
     backend, engine = (
         Mock(8, adamw(constant(0.3), weight_decay=0.0)),
         MockRollout(lambda request: [5 - request.sample % 2]),

@@ -1,4 +1,4 @@
-"""Draw the learning curves of docs/results.md: ``python scripts/figures.py`` after the runs of three seeds.
+"""Draws the learning curves of docs/results.md. Run ``python scripts/figures.py`` after the runs of three seeds:
 
 for s in 1 2 3; do
   python scripts/demo.py --seed $s --dir runs/demo_$s
@@ -12,6 +12,7 @@ SEEDS = (1, 2, 3)
 
 
 def main() -> None:
+    """Draws the figures of docs/results.md."""
     labels = [f"seed {s}" for s in SEEDS]
     reward_curves([f"runs/demo_{s}" for s in SEEDS], "docs/ppo_reverse.png", title="PPO on reverse", labels=labels)
     reward_curves([f"runs/grpo_{s}" for s in SEEDS], "docs/grpo_count.png", title="GRPO on count", labels=labels)

@@ -1,4 +1,4 @@
-"""Makes pages of README.md and CONTRIBUTING.md, and links of pages fit the site."""
+"""Adds README.md and CONTRIBUTING.md to the site as pages, and rewrites links so that they work there."""
 
 import re
 from pathlib import Path
@@ -13,17 +13,17 @@ CODE_BLOCK = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
 def site_link(match: re.Match[str], docs: Path, folder: Path) -> str:
-    """Returns a link that holds in the site, or only its words where it leads to a file that the site lacks."""
-    words, target, anchor = match[1], match[2], match[3] or ""
+    """Returns a link that works in the site, or only its label if the site lacks the file."""
+    label, target, anchor = match[1], match[2], match[3] or ""
     path = (folder / target).resolve()
     if path.is_relative_to(docs):
-        return f"[{words}]({path.relative_to(docs)}{anchor})"
+        return f"[{label}]({path.relative_to(docs)}{anchor})"
     page = PAGES.get(path.name) if path.parent == docs.parent else None
-    return f"[{words}]({page}{anchor})" if page else words
+    return f"[{label}]({page}{anchor})" if page else label
 
 
 def site_markdown(markdown: str, docs: Path, folder: Path) -> str:
-    """Returns a page of ``folder`` with the links of its text, not of its code blocks, rewritten."""
+    """Rewrites the links of a page of ``folder``, except those in code blocks."""
     parts = CODE_BLOCK.split(markdown)
     parts[::2] = [LINK.sub(lambda match: site_link(match, docs, folder), part) for part in parts[::2]]
     return "".join(parts)
@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Drops links to files outside the site, such as the examples."""
+    """Replaces links to files outside the site, such as the examples, by their labels."""
     docs = Path(config.docs_dir).resolve()
     if page.file.src_uri in PAGES.values() or "/" in page.file.src_uri:
         return markdown

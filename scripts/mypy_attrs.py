@@ -8,5 +8,5 @@ attr_attrib_makers |= {"verl_fn.state.node.static"}
 
 
 def plugin(version: str) -> type[Plugin]:
-    """Returns a plugin without hooks of its own: importing this file has extended those for attrs."""
+    """Returns a plugin without hooks of its own; importing this file has already extended the hooks for attrs."""
     return Plugin

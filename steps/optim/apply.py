@@ -145,18 +145,18 @@ def _updated(
         The parts of the state before and after, the number of copies, and the optimizer's metrics.
     """
     states, grads = boxes
-    if groups:
-        states, grads = divided(states.pop(), groups), divided(grads.pop(), groups)
     befores: list[TrainState] = []
     afters: list[TrainState] = []
-    copies, metrics = 0, {}
-    for box, gradients in zip(_boxed(states), _boxed(grads), strict=True):
-        if look:
-            part, state_copies = owned(box)
-            gradient, gradient_copies = owned(gradients)
-            copies += state_copies + gradient_copies
-        else:
-            part, gradient = box.pop(), gradients.pop()
+    metrics: Metrics = {}
+    # All gradients at once, since they may be views of one buffer, whose other views are gradients too.
+    gradients, copies = owned(grads) if look else (grads.pop(), 0)
+    parts = divided(gradients, groups) if groups else [gradients]
+    if groups:
+        states = divided(states.pop(), groups)
+    del gradients
+    for box, gradient in zip(_boxed(states), _drained(parts), strict=True):
+        part, state_copies = owned(box) if look else (box.pop(), 0)
+        copies += state_copies
         params, opt_state, metrics = optimizer.update(gradient, part.optimizer, part.params, update)
         # Fused kernels don't bump version counters, and copies of these tensors may be cached somewhere.
         torch.autograd.graph.increment_version([params[name] for name in gradient])
@@ -170,3 +170,10 @@ def _boxed(values: list[T]) -> Iterator[list[T]]:
     values.reverse()
     while values:
         yield [values.pop()]
+
+
+def _drained(values: list[T]) -> Iterator[T]:
+    """Yields the values, first to last, and lets each go."""
+    values.reverse()
+    while values:
+        yield values.pop()

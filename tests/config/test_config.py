@@ -34,7 +34,7 @@ def test_recipes_load_and_round_trip(recipe):
         ("driver.num_threads=5000", "driver.num_threads: must be <= 4096"),
         ("algorithm.clip_ratio=1e300", "algorithm.clip_ratio: must be <= 1000000.0"),
         ("actor.optim.lr=1e30", "actor.optim.lr: must be <= 1000000.0"),
-        ("data.val_size=1000000", "data.val_size is 1000000; a made task gives at most 20000"),
+        ("data.val_size=1000000", "data.val_size is 1000000; a generated task gives at most 20000"),
         ("data.max_response_length=99999999999999999999", "expected a whole number of at most 64 bits"),
         ("lr=0.3", "unknown key lr; did you mean actor.optim.lr?"),
         ("trainer=3", "trainer is a table of keys, not 3"),
@@ -116,7 +116,10 @@ def test_every_key_has_documentation():
             ["algorithm.name=grpo", "rollout.n=4", "driver.kind=ray", "ray.separate=critic"],
             "for critic: this run trains with actor",
         ),
-        (["driver.kind=ray", 'ray.separate=["critic", "reference"]'], "for reference: this run trains with actor, critic"),
+        (
+            ["driver.kind=ray", 'ray.separate=["critic", "reference"]'],
+            "for reference: this run trains with actor, critic",
+        ),
         (["data.train_batch_size=8", "algorithm.ppo_mini_batch_size=64"], "above data.train_batch_size = 8"),
     ],
 )  # fmt: skip

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from verl_fn.cli import main
 from verl_fn.config import Config, ConfigError, flat, keys, load, structure, to_table
+from verl_fn.config.loading import elsewhere
 
 KEYS = sorted(keys())
 TABLES = sorted({key.rsplit(".", 1)[0] for key in KEYS})
@@ -93,7 +94,9 @@ def test_a_table_is_taken_whole_or_refused_with_a_reason(table):
     held = flat(to_table(cfg))
     for key, value in flat(table).items():
         assert key in KEYS, key
-        assert value is None or same(value, held[key]), key
+        # Options of other algorithms are ignored, and reported by verl_fn.config.notes.
+        ignored = key in elsewhere(type(cfg.algorithm.options))
+        assert value is None or ignored or same(value, held[key]), key
 
 
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))

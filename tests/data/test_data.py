@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.config import load
-from verl_fn.data.files import DataError, FileData, encode_prompts, file_data, read_problems
+from verl_fn.data.files import FileData, encode_prompts, file_data, read_problems
+from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import TASKS, Problem
 from verl_fn.rewards.reward import pack_examples
 from verl_fn.state import Key
@@ -173,17 +174,17 @@ def test_columns_that_are_not_there(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (row(None), "prompt must be a text or a list of messages"),
-        (row(""), "prompt must be a text or a list of messages"),
-        (row([]), "prompt must be a text or a list of messages"),
-        (row(["ab"]), "prompt must be a text or a list of messages"),
-        (row([{"role": "user"}]), "prompt must be a text or a list of messages"),
-        (row([{"role": "user", "content": [{"type": "image"}]}]), "prompt must be a text or a list of messages"),
+        (row(None), "prompt must be a string or a list of messages"),
+        (row(""), "prompt must be a string or a list of messages"),
+        (row([]), "prompt must be a string or a list of messages"),
+        (row(["ab"]), "prompt must be a string or a list of messages"),
+        (row([{"role": "user"}]), "prompt must be a string or a list of messages"),
+        (row([{"role": "user", "content": [{"type": "image"}]}]), "prompt must be a string or a list of messages"),
         (row("ab", None), "reward_model has no ground_truth"),
         (row(reward_model={"style": "rule"}), "reward_model has no ground_truth"),
         (row(reward_model="rule"), "reward_model has no ground_truth"),
-        (row(data_source=None), "data_source must be a text, not None"),
-        (row(extra_info="{}"), "extra_info must hold named values"),
+        (row(data_source=None), "data_source must be a string, not None"),
+        (row(extra_info="{}"), "extra_info must map names to values"),
     ],
 )
 def test_rows_that_cannot_be_used_are_named(tmp_path, bad, message):
@@ -207,7 +208,7 @@ def test_a_text_comes_after_bos_and_messages_through_the_template():
 
 
 def test_messages_need_a_template():
-    with pytest.raises(DataError, match=r"problem 3 of 'mine'.*give text prompts, or .* with chat_template\.jinja"):
+    with pytest.raises(DataError, match=r"problem 3 of 'mine'.*use string prompts, or .* with chat_template\.jinja"):
         encode_prompts([Problem("ab", ""), Problem(tuple(messages("a")), "", 3, "mine")], char_tokenizer("ab"))
 
 

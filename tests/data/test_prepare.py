@@ -6,8 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl_fn.data.files import DataError, read_problems
+from verl_fn.data.files import read_problems
 from verl_fn.data.prepare import prepare_gsm8k
+from verl_fn.data.rows import DataError
 
 TRAIN = [
     {"question": "Two and three?", "answer": "2+3=<<2+3=5>>5\n#### 5"},
@@ -125,7 +126,7 @@ def test_two_copies_of_the_files_are_not_joined(tmp_path):
     [
         ({"question": "q", "answer": "It is 5."}, r"line 2: the answer has no number after '#### ': 'It is 5\.'"),
         ({"question": "q", "answer": "#### five"}, r"line 2: the answer has no number"),
-        ({"question": None, "answer": "#### 5"}, r"line 2: question and answer must be texts"),
+        ({"question": None, "answer": "#### 5"}, r"line 2: question and answer must be strings"),
         ({"question": "q", "answers": "#### 5"}, r"line 2: there is no column 'answer' \(did you mean 'answers'\?\)"),
     ],
 )

@@ -6,7 +6,7 @@ import sys
 import time
 
 from verl_fn.cli import main
-from verl_fn.data.files import DataError
+from verl_fn.data.rows import DataError
 from verl_fn.runs import folder as runs
 from verl_fn.runs.folder import loop as train
 

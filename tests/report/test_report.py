@@ -10,8 +10,9 @@ import pytest
 import tomli_w
 
 from verl_fn.config import load, to_table
+from verl_fn.report.curves import Axis, Curve, charts, smooth, ticks, window
 from verl_fn.report.page import SHOWN, ReportError, names, report
-from verl_fn.report.plots import COLORS, Axis, Curve, charts, smooth, svg, ticks, window
+from verl_fn.report.plots import COLORS, svg
 
 HOSTILE = """<script>alert("x")</script><img src='https://evil.example/x.png'>&amp;\x00\ud800"""
 VOID = {"meta", "line", "path", "circle", "rect"}

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from verl_fn.data.tasks import Problem
+from verl_fn.rewards import worker
 from verl_fn.rewards.functions import RewardFunctions
 from verl_fn.rewards.reward import Answer, RewardError
 from verl_fn.rewards.worker import judged
@@ -194,7 +195,7 @@ def test_the_limit_is_of_a_call_not_of_the_batch(here):
 
 def test_what_a_function_raises_is_told_with_the_line_of_its_author(here):
     functions = RewardFunctions(["mine.py:raises"])
-    line = 1 + MINE.splitlines().index("        return int(same)  # the line that is named")
+    line = 1 + MINE.read_text().splitlines().index("        return int(same)  # the line that is named")
     text = failure(functions, "good", "bad")
     assert "mine.py:raises raised TypeError: int() argument must be" in text
     assert f"(at {here}/mine.py:{line}), judging problem 11 of 'src', response 'bad'" in text
@@ -224,7 +225,7 @@ def test_other_failures_say_what_happened(here, name, message):
     ("name", "message"),
     [
         ("runs_code", "raised ZeroDivisionError: division by zero (at "),
-        ("raises_unspeakable", "raised Unspeakable: (its text cannot be had, __str__ raised ValueError) (at "),
+        ("raises_unspeakable", "raised Unspeakable: (it has no message, since __str__ raised ValueError) (at "),
         ("unspeakable", "raised ValueError: no text (at "),
         ("unspeakable_async", "raised ValueError: no text (at "),
         ("unspeakable_batched", "raised ValueError: no text (at "),
@@ -353,5 +354,5 @@ def test_even_a_worker_that_hangs_ends_when_its_trainer_is_killed(here, name):
 
 
 def test_the_worker_does_not_import_torch():
-    code = "import sys, verl_fn.rewards.worker; print('torch' in sys.modules)"
+    code = f"import runpy, sys; runpy.run_path({worker.__file__!r}); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"

@@ -107,3 +107,24 @@ def test_a_config_with_functions_takes_those_of_its_folder(tiny, tmp_path):
     batch, _ = responses("cba", "ab")
     table = RewardConfig(functions=("mine.py:length",), weights=(0.5,))
     assert build.reward(table, tiny, str(tmp_path))(batch, [PROBLEM])["score"].tolist() == [1.5, 1.0]
+
+
+def test_problems_may_have_different_numbers_of_rows(tiny):
+    tokenizer = char_tokenizer("abcdefgh>")
+    tokens = [[*tokenizer.encode(text), tokenizer.eos_token_id] for text in ("ab", "ba", "cd")]
+    batch = Batch.from_rows(
+        tokens, {"response_mask": [[1.0] * 3] * 3}, {"group": [5, 3, 5], "finished": [1.0, 1.0, 0.0]}
+    )
+    problems = [Problem("x", "ab", id=3), Problem("y", "ab", id=5)]
+
+    def judge(answers):
+        return [
+            {"score": float(a.problem.id), "acc": float(a.text == a.problem.answer), "pred": a.text} for a in answers
+        ]
+
+    scored = Reward(judge, tokenizer)(batch, problems)
+    assert scored["score"].tolist() == [5.0, 3.0, 5.0] and scored["acc"].tolist() == [1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match=r"rows of the batch are of problems \[5\]"):
+        Reward(judge, tokenizer)(batch, problems[:1])
+    with pytest.raises(ValueError, match="two of the problems of one batch have the same id"):
+        Reward(judge, tokenizer)(batch, [*problems, problems[0]])

@@ -1,4 +1,4 @@
-"""An algorithm of the user's from the command line: its options, its numbers, resume after a kill, fork and replay."""
+"""An algorithm of the user on the command line: its options, its numbers, resume after a kill, fork and replay."""
 
 import importlib.util
 import os

@@ -198,5 +198,5 @@ def test_a_run_without_its_checkpoints_says_what_it_drops(tiny, copy):
     lines = []
     more = ["algorithm.name=ppo", "trainer.total_training_steps=1", "trainer.journal=samples"]
     train(tiny_run(tiny, copy, *more), lines.append)
-    assert any("beginning anew; what was logged up to step 3 is dropped" in line for line in lines)
+    assert any("starting over; the log up to step 3 is dropped" in line for line in lines)
     assert [p.name for p in (copy / "samples").iterdir()] == ["step_1.safetensors"]

@@ -1,4 +1,4 @@
-"""An update in groups of leaves is bitwise the update of all leaves, and looks at who holds each leaf all the same."""
+"""An update in groups of leaves is bitwise the update of all leaves, and still looks at who holds each leaf."""
 
 import importlib
 
@@ -53,7 +53,13 @@ def test_parts_are_taken_only_where_the_optimizer_goes_by_leaf(monkeypatch):
     monkeypatch.setattr(rule, "PARTS_ON_CPU", 3)
     grads = Grads(drawn(1))
     sizes = {n: [len(g) for g in rule._groups(tx, state_of(tx), grads)] for n, tx in OPTIMIZERS.items()}
-    assert sizes == {"adamw": [16] * 3, "decay mask": [16] * 3, "sgd": [16] * 3, "momentum": [16] * 3, "not by leaf": []}
+    assert sizes == {
+        "adamw": [16] * 3,
+        "decay mask": [16] * 3,
+        "sgd": [16] * 3,
+        "momentum": [16] * 3,
+        "not by leaf": [],
+    }
 
 
 def test_a_skipped_update_in_parts_changes_the_step_alone(monkeypatch):
@@ -82,3 +88,20 @@ def test_a_leaf_of_any_part_that_is_held_keeps_its_value(index, monkeypatch):
     assert not torch.equal(new.params[NAMES[index]], held)
     with pytest.raises(DonatedError):
         old.params  # noqa: B018
+
+
+def test_gradients_that_are_views_of_one_buffer_are_no_copies(monkeypatch):
+    monkeypatch.setattr(rule, "PARTS_ON_CPU", 3)
+    buffer = torch.cat([g.reshape(-1) for g in drawn(1).values()])
+    views = {name: part.view(3, 2) for name, part in zip(NAMES, buffer.split(6), strict=True)}
+    plain = {
+        name: g.detach().new_empty(0).set_(g.untyped_storage(), g.storage_offset(), g.size(), g.stride())
+        for name, g in views.items()
+    }
+    del buffer, views
+    tx = OPTIMIZERS["adamw"]
+    expected, _ = apply_update(tx, state_of(tx), Grads(drawn(1)))
+    state, grads = state_of(tx), Grads(plain)
+    del plain
+    state, metrics = apply_update(tx, state, grads)
+    assert metrics["perf/residency_copies"].value == 0 and tree.equal(state, expected)

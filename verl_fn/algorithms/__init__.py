@@ -1,7 +1,8 @@
-"""Algorithms as values: each is made from its own options."""
+"""Algorithms, each a value made from its own options."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl_fn.config.names import load_object
@@ -14,14 +15,14 @@ from .workers import Clock, Workers
 
 __all__ = ["Algorithm", "AlgorithmState", "Clock", "Experience", "Report", "Workers", "grpo", "make", "ppo", "sft"]
 
-_BUILT_IN = {"ppo": ppo, "grpo": grpo, "sft": sft}
+_BUILT_IN: Mapping[str, Callable[[Any], Algorithm[Any]]] = {"ppo": ppo, "grpo": grpo, "sft": sft}
 
 
 def make(name: str, options: Any) -> Algorithm[Any]:
-    """Makes the algorithm that ``algorithm.name`` names from its options.
+    """Makes an algorithm from its name and its options.
 
     Args:
-        name: ``ppo``, ``grpo``, ``sft``, or a function of the user's as ``FILE.py:NAME`` or ``MODULE:NAME``.
+        name: ``ppo``, ``grpo``, ``sft``, or a function of the user as ``FILE.py:NAME`` or ``MODULE:NAME``.
         options: an instance of the algorithm's options class.
 
     Raises:
@@ -32,5 +33,6 @@ def make(name: str, options: Any) -> Algorithm[Any]:
         >>> list(make("ppo", PPO()).roles)
         ['actor', 'critic']
     """
+    factory: Callable[[Any], Algorithm[Any]]
     factory = _BUILT_IN[name] if name in _BUILT_IN else load_object(name, "algorithm.name")
     return factory(options)

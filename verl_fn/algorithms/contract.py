@@ -1,4 +1,4 @@
-"""What an algorithm is: a value made from its own options, of pure functions over its own state."""
+"""The contract of an algorithm: a value made from its options, with pure functions over a state of its own."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from verl_fn.state import Key
 from .workers import Workers
 
 Report: TypeAlias = dict[str, float]
-"""Metrics of a step by name, as numbers."""
+"""The metrics of a step by name, as numbers."""
 
 
 class AlgorithmState(Protocol):
-    """What every algorithm's state has; it is a ``@node``, with one more field for each role, under its name.
-
-    Attributes:
-        key: of the run; a step derives its own from it and ``step``.
-        step: steps done.
-    """
+    """The fields that every algorithm's state has. A state is a ``@node`` with one further field for each role."""
 
     @property
-    def key(self) -> Key: ...
+    def key(self) -> Key:
+        """Returns the run's key; each step derives a key of its own from it and ``step``."""
+        ...
 
     @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        """Returns the number of steps done."""
+        ...
 
 
 S = TypeVar("S", bound=AlgorithmState)
@@ -37,13 +36,13 @@ S = TypeVar("S", bound=AlgorithmState)
 
 @attrs.frozen(eq=False)
 class Experience:
-    """What ``sample`` hands to ``learn``; it can be saved between the two.
+    """The result of ``sample``, from which ``learn`` learns. It can be saved between the two.
 
     Attributes:
-        batch: the rows, a ``Batch`` or a reference to one.
-        problems: how many problems they answer.
-        seconds: the time of each phase so far.
-        report: metrics so far.
+        batch: the rows: a ``Batch`` or a reference to one.
+        problems: the number of problems that the rows answer.
+        seconds: the duration of each phase so far.
+        report: the metrics so far.
     """
 
     batch: Any
@@ -54,17 +53,18 @@ class Experience:
 
 @attrs.frozen(eq=False)
 class Algorithm(Generic[S]):
-    """An algorithm: ``learn(state, sample(state, problems, workers), workers)`` is one step.
+    """An algorithm; ``learn(state, sample(state, problems, workers), workers)`` is one step of it.
 
     Attributes:
         roles: the models by name. ``actor`` is the policy: it is sampled from, evaluated and exported.
-        init: makes the state from the training states by role and a key. States may be handles to other processes,
-            and are None where only the rest of the state is wanted: ``init`` passes them on and looks at none.
-            A role without workers of its own (a frozen copy, with LoRA) is missing.
+        init: makes the state from the training states by role and a key. A training state may be a handle to
+            another process, or None where only the other fields are needed, so ``init`` must only pass it on.
+            A role without workers of its own (a frozen copy, with LoRA) is missing from the mapping.
         sample: draws experience and does not change the state.
-        learn: returns the next state, with ``step`` one higher, and the step's metrics.
-        updates: counts the updates of a role in so many steps, the length of its learning-rate decay.
-        min_n: fewest responses a prompt that it can learn from.
+        learn: returns the next state, whose ``step`` is one higher, and the step's metrics.
+        updates: ``(role, prompts, steps)`` to the number of the role's updates in ``steps`` steps of ``prompts``
+            prompts; learning rates decay over it.
+        min_n: the fewest responses per prompt that the algorithm can learn from.
 
     Example:
         A complete algorithm is ``examples/custom_algorithm.py``; ``verl_fn/algorithms/grpo.py`` is a built-in one.
@@ -78,5 +78,5 @@ class Algorithm(Generic[S]):
     min_n: int = 1
 
     def step(self, state: S, problems: Sequence[Problem], workers: Workers) -> tuple[S, Report]:
-        """Samples and learns. ``state`` is spent: what ``learn`` updates is donated."""
+        """Takes one step; it spends ``state``, since ``learn`` donates the training states that it updates."""
         return self.learn(state, self.sample(state, problems, workers), workers)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl_fn.backends.protocol import TrainBackend, where_used
+from verl_fn.backends.protocol import Ref, TrainBackend, where_used
 from verl_fn.config.algorithms import Aggregation, PolicyOptimization
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
@@ -49,7 +49,8 @@ def annotate(batch: Any, state: Any, w: Workers, clock: Clock, *, reference: boo
     The forward passes of roles on workers of their own overlap.
 
     Args:
-        state: has ``actor`` and, as asked for, ``reference`` (None stands for the actor's frozen base) and ``critic``.
+        state: has ``actor``, and ``critic`` and ``reference`` as asked for; without a reference of its own, the
+            actor's frozen base stands for it.
     """
     actor, params = w.trainers["actor"], state.actor.params
     passes: dict[str, Callable[[], Any]] = {
@@ -69,7 +70,7 @@ def annotate(batch: Any, state: Any, w: Workers, clock: Clock, *, reference: boo
         "values": {"values": "values"},
     }
     for phase, output in outputs.items():
-        batch = w.call(with_outputs, batch, output, **{old: new for old, new in names[phase].items()})
+        batch = w.call(with_outputs, batch, output, **names[phase])
     return batch
 
 
@@ -105,10 +106,10 @@ def kl_controller(options: PolicyOptimization) -> FixedKL | AdaptiveKL:
 
 def update(
     backend: TrainBackend, state: Any, batches: Sequence[Any], loss: Loss
-) -> tuple[Any, list[tuple[Metrics, Metrics]]]:
+) -> tuple[Any, list[tuple[Ref[Metrics], Ref[Metrics]]]]:
     """Applies one update a batch; also the metrics of each as a pair, of the gradient and of the update."""
 
-    def one(state: Any, batch: Any) -> tuple[Any, tuple[Metrics, Metrics]]:
+    def one(state: Any, batch: Any) -> tuple[Any, tuple[Ref[Metrics], Ref[Metrics]]]:
         grads, of_gradient = backend.forward_backward(state, batch, loss)
         state, of_update = backend.apply_update(state, grads)
         return state, (of_gradient, of_update)

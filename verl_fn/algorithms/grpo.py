@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300), and its kin without a critic."""
+"""Group-relative policy optimization (Shao et al. 2024, arXiv 2402.03300), and its variants without a critic."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .workers import Clock, Workers
 
 @node
 class GRPOState(Node):
-    """All that a GRPO run is; the fields are those of ``PPOState`` less the critic."""
+    """The state of a GRPO run; it has the fields of ``PPOState`` except the critic."""
 
     actor: Any
     reference: Any
@@ -29,11 +29,14 @@ class GRPOState(Node):
 
 
 def grpo(options: GRPO) -> Algorithm[GRPOState]:
-    """Makes GRPO: sample groups of responses, compare within them, update the actor.
+    """Makes GRPO: a step samples groups of responses, compares rewards within each group, and updates the actor.
 
     Example:
         >>> grpo(GRPO(adv_estimator="rloo")).min_n
         2
+
+    Source:
+        Shao et al. 2024, arXiv 2402.03300.
     """
     advantages, loss, needs_reference = estimator(options), policy_loss(options), "reference" in options.roles
 

@@ -1,4 +1,4 @@
-"""The policy's loss and the advantage estimator that an algorithm's options name."""
+"""The policy's loss and the advantage estimator, as an algorithm's options name them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def policy_loss(options: PolicyOptimization) -> Loss:
     """Makes the policy's loss, with the KL and entropy terms that the options ask for.
 
     Raises:
-        ConfigError: ``policy_loss`` names something else than a ``Loss``.
+        ConfigError: ``policy_loss`` refers to an object that is not a ``Loss``.
     """
     if is_reference(options.policy_loss):
         loss = load_object(options.policy_loss, "algorithm.policy_loss")
@@ -26,8 +26,8 @@ def policy_loss(options: PolicyOptimization) -> Loss:
                 "decorate the function with @verl_fn.steps.loss(needs=[...])"
             )
     else:
-        o = options
-        loss = ppo_clip(o.clip_ratio, o.clip_ratio_low, o.clip_ratio_high, o.clip_ratio_c)
+        low, high = options.clip_ratio_low, options.clip_ratio_high
+        loss = ppo_clip(options.clip_ratio, low, high, options.clip_ratio_c)
     if options.use_kl_loss:
         loss = loss + options.kl_loss_coef * kl_to_reference(options.kl_loss_type)
     if options.entropy_coeff:
@@ -39,15 +39,15 @@ def estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
     """Returns the advantage estimator that ``adv_estimator`` names, with its options bound.
 
     Raises:
-        ConfigError: it names something that cannot be called.
+        ConfigError: ``adv_estimator`` refers to an object that cannot be called.
     """
     name = options.adv_estimator
     if is_reference(name):
-        own = load_object(name, "algorithm.adv_estimator")
-        if not callable(own):
-            raise ConfigError(f"algorithm.adv_estimator: {name} is no function from batch to batch")
-        return own
-    if name == "gae":
+        function = load_object(name, "algorithm.adv_estimator")
+        if not callable(function):
+            raise ConfigError(f"algorithm.adv_estimator: {name} is not a function from batch to batch")
+        return function
+    if isinstance(options, PPO):
         return functools.partial(gae, gamma=options.gamma, lam=options.lam)
     if name == "grpo":
         return functools.partial(grpo, norm_adv_by_std=options.norm_adv_by_std_in_grpo)

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv 1707.06347). Copy and edit."""
+"""Proximal policy optimization with a critic (Schulman et al. 2017, arXiv 1707.06347)."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .workers import Clock, Workers
 
 @node
 class PPOState(Node):
-    """All that a PPO run is; saving it saves everything.
+    """The state of a PPO run; saving it saves everything that a resumed run needs.
 
     Attributes:
-        actor, critic, reference: training states, or handles to them; reference is None without a KL term, and with
-            LoRA, where the actor holds it.
+        actor, critic, reference: training states, or handles to them. ``reference`` is None without a KL term, and
+            with LoRA, where the actor's frozen base is the reference.
         kl: the controller of the KL penalty in the reward.
-        key: of the run; a step derives its own from it and ``step``.
-        step: steps done.
+        key: the run's key; each step derives a key of its own from it and ``step``.
+        step: the number of steps done.
     """
 
     actor: Any
@@ -38,17 +38,17 @@ class PPOState(Node):
 
 
 def ppo(options: PPO) -> Algorithm[PPOState]:
-    """Makes PPO: sample, estimate advantages, update critic and actor.
+    """Makes PPO: a step samples, estimates advantages, and updates critic and actor.
 
     Example:
         >>> ppo(PPO(lam=0.95, critic_warmup=20)).updates("actor", 256, 100)
         80
+
+    Source:
+        Schulman et al. 2017, arXiv 1707.06347.
     """
-    advantages, actor_loss, critic_loss = (
-        estimator(options),
-        policy_loss(options),
-        value_clip(options.cliprange_value),
-    )
+    advantages, actor_loss = estimator(options), policy_loss(options)
+    critic_loss = value_clip(options.cliprange_value)
     needs_reference = "reference" in options.roles
 
     def init(states: Mapping[str, Any], key: Key) -> PPOState:
@@ -74,15 +74,15 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
         updates = {"critic": lambda: update(w.trainers["critic"], state.critic, batches, critic_loss)}
         if state.step >= options.critic_warmup:
             updates["actor"] = lambda: update(w.trainers["actor"], state.actor, batches, actor_loss)
-        updated = clock.run_all({f"update_{role}": run for role, run in updates.items()})
-        trained = {role: updated[f"update_{role}"] for role in updates}
-        for role, (_, metrics) in trained.items():
+        results = clock.run_all({f"update_{role}": run for role, run in updates.items()})
+        updated = {role: results[f"update_{role}"] for role in updates}
+        for role, (_, metrics) in updated.items():
             report |= update_report(role, w.get(metrics))
 
         report |= experience.report | w.get(w.call(batch_report, batch))
         report |= timing_report(clock, report["perf/total_num_tokens"])
-        critic = trained["critic"][0]
-        actor = trained["actor"][0] if "actor" in trained else state.actor
+        critic = updated["critic"][0]
+        actor = updated["actor"][0] if "actor" in updated else state.actor
         return PPOState(actor, critic, state.reference, kl, state.key, state.step + 1), report
 
     return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n)

@@ -19,7 +19,7 @@ from .workers import Clock, Workers
 
 @node
 class SFTState(Node):
-    """All that a fine-tuning run is."""
+    """The state of a fine-tuning run."""
 
     actor: Any
     key: Key
@@ -27,7 +27,7 @@ class SFTState(Node):
 
 
 def sft(options: SFT) -> Algorithm[SFTState]:
-    """Makes supervised fine-tuning: one update on the answers to each step's problems.
+    """Makes supervised fine-tuning: a step is one update on the answers to its problems.
 
     Example:
         >>> list(sft(SFT()).roles)

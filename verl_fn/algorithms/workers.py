@@ -1,4 +1,4 @@
-"""What an algorithm runs on: backends, a reward, and a way to apply functions where the data lies."""
+"""The parts that an algorithm runs on: backends, a reward, and a way to apply functions where the data lies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def call_here(fn: Callable[..., Any], *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
-    """Applies ``fn`` in this process; with ``returns=k`` its k results come back as a list.
+    """Applies ``fn`` in this process; with ``returns=k``, returns its k results as a list.
 
     Example:
         >>> call_here(divmod, 7, 3), call_here(divmod, 7, 3, returns=2)
@@ -25,25 +25,26 @@ def call_here(fn: Callable[..., Any], *args: Any, returns: int | None = None, **
 
 
 def get_here(value: T) -> T:
-    """Returns the value itself: in one process nothing is remote."""
+    """Returns the value itself, since in one process nothing is remote."""
     return value
 
 
 @attrs.frozen(eq=False)
 class Workers:
-    """The parts that a step composes. Values that they exchange may be references: a step passes them on.
+    """The parts that a step uses. They may exchange references in place of values; a step only passes these on.
 
     Attributes:
-        trainers: training backends by role.
+        trainers: the training backends by role.
         rollout: the engine that samples.
-        reward: ``(batch, problems) -> batch`` with scores.
-        tokenizer: the model's.
-        sampling: how responses are drawn in training.
-        max_prompt_length: longest prompt, in tokens.
-        call: applies a function to values, references or handles, where they lie; ``returns=k`` for k results.
-        get: returns the value behind a reference, or behind all references of a nested value.
-        wait: blocks until what is behind references is there, and returns them.
-        about: a line on what the workers run, for the screen.
+        reward: ``(batch, problems) -> batch``; adds scores to a batch.
+        tokenizer: the model's tokenizer.
+        sampling: the sampling settings of training rollouts.
+        max_prompt_length: the longest prompt allowed, in tokens.
+        call: applies a function to values, references or handles, in the process that has them; with ``returns=k``
+            it returns a list of k results.
+        get: returns the value of a reference, or a nested value with all its references resolved.
+        wait: blocks until the values of references are available, and returns the references.
+        about: a line about the workers, for the screen.
     """
 
     trainers: Mapping[str, TrainBackend]
@@ -59,7 +60,7 @@ class Workers:
 
 
 class Clock:
-    """Seconds by phase, as verl's ``timing_s/*``; it waits for what a phase returns.
+    """Measures the seconds of each phase, for verl's ``timing_s/*``; a phase ends when its result is available.
 
     Example:
         >>> clock = Clock(get_here)
@@ -71,13 +72,13 @@ class Clock:
         """Starts a clock.
 
         Args:
-            wait: blocks until a value is there.
-            seconds: phases that ran before, such as those of ``sample``.
+            wait: blocks until a value is available.
+            seconds: the seconds of earlier phases, such as those of ``sample``.
         """
         self.seconds: dict[str, float] = dict(seconds or {})
         self._wait = wait
         self._earlier = sum(self.seconds.values())
-        self._began = time.perf_counter()
+        self._start = time.perf_counter()
 
     def run(self, phase: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Returns ``fn(*args, **kwargs)`` and adds its time to ``phase``."""
@@ -86,22 +87,22 @@ class Clock:
     def run_all(self, phases: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         """Starts all phases, waits for each in turn, and returns their results by phase.
 
-        Phases on workers of their own overlap; a phase is then charged with the time that it kept the step waiting.
+        Phases on different workers overlap. Only the time for which the step waits is then counted for a phase.
         """
-        started: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for phase, fn in phases.items():
-            began = time.perf_counter()
-            started[phase] = fn()
-            self._add(phase, began)
-        for phase, value in started.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
+            results[phase] = fn()
+            self._add(phase, start)
+        for phase, value in results.items():
+            start = time.perf_counter()
             self._wait(value)
-            self._add(phase, began)
-        return started
+            self._add(phase, start)
+        return results
 
     def total(self) -> float:
-        """Returns the seconds since this clock was made and those before, with what lies between the phases."""
-        return self._earlier + time.perf_counter() - self._began
+        """Returns the seconds of earlier phases plus all those since this clock started."""
+        return self._earlier + time.perf_counter() - self._start
 
-    def _add(self, phase: str, began: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - began
+    def _add(self, phase: str, start: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start

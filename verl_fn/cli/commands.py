@@ -1,4 +1,4 @@
-"""What the commands of ``verl-fn`` do; each takes its parsed arguments and returns the exit status."""
+"""The commands of ``verl-fn``; each takes its parsed arguments and returns the exit status."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from verl_fn.config.loading import algorithm_options
 
 
 def train(args: argparse.Namespace) -> int:
-    """Train from a config, or only check it."""
+    """Trains from a config, or only checks it."""
     plan = make_plan(load(args.config, args.overrides))
     return _train(plan, notes(args.config, args.overrides), args)
 
 
 def fork(args: argparse.Namespace) -> int:
-    """Train on from a checkpoint of another run."""
+    """Continues from a checkpoint of another run."""
     from verl_fn.runs.replay import fork_plan
 
     plan = fork_plan(args.run, args.step, args.overrides)
@@ -63,7 +63,7 @@ def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate a model on held-out problems."""
+    """Evaluates a model on held-out problems."""
     from verl_fn.runs.evaluate import evaluate_model
 
     model, run = _model_of(args.model)
@@ -74,8 +74,8 @@ def evaluate(args: argparse.Namespace) -> int:
     plan = evaluation_plan(cfg)
     out = Path(args.json) if args.json else None
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise ConfigError(f"--json: {out} cannot be written; name a file in a folder that is there")
-    print(f"evaluating {model} on {_evaluated(plan)}", flush=True)
+        raise ConfigError(f"--json: {out} cannot be written; name a file in an existing folder")
+    print(f"evaluating {model} on {_evaluation_summary(plan)}", flush=True)
     report, answers = evaluate_model(plan, print)
     for name, value in report.items():
         print(f"{name:<48} {value:.4f}")
@@ -87,21 +87,22 @@ def evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _evaluated(plan: Plan) -> str:
-    """What an evaluation asks, and how it answers."""
+def _evaluation_summary(plan: Plan) -> str:
+    """Describes the problems of an evaluation and how answers are sampled."""
     from verl_fn.data.tasks import TASKS
 
-    d, v = plan.data, plan.rollout.validation
-    if d.val_files:
-        names = ", ".join(Path(file).name for file in d.val_files)
-        problems = f"{'all' if d.val_size is None else f'up to {d.val_size}'} problems of {names}"
+    data, sampling = plan.data, plan.rollout.validation
+    if data.val_files:
+        names = ", ".join(Path(file).name for file in data.val_files)
+        problems = f"{'all' if data.val_size is None else f'up to {data.val_size}'} problems of {names}"
     else:
-        problems = f"{len(TASKS[d.task].held_out(d.val_size))} held-out problems of {d.task}"
-    return f"{problems}, " + (f"{v.n} at temperature {v.temperature:g}" if v.temperature else "greedy")
+        problems = f"{len(TASKS[data.task].held_out(data.val_size))} held-out problems of {data.task}"
+    answers = f"{sampling.n} at temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
+    return f"{problems}, {answers}"
 
 
 def config(args: argparse.Namespace) -> int:
-    """Show the whole config."""
+    """Shows the whole config."""
     overrides = list(args.overrides)
     file = args.config
     if file is not None and "=" in file and not Path(file).exists():
@@ -114,7 +115,7 @@ def config(args: argparse.Namespace) -> int:
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write a page about runs."""
+    """Writes a page about runs."""
     from verl_fn.report.page import report
 
     page = report([Path(run) for run in args.runs], Path(args.out))
@@ -123,7 +124,7 @@ def report(args: argparse.Namespace) -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """Execute a step again and compare."""
+    """Executes a step again and compares it with the log."""
     from verl_fn.runs.replay import replay
 
     replayed = replay(args.run, args.step, recorded=args.recorded)
@@ -138,7 +139,7 @@ def replay(args: argparse.Namespace) -> int:
 
 
 def new_model(args: argparse.Namespace) -> int:
-    """Write a tiny random model."""
+    """Writes a tiny random model."""
     from verl_fn.backends.checkpoint.export import check_empty
     from verl_fn.backends.hf.folder import ModelError
     from verl_fn.backends.hf.new_model import new_model
@@ -149,9 +150,9 @@ def new_model(args: argparse.Namespace) -> int:
     if args.chars == "":
         raise ConfigError("--chars is empty; name the characters, or leave it out to take those of --task")
     check_empty(Path(args.folder))
-    fields = dict(_field(text) for text in args.overrides)
-    if own := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):
-        raise ConfigError(f"{own[0]} is no field of a model's config; see verl-fn new-model --help")
+    fields = dict(_field(override) for override in args.overrides)
+    if reserved := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):
+        raise ConfigError(f"{reserved[0]} is not a field of a model's config; see verl-fn new-model --help")
     chars = TASKS[args.task].alphabet if args.chars is None else args.chars
     try:
         folder = new_model(
@@ -163,10 +164,10 @@ def new_model(args: argparse.Namespace) -> int:
     return 0
 
 
-def _field(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
+def _field(override: str) -> tuple[str, Any]:
+    name, equals, value = override.partition("=")
     if not equals:
-        raise ConfigError(f"{text!r} is not of the form key=value")
+        raise ConfigError(f"{override!r} is not of the form key=value")
     try:
         return name, json.loads(value)
     except json.JSONDecodeError:
@@ -174,7 +175,7 @@ def _field(text: str) -> tuple[str, Any]:
 
 
 def export(args: argparse.Namespace) -> int:
-    """Copy a model as a Hugging Face folder, or its adapters as PEFT's."""
+    """Copies a model as a Hugging Face folder, or its adapters as a folder for PEFT."""
     from verl_fn.backends.checkpoint.export import export_adapter, export_model
 
     model, _ = _model_of(args.model)
@@ -184,7 +185,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace) -> int:
-    """Turn raw files into parquet."""
+    """Converts raw files into parquet."""
     from verl_fn.data.prepare import prepare_gsm8k
 
     rows = prepare_gsm8k(args.source, args.out)
@@ -193,7 +194,7 @@ def prepare(args: argparse.Namespace) -> int:
 
 
 def show_choices(args: argparse.Namespace) -> int:
-    """List what there is to choose from, or the options of one algorithm."""
+    """Lists the available tasks, algorithms and so on, or the options of one algorithm."""
     if args.algorithm:
         print(_algorithm_page(args.algorithm))
         return 0
@@ -219,40 +220,49 @@ def show_choices(args: argparse.Namespace) -> int:
 
 
 def _algorithm_page(name: str) -> str:
-    """What an algorithm is, its roles, and its options with their defaults."""
+    """Describes an algorithm, its roles, and its options with their defaults."""
     from verl_fn.algorithms import make
 
     options = algorithm_options(name)()
-    made = make(name, options)
+    algorithm = make(name, options)
     doc = (type(options).__doc__ or "").strip().splitlines()
     lines = [f"{name}: {doc[0] if doc else type(options).__name__}"]
-    for role_name, role in made.roles.items():
+    for role_name, role in algorithm.roles.items():
         source = f", a frozen copy of {role.copy_of}" if role.copy_of else ""
         lines.append(f"  role {role_name}: {role.head} head, {'trained' if role.trained else 'not trained'}{source}")
     return "\n".join([*lines, "", *options_lines(options, "algorithm")]).rstrip()
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Run a benchmark."""
+    """Runs a benchmark."""
     return importlib.import_module(f"verl_fn.benchmarks.{args.what.replace('-', '_')}").main(args.rest)
 
 
 COMMANDS = {
-    "train": train, "eval": evaluate, "config": config, "report": report, "fork": fork, "replay": replay,
-    "new-model": new_model, "export": export, "prepare": prepare, "list": show_choices, "bench": bench,
-}  # fmt: skip
+    "train": train,
+    "eval": evaluate,
+    "config": config,
+    "report": report,
+    "fork": fork,
+    "replay": replay,
+    "new-model": new_model,
+    "export": export,
+    "prepare": prepare,
+    "list": show_choices,
+    "bench": bench,
+}
 
 
 def _model_of(path: str) -> tuple[Path, Path | None]:
-    """The model folder that a path means, and the run that it belongs to, if any."""
+    """Returns the model folder that a path stands for, and the run that it belongs to, if any."""
     from verl_fn.runs.checkpoints import MANIFEST, checkpoints
-    from verl_fn.runs.folder import RunError
+    from verl_fn.runs.errors import RunError
 
     folder = Path(path)
     if (folder / "config.toml").is_file():
         if not checkpoints(folder):
             raise RunError(f"the run {folder} has no checkpoint yet")
-        # The link dangles where the newest checkpoint was removed by hand.
+        # The link points nowhere if somebody has removed the newest checkpoint.
         link = folder / "model"
         return link.resolve() if link.exists() else checkpoints(folder)[0] / "actor", folder
     if (folder / MANIFEST).is_file():

@@ -1,11 +1,11 @@
-"""``verl-fn``: the command line. Parsing only; ``verl_fn.cli.commands`` does the work."""
+"""The command line ``verl-fn``. This module only parses arguments; ``verl_fn.cli.commands`` has the commands."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from verl_fn import __version__
@@ -14,11 +14,11 @@ from verl_fn.errors import UsageError, UserError
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
 
 
-path = os.path.expanduser  # a shell leaves the ~ of --out=~/x
+path = os.path.expanduser  # shells do not expand the ~ in --out=~/x
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of the whole command line."""
+    """Returns the parser of the whole command line."""
     top = argparse.ArgumentParser(prog="verl-fn", description="Functional RL post-training in PyTorch.")
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -26,12 +26,20 @@ def parser() -> argparse.ArgumentParser:
     def command(name: str, doc: str, **kwargs: object) -> argparse.ArgumentParser:
         return commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".", **kwargs)  # type: ignore[arg-type]
 
-    def overrides(to: argparse.ArgumentParser) -> None:
-        to.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
+    _add_run_commands(command)
+    _add_model_commands(command)
+    return top
 
+
+def _add_overrides(to: argparse.ArgumentParser) -> None:
+    to.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
+
+
+def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds the commands that train, evaluate and show runs."""
     train = command("train", "train from a TOML config; the same command continues a run that was stopped")
     train.add_argument("config", type=path, help="a TOML file, such as recipes/ppo_reverse.toml")
-    overrides(train)
+    _add_overrides(train)
     train.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
@@ -39,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         "eval", "evaluate a run, one of its checkpoints or any Hugging Face folder on held-out problems"
     )
     evaluate.add_argument("model", type=path, help="a run's folder, a checkpoint, or a Hugging Face model folder")
-    overrides(evaluate)
+    _add_overrides(evaluate)
     evaluate.add_argument(
         "--config", type=path, help="a TOML file; by default the run's, where the model is of a run"
     )
@@ -47,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
 
     config = command("config", "show the whole config: every key, its doc, and where its value came from")
     config.add_argument("config", type=path, nargs="?", help="a TOML file; without one, the defaults")
-    overrides(config)
+    _add_overrides(config)
 
     report = command("report", "one HTML page, and a PNG, about one or several runs")
     report.add_argument("runs", type=path, nargs="+", metavar="RUN", help="a run's folder")
@@ -56,17 +64,20 @@ def parser() -> argparse.ArgumentParser:
     fork = command("fork", "continue a run's state from a checkpoint under another config, in a new folder")
     fork.add_argument("run", type=path, help="the run's folder")
     fork.add_argument("--step", type=int, required=True, help="the step of the checkpoint")
-    overrides(fork)
+    _add_overrides(fork)
     fork.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
     fork.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
-    replay = command("replay", "execute a step of a run again and say whether it comes out bitwise the same")
+    replay = command("replay", "execute a step of a run again and check that it comes out bitwise the same")
     replay.add_argument("run", type=path, help="the run's folder")
     replay.add_argument("--step", type=int, required=True, help="the step")
     replay.add_argument(
         "--recorded", action="store_true", help="take the journal's samples instead of sampling again"
     )
 
+
+def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
+    """Adds the commands for models and data, and those that list and measure."""
     model = command("new-model", "write a tiny random model with a character tokenizer")
     model.add_argument("folder", type=path, help="where to write it")
     model.add_argument("--task", default="reverse", help="the task whose characters it knows; by default %(default)s")
@@ -120,14 +131,13 @@ def parser() -> argparse.ArgumentParser:
         ),
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
-    return top
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The arguments; overrides may stand before and after options."""
+    """Parses the arguments; overrides may come before and after options."""
     top = parser()
     args, rest = top.parse_known_args(argv)
-    if rest and (not hasattr(args, "overrides") or any(one.startswith("-") or "=" not in one for one in rest)):
+    if rest and (not hasattr(args, "overrides") or any(arg.startswith("-") or "=" not in arg for arg in rest)):
         top.error(f"{args.command} does not take {' '.join(rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
@@ -135,7 +145,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Runs one command and returns the exit status."""
     args = parse(argv)
     try:
         from verl_fn.cli.commands import COMMANDS
@@ -146,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if isinstance(error, UserError):
             return _refuse(error, 1)
-        # A file that cannot be read or written. An error that names none is this program's own.
+        # An OSError that names a file is the user's to fix; one without a file name is a bug.
         if isinstance(error, OSError) and error.filename is not None:
             return _refuse(f"{error.filename}: {error.strerror}", 1)
         raise
@@ -155,17 +165,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse(error: object, status: int) -> int:
-    # Notes say which process raised it.
+    # An error's notes name the process that raised it.
     print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
     return status
 
 
 def run_rank() -> NoReturn:
-    """``main`` as torchrun starts it. Threads of a process group outlive it, and would abort an orderly end."""
+    """Runs ``main`` as a process of torchrun and exits at once, without Python's clean-up.
+
+    The threads of a process group outlive the group, and would abort the process during an orderly exit.
+    """
     try:
         status = main()
-    except SystemExit as ended:
-        status = ended.code if isinstance(ended.code, int) else 1
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else 1
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

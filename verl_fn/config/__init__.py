@@ -1,4 +1,4 @@
-"""The configuration: its keys, how it is read, and what it means. Nothing here loads torch."""
+"""The configuration: its keys, how it is read, and the plan made of it. This package does not import torch."""
 
 from .algorithms import GRPO, PPO, SFT
 from .describe import describe, options_lines, origins

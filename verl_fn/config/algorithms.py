@@ -17,7 +17,7 @@ KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3"
 
 
 def one_of_or_own(*choices: str) -> Callable[[Any, Any, str], None]:
-    """Checks that a value is one of these names, or names an object of the user's."""
+    """Returns a validator that accepts these names, and references to objects of the user."""
 
     def check(instance: Any, attribute: Any, value: str) -> None:
         if value not in choices and not is_reference(value):
@@ -29,21 +29,21 @@ def one_of_or_own(*choices: str) -> Callable[[Any, Any, str], None]:
 
 @attrs.frozen(kw_only=True)
 class KLCtrl:
-    """How the coefficient of the KL penalty in the reward moves."""
+    """Options of the controller that sets the coefficient of the KL penalty in the reward."""
 
     type: str = opt("fixed", "fixed or adaptive", in_(("fixed", "adaptive")))
-    kl_coef: float = opt(0.001, "coefficient of the KL penalty, the first one if adaptive", ge(0), le(MOST))
-    target_kl: float = opt(0.1, "KL that the adaptive controller steers to, in nats", gt(0), le(MOST))
+    kl_coef: float = opt(0.001, "coefficient of the KL penalty; the initial one if adaptive", ge(0), le(MOST))
+    target_kl: float = opt(0.1, "KL that the adaptive controller aims at, in nats", gt(0), le(MOST))
     horizon: int = opt(10000, "rows over which the adaptive controller reacts", ge(1))
 
 
 @attrs.frozen(kw_only=True)
 class Aggregation:
-    """How per-token losses become one number; what all built-in algorithms share."""
+    """Options that all built-in algorithms share: how per-token losses are averaged."""
 
     loss_agg_mode: str = opt("token-mean", "how per-token losses are averaged", in_(AGGREGATIONS))
     loss_scale_factor: float | None = opt(
-        None, "the constant of seq-mean-token-sum-norm, by default data.max_response_length", gt(0), le(1e12)
+        None, "divisor of seq-mean-token-sum-norm, by default data.max_response_length", gt(0), le(1e12)
     )
 
 
@@ -66,7 +66,7 @@ class SFT(Aggregation):
 
 @attrs.frozen(kw_only=True)
 class PolicyOptimization(Aggregation):
-    """Options that algorithms with a clipped policy loss share."""
+    """Options that PPO and GRPO share."""
 
     gamma: float = opt(1.0, "discount of later rewards", ge(0), le(1))
     policy_loss: str = opt(
@@ -75,21 +75,23 @@ class PolicyOptimization(Aggregation):
     clip_ratio: float = opt(0.2, "PPO's clip range", gt(0), le(MOST))
     clip_ratio_low: float | None = opt(None, "lower clip range, by default clip_ratio", gt(0), le(MOST))
     clip_ratio_high: float | None = opt(None, "upper clip range, by default clip_ratio", gt(0), le(MOST))
-    clip_ratio_c: float = opt(3.0, "bound of the dual clip", gt(1), le(MOST))
+    clip_ratio_c: float = opt(3.0, "largest ratio where the advantage is negative (dual clip)", gt(1), le(MOST))
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus", ge(-MOST), le(MOST))
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: float = opt(0.001, "weight of that term", ge(0), le(MOST))
-    kl_loss_type: str = opt("low_var_kl", "its estimator: k1, k2, k3 (low_var_kl), abs, or one with +", in_(KL_TYPES))
+    kl_loss_coef: float = opt(0.001, "weight of the KL in the loss", ge(0), le(MOST))
+    kl_loss_type: str = opt(
+        "low_var_kl", "estimator of the KL in the loss: k1, k2, k3 (low_var_kl), abs, or one with +", in_(KL_TYPES)
+    )
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = opt("kl", "its estimator", in_(KL_TYPES))
+    kl_penalty: str = opt("kl", "estimator of the KL in the reward", in_(KL_TYPES))
     kl_ctrl: KLCtrl = sub(KLCtrl)
-    ppo_mini_batch_size: int = opt(256, "prompts an update", ge(1))
+    ppo_mini_batch_size: int = opt(256, "prompts per update", ge(1))
     ppo_epochs: int = opt(1, "passes over a batch", ge(1))
-    shuffle: bool = opt(False, "another order of rows in every pass")
+    shuffle: bool = opt(False, "draw a new order of rows in every pass")
 
     @property
     def roles(self) -> Mapping[str, Role]:
-        """Returns the actor, and the reference policy where a KL term needs it."""
+        """Returns the actor, and the reference policy if a KL term needs it."""
         reference = self.use_kl_loss or self.use_kl_in_reward
         return {"actor": Role()} | ({"reference": Role(trained=False, copy_of="actor")} if reference else {})
 
@@ -118,7 +120,7 @@ class PPO(PolicyOptimization):
 
     @property
     def roles(self) -> Mapping[str, Role]:
-        """Returns actor, critic, and the reference policy where a KL term needs it."""
+        """Returns the actor, the critic, and the reference policy if a KL term needs it."""
         return {"actor": Role(), "critic": Role(head="value")} | dict(super().roles)
 
     @property
@@ -134,7 +136,7 @@ class PPO(PolicyOptimization):
 
 @attrs.frozen(kw_only=True)
 class GRPO(PolicyOptimization):
-    """Options of GRPO and its kin without a critic."""
+    """Options of GRPO and related algorithms without a critic."""
 
     adv_estimator: str = opt(
         "grpo",

@@ -1,4 +1,4 @@
-"""The whole configuration as TOML for people: every key with its documentation and its origin."""
+"""The whole configuration as TOML for people to read: every key with its documentation and its origin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .tables import flat
 
 
 def origins(path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, str]:
-    """Returns where each key that is not at its default was set: the file, or the command line.
+    """Returns where each key was set: the name of the file, or ``command line``; keys at their defaults are absent.
 
     Example:
         >>> origins(overrides=["data.task=count"])
@@ -50,7 +50,7 @@ def _describe(value: Any, prefix: str, origins: Mapping[str, str], lines: list[s
         lines.append(_line("name", value.name, "ppo, grpo, sft, or FILE.py:NAME or MODULE:NAME", prefix, origins))
         start = len(lines)
         _describe(value.options, prefix, origins, lines)
-        # The options share the table of the name.
+        # The options belong to the table of the name, whose header is already there.
         if lines[start:] and lines[start] == f"[{prefix}]":
             del lines[start]
         return
@@ -67,12 +67,12 @@ def _describe(value: Any, prefix: str, origins: Mapping[str, str], lines: list[s
 
 
 def _line(name: str, value: Any, doc: str, prefix: str, origins: Mapping[str, str]) -> str:
-    text = f"{name} = {_toml(value)}" if value is not None else f"# {name} ="
-    return f"{text:<36}  # {doc} [{origins.get(f'{prefix}.{name}', 'default')}]"
+    setting = f"{name} = {_toml(value)}" if value is not None else f"# {name} ="
+    return f"{setting:<36}  # {doc} [{origins.get(f'{prefix}.{name}', 'default')}]"
 
 
 def _toml(value: Any) -> str:
-    """Returns a value on one line."""
+    """Formats a value as TOML on one line."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")

@@ -1,4 +1,4 @@
-"""How a key is declared: a default, a line of documentation, and checks of its range."""
+"""Declaration of config keys: a default, a line of documentation, and checks of the range."""
 
 from __future__ import annotations
 
@@ -12,20 +12,26 @@ from verl_fn.errors import UsageError
 
 
 class ConfigError(UsageError):
-    """A configuration that cannot be used; the message names the key."""
+    """Raised for a configuration that cannot be used; the message names the key."""
 
 
 class RangeError(ValueError):
-    """A field's name and what is wrong with its value."""
+    """Raised for a value out of range; the arguments are the field's name and a message."""
 
 
 def opt(default: Any, doc: str, *checks: Callable[..., Any]) -> Any:
-    """A field with a default, a line of documentation, and checks of its range."""
+    """Declares a field with a default, a line of documentation, and checks of its range.
+
+    Args:
+        default: the default value.
+        doc: the documentation that ``verl-fn config`` prints.
+        checks: attrs validators. They are not applied to None.
+    """
 
     def check(instance: Any, attribute: Any, value: Any) -> None:
-        for one in checks if value is not None else ():
+        for validator in checks if value is not None else ():
             try:
-                one(instance, attribute, value)
+                validator(instance, attribute, value)
             except ValueError as error:
                 raise RangeError(attribute.name, str(error.args[0])) from error
 
@@ -33,7 +39,7 @@ def opt(default: Any, doc: str, *checks: Callable[..., Any]) -> Any:
 
 
 def home(value: Any) -> Any:
-    """A path, or each of several, with a leading ``~`` replaced by the home folder."""
+    """Replaces a leading ``~`` by the home folder, in one path or in each of several."""
     if isinstance(value, tuple):
         return tuple(map(home, value))
     try:
@@ -43,16 +49,19 @@ def home(value: Any) -> Any:
 
 
 def paths(default: Any, doc: str) -> Any:
-    """A field of one or several paths."""
+    """Declares a field of one or several paths."""
     return attrs.field(default=default, converter=home, metadata={"doc": doc})
 
 
 def all_or_some(instance: Any, attribute: Any, value: int) -> None:
+    """Validates a count: -1 for all, or at least 1."""
     if value != -1 and value < 1:
         raise ValueError(f"must be -1, which keeps all, or at least 1 (got {value})")
 
 
 def each_in(*choices: str) -> Callable[..., Any]:
+    """Returns a validator that checks that each of several strings is one of ``choices``."""
+
     def check(instance: Any, attribute: Any, values: tuple[str, ...]) -> None:
         for value in values:
             if value not in choices:
@@ -62,13 +71,14 @@ def each_in(*choices: str) -> Callable[..., Any]:
 
 
 def each_below_one(instance: Any, attribute: Any, values: tuple[float, ...]) -> None:
+    """Validates that each of several numbers is at least 0 and below 1."""
     if not all(0 <= value < 1 for value in values):
         raise ValueError(f"must be at least 0 and below 1 (got {list(values)})")
 
 
 def sub(cls: type) -> Any:
-    """A nested table."""
+    """Declares a nested table."""
     return attrs.field(factory=cls)
 
 
-MOST = 1e6  # of factors and ranges; beyond it numbers overflow and mean nothing
+MOST = 1e6  # upper limit of factors and ranges, far beyond any useful value; much larger ones would overflow

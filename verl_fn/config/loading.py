@@ -1,6 +1,7 @@
-"""Reading a configuration: TOML and ``key=value`` into frozen classes, every key checked.
+"""Loading of a configuration: TOML and ``key=value`` overrides become frozen classes, and every key is checked.
 
-Nothing here touches torch, unless an algorithm of the user's is named, whose module is imported for its options.
+If ``algorithm.name`` refers to an algorithm of the user, its module is imported for its options. That module may
+import torch; nothing else here does.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from typing import Any
 import attrs
 
 from .algorithms import BUILT_IN
-from .convert import keep, structured
+from .convert import pass_through, structured
 from .fields import ConfigError
 from .names import is_reference, load_object, options_class
 from .schema import AlgorithmTable, Config
 from .tables import Table, flat, put, read_table, split_override
 
-# Its options are checked by themselves, since their class depends on its name.
-keep(AlgorithmTable)
+# The class of the options depends on the algorithm's name, so structure() converts this table itself.
+pass_through(AlgorithmTable)
 
 
 def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
     """Reads the config of a TOML file with ``key=value`` overrides.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown (the nearest one is offered), or a value has
-            the wrong type or range.
+        ConfigError: the file cannot be read, a key is unknown (the message suggests the most similar one), or a
+            value has the wrong type or range.
 
     Example:
         >>> load(overrides=["trainer.seed=3", "data.task=count"]).trainer.seed
@@ -42,17 +43,17 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 
 
 def raw_table(path: str | Path | None, overrides: Iterable[str]) -> Table:
-    """Reads a file and overrides as nested tables; keys and values are not checked."""
+    """Reads a file and overrides as nested tables, without checking keys and values."""
     table, overrides = read_table(path), list(overrides)
-    # The algorithm's name decides which options there are, wherever among the overrides it stands.
-    names = [text.strip() for key, _, text in map(split_override, overrides) if key == "algorithm.name"]
+    # The algorithm's name decides which options exist, so it is looked up first among the overrides.
+    names = [value.strip() for key, _, value in map(split_override, overrides) if key == "algorithm.name"]
     name = names[-1].strip("\"'") if names else _name_in(table)
     kinds = dict(_kinds(Config, "")) | dict(_kinds(algorithm_options(name), "algorithm."))
     return put(table, overrides, kinds.get)
 
 
 def structure(table: Mapping[str, Any]) -> Config:
-    """Makes the config of nested tables, as ``load`` checks it."""
+    """Makes a config from nested tables, with the checks and errors of ``load``."""
     options = algorithm_options(_name_in(table))
     unknown = list(_unknown_keys(table, Config, "", options))
     if unknown:
@@ -60,8 +61,8 @@ def structure(table: Mapping[str, Any]) -> Config:
         raise ConfigError("; ".join(_advice(key, known) for key in unknown))
     fields = dict(table)
     algorithm = fields.pop("algorithm", {})
-    own = {name for name, _ in _hints(options)}
-    values = {name: value for name, value in algorithm.items() if name in own}
+    names = {name for name, _ in _hints(options)}
+    values = {name: value for name, value in algorithm.items() if name in names}
     name = algorithm.get("name", "ppo")
     chosen = AlgorithmTable(name, structured(values, options, "algorithm"))
     return structured(fields | {"algorithm": chosen}, Config)
@@ -88,7 +89,7 @@ def algorithm_options(name: Any) -> type[Any]:
 
 
 def to_table(cfg: Config) -> Table:
-    """Returns nested tables with every key; keys that are None are left out, as TOML has no null.
+    """Returns nested tables with every key that is not None; TOML has no null.
 
     Example:
         >>> structure(to_table(Config())) == Config()
@@ -124,7 +125,7 @@ def keys(cls: type = Config, prefix: str = "", options: type | None = None) -> I
         if kind is AlgorithmTable:
             yield f"{prefix}{name}.name"
             classes = BUILT_IN.values() if options is None else [options]
-            yield from dict.fromkeys(key for one in classes for key in keys(one, f"{prefix}{name}."))
+            yield from dict.fromkeys(key for cls_ in classes for key in keys(cls_, f"{prefix}{name}."))
         elif attrs.has(kind):
             yield from keys(kind, f"{prefix}{name}.")
         else:
@@ -132,9 +133,9 @@ def keys(cls: type = Config, prefix: str = "", options: type | None = None) -> I
 
 
 def elsewhere(options: type[Any]) -> set[str]:
-    """Returns the keys of built-in algorithms that this one does not have: they are ignored, and reported."""
-    own = set(keys(options, "algorithm."))
-    return {key for one in BUILT_IN.values() for key in keys(one, "algorithm.")} - own
+    """Returns the keys of built-in algorithms that this algorithm lacks. Such keys are ignored, and reported."""
+    known = set(keys(options, "algorithm."))
+    return {key for cls in BUILT_IN.values() for key in keys(cls, "algorithm.")} - known
 
 
 def _name_in(table: Mapping[str, Any]) -> Any:
@@ -145,7 +146,7 @@ def _name_in(table: Mapping[str, Any]) -> Any:
 
 
 def _hints(cls: type) -> list[tuple[str, Any]]:
-    """Returns the fields of a class that are set from a table, with their types."""
+    """Returns the fields of a class that a table can set, with their types."""
     hints = typing.get_type_hints(cls)
     return [(f.name, hints.get(f.name, Any)) for f in attrs.fields(cls) if f.init]
 
@@ -161,43 +162,52 @@ def _kinds(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _unknown_keys(table: Mapping[str, Any], cls: type, prefix: str, options: type) -> Iterator[str]:
-    """Yields the keys of a table that there are not."""
+    """Yields the keys of a table that do not exist."""
     hints = dict(_hints(cls))
     for name, value in table.items():
         key = f"{prefix}{name}"
         if name not in hints:
-            # Down to the key that is meant, since it says more than the table that does not exist.
+            # The first key inside an unknown table shows better than the table's name what was meant.
             inner = next(iter(flat(value)), "") if isinstance(value, Mapping) else ""
             yield f"{key}.{inner}".rstrip(".")
         elif attrs.has(hints[name]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{key} is a table of keys, not {value!r}")
             if hints[name] is AlgorithmTable:
-                others = elsewhere(options)
-                own = {n: v for n, v in value.items() if n != "name"}
-                for one in _unknown_keys(own, options, "algorithm.", options):
-                    if one not in others:
-                        yield one
+                ignored = elsewhere(options)
+                without_name = {n: v for n, v in value.items() if n != "name"}
+                for unknown in _unknown_keys(without_name, options, "algorithm.", options):
+                    if unknown not in ignored:
+                        yield unknown
             else:
                 yield from _unknown_keys(value, hints[name], f"{key}.", options)
 
 
-# What other trainers call it, by the last part of the key.
-ELSEWHERE = {
-    "n_gpus_per_node": "ray.ranks", "nnodes": "ray.ranks", "n_gpus": "ray.ranks", "num_gpus": "ray.ranks",
-    "nproc_per_node": "ray.ranks", "sp": "actor.fsdp_config.ulysses_sequence_parallel_size",
-    "fsdp_size": "actor.fsdp_config.replicate", "learning_rate": "actor.optim.lr", "grad_clip": "actor.optim.clip_grad",
-    "max_grad_norm": "actor.optim.clip_grad", "epochs": "trainer.total_training_steps",
-    "total_epochs": "trainer.total_training_steps", "critic_warmup": "algorithm.critic_warmup",
-}  # fmt: skip
+# The keys for which other trainers have other names, by the last part of those names.
+NAMES_ELSEWHERE = {
+    "n_gpus_per_node": "ray.ranks",
+    "nnodes": "ray.ranks",
+    "n_gpus": "ray.ranks",
+    "num_gpus": "ray.ranks",
+    "nproc_per_node": "ray.ranks",
+    "sp": "actor.fsdp_config.ulysses_sequence_parallel_size",
+    "fsdp_size": "actor.fsdp_config.replicate",
+    "learning_rate": "actor.optim.lr",
+    "grad_clip": "actor.optim.clip_grad",
+    "max_grad_norm": "actor.optim.clip_grad",
+    "epochs": "trainer.total_training_steps",
+    "total_epochs": "trainer.total_training_steps",
+    "critic_warmup": "algorithm.critic_warmup",
+}
 
 
 def _advice(key: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(key, known, 1, 0.8)
-    if not near and (there := ELSEWHERE.get(key.rpartition(".")[2])):
-        near = [there]
+    """Returns a message about an unknown key, with the known key that was probably meant."""
+    matches = difflib.get_close_matches(key, known, 1, 0.8)
+    if not matches and (equivalent := NAMES_ELSEWHERE.get(key.rpartition(".")[2])):
+        matches = [equivalent]
     parts = key.split(".")
     for i in range(len(parts)):
-        near = near or [k for k in known if f".{k}".endswith("." + ".".join(parts[i:]))]
-    near = near or difflib.get_close_matches(key, known, 1, 0.5)
-    return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "")
+        matches = matches or [k for k in known if f".{k}".endswith("." + ".".join(parts[i:]))]
+    matches = matches or difflib.get_close_matches(key, known, 1, 0.5)
+    return f"unknown key {key}" + (f"; did you mean {matches[0]}?" if matches else "")

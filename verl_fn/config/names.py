@@ -1,4 +1,4 @@
-"""Objects of the user's by name: ``FILE.py:NAME`` and ``package.module:NAME``."""
+"""References to objects of the user: ``FILE.py:NAME`` and ``package.module:NAME``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .fields import ConfigError
 
 
 def is_reference(value: str) -> bool:
-    """Tells whether a value has the form of a reference to an object of the user's.
+    """Returns whether a string has the form of a reference.
 
     Example:
         >>> is_reference("mine.py:raft"), is_reference("ppo")
@@ -29,7 +29,7 @@ def is_reference(value: str) -> bool:
 
 
 def absolute(reference: str, folder: Path) -> str:
-    """Makes the file of a reference absolute; a module's name, and what is no reference, stay as they are.
+    """Makes the file of a reference absolute; all other strings are returned unchanged.
 
     Example:
         >>> absolute("mine.py:raft", Path("/a")), absolute("ppo", Path("/a"))
@@ -46,7 +46,7 @@ def load_object(reference: str, key: str) -> Any:
 
     Args:
         reference: ``FILE.py:NAME`` or ``package.module:NAME``.
-        key: the config's key that holds it, for errors.
+        key: the config key that holds the reference, for error messages.
 
     Raises:
         ConfigError: the file or module cannot be imported, or has no such name.
@@ -59,7 +59,7 @@ def load_object(reference: str, key: str) -> Any:
 
 
 def source_file(reference: str) -> Path | None:
-    """Returns the source file of a reference; None for a module that has none."""
+    """Returns the source file of a reference; None for a module without one."""
     module = reference.rpartition(":")[0]
     if module.endswith(".py"):
         return Path(module)
@@ -70,8 +70,12 @@ def source_file(reference: str) -> Path | None:
 def options_class(factory: Callable[..., Any], key: str) -> type[Any]:
     """Returns the options class of an algorithm: the annotation of its factory's first parameter.
 
+    Args:
+        factory: the function that makes the algorithm.
+        key: the config key that names it, for error messages.
+
     Raises:
-        ConfigError: the object is not a function with one annotated parameter of an attrs class.
+        ConfigError: the object is not a function whose first parameter is annotated with an attrs class.
     """
     parameters: list[Any] = []
     if callable(factory):
@@ -93,19 +97,19 @@ def _load_module(module: str, key: str) -> ModuleType:
         return _load_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
     except FileNotFoundError as error:
         raise ConfigError(f"{key}: there is no file {error.filename}") from error
-    except Exception as error:  # The user's own module may raise anything.
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(f"{key}: {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Imports a file once, under a name made of its path and its bytes, the same in every process."""
+    """Imports a file once. Its module name is made of its path and contents, and is the same in every process."""
     file = file.expanduser().resolve()
     digest = hashlib.blake2b(str(file).encode() + b"\0" + file.read_bytes(), digest_size=6).hexdigest()
     name = f"_verl_fn_user_{file.stem}_{digest}"
     if name in sys.modules:
         return sys.modules[name]
     if str(file.parent) not in sys.path:
-        # Files beside it may be imported, at the end so that they hide no library.
+        # The file may import its neighbours. They come last on the path, so that they cannot hide a library.
         sys.path.append(str(file.parent))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""Keys that were set and have no effect."""
+"""Notes about keys that are set but have no effect."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Rule = tuple[str, bool, str]
 
 
 def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
-    """Returns one sentence for each key that was set and has no effect.
+    """Returns a sentence for each key that is set but has no effect.
 
-    A key at its default is left out, and so is a key of the file that an override leaves without effect.
+    A key at its default is not reported, nor is a key of the file that loses its effect only by an override.
 
     Example:
         >>> notes(None, ["algorithm.name=sft", "algorithm.lam=0.9"])
@@ -30,29 +30,30 @@ def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
     sentences = _without_effect(cfg, flat(raw_table(None, overrides)))
     if path is not None:
         try:
-            alone = load(path)
+            file_alone = load(path)
         except ConfigError:
             return list(sentences.values())
         table = flat(raw_table(path, ()))
-        of_file = _without_effect(alone, table)
-        sentences = _without_effect(cfg, {key: table[key] for key in of_file}) | sentences
+        ignored_in_file = _without_effect(file_alone, table)
+        sentences = _without_effect(cfg, {key: table[key] for key in ignored_in_file}) | sentences
     return list(sentences.values())
 
 
-def _without_effect(cfg: Config, given: dict[str, Any]) -> dict[str, str]:
+def _without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
+    """Returns a sentence for each of these settings that ``cfg`` ignores, by key."""
     values, defaults = flat(to_table(cfg)), _defaults(cfg)
-    rules = [(pattern, why) for pattern, used, why in _rules(cfg) if not used]
+    rules = [(pattern, reason) for pattern, used, reason in _rules(cfg) if not used]
     sentences: dict[str, str] = {}
-    for key, value in given.items():
+    for key, value in settings.items():
         if values.get(key, value) != defaults.get(key):
-            for pattern, why in rules:
+            for pattern, reason in rules:
                 if fnmatch.fnmatchcase(key, pattern):
-                    sentences.setdefault(key, f"{key} has no effect {why}")
+                    sentences.setdefault(key, f"{key} has no effect {reason}")
     return sentences
 
 
 def _defaults(cfg: Config) -> dict[str, Any]:
-    """Returns the default of every key, also of the algorithms that were not chosen."""
+    """Returns the default of every key, including those of algorithms that were not chosen."""
     defaults = flat(to_table(Config()))
     for options in (*BUILT_IN.values(), type(cfg.algorithm.options)):
         table = flat(to_table(Config(algorithm=AlgorithmTable("ppo", options()))))
@@ -61,20 +62,20 @@ def _defaults(cfg: Config) -> dict[str, Any]:
 
 
 def _rules(cfg: Config) -> Iterator[Rule]:
-    """Yields patterns of keys, whether this config looks at them, and what they would need."""
-    a, options = cfg.algorithm, cfg.algorithm.options
+    """Yields patterns of keys, whether this config uses these keys, and the reason if it does not."""
+    algorithm, options = cfg.algorithm.name, cfg.algorithm.options
     roles = outline(cfg).roles
-    with_name = f'with algorithm.name = "{a.name}"'
+    with_name = f'with algorithm.name = "{algorithm}"'
     for key in elsewhere(type(options)):
         yield key, False, with_name
     yield "critic.*", any(role.head == "value" for role in roles.values()), with_name
     for pattern in ("rollout.n", "rollout.temperature", "rollout.top_*"):
-        yield pattern, a.name != "sft", with_name
+        yield pattern, algorithm != "sft", with_name
     yield from _option_rules(options, cfg.data.train_batch_size)
     yield from _table_rules(cfg)
-    lacking = [role for role in cfg.ray.separate if role not in role_names(cfg)]
-    trained = ", ".join(role_names(cfg))
-    yield "ray.separate", not lacking, f"for {' and '.join(lacking)}: this run trains with {trained}"
+    absent = [role for role in cfg.ray.separate if role not in role_names(cfg)]
+    present = ", ".join(role_names(cfg))
+    yield "ray.separate", not absent, f"for {' and '.join(absent)}: this run trains with {present}"
 
 
 def _option_rules(options: Any, batch_size: int) -> Iterator[Rule]:
@@ -86,13 +87,13 @@ def _option_rules(options: Any, batch_size: int) -> Iterator[Rule]:
         return
     if isinstance(options, PPO | GRPO):
         estimator = options.adv_estimator
-        own = ":" in estimator
+        by_user = ":" in estimator
         yield "algorithm.norm_adv_by_std_in_grpo", estimator == "grpo", f"with {estimator}"
         yield "algorithm.lam", estimator == "gae", f"with {estimator}"
-        yield "algorithm.gamma", not own and estimator in ("gae", "reinforce_plus_plus"), f"with {estimator}"
+        yield "algorithm.gamma", not by_user and estimator in ("gae", "reinforce_plus_plus"), f"with {estimator}"
     for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
-        own_loss = options.policy_loss
-        yield f"algorithm.{key}", own_loss == "ppo_clip", f"with algorithm.policy_loss = {own_loss!r}"
+        loss = options.policy_loss
+        yield f"algorithm.{key}", loss == "ppo_clip", f"with algorithm.policy_loss = {loss!r}"
     yield "algorithm.kl_loss_*", options.use_kl_loss, "without algorithm.use_kl_loss"
     for pattern in ("algorithm.kl_penalty", "algorithm.kl_ctrl.*"):
         yield pattern, options.use_kl_in_reward, "without algorithm.use_kl_in_reward"
@@ -107,7 +108,7 @@ def _option_rules(options: Any, batch_size: int) -> Iterator[Rule]:
 
 def _table_rules(cfg: Config) -> Iterator[Rule]:
     """Yields the rules of the other tables."""
-    d, r = cfg.data, cfg.reward
+    data, reward = cfg.data, cfg.reward
     for role, table in (("actor", cfg.actor), ("critic", cfg.critic)):
         for name in ("lora_alpha", "target_modules"):
             yield f"{role}.{name}", table.lora_rank > 0, f"without {role}.lora_rank"
@@ -120,11 +121,11 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     for name in ("ranks", "separate", "address", "runtime_env", "placement"):
         yield f"ray.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
     yield "model.new.*", not cfg.model.path, "with model.path"
-    yield "data.task", not d.train_files, "with data.train_files"
+    yield "data.task", not data.train_files, "with data.train_files"
     for name in ("prompt_key", "filter_overlong_prompts"):
-        yield f"data.{name}", bool(d.train_files or d.val_files), "without data.train_files"
-    yield "data.shuffle", bool(d.train_files), "without data.train_files"
+        yield f"data.{name}", bool(data.train_files or data.val_files), "without data.train_files"
+    yield "data.shuffle", bool(data.train_files), "without data.train_files"
     for name in ("weights", "timeout", "num_workers"):
-        yield f"reward.{name}", bool(r.functions), "without reward.functions"
+        yield f"reward.{name}", bool(reward.functions), "without reward.functions"
     for name in ("project_name", "experiment_name"):
         yield f"trainer.{name}", "wandb" in cfg.trainer.logger, "without wandb in trainer.logger"

@@ -1,6 +1,7 @@
-"""What a config means for a run, as one value: its models with their layouts, its rollouts, and its code.
+"""The plan of a run: its models with their layouts, its rollouts, and its tables of settings, as one value.
 
-A plan is a pure function of the config and the current folder. Below it nothing takes the whole config.
+A plan is a pure function of the config and the current folder. Code that runs a plan takes the parts that it needs;
+nothing else takes the whole config.
 """
 
 from __future__ import annotations
@@ -35,22 +36,22 @@ from .tables import Table
 
 @attrs.frozen
 class RolePlan:
-    """One model of a run: what it is, where it comes from, and how it is laid out.
+    """One model of a run: its source, its optimizer and its layout.
 
     Attributes:
         name: the role.
-        table: the config's table that its settings come from: ``actor`` or ``critic``.
+        table: the table of the config that the settings come from: ``actor`` or ``critic``.
         head: ``lm`` or ``value``.
-        folder: its model folder.
-        optim: its optimizer's settings; None for a model that is not trained.
-        total_updates: updates in the whole run, the length of its learning-rate decay.
+        folder: the model folder.
+        optim: the settings of the optimizer; None for a model that is not trained.
+        total_updates: updates in the whole run, over which the learning rate decays.
         strategy: ``local`` or ``fsdp``.
         fsdp: the layout over ranks, for ``fsdp``.
-        max_tokens: strict budget of tokens a micro-batch, of all ranks that share its rows together.
+        max_tokens: most tokens of a micro-batch, summed over the ranks that share its rows.
         dtype: compute dtype; master weights are float32.
-        checkpointing: recompute each layer in the backward pass.
-        lora: rank, alpha and target layers of its adapters, or None.
-        offload: keep parameters and optimizer on the CPU between the passes.
+        checkpointing: whether each layer is recomputed in the backward pass.
+        lora: rank, alpha and target layers of the adapters, or None.
+        offload: whether parameters and optimizer state stay on the CPU between passes.
     """
 
     name: str
@@ -68,21 +69,22 @@ class RolePlan:
 
     @property
     def offload(self) -> bool:
+        """Returns whether parameters and optimizer state stay on the CPU between passes."""
         return self.strategy == "fsdp" and self.fsdp.offload_policy
 
 
 @attrs.frozen
 class RolloutPlan:
-    """The rollout engine of a run, and how responses are drawn.
+    """The rollout engine of a run and its sampling settings.
 
     Attributes:
         name: the engine.
         folder: the actor's model folder.
-        dtype: of weights and cache.
+        dtype: the dtype of the engine's weights and cache.
         slots: rows decoded at once.
-        n, temperature, top_k, top_p: of training rollouts.
-        validation: the same of evaluations.
-        max_prompt_length, max_response_length: in tokens.
+        n, temperature, top_k, top_p: sampling settings of training rollouts.
+        validation: sampling settings of evaluations.
+        max_prompt_length, max_response_length: limits in tokens.
     """
 
     name: str
@@ -100,18 +102,19 @@ class RolloutPlan:
 
 @attrs.frozen
 class Plan:
-    """A run.
+    """The plan of a run.
 
     Attributes:
         algorithm: the algorithm's name.
-        options: an instance of its options class.
+        options: an instance of the algorithm's options class.
         roles: the models by name, in the algorithm's order.
-        copies: roles without workers of their own, since another role's frozen base stands for them, by that role.
+        copies: roles without a model of their own, each with the role whose frozen base is used in its place.
         rollout: the engine that samples.
-        model: folder of the policy's model, which also has the tokenizer.
-        new_model: sizes of the random model to make in ``model`` first; None where the folder is given.
-        code: references to the user's own objects, whose source workers compare.
-        table: the config with absolute paths, as nested tables: what the run's folder keeps.
+        model: the folder of the policy's model, which also has the tokenizer.
+        new_model: sizes of the random model to make in ``model`` first; None for an existing model.
+        trainer, data, reward, driver, ray: the tables of the config.
+        code: references to the user's own objects; workers check that they all have the same source.
+        table: the config with absolute paths, as nested tables; the run's folder stores it.
     """
 
     algorithm: str
@@ -134,10 +137,12 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
     """Makes the plan of a config.
 
     Args:
-        folder: what relative paths are relative to, by default the current folder.
+        cfg: the config.
+        folder: the folder that relative paths start from, by default the current one.
 
     Raises:
-        ConfigError: an algorithm of the user's cannot be imported or made, or asks for more than the config gives.
+        ConfigError: an algorithm of the user cannot be imported or made, it has no actor, or it needs more responses
+            per prompt than ``rollout.n``.
 
     Example:
         >>> from verl_fn.config import load
@@ -148,8 +153,8 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
     shape = outline(cfg)
     if cfg.rollout.n < shape.min_n:
         raise ConfigError(
-            f"rollout.n is {cfg.rollout.n}: {cfg.algorithm.name} compares responses within a group and needs at least "
-            f"{shape.min_n} a prompt"
+            f"rollout.n is {cfg.rollout.n}: {cfg.algorithm.name} compares responses within a group and needs "
+            f"at least {shape.min_n} a prompt"
         )
     if "actor" not in shape.roles:
         raise ConfigError(f"{cfg.algorithm.name} has no role 'actor'; it is the policy that is sampled and saved")
@@ -175,9 +180,9 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
 
 
 def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
-    """Makes the plan of evaluating ``model.path``: its actor alone, in one process, without an optimizer.
+    """Makes the plan of an evaluation of ``model.path``: the actor alone, in one process, without an optimizer.
 
-    Weights are merged, so there are no adapters, and training files need not be there.
+    The weights in a model folder are merged, so the plan has no adapters. Training files need not exist.
     """
     training = make_plan(attrs.evolve(cfg, data=attrs.evolve(cfg.data, train_files=())), folder)
     actor = attrs.evolve(
@@ -187,22 +192,25 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
 
 
 def outline(cfg: Config) -> Outline:
-    """Returns the roles, updates and needs of the config's algorithm; one of the user's is made for it.
+    """Returns the outline (roles, updates, responses per prompt) of the config's algorithm.
+
+    The options of a built-in algorithm are its outline. An algorithm of the user is made first.
 
     Raises:
-        ConfigError: the user's function cannot be imported, or returns something that has no roles.
+        ConfigError: the user's function cannot be imported, or does not return an Algorithm.
     """
     name, options = cfg.algorithm.name, cfg.algorithm.options
     if name in BUILT_IN:
         return options
-    made = load_object(name, "algorithm.name")(options)
-    if not hasattr(made, "roles"):
-        raise ConfigError(f"algorithm.name: {name} returned a {type(made).__name__}, where an Algorithm is expected")
-    return made
+    algorithm = load_object(name, "algorithm.name")(options)
+    if not hasattr(algorithm, "roles"):
+        kind = type(algorithm).__name__
+        raise ConfigError(f"algorithm.name: {name} returned a {kind}, where an Algorithm is expected")
+    return algorithm
 
 
 def role_names(cfg: Config) -> tuple[str, ...]:
-    """Returns the roles that have workers of their own; with LoRA a frozen copy of its role has none.
+    """Returns the roles that have workers of their own; with LoRA a frozen copy of another role has none.
 
     Example:
         >>> role_names(Config())
@@ -215,15 +223,15 @@ def role_names(cfg: Config) -> tuple[str, ...]:
 
 
 def with_absolute_paths(cfg: Config, folder: Path) -> Config:
-    """Returns the config with absolute paths, so that it means the same in any folder.
+    """Returns the config with absolute paths, so that it does not depend on the current folder.
 
     Example:
         >>> with_absolute_paths(Config(), Path("/a")).trainer.dir
         '/a/runs/run'
     """
 
-    def path(text: str) -> str:
-        return str((folder / Path(text).expanduser()).resolve()) if text else text
+    def path(name: str) -> str:
+        return str((folder / Path(name).expanduser()).resolve()) if name else name
 
     d, t, a = cfg.data, cfg.trainer, cfg.algorithm
     references = {
@@ -237,7 +245,7 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
         data=attrs.evolve(d, train_files=tuple(map(path, d.train_files)), val_files=tuple(map(path, d.val_files))),
         model=attrs.evolve(cfg.model, path=path(cfg.model.path)),
         critic=attrs.evolve(cfg.critic, path=cfg.critic.path and path(cfg.critic.path)),
-        reward=attrs.evolve(cfg.reward, functions=tuple(absolute(one, folder) for one in cfg.reward.functions)),
+        reward=attrs.evolve(cfg.reward, functions=tuple(absolute(f, folder) for f in cfg.reward.functions)),
         ray=attrs.evolve(cfg.ray, runtime_env=path(cfg.ray.runtime_env)),
         algorithm=attrs.evolve(
             a,
@@ -248,9 +256,9 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
 
 
 def _table(cfg: Config, roles: Mapping[str, Role], name: str) -> tuple[str, ActorConfig]:
-    """Returns the table of a role: a value head has the critic's, all others the actor's.
+    """Returns the name and the settings of a role's table: the critic's for a value head, otherwise the actor's.
 
-    A critic has the actor's layout unless ``critic.strategy`` gives it one of its own.
+    A critic has the actor's layout unless ``critic.strategy`` is set.
     """
     if roles[name].head != "value":
         return "actor", cfg.actor
@@ -299,7 +307,7 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str) -> RolloutPlan:
 
 
 def _code(cfg: Config) -> tuple[str, ...]:
-    """Returns the references to the user's objects that workers run."""
+    """Returns the references to the user's objects that workers use."""
     options = cfg.algorithm.options
     values = (cfg.algorithm.name, *(getattr(options, name, None) for name in ("policy_loss", "adv_estimator")))
     return tuple(value for value in values if isinstance(value, str) and is_reference(value))

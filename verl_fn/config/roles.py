@@ -1,4 +1,4 @@
-"""What an algorithm asks of a run before anything is made: its models, its updates, its rows."""
+"""The requirements of an algorithm: its models, its updates, and its responses per prompt."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class Role:
     """A model that an algorithm works with.
 
     Attributes:
-        head: ``lm`` for a language model, ``value`` for one number a token.
-        trained: whether the algorithm updates it; one that is not trained has no optimizer state.
-        copy_of: for a model that stays what another role is at the beginning, that role's name. With LoRA the other
-            role's frozen base is that model, so no second one is made.
-        path: its model folder; empty takes ``critic.path`` for a value head where that is set, else ``model.path``.
+        head: ``lm`` for a language model, ``value`` for one number per token.
+        trained: whether the algorithm updates the model; a model that is not trained has no optimizer state.
+        copy_of: the role whose initial weights this frozen model has, such as ``actor`` for a reference policy. With
+            LoRA that role's frozen base is used, so no second model is made.
+        path: the model folder. If empty, a value head takes ``critic.path`` if that is set; otherwise
+            ``model.path`` is used.
 
     Example:
         >>> Role(head="value").trained
@@ -32,18 +33,17 @@ class Role:
 
 
 class Outline(Protocol):
-    """The part of an algorithm that a plan is made from; an ``Algorithm`` has it, and so have built-in options.
-
-    Attributes:
-        roles: the models by name. The policy is ``actor``: it is sampled from, evaluated and exported.
-        min_n: fewest responses a prompt that it can learn from.
-    """
+    """The part of an algorithm that a plan needs. ``Algorithm`` satisfies it, and so do the built-in options."""
 
     @property
-    def roles(self) -> Mapping[str, Role]: ...
+    def roles(self) -> Mapping[str, Role]:
+        """Returns the models by name. ``actor`` is the policy: it is sampled from, evaluated and exported."""
+        ...
 
     @property
-    def min_n(self) -> int: ...
+    def min_n(self) -> int:
+        """Returns the fewest responses per prompt that the algorithm can learn from."""
+        ...
 
     def updates(self, role: str, prompts: int, steps: int) -> int:
         """Returns the optimizer updates of ``role`` in ``steps`` steps of ``prompts`` prompts each."""
@@ -51,7 +51,7 @@ class Outline(Protocol):
 
 
 def one_a_step(role: str, prompts: int, steps: int) -> int:
-    """Counts one update a step.
+    """Counts the updates of an algorithm with one update per step.
 
     Example:
         >>> one_a_step("actor", prompts=8, steps=100)

@@ -1,4 +1,4 @@
-"""Configurations as nested tables, before they are checked: TOML files and ``key=value`` overrides."""
+"""Configurations as nested, unchecked tables: TOML files and ``key=value`` overrides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Table: typing.TypeAlias = dict[str, Any]
 
 
 def read_table(path: str | Path | None) -> Table:
-    """Reads a TOML file; without a path the table is empty.
+    """Reads a TOML file; returns an empty table for None.
 
     Raises:
         ConfigError: the file cannot be read or is not TOML.
@@ -33,14 +33,17 @@ def put(table: Table, overrides: Iterable[str], kind_of: Callable[[str], Any]) -
     """Writes ``key=value`` overrides into a table and returns it.
 
     Args:
-        kind_of: the type of a key, or None for a key that there is not.
+        table: the table, which is changed.
+        overrides: strings of the form ``key=value``.
+        kind_of: returns the type of a key, or None for an unknown key.
 
     Raises:
-        ConfigError: an override has another form.
+        ConfigError: an override does not have the form ``key=value``, or its value is not a list where one is
+            expected.
     """
     for override in overrides:
-        key, _, text = split_override(override)
-        value = _value(key, text, kind_of(key))
+        key, _, string = split_override(override)
+        value = _value(key, string, kind_of(key))
         *path, name = key.split(".")
         inner = table
         for part in path:
@@ -55,16 +58,16 @@ def split_override(override: str) -> tuple[str, str, str]:
     """Splits ``key=value`` at the first equals sign.
 
     Raises:
-        ConfigError: there is none, or no key before it.
+        ConfigError: there is no equals sign, or no key before it.
 
     Example:
         >>> split_override("data.task=count")
         ('data.task', '=', 'count')
     """
-    key, equals, text = override.partition("=")
+    key, equals, value = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"{override!r} is not of the form key=value")
-    return key.strip(), equals, text
+    return key.strip(), equals, value
 
 
 def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -80,19 +83,19 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return values
 
 
-def _value(key: str, text: str, kind: Any) -> Any:
-    """Returns what an override's text means: TOML, or else the string itself."""
+def _value(key: str, string: str, kind: Any) -> Any:
+    """Parses the value of an override as TOML; returns the string itself if it is not TOML."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-        value = parsed["value"] if list(parsed) == ["value"] else text
+        parsed = tomllib.loads(f"value = {string}")
+        value = parsed["value"] if list(parsed) == ["value"] else string
     except (ValueError, RecursionError):
-        if typing.get_origin(kind) is tuple and text.lstrip().startswith("["):
+        if typing.get_origin(kind) is tuple and string.lstrip().startswith("["):
             raise ConfigError(
-                f"{key}: {text} is not a list; strings in it need quotes, which the shell removes "
-                f"unless all is quoted once more: '{key}=[\"...\"]'"
+                f"{key}: {string} is not a list; strings in it need quotes, which the shell removes "
+                f"unless the whole argument is quoted as well: '{key}=[\"...\"]'"
             ) from None
-        return text
-    # A folder may be called 2027-01-05 or 7.
+        return string
+    # A folder may have a name that TOML reads as a date or a number, such as 2027-01-05 or 7.
     if kind in (str, str | None, tuple[str, ...]) and not isinstance(value, (str, list, dict)):
-        return text.strip()
+        return string.strip()
     return value

@@ -1,1 +1,1 @@
-"""Problems: made from a key, or read from files."""
+"""Problems to train and evaluate on: generated from a key, or read from files."""

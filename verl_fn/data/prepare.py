@@ -1,4 +1,4 @@
-"""Public data sets, from their raw files to files that ``data.train_files`` takes."""
+"""Conversion of public data sets from their raw files into files for ``data.train_files``."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_fn.data.files import DataError, read_rows
+from verl_fn.data.rows import DataError, read_rows
 
 SPLITS = ("train", "test")
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
 def prepare_gsm8k(source: str | Path, out: str | Path) -> dict[str, int]:
-    """Write ``train.parquet`` and ``test.parquet`` of GSM8K into ``out``, row for row as verl's own script does.
+    """Writes ``train.parquet`` and ``test.parquet`` of GSM8K into ``out``, with the same rows as verl's own script.
 
     Args:
         source: a folder that holds, at any depth, ``train.jsonl`` and ``test.jsonl`` of OpenAI's repository or the
-            parquet files of the Hugging Face data set. Its socratic variant is passed over.
+            parquet files of the Hugging Face data set. Its socratic variant is ignored.
         out: the folder to write to.
 
     Returns:
-        The rows of each split.
+        The number of rows in each split.
 
     Raises:
-        DataError: files are missing or found in several folders, a row has no final answer, or ``out`` cannot be
+        DataError: files are missing or lie in several folders, a row has no final answer, or ``out`` cannot be
             written.
     """
     source, out = Path(source).expanduser(), Path(out).expanduser()
@@ -64,19 +64,19 @@ def _gsm8k_rows(source: Path, out: Path, split: str) -> list[dict[str, Any]]:
 def _gsm8k_files(source: Path, out: Path, split: str) -> list[Path]:
     target = _target(out, split)
     for pattern in (f"{split}.jsonl", f"*{split}*.parquet"):
-        below = [file for file in source.rglob(pattern) if file.resolve() != target.resolve()]
-        found = sorted(file for file in below if "socratic" not in str(file.relative_to(source)))
-        folders = sorted({str(file.parent) for file in found})
+        candidates = [file for file in source.rglob(pattern) if file.resolve() != target.resolve()]
+        files = sorted(file for file in candidates if "socratic" not in str(file.relative_to(source)))
+        folders = sorted({str(file.parent) for file in files})
         if len(folders) > 1:
             raise DataError(f"{source} has GSM8K's {split} files more than once; give one of {', '.join(folders)}")
-        if found:
-            return found
+        if files:
+            return files
     raise DataError(f"{source} has no {split}.jsonl and no *{split}*.parquet at any depth (other than {target})")
 
 
 def _gsm8k_row(place: str, question: Any, answer: Any, split: str, index: int) -> dict[str, Any]:
     if not isinstance(question, str) or not isinstance(answer, str):
-        raise DataError(f"{place}: question and answer must be texts")
+        raise DataError(f"{place}: question and answer must be strings")
     final = re.search(r"#### (-?[0-9.,]+)", answer)
     if final is None:
         raise DataError(f"{place}: the answer has no number after '#### ': {answer[-80:]!r}")

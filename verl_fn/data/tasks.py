@@ -1,4 +1,4 @@
-"""Tasks made from a key, with no download: problems, their reward, and a held-out set apart from training."""
+"""Tasks generated from a key, without a download: problems, their reward, and a held-out set."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import attrs
 
 from verl_fn.state import Key
 
-HELD_OUT_SHARE = 8
-HELD_OUT = 512  # held-out problems of a task where none are asked for
-VAIN_DRAWS = 1000
+HELD_OUT_SHARE = 8  # one prompt in so many is held out
+HELD_OUT = 512  # held-out problems of a task by default
+MAX_FAILED_DRAWS = 1000  # the search for held-out problems ends after so many draws in a row without a new one
 
 
 @attrs.frozen
 class Problem:
-    """One prompt and what its answer is judged by.
+    """A prompt and what its answer is judged by.
 
     Attributes:
-        prompt: a text, or chat messages that the tokenizer's template turns into one.
-        answer: a correct answer, or what the reward compares with.
-        id: its name, the number that sampling keys are derived from.
-        data_source: where it comes from; metrics and rewards are by source.
-        extra_info: whatever else the data say of it.
+        prompt: a string, or chat messages that the tokenizer's template turns into one.
+        answer: a correct answer, or what the reward compares responses with.
+        id: the problem's number, from which sampling keys are derived.
+        data_source: where the problem comes from; metrics and rewards are grouped by source.
+        extra_info: further fields of the data.
     """
 
     prompt: str | tuple[Mapping[str, str], ...]
@@ -37,38 +37,40 @@ class Problem:
 
 
 class Source(Protocol):
-    """Where problems come from. Both are functions of their arguments, so a run can be continued anywhere.
+    """A source of problems. Its methods depend on their arguments alone, so a run can continue at any problem.
 
     Attributes:
-        max_prompt: of the longest prompt: characters of a made task, tokens of files.
+        max_prompt: length of the longest prompt, in characters for a generated task and in tokens for files.
     """
 
-    max_prompt: int
+    @property
+    def max_prompt(self) -> int: ...
 
     def train(self, key: Key, start: int, count: int) -> tuple[Problem, ...]:
-        """Training problems ``start`` to ``start + count`` of the stream that ``key`` names."""
+        """Returns training problems ``start`` to ``start + count`` of the stream that ``key`` names."""
         ...
 
     def held_out(self, count: int | None) -> tuple[Problem, ...]:
-        """Up to ``count`` problems for evaluation; None asks for the usual number of them."""
+        """Returns up to ``count`` problems for evaluation; None means the source's default number."""
         ...
 
 
 @attrs.frozen(eq=False)
 class Task:
-    """A source of problems and the reward for an answer.
+    """A generated task: a source of problems and the reward for an answer.
 
     Attributes:
         name: the data source in metric names.
         alphabet: every character of prompts and answers.
         make: draws a problem.
-        score: reward of an answer's text, 1.0 for a right one.
-        max_prompt, max_answer: longest prompt and answer, in characters.
+        score: returns the reward of a response, 1.0 for a correct one.
+        max_prompt, max_answer: length of the longest prompt and answer, in characters.
 
-    >>> task = TASKS["reverse"]
-    >>> problem = task.train(Key.from_seed(0), 0, 1)[0]
-    >>> task.score(problem, problem.answer), problem.answer == problem.prompt[-2::-1]
-    (1.0, True)
+    Example:
+        >>> task = TASKS["reverse"]
+        >>> problem = task.train(Key.from_seed(0), 0, 1)[0]
+        >>> task.score(problem, problem.answer), problem.answer == problem.prompt[-2::-1]
+        (1.0, True)
     """
 
     name: str
@@ -79,57 +81,67 @@ class Task:
     max_answer: int
 
     def train(self, key: Key, start: int, count: int) -> tuple[Problem, ...]:
-        """Training problems ``start`` to ``start + count`` of the stream that ``key`` names."""
+        """Returns training problems ``start`` to ``start + count`` of the stream that ``key`` names."""
         return tuple(self._draw(key.fold_in("train").fold_in(i), i, False) for i in range(start, start + count))
 
     def held_out(self, count: int | None) -> tuple[Problem, ...]:
-        """Up to ``count`` different problems that no training stream contains, the same for every run.
+        """Returns up to ``count`` different problems that no training stream contains, the same for every run.
 
-        A task has only so many: the search ends after many draws in a row that found nothing new.
+        A task has a limited number of problems, so fewer than ``count`` may be returned.
         """
         count = HELD_OUT if count is None else count
-        found: dict[str, Problem] = {}
-        key, i, last = Key.from_seed(0).fold_in("held-out").fold_in(self.name), 0, 0
-        while len(found) < count and i - last < VAIN_DRAWS:
-            problem = self._draw(key.fold_in(i), len(found), True)
-            i += 1
-            if problem.prompt not in found:
-                found[problem.prompt], last = problem, i
-        return tuple(found.values())
+        problems: dict[str, Problem] = {}
+        key, draws, last_new = Key.from_seed(0).fold_in("held-out").fold_in(self.name), 0, 0
+        while len(problems) < count and draws - last_new < MAX_FAILED_DRAWS:
+            problem = self._draw(key.fold_in(draws), len(problems), True)
+            draws += 1
+            prompt = _string_prompt(problem)
+            if prompt not in problems:
+                problems[prompt], last_new = problem, draws
+        return tuple(problems.values())
 
-    def _draw(self, key: Key, name: int, held_out: bool) -> Problem:
+    def _draw(self, key: Key, number: int, held_out: bool) -> Problem:
         rng = random.Random(key.seed())
         while True:
             problem = self.make(rng)
-            if _is_held_out(problem.prompt) == held_out:
-                return attrs.evolve(problem, id=name, data_source=self.name)
+            if _is_held_out(_string_prompt(problem)) == held_out:
+                return attrs.evolve(problem, id=number, data_source=self.name)
+
+
+def _string_prompt(problem: Problem) -> str:
+    """Returns the prompt of a generated problem, which is always a string."""
+    if not isinstance(problem.prompt, str):
+        raise TypeError(f"the prompt of a generated problem must be a string, not {problem.prompt!r}")
+    return problem.prompt
 
 
 def _is_held_out(prompt: str) -> bool:
     return hashlib.blake2b(prompt.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0
 
 
-def overlap(answer: str, text: str) -> float:
-    """1.0 for the answer itself, else half the share of positions that agree.
+def overlap(answer: str, response: str) -> float:
+    """Returns 1.0 for the answer itself, otherwise half the share of positions that agree.
 
-    >>> overlap("abc", "abc"), overlap("abc", "abd") == 0.5 * 2 / 3, overlap("abc", "")
-    (1.0, True, 0.0)
+    Example:
+        >>> overlap("abc", "abc"), overlap("abc", "abd") == 0.5 * 2 / 3, overlap("abc", "")
+        (1.0, True, 0.0)
     """
-    if text == answer:
+    if response == answer:
         return 1.0
-    return 0.5 * sum(a == b for a, b in zip(answer, text, strict=False)) / max(len(answer), len(text), 1)
+    agreeing = sum(a == b for a, b in zip(answer, response, strict=False))
+    return 0.5 * agreeing / max(len(answer), len(response), 1)
 
 
 def _count(rng: random.Random) -> Problem:
-    # Two letters to ignore make prompts many enough for a held-out set.
+    # Two random letters, which mean nothing, give enough different prompts for a held-out set.
     noise = "".join(rng.choice("bcdefghi") for _ in range(2))
     n = rng.randint(1, 9)
     return Problem(f"{noise}{n}>", "a" * n)
 
 
 def _reverse(rng: random.Random) -> Problem:
-    text = "".join(rng.choice("abcdefgh") for _ in range(rng.randint(4, 8)))
-    return Problem(f"{text}>", text[::-1])
+    letters = "".join(rng.choice("abcdefgh") for _ in range(rng.randint(4, 8)))
+    return Problem(f"{letters}>", letters[::-1])
 
 
 _OPERATIONS: dict[str, Callable[[int, int], int]] = {
@@ -146,16 +158,16 @@ def _countdown(rng: random.Random) -> Problem:
     return Problem(f"{a},{b},{_OPERATIONS[op](a, b)}>", f"{a}{op}{b}")
 
 
-def _score_countdown(problem: Problem, text: str) -> float:
-    a, b, target = problem.prompt[:-1].split(",")
-    found = re.fullmatch(r"(\d+)([+\-*])(\d+)", text)
-    if not found or sorted([found[1], found[3]]) != sorted([a, b]):
+def _score_countdown(problem: Problem, response: str) -> float:
+    a, b, target = _string_prompt(problem)[:-1].split(",")
+    match = re.fullmatch(r"(\d+)([+\-*])(\d+)", response)
+    if not match or sorted([match[1], match[3]]) != sorted([a, b]):
         return 0.0
-    return 1.0 if _OPERATIONS[found[2]](int(found[1]), int(found[3])) == int(target) else 0.1
+    return 1.0 if _OPERATIONS[match[2]](int(match[1]), int(match[3])) == int(target) else 0.1
 
 
-def _by_overlap(problem: Problem, text: str) -> float:
-    return overlap(problem.answer, text)
+def _by_overlap(problem: Problem, response: str) -> float:
+    return overlap(problem.answer, response)
 
 
 TASKS = {

@@ -1,4 +1,4 @@
-"""From a plan to the parts that an algorithm runs on, in the process that will hold them."""
+"""Construction of a plan's parts (backends, engine, reward) in the process that uses them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
@@ -24,14 +24,15 @@ from verl_fn.data.tasks import TASKS
 from verl_fn.rewards.functions import RewardFunctions
 from verl_fn.rewards.reward import Reward
 from verl_fn.rewards.rules import by_rules
-from verl_fn.steps import Optimizer, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
+from verl_fn.steps import Optimizer, Schedule, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
 
 
 def set_up_process(driver: DriverConfig, ranks: int) -> None:
-    """Sets the threads of this process, and keeps stray log lines of libraries away.
+    """Sets the number of threads of this process, and the environment variables that libraries read.
 
     Args:
-        ranks: training processes, which share the cores.
+        driver: the config's ``[driver]`` table.
+        ranks: the number of training processes that share the cores.
     """
     import torch
 
@@ -39,29 +40,29 @@ def set_up_process(driver: DriverConfig, ranks: int) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if driver.deterministic:
-        # cuBLAS reads it when it is first used.
+        # cuBLAS reads this variable when it is first used.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def make_model_folder(plan: Plan) -> None:
-    """Makes the random model of a plan without ``model.path``, unless its folder holds that very model.
+    """Makes the random model of a plan without ``model.path``, unless its folder already holds the same model.
 
     Raises:
-        ConfigError: it cannot be written, or there is no such model.
+        ConfigError: the model cannot be written, or its architecture or sizes are not valid.
     """
     if plan.new_model is None:
         return
-    wanted = attrs.asdict(plan.new_model) | {"chars": TASKS[plan.data.task].alphabet, "seed": plan.trainer.seed}
+    settings = attrs.asdict(plan.new_model) | {"chars": TASKS[plan.data.task].alphabet, "seed": plan.trainer.seed}
     folder = Path(plan.model)
-    note = folder / "made_from.json"
-    if _made_from(note) == wanted:
+    record = folder / "made_from.json"
+    if _made_from(record) == settings:
         return
-    # Aside and renamed, so that a folder of this name is whole.
+    # The folder is written under a temporary name and renamed, so that it is never incomplete.
     aside = folder.with_name(".new_model.writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:
-        new_model(aside, **wanted)
-        (aside / note.name).write_text(json.dumps(wanted))
+        new_model(aside, **settings)
+        (aside / record.name).write_text(json.dumps(settings))
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     except ModelError as error:
@@ -72,30 +73,39 @@ def make_model_folder(plan: Plan) -> None:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _made_from(note: Path) -> Any:
-    """Returns what the random model that is there was made from; None where that cannot be read."""
+def _made_from(record: Path) -> Any:
+    """Returns the settings that an existing random model was made from; None if they cannot be read."""
     try:
-        return json.loads(note.read_text())
+        return json.loads(record.read_text())
     except (OSError, ValueError, RecursionError):
         return None
 
 
 def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
-    """Makes clipping and AdamW on the schedule of an ``optim`` table; ``frozen()`` where there is none."""
+    """Makes gradient clipping and AdamW from an ``optim`` table; returns ``frozen()`` for None.
+
+    Args:
+        optim: the table, or None for a model that is not trained.
+        total_updates: updates of the whole run, over which the learning rate decays.
+    """
     if optim is None:
         return frozen()
+    schedule: Schedule
     if optim.lr_scheduler_type == "constant":
         schedule = constant(optim.lr, optim.lr_warmup_steps)
+    elif optim.lr_scheduler_type == "linear":
+        schedule = linear(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
     else:
-        decay = {"linear": linear, "cosine": cosine}[optim.lr_scheduler_type]
-        schedule = decay(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
+        schedule = cosine(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
     return chain(clip_by_global_norm(optim.clip_grad), adamw(schedule, optim.betas, optim.eps, optim.weight_decay))
 
 
 def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
-    """Makes the training backend of a role; ``fsdp`` wants a process group.
+    """Makes the training backend of a role; ``fsdp`` needs a process group.
 
     Args:
+        role: the role's plan.
+        driver: the config's ``[driver]`` table.
         device: ``cpu`` or ``cuda``.
     """
     common: dict[str, Any] = {
@@ -108,11 +118,13 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         "deterministic": driver.deterministic,
     }
     update = optimizer(role.optim, role.total_updates)
+    # The protocol also allows handles to other processes. A backend in this process takes and returns values alone,
+    # which the type checker accepts only with a cast.
     if role.strategy != "fsdp":
-        return Local(role.folder, update, **common)
+        return cast(TrainBackend, Local(role.folder, update, **common))
     from verl_fn.backends.fsdp import Fsdp
 
-    return Fsdp(
+    fsdp = Fsdp(
         role.folder,
         update,
         replicate=role.fsdp.replicate,
@@ -121,30 +133,32 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         compile=role.fsdp.use_torch_compile,
         **common,
     )
+    return cast(TrainBackend, fsdp)
 
 
 def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     """Makes the rollout engine."""
-    return Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots)
+    # As for training backends, an engine in this process takes values alone.
+    return cast(RolloutBackend, Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots))
 
 
 def sampling(rollout: RolloutPlan) -> Sampling:
-    """Returns how training rollouts are drawn."""
+    """Returns the sampling settings of training rollouts."""
     return Sampling(rollout.max_response_length, rollout.temperature, rollout.top_k, rollout.top_p, rollout.n)
 
 
 def validation_sampling(validation: ValConfig, max_response_length: int) -> Sampling:
-    """Returns how answers to held-out problems are drawn."""
-    v = validation
-    return Sampling(max_response_length, v.temperature, v.top_k, v.top_p, v.n)
+    """Returns the sampling settings of evaluations."""
+    return Sampling(max_response_length, validation.temperature, validation.top_k, validation.top_p, validation.n)
 
 
 def reward(table: RewardConfig, model: str, folder: str | None = None) -> Reward:
-    """Makes the reward by ``reward.functions``, or by the rules of the problems' data sources where there are none.
+    """Makes the reward by ``reward.functions``, or by the rules of the problems' data sources if that is empty.
 
     Args:
+        table: the config's ``[reward]`` table.
         model: the folder with the tokenizer.
-        folder: what the functions' modules and files are looked up from, by default the current folder.
+        folder: the folder that the functions' modules and files are looked up from, by default the current one.
 
     Raises:
         RewardError: a function cannot be imported or called.

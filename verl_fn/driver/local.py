@@ -1,4 +1,4 @@
-"""All parts in this process."""
+"""The local driver: all parts of a run live in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import build, ranks
 
 @contextlib.contextmanager
 def local_workers(plan: Plan) -> Iterator[Workers]:
-    """Makes the parts that a plan asks for, in this process; under torchrun, in each of its processes."""
+    """Makes the parts of a plan in this process; under torchrun, every process makes its own."""
     build.set_up_process(plan.driver, ranks.torchrun_size())
     device = ranks.device(plan.driver)
     with ranks.process_group(plan):

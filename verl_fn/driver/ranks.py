@@ -1,4 +1,4 @@
-"""The process group of training ranks: inside Ray actors, under torchrun, or of one process alone."""
+"""The process group of training ranks: in Ray actors, under torchrun, or in a single process."""
 
 from __future__ import annotations
 
@@ -15,23 +15,33 @@ from verl_fn.config.schema import DriverConfig
 
 T = TypeVar("T")
 
-# The driver tells a hang after ray.timeout. Waiting ranks must not give up before, or they would be blamed.
+# The driver reports a hang after ray.timeout. Collectives must time out later than that, or the ranks that wait would
+# fail first and be reported in place of the one that hangs.
 PATIENCE = 2.0
 
 
 def open_store(address: str, size: int, timeout: float) -> Any:
-    """A store on a free port, where ``size`` ranks find each other."""
+    """Opens a store on a free port, through which ``size`` ranks connect to each other."""
     import torch.distributed as dist
 
     return dist.TCPStore(address, 0, size, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
 
 
 def join(place: tuple[str, int], rank: int, size: int, timeout: float, device: str, store: Any = None) -> None:
-    """Make this process a rank of the default process group. The first rank gives the store that it opened."""
+    """Makes this process a rank of the default process group.
+
+    Args:
+        place: host and port of the store.
+        rank: the number of this process.
+        size: the number of all ranks.
+        timeout: ``ray.timeout``, in seconds.
+        device: ``cpu`` or ``cuda``.
+        store: the store, on the rank that opened it; others connect to it.
+    """
     import torch.distributed as dist
 
     if place[0] == "127.0.0.1":
-        # The host's name need not resolve where all ranks are on one machine.
+        # If all ranks are on one machine, gloo can use the loopback device and need not resolve the host's name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if store is None:
         store = dist.TCPStore(*place, size, is_master=False, timeout=timedelta(seconds=timeout))
@@ -41,36 +51,39 @@ def join(place: tuple[str, int], rank: int, size: int, timeout: float, device: s
 
 
 def backends(device: str) -> str:
-    """The process group's backends: what lies on the CPU travels over gloo also where there are GPUs."""
+    """Returns the backends of the process group: NCCL for tensors on GPUs, gloo for tensors on the CPU."""
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
 
 
 def collectives() -> int:
-    """How many collectives this process has begun; ranks that wait for another are ahead of it."""
+    """Returns how many collectives this process has begun; a rank that others wait for has begun fewer."""
     import sys
 
-    # Not imported for the sake of counting: a process that has none never did.
+    # A process that has not imported torch.distributed has begun none, and importing it here would take long.
     dist = sys.modules.get("torch.distributed.distributed_c10d")
     groups = () if dist is None else tuple(dist._world.pg_map)
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def torchrun_size() -> int:
-    """How many processes torchrun started; 1 without it."""
+    """Returns how many processes torchrun started; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def torchrun_rank() -> int:
-    """This process's rank under torchrun; 0 without it."""
+    """Returns the rank of this process under torchrun; 0 without torchrun."""
     return int(os.environ.get("RANK", "0")) if "WORLD_SIZE" in os.environ else 0
 
 
 @contextlib.contextmanager
 def process_group(plan: Plan) -> Iterator[None]:
-    """Opens the process group that training in this process needs: torchrun's, one of this process alone, or none.
+    """Opens the process group that training in this process needs, and closes it at the end.
+
+    Under torchrun all its processes form the group. Otherwise ``fsdp`` needs a group of this process alone, and
+    ``local`` needs none.
 
     Raises:
-        ConfigError: torchrun started several processes for what only one process can do.
+        ConfigError: torchrun started several processes for a plan that cannot use them.
     """
     size = torchrun_size()
     if size > 1:
@@ -84,14 +97,14 @@ def process_group(plan: Plan) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
-    on = device(plan.driver)
-    if on == "cuda":
+    kind = device(plan.driver)
+    if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=plan.ray.timeout)
     if size > 1:
-        dist.init_process_group(backends(on), timeout=timeout)
+        dist.init_process_group(backends(kind), timeout=timeout)
     else:
-        dist.init_process_group(backends(on), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backends(kind), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield
     finally:
@@ -106,29 +119,29 @@ def _check_torchrun(plan: Plan, size: int) -> None:
         )
     if plan.algorithm != "sft":
         raise ConfigError(
-            f"torchrun trains algorithm.name=sft only; for {plan.algorithm} set driver.kind=ray and ray.ranks={size}, "
-            "and run it without torchrun"
+            f"torchrun trains algorithm.name=sft only; for {plan.algorithm} set driver.kind=ray and "
+            f"ray.ranks={size}, and run it without torchrun"
         )
 
 
 def of_first(value: T) -> T:
-    """The value of the first rank, on every rank; ``value`` itself where there is one process."""
+    """Returns the first rank's value on every rank; without torchrun, ``value`` itself."""
     if torchrun_size() == 1:
         return value
     import torch.distributed as dist
 
-    told = [value]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def gathered(value: T) -> list[T]:
-    """The values of all processes that torchrun started, by rank.
+    """Returns the values of all processes that torchrun started, by rank.
 
     Raises:
-        ActorHangs: one of them did not come within ``ray.timeout``.
-        ActorDied: one of them has ended.
-        SystemExit: the same, on all ranks but the first, which tells.
+        ActorHangs: a process did not join within ``ray.timeout``.
+        ActorDied: a process has ended.
+        SystemExit: a process has ended, on all ranks but the first; the first rank reports the error.
     """
     if torchrun_size() == 1:
         return [value]
@@ -138,7 +151,7 @@ def gathered(value: T) -> list[T]:
     try:
         return agreement.gathered(value)
     except RuntimeError as error:
-        # Gloo has no types of its own for these.
+        # Gloo raises plain RuntimeErrors, so only the message shows which error it is.
         if "timed out" in str(error).lower():
             raise ActorHangs(
                 f"rank {torchrun_rank()} waited for another of torchrun's processes for longer than ray.timeout; "
@@ -147,13 +160,13 @@ def gathered(value: T) -> list[T]:
         if torchrun_rank() > 0:
             end_after_first(1)
         raise ActorDied(
-            "another of torchrun's processes has ended; what it said, or torchrun of it, tells why"
+            "another of torchrun's processes has ended; its output, or torchrun's, shows the reason"
         ) from error
 
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """All ranks leave the body together. What goes wrong in it on one ends all of them, and the first one tells."""
+    """Makes all ranks leave the body together; an error on one rank ends all, and the first rank reports it."""
     from verl_fn.backends.agreement import agreed
 
     try:
@@ -167,7 +180,7 @@ def together() -> Iterator[None]:
 
 @contextlib.contextmanager
 def first_alone() -> Iterator[None]:
-    """The first rank goes through the body before all others do, which find what it wrote; all leave it together."""
+    """Lets the first rank run the body before the other ranks do, which can then read what it wrote."""
     if torchrun_rank() > 0:
         with together():
             pass
@@ -179,10 +192,13 @@ def first_alone() -> Iterator[None]:
 
 
 def end_after_first(status: int) -> NoReturn:
-    """End this process after the first one: torchrun ends all others when one has ended, whatever they still do."""
+    """Ends this process after the first rank has ended.
+
+    When any process ends, torchrun ends the others at once, and the first rank could not print its error.
+    """
     with contextlib.suppress(RuntimeError):
         of_first(None)
-    # It has closed its connections, and says why right after that.
+    # The broadcast fails when the first rank closes its connections, shortly before it prints its error.
     time.sleep(2.0)
     raise SystemExit(status)
 
@@ -197,5 +213,5 @@ def device(driver: DriverConfig) -> str:
 
 
 def training_ranks(plan: Plan) -> int:
-    """Returns how many processes train a role: Ray's, torchrun's, or this one."""
+    """Returns how many processes train a role: Ray's, torchrun's, or this process alone."""
     return plan.ray.ranks if plan.driver.kind == "ray" else torchrun_size()

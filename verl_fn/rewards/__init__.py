@@ -1,4 +1,4 @@
-"""From responses to scores."""
+"""Rewards: scores for responses, by rules or by functions of the user."""
 
 from .reward import Answer, Reward, RewardError
 from .rules import by_rules, rule_for

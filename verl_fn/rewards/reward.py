@@ -1,4 +1,4 @@
-"""From responses to scores: texts are read off a batch, judged, and the scores written back."""
+"""Rewards of a batch: responses are decoded and judged, and the scores become fields of the batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LARGEST = 1e30
 
 
 class RewardError(UserError, RuntimeError):
-    """A reward that cannot be had; the message names the function and the answer."""
+    """Raised where a reward cannot be computed; the message names the function and the answer."""
 
 
 @attrs.frozen
@@ -28,9 +28,9 @@ class Answer:
     """A response to judge.
 
     Attributes:
-        problem: what was asked.
-        text: the response, special tokens left out.
-        finished: whether it ended by itself, not at the length limit.
+        problem: the problem that was asked.
+        text: the response without special tokens.
+        finished: whether it ended with the end token; False if it was cut off at the length limit.
     """
 
     problem: Problem
@@ -39,18 +39,23 @@ class Answer:
 
 
 Judge = Callable[[Sequence[Answer]], list[dict[str, Any]]]
-"""Maps answers to ``score``, ``acc``, ``pred`` (the answer as a text) and numbers by other names, for metrics."""
+"""Maps answers to ``score``, ``acc``, ``pred`` (the final answer as a string) and further numbers for metrics."""
 
 
 class Reward:
     """Scores the responses of a batch.
 
-    >>> from verl_fn.backends.hf.new_model import char_tokenizer
-    >>> rows = Batch.from_rows([[4, 5, 2]], {"response_mask": [[0.0, 1.0, 1.0]]}, {"finished": [1.0]})
-    >>> judge = lambda answers: [{"score": 0.5, "acc": 0.0, "pred": a.text, "length": 1} for a in answers]
-    >>> scored = Reward(judge, char_tokenizer("ab"))(rows, [Problem("a", "b")])
-    >>> scored["token_level_scores"].tolist(), scored["reward/length"].tolist()
-    ([0.0, 0.0, 0.5], [1.0])
+    Args:
+        judge: returns the scores of a sequence of answers.
+        tokenizer: decodes the responses.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> rows = Batch.from_rows([[4, 5, 2]], {"response_mask": [[0.0, 1.0, 1.0]]}, {"finished": [1.0]})
+        >>> judge = lambda answers: [{"score": 0.5, "acc": 0.0, "pred": a.text, "length": 1} for a in answers]
+        >>> scored = Reward(judge, char_tokenizer("ab"))(rows, [Problem("a", "b")])
+        >>> scored["token_level_scores"].tolist(), scored["reward/length"].tolist()
+        ([0.0, 0.0, 0.5], [1.0])
     """
 
     def __init__(self, judge: Judge, tokenizer: Any) -> None:
@@ -58,72 +63,104 @@ class Reward:
         self.tokenizer = tokenizer
 
     def __call__(self, batch: Batch, problems: Sequence[Problem]) -> Batch:
-        """The batch with what the judge says of each row, and the score on each row's last response token.
+        """Returns the batch with the judge's results for each row, and the score on each row's last response token.
 
-        Row fields are ``score``, ``acc``, ``pred`` (a hash of the text, int64) and ``reward/*``, one for each other
-        number; token fields are ``token_level_scores`` and ``token_level_rewards``.
+        Row fields are ``score``, ``acc``, ``pred`` (an int64 hash of the string) and ``reward/*``, one for each
+        further number. Token fields are ``token_level_scores`` and ``token_level_rewards``.
 
         Args:
-            problems: the problem of each row, or of each group of equally many consecutive rows.
+            batch: rows with ``response_mask`` and ``finished``.
+            problems: what the rows answer. A row's ``group`` is its problem's id, and a problem may have any number
+                of rows; without ``group``, each problem has equally many consecutive rows.
 
         Raises:
             RewardError: a reward function failed, a number is not finite, or rows differ in their metrics.
+            ValueError: a row is of none of the problems, or two problems have one id.
         """
-        each = len(batch) // len(problems)
-        rows = zip(response_texts(batch, self.tokenizer), batch["finished"].tolist(), strict=True)
-        answers = [Answer(problems[i // each], text, bool(finished)) for i, (text, finished) in enumerate(rows)]
+        rows = zip(
+            problems_of(batch, problems),
+            response_texts(batch, self.tokenizer),
+            batch["finished"].tolist(),
+            strict=True,
+        )
+        answers = [Answer(problem, text, bool(finished)) for problem, text, finished in rows]
         fields = _columns(answers, self.judge(answers))
         on_last = batch.spread(fields["score"]) * last_of_rows(batch, batch["response_mask"])
         return batch.with_rows(**fields).with_tokens(token_level_scores=on_last, token_level_rewards=on_last)
 
 
-def _columns(answers: Sequence[Answer], judged: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    names = list(dict.fromkeys(name for one in judged for name in one))
-    for answer, one in zip(answers, judged, strict=True):
+def problems_of(batch: Batch, problems: Sequence[Problem]) -> list[Problem]:
+    """Returns the problem of each row.
+
+    Raises:
+        ValueError: a row is of none of the problems, or two problems have one id.
+
+    Example:
+        >>> batch = Batch.from_rows([[1], [2], [3]], per_row={"group": [7, 4, 4]})
+        >>> [problem.id for problem in problems_of(batch, [Problem("a", "", id=4), Problem("b", "", id=7)])]
+        [7, 4, 4]
+    """
+    if "group" not in batch:
+        rows_each = len(batch) // len(problems)
+        return [problems[i // rows_each] for i in range(len(batch))]
+    by_id = {problem.id: problem for problem in problems}
+    if len(by_id) < len(problems):
+        raise ValueError("two of the problems of one batch have the same id; ids name the problems of its rows")
+    groups = batch["group"].tolist()
+    if unknown := sorted({group for group in groups if group not in by_id}):
+        raise ValueError(f"rows of the batch are of problems {unknown[:5]}, which are not among those given")
+    return [by_id[group] for group in groups]
+
+
+def _columns(answers: Sequence[Answer], results: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    names = list(dict.fromkeys(name for result in results for name in result))
+    for answer, result in zip(answers, results, strict=True):
         for name in names:
-            if name not in one:
+            if name not in result:
                 raise RewardError(f"the reward of {describe(answer)} lacks {name!r}, which other rows have")
-            if name != "pred" and not -LARGEST < one[name] < LARGEST:
-                raise RewardError(f"the reward of {describe(answer)} has {one[name]} as {name!r}")
-    fields = {"pred": torch.tensor([fingerprint(one["pred"]) for one in judged])}
+            if name != "pred" and not -LARGEST < result[name] < LARGEST:
+                raise RewardError(f"the reward of {describe(answer)} has {result[name]} as {name!r}")
+    fields = {"pred": torch.tensor([fingerprint(result["pred"]) for result in results])}
     for name in names:
         if name != "pred":
             field = name if name in ("score", "acc") else f"reward/{name}"
-            fields[field] = torch.tensor([one[name] for one in judged], dtype=torch.float32)
+            fields[field] = torch.tensor([result[name] for result in results], dtype=torch.float32)
     return fields
 
 
 def describe(answer: Answer) -> str:
-    """An answer in an error's words.
+    """Returns a description of an answer for error messages.
 
-    >>> describe(Answer(Problem("2+2?", "4", id=7, data_source="sums"), "5"))
-    "problem 7 of 'sums', response '5'"
+    Example:
+        >>> describe(Answer(Problem("2+2?", "4", id=7, data_source="sums"), "5"))
+        "problem 7 of 'sums', response '5'"
     """
     return f"problem {answer.problem.id} of {answer.problem.data_source!r}, response {short(answer.text)!r}"
 
 
-def fingerprint(text: str) -> int:
-    """64 bits that stand for a text, the same in every process.
+def fingerprint(string: str) -> int:
+    """Returns a 64-bit hash of a string, the same in every process.
 
-    >>> fingerprint("42") == fingerprint("4" + "2"), fingerprint("42") == fingerprint("43")
-    (True, False)
+    Example:
+        >>> fingerprint("42") == fingerprint("4" + "2"), fingerprint("42") == fingerprint("43")
+        (True, False)
     """
-    digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+    digest = hashlib.blake2b(string.encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 def response_texts(batch: Batch, tokenizer: Any) -> list[str]:
-    """The text of each row's response, special tokens left out."""
+    """Decodes the response of each row, without special tokens."""
     rows = zip(batch.rows(), batch.rows("response_mask"), strict=True)
     ids = [tokens[mask.bool()].tolist() for tokens, mask in rows]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def pack_examples(problems: Sequence[Problem], tokenizer: Any) -> Batch:
-    """Prompt, answer and end token of each problem as a row; ``response_mask`` marks answer and end.
+    """Packs prompt, answer and end token of each problem into a row; ``response_mask`` marks answer and end token.
 
     Raises:
-        DataError: a text has characters that the tokenizer does not know.
+        DataError: a prompt or answer has characters that the tokenizer does not know.
     """
     prompts = encode_prompts(problems, tokenizer)
     answers = encode_answers(problems, tokenizer)

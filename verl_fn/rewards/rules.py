@@ -1,4 +1,4 @@
-"""Rewards by rule: what an answer is worth, by the data source of its problem."""
+"""Rewards by rule: the data source of a problem decides how its answers are scored."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ Rule = Callable[[Problem, str, bool], dict[str, Any]]
 
 SOURCES = (*TASKS, "openai/gsm8k")
 
-# verl looks no further back than this either.
-GSM8K_TAIL = 300
+GSM8K_TAIL = 300  # characters at the end of a response in which verl looks for the answer
 
 
 def rule_for(data_source: str) -> Rule:
-    """The rule of a data source: from a problem, a response's text and whether it ended by itself.
+    """Returns the rule of a data source.
 
-    It gives ``score`` and ``acc`` as numbers and ``pred``, the answer as a text.
+    A rule takes a problem, a response and whether the response ended with the end token. It returns the numbers
+    ``score`` and ``acc``, and ``pred``, the final answer as a string.
 
     Raises:
-        RewardError: the data source has none.
+        RewardError: the data source has no rule.
 
-    >>> rule_for("openai/gsm8k")(Problem("What is 6 * 7?", "42"), "6 * 7 is #### 42", True)
-    {'score': 1.0, 'acc': 1.0, 'pred': '42'}
+    Example:
+        >>> rule_for("openai/gsm8k")(Problem("What is 6 * 7?", "42"), "6 * 7 is #### 42", True)
+        {'score': 1.0, 'acc': 1.0, 'pred': '42'}
     """
     if data_source in TASKS:
         return _of_task(TASKS[data_source])
@@ -38,36 +39,39 @@ def rule_for(data_source: str) -> Rule:
 
 
 def by_rules(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Judge each answer by the rule of its problem's data source.
+    """Scores each answer by the rule of its problem's data source.
 
     Raises:
         RewardError: a data source has no rule, or its rule does not fit the problem.
     """
-    return [_judged(answer) for answer in answers]
+    return [_scored(answer) for answer in answers]
 
 
-def gsm8k(problem: Problem, text: str, finished: bool) -> dict[str, Any]:
-    """verl's strict GSM8K rule: 1.0 where the last ``#### number``, less its commas, is the ground truth as text."""
-    found = re.findall(r"#### (\-?[0-9\.\,]+)", text[-GSM8K_TAIL:])
-    pred = found[-1].replace(",", "") if found else ""
-    score = float(bool(found) and pred == problem.answer)
+def gsm8k(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
+    """Scores a response by verl's strict GSM8K rule.
+
+    The score is 1.0 if the last ``#### number``, without its commas, is the same string as the ground truth.
+    """
+    numbers = re.findall(r"#### (\-?[0-9\.\,]+)", response[-GSM8K_TAIL:])
+    pred = numbers[-1].replace(",", "") if numbers else ""
+    score = float(bool(numbers) and pred == problem.answer)
     return {"score": score, "acc": score, "pred": pred}
 
 
 def _of_task(task: Task) -> Rule:
-    def rule(problem: Problem, text: str, finished: bool) -> dict[str, Any]:
-        score = float(task.score(problem, text)) if finished else 0.0
-        return {"score": score, "acc": float(score >= 1.0), "pred": text}
+    def rule(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
+        score = float(task.score(problem, response)) if finished else 0.0
+        return {"score": score, "acc": float(score >= 1.0), "pred": response}
 
     return rule
 
 
-def _judged(answer: Answer) -> dict[str, Any]:
+def _scored(answer: Answer) -> dict[str, Any]:
     rule = rule_for(answer.problem.data_source)
     try:
         return rule(answer.problem, answer.text, answer.finished)
     except Exception as error:
-        # Files may use a made task's name for problems of another form.
+        # Files may use the name of a generated task for problems of another form.
         raise RewardError(
             f"the rule of its data source failed on {describe(answer)}: {error}; set reward.functions"
         ) from error

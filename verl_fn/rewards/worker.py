@@ -1,7 +1,8 @@
-"""Runs reward functions in a process that its parent may kill: ``python -m verl_fn.rewards.worker``.
+"""Runs reward functions in a process that its parent may kill; the parent starts this file as a script.
 
-The parent sends what to load, then calls: the number of a function and its rows. Each row is answered twice, when
-it begins and when it has ended, so that the parent knows which may hang. Nothing here imports torch.
+The parent sends the names of the functions, then one message for each call: a function's number and its rows. The
+worker reports every row twice, at its start and at its end, so that the parent knows which rows may hang. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -33,31 +34,36 @@ import numpy as np
 
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-WANTED = 'it must return a finite number, or a dict with "score"'
+EXPECTED = 'it must return a finite number, or a dict with "score"'
 CONCURRENT_ROWS = 256
 LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 Row = Mapping[str, Any]
 Judged = tuple[float, float | None, str | None, dict[str, float]]
 Outcome = Judged | str
-"""Score, acc, pred and metrics of a row; or a text: what the function did wrong."""
+"""Score, acc, pred and metrics of a row, or a string that describes what the function did wrong."""
 
 
 class LoadError(Exception):
-    """A reward function that cannot be used, and why."""
+    """Raised for a reward function that cannot be used; the message gives the reason."""
 
 
-def short(text: str, limit: int = 200) -> str:
-    """``text`` with its middle left out where it is longer than ``limit`` characters.
+def short(string: str, limit: int = 200) -> str:
+    """Returns ``string``, without its middle if it is longer than ``limit`` characters.
 
-    >>> short("abcdefghij" * 2, 10)
-    'abcde ... fghij'
+    Example:
+        >>> short("abcdefghij" * 2, 10)
+        'abcde ... fghij'
     """
-    return text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-(limit // 2) :]}"
+    return string if len(string) <= limit else f"{string[: limit // 2]} ... {string[-(limit // 2) :]}"
 
 
 def load(spec: str, folder: str) -> Callable[..., Any]:
-    """The function that ``module:function`` or ``FILE.py:function`` names, seen from ``folder``.
+    """Imports a reward function.
+
+    Args:
+        spec: ``module:function`` or ``FILE.py:function``.
+        folder: the folder that modules and files are looked up from.
 
     Raises:
         LoadError: there is no such file, module or function, importing it raised, or it takes other parameters.
@@ -72,13 +78,13 @@ def load(spec: str, folder: str) -> Callable[..., Any]:
         module = _file(path) if place.endswith(".py") else importlib.import_module(place)
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
-            found = {p.stem for p in Path(folder).glob("*.py")} | {p.parent.name for p in Path(folder).glob("*/*.py")}
-            raise LoadError(f"there is no module {place!r}, seen from {folder}{nearest(place, found)}") from error
+            known = {p.stem for p in Path(folder).glob("*.py")} | {p.parent.name for p in Path(folder).glob("*/*.py")}
+            raise LoadError(f"there is no module {place!r}, seen from {folder}{nearest(place, known)}") from error
         raise LoadError(f"importing {place} {_raised(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        found = {n for n, value in vars(module).items() if callable(value)}
-        raise LoadError(f"{place} has no function {name!r}{nearest(name, found)}")
+        functions = {n for n, value in vars(module).items() if callable(value)}
+        raise LoadError(f"{place} has no function {name!r}{nearest(name, functions)}")
     try:
         inspect.signature(function).bind(**dict.fromkeys(BATCHED if kind(function) == "batched" else KEYWORDS))
     except (TypeError, ValueError) as error:
@@ -90,20 +96,22 @@ def load(spec: str, folder: str) -> Callable[..., Any]:
 
 
 def nearest(name: str, known: Sequence[str] | set[str]) -> str:
-    """An offer of the known name that is most like ``name``, empty where none is.
+    """Returns a suggestion of the known name that is most similar to ``name``, or an empty string.
 
-    >>> nearest("compute_scor", ["compute_score", "np"])
-    '; did you mean compute_score?'
+    Example:
+        >>> nearest("compute_scor", ["compute_score", "np"])
+        '; did you mean compute_score?'
     """
-    near = difflib.get_close_matches(name, sorted(known), 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    matches = difflib.get_close_matches(name, sorted(known), 1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def kind(function: Callable[..., Any]) -> str:
-    """``batched`` for a function of lists, ``async`` for a coroutine function, else ``plain``.
+    """Returns ``batched`` for a function of lists, ``async`` for a coroutine function, otherwise ``plain``.
 
-    >>> kind(lambda data_sources, solution_strs, **others: [])
-    'batched'
+    Example:
+        >>> kind(lambda data_sources, solution_strs, **others: [])
+        'batched'
     """
     if set(inspect.signature(function).parameters) & set(BATCHED):
         return "batched"
@@ -111,21 +119,22 @@ def kind(function: Callable[..., Any]) -> str:
 
 
 def judged(value: Any) -> Outcome:
-    """What a function returned for one row, checked.
+    """Checks what a function returned for one row.
 
-    >>> judged({"score": True, "pred": 7, "length": 3, "note": "x"})
-    (1.0, None, '7', {'length': 3.0})
-    >>> judged([0.5])
-    'returned [0.5]; it must return a finite number, or a dict with "score"'
+    Example:
+        >>> judged({"score": True, "pred": 7, "length": 3, "note": "x"})
+        (1.0, None, '7', {'length': 3.0})
+        >>> judged([0.5])
+        'returned [0.5]; it must return a finite number, or a dict with "score"'
     """
     if not isinstance(value, Mapping):
         score = _number(value)
         if score is None or not math.isfinite(score):
-            return f"returned {short(repr(value))}; {WANTED}"
+            return f"returned {short(repr(value))}; {EXPECTED}"
         return score, None, None, {}
     numeric = {str(key): number for key, entry in value.items() if (number := _number(entry)) is not None}
     if "score" not in numeric:
-        return f"returned {short(repr(dict(value)))}; {WANTED}"
+        return f"returned {short(repr(dict(value)))}; {EXPECTED}"
     if "acc" in value and "acc" not in numeric:
         return f'returned {short(repr(value["acc"]))} as "acc"; it must be a number'
     for key, number in numeric.items():
@@ -137,7 +146,7 @@ def judged(value: Any) -> Outcome:
 
 
 def _number(value: Any) -> float | None:
-    # The numbers of numpy and torch are those of shape ().
+    # Scalars of numpy and torch have the shape ().
     if not isinstance(value, numbers.Real) and (isinstance(value, str) or getattr(value, "shape", None) != ()):
         return None
     try:
@@ -153,27 +162,27 @@ def _file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     sys.path.insert(0, str(path.resolve().parent))
-    # Dataclasses and pickle look their module up by name.
+    # Dataclasses and pickle look up a module by its name, so it is registered before it runs.
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
 def _raised(error: BaseException) -> str:
-    """What was raised, and the last line of the user's own code that it came through."""
+    """Describes an exception, with the last line of the user's own code in its traceback."""
     files = [f for f in traceback.extract_tb(error.__traceback__) if f.filename and f.filename != __file__]
     frames = [f for f in files if not f.filename.startswith("<")]
     own = [f for f in frames if not f.filename.startswith(LIBRARIES)] or frames
     try:
-        text = " ".join(str(error).split())
+        message = " ".join(str(error).split())
     except BaseException as other:
-        text = f"(its text cannot be had, __str__ raised {type(other).__name__})"
-    what = f"raised {type(error).__name__}" + (f": {short(text, 400)}" if text else "")
-    return what + (f" (at {own[-1].filename}:{own[-1].lineno})" if own else "")
+        message = f"(it has no message, since __str__ raised {type(other).__name__})"
+    description = f"raised {type(error).__name__}" + (f": {short(message, 400)}" if message else "")
+    return description + (f" (at {own[-1].filename}:{own[-1].lineno})" if own else "")
 
 
 def _checked(value: Any) -> Outcome:
-    # Even to show a value may raise.
+    # The repr of a user's value may raise.
     try:
         return judged(value)
     except BaseException as error:
@@ -181,7 +190,7 @@ def _checked(value: Any) -> Outcome:
 
 
 def _seed(*seeds: int) -> None:
-    # numpy is imported above: a function that imports it while it runs would find it seeded by chance.
+    # numpy is imported by this module because a function that imports it first would find it seeded at random.
     random.seed(repr(seeds))
     np.random.seed(seeds)
 
@@ -192,10 +201,10 @@ async def _finish(value: Awaitable[Any]) -> Any:
 
 @coroutine
 def _on_own_numbers(value: Awaitable[Any], seed: int) -> Generator[Any, None, Any]:
-    """Finish ``value`` on random numbers of its own, whatever others draw while it waits."""
+    """Awaits ``value`` with random numbers of its own, independent of what other coroutines draw meanwhile."""
     inner = _finish(value)
     step: Callable[[], Any] = partial(inner.send, None)
-    # Another generator in its place costs numpy much less time than another state.
+    # For numpy, exchanging the bit generator is much faster than exchanging its state.
     own = np.random.MT19937(seed)
     use = np.random.set_bit_generator  # type: ignore[attr-defined]
     use(own)
@@ -203,12 +212,12 @@ def _on_own_numbers(value: Awaitable[Any], seed: int) -> Generator[Any, None, An
     while True:
         use(own)
         try:
-            waited = step()
+            awaited = step()
         except StopIteration as end:
             return end.value
         state = random.getstate()
         try:
-            yield waited
+            yield awaited
             step = partial(inner.send, None)
         except BaseException as error:
             step = partial(inner.throw, error)
@@ -220,26 +229,26 @@ class Server:
 
     Args:
         timeout: seconds after which a coroutine is late.
-        runner: holds the event loop, one for all calls, so that a client kept between them stays usable.
-        tell: sends a row's index with None where it begins, with its outcome where it has ended.
+        runner: the event loop, one for all calls, so that a client that a function keeps stays usable.
+        send: reports a row to the parent: its index with None at its start, and with its outcome at its end.
     """
 
-    def __init__(self, timeout: float, runner: asyncio.Runner, tell: Callable[[tuple[int, Outcome | None]], None]):
-        self._timeout, self._runner, self._tell = timeout, runner, tell
+    def __init__(self, timeout: float, runner: asyncio.Runner, send: Callable[[tuple[int, Outcome | None]], None]):
+        self._timeout, self._runner, self._send = timeout, runner, send
 
     def answer(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> None:
-        """Judge every row, each with a seed for its random numbers, and tell of each."""
+        """Judges every row, each with a seed for its random numbers, and reports each to the parent."""
         match kind(function):
             case "async":
                 self._runner.run(self._together(function, rows))
             case "batched":
-                self._tell((0, None))
+                self._send((0, None))
                 for i, outcome in enumerate(self._batched(function, rows)):
-                    self._tell((i, outcome))
+                    self._send((i, outcome))
             case _:
                 for i, (row, seed) in enumerate(rows):
-                    self._tell((i, None))
-                    self._tell((i, self._one(function, row, seed)))
+                    self._send((i, None))
+                    self._send((i, self._one(function, row, seed)))
 
     def _one(self, function: Callable[..., Any], row: Row, seed: int) -> Outcome:
         _seed(seed)
@@ -260,21 +269,21 @@ class Server:
         return [_checked(value) for value in values]
 
     def _value(self, returned: Any) -> Any:
-        # A decorator may hide that a function is a coroutine function.
+        # A decorated coroutine function can look like a plain one.
         return self._runner.run(_finish(returned)) if inspect.isawaitable(returned) else returned
 
     async def _together(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> None:
-        # A batch of thousands would run out of files, or be turned away by the server that functions ask.
+        # Thousands of rows at once could run out of file descriptors, or overload a server that the function calls.
         places = asyncio.Semaphore(CONCURRENT_ROWS)
 
         async def one(i: int, row: Row, seed: int) -> None:
             async with places:
-                self._tell((i, None))
-                # Not by cancelling: a coroutine may swallow that. The parent ends the process.
-                alarm = asyncio.get_running_loop().call_later(self._timeout, self._tell, (i, late(self._timeout)))
+                self._send((i, None))
+                # A coroutine may ignore its cancellation, so the parent ends the process instead.
+                alarm = asyncio.get_running_loop().call_later(self._timeout, self._send, (i, late(self._timeout)))
                 outcome = await self._awaited(function, row, seed)
                 alarm.cancel()
-                self._tell((i, outcome))
+                self._send((i, outcome))
 
         await asyncio.gather(*(one(i, row, seed) for i, (row, seed) in enumerate(rows)))
 
@@ -286,14 +295,17 @@ class Server:
 
 
 def late(timeout: float) -> str:
-    """What is said of a function that did not end in time."""
+    """Describes a function that did not end in time."""
     return f"took longer than reward.timeout ({timeout:g} s)"
 
 
 def _die_with(lifeline: int) -> None:
-    """Have the kernel end this process and its group when the other end of a pipe closes, even inside a regex."""
+    """Makes the kernel end this process and its group when the other end of a pipe closes.
+
+    The kernel does so even while the process runs C code that never returns to Python, such as a regex.
+    """
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
-    # Linux only; elsewhere the signal is SIGIO, which ends those that do not handle it.
+    # Only Linux can choose the signal; elsewhere it is SIGIO, which ends processes that do not handle it.
     if hasattr(fcntl, "F_SETSIG"):
         fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
@@ -302,12 +314,17 @@ def _die_with(lifeline: int) -> None:
 
 
 def main(connection: int, lifeline: int) -> None:
-    """Serve the parent, which made this process the leader of a group; both are file descriptors."""
+    """Serves the parent, which made this process the leader of a process group.
+
+    Args:
+        connection: file descriptor of the connection to the parent.
+        lifeline: file descriptor of a pipe whose other end closes when the parent ends.
+    """
     _die_with(lifeline)
-    # Subprocesses that held the connection would hide the end of this process.
+    # A subprocess that inherited the connection would keep it open after the end of this process.
     for end in (connection, lifeline):
         os.set_inheritable(end, False)
-    # A kill loses no line that a function has printed.
+    # With line buffering, a kill loses no line that a function has printed.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
     with Connection(connection) as parent, asyncio.Runner() as runner:

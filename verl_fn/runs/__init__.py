@@ -1,1 +1,1 @@
-"""A run: its folder, its loop, its journal, and its evaluation and replay."""
+"""Runs: their folders, the training loop, the journal, evaluation and replay."""

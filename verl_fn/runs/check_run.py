@@ -1,4 +1,4 @@
-"""What a run would do and need, before a GPU is touched: ``verl-fn train --check``."""
+"""The report of ``verl-fn train --check``: what a run would do and need, computed without a GPU."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FLOAT32, ADAM = 4, 8
 
 
 def check_run(plan: Plan) -> str:
-    """Checks a plan as a run would, and describes it.
+    """Runs the checks that precede training, and describes the run.
 
     Returns:
-        Lines on the algorithm, the rows and updates of a step, and for each role its layout and its bytes a rank.
+        Lines about the algorithm, the rows of a step, and each role's layout, updates and memory per rank.
 
     Raises:
-        UserError: the run could not begin.
+        UserError: the run could not start.
     """
     source = prepare(plan, print)
     tokenizer = read_tokenizer(plan.model)
@@ -43,8 +43,8 @@ def check_run(plan: Plan) -> str:
     ]
     for role in plan.roles.values():
         lines += _role_lines(role, size, t.total_training_steps)
-    for name, of in plan.copies.items():
-        lines.append(f"{name:<11} the frozen base of {of}, no model of its own")
+    for name, original in plan.copies.items():
+        lines.append(f"{name:<11} the frozen base of {original}, no model of its own")
     return "\n".join(lines)
 
 

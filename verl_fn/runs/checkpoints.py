@@ -1,4 +1,4 @@
-"""Checkpoints of a run: written aside, synced, renamed, with a check sum of every file."""
+"""Checkpoints of a run: written under a temporary name, synced, then renamed; with a checksum of every file."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ MANIFEST = "checkpoint.json"
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
-    """The checkpoints of a run, newest first."""
-    found = [p for p in Path(folder).glob("checkpoints/step_*") if step_of(p) is not None]
-    return sorted(found, key=lambda p: -(step_of(p) or 0))
+    """Returns the checkpoints of a run, newest first."""
+    folders = [p for p in Path(folder).glob("checkpoints/step_*") if step_of(p) is not None]
+    return sorted(folders, key=lambda p: -(step_of(p) or 0))
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step that a checkpoint's name says.
+    """Returns the step in a checkpoint's name; None for another folder.
 
-    >>> step_of(Path("runs/a/checkpoints/step_20")), step_of(Path("runs/a"))
-    (20, None)
+    Example:
+        >>> step_of(Path("runs/a/checkpoints/step_20")), step_of(Path("runs/a"))
+        (20, None)
     """
     number = checkpoint.name.removeprefix("step_")
     return int(number) if number != checkpoint.name and number.isdigit() else None
 
 
 def aside_of(final: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """Returns the temporary folder in which a checkpoint is written before it is renamed."""
     return final.with_name(f".writing_{final.name}")
 
 
@@ -48,19 +49,19 @@ def save_roles(state: RunState, aside: Path, plan: Plan, w: Workers) -> None:
 
 
 def write_manifest(aside: Path, state: RunState, plan: Plan) -> None:
-    """Writes the rest of a checkpoint, and what shows whether all of it is whole.
+    """Writes a checkpoint's manifest: the state beside the training states, and each file's size and checksum.
 
     Raises:
-        RunError: a worker wrote its role elsewhere.
+        RunError: a worker wrote its role to a folder that this process does not see.
     """
     for name in plan.roles:
         if not (aside / name).is_dir():
             raise RunError(f"the worker of {name} wrote its checkpoint elsewhere than {aside}: no shared folder?")
     _, scalars = serial.flatten(state.without_roles(plan))
-    held = [path for path in sorted(aside.rglob("*")) if path.is_file()]
-    files = {str(path.relative_to(aside)): [path.stat().st_size, _crc(path)] for path in held}
-    about = {"algorithm": plan.algorithm, "state": scalars, "files": files}
-    write_text(aside / MANIFEST, json.dumps(about, indent=1))
+    paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
+    files = {str(path.relative_to(aside)): [path.stat().st_size, _crc(path)] for path in paths}
+    manifest = {"algorithm": plan.algorithm, "state": scalars, "files": files}
+    write_text(aside / MANIFEST, json.dumps(manifest, indent=1))
     for path in (*aside.rglob("*"), aside):
         sync(path)
 
@@ -69,38 +70,41 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
     """Reads the state in a checkpoint.
 
     Args:
+        folder: the checkpoint.
         blank: the run's state without its training states.
+        plan: the plan of the run.
+        w: the workers, which read the training states.
 
     Raises:
-        RunError: the checkpoint is of another algorithm, lacks a role that the plan asks for, or is damaged;
-            then the last good one is named.
+        RunError: the checkpoint is of another algorithm, lacks a role that the plan asks for, or is damaged. The
+            message names the newest intact checkpoint.
     """
     try:
-        about = verify(folder)
-        held = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        if about["algorithm"] != plan.algorithm or held != sorted(plan.roles):
+        manifest = verify(folder)
+        roles = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        if manifest["algorithm"] != plan.algorithm or roles != sorted(plan.roles):
             raise RunError(
-                f"{folder} is of {about['algorithm']} with {', '.join(held)}; "
+                f"{folder} is of {manifest['algorithm']} with {', '.join(roles)}; "
                 f"the config asks for {plan.algorithm} with {', '.join(plan.roles)}"
             )
         try:
-            state = serial.unflatten(blank, {}, about["state"])
+            state = serial.unflatten(blank, {}, manifest["state"])
         except ValueError as error:
             raise RunError(f"{folder} is of a run with other settings of its algorithm: {error}") from error
         return state.with_roles({name: w.trainers[name].restore(folder / name) for name in plan.roles})
     except CheckpointError as error:
-        raise RunError(f"{error}; {_another(folder)}") from error
+        raise RunError(f"{error}; {_intact_alternative(folder)}") from error
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's manifest says, after every file has been compared with it.
+    """Compares every file of a checkpoint with its manifest, and returns the manifest.
 
     Raises:
-        CheckpointError: a file is missing, or its length or check sum is not what was written.
+        CheckpointError: a file is missing, or its size or checksum differs from the manifest.
     """
     try:
-        about = json.loads((folder / MANIFEST).read_text())
-        for name, (size, crc) in about["files"].items():
+        manifest = json.loads((folder / MANIFEST).read_text())
+        for name, (size, crc) in manifest["files"].items():
             path = folder / name
             if not path.is_file():
                 raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
@@ -116,10 +120,10 @@ def verify(folder: Path) -> dict[str, Any]:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error}") from error
-    return about
+    return manifest
 
 
-def _another(damaged: Path) -> str:
+def _intact_alternative(damaged: Path) -> str:
     for folder in checkpoints(run_of(damaged)):
         if folder != damaged:
             with contextlib.suppress(CheckpointError):
@@ -128,9 +132,10 @@ def _another(damaged: Path) -> str:
     return "no other checkpoint of this run is whole"
 
 
-def write_text(path: Path, text: str) -> None:
+def write_text(path: Path, content: str) -> None:
+    """Writes a file under a temporary name, syncs it, and renames it, so that a crash leaves no partial file."""
     aside = path.with_name(f".{path.name}.writing")
-    aside.write_text(text)
+    aside.write_text(content)
     sync(aside)
     aside.rename(path)
 

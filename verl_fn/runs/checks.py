@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a run's first step."""
+"""Checks of a plan, its data and its models before the first step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from verl_fn.driver import ranks
 
 
 def check(plan: Plan, source: Source, tokenizer: Any) -> None:
-    """Compares tokenizer, models, lengths and device.
+    """Checks that tokenizer, models, row lengths, ranks and device go together.
 
     Raises:
-        ModelError: the tokenizer's vocabulary is not the model's, or actor and critic differ in theirs.
+        ModelError: the tokenizer's vocabulary is larger than a model's.
         ConfigError: the longest row does not fit the token budget or the model's positions, prompts are longer
-            than allowed, the device is not there, or a goal can never be reached.
+            than allowed, the device does not exist, or ``trainer.stop_at`` can never be reached.
     """
-    d = plan.data
+    data = plan.data
     _check_device(plan)
     check_ranks(plan, ranks.training_ranks(plan))
-    if plan.trainer.stop_at is not None and d.train_files and not d.val_files:
+    if plan.trainer.stop_at is not None and data.train_files and not data.val_files:
         raise ConfigError("trainer.stop_at needs held-out problems; set data.val_files")
     longest, trained, parts = row_lengths(plan, source, tokenizer)
     for role in plan.roles.values():
@@ -47,26 +47,30 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
 
 
 def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> tuple[int, int, str]:
-    """Returns the tokens of the longest row that is sampled, and of the longest that is trained on with its parts.
+    """Returns the lengths of the longest rows in tokens.
+
+    Returns:
+        The length of the longest row that is sampled, that of the longest row that is trained on, and a description
+        of the parts of the latter.
 
     Raises:
-        ConfigError: prompts of a made task are longer than allowed.
+        ConfigError: prompts of a generated task are longer than allowed.
     """
-    d, prompt = plan.data, source.max_prompt
+    data, prompt = plan.data, source.max_prompt
     if isinstance(source, Task):
-        # A made task has one token a character, and the bos token before them.
+        # A generated task has one token for each character, after the bos token.
         prompt += tokenizer.bos_token_id is not None
-        if prompt > d.max_prompt_length:
+        if prompt > data.max_prompt_length:
             raise ConfigError(
                 f"prompts of data.task = {source.name} have up to {prompt} tokens, more than data.max_prompt_length "
-                f"= {d.max_prompt_length}; raise it"
+                f"= {data.max_prompt_length}; raise it"
             )
-    longest = prompt + d.max_response_length
+    sampled = prompt + data.max_response_length
     if plan.algorithm != "sft":
-        return longest, longest, "prompt and data.max_response_length"
-    # What is trained on is the data's own answers, whatever their length.
-    own = prompt + source.max_answer + 1 if isinstance(source, Task) else getattr(source, "max_row", 0)
-    return longest, own, "prompt, answer and end token"
+        return sampled, sampled, "prompt and data.max_response_length"
+    # Fine-tuning trains on the data's own answers, which data.max_response_length does not limit.
+    trained = prompt + source.max_answer + 1 if isinstance(source, Task) else getattr(source, "max_row", 0)
+    return sampled, trained, "prompt, answer and end token"
 
 
 def _refuse_budget(role: RolePlan, tokens: int, parts: str) -> None:
@@ -79,27 +83,27 @@ def _refuse_budget(role: RolePlan, tokens: int, parts: str) -> None:
 
 
 def check_ranks(plan: Plan, size: int) -> None:
-    """Checks that every role's layout goes with the number of ranks and with its model.
+    """Checks that every role's layout fits the number of ranks and its model.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: a layout does not fit.
     """
     for role in plan.roles.values():
         # A critic without a strategy of its own has the actor's layout.
-        own = role.table == "critic" and plan.table["critic"].get("strategy") is not None
-        table = "critic" if own else "actor"
+        has_own = role.table == "critic" and plan.table["critic"].get("strategy") is not None
+        table = "critic" if has_own else "actor"
         if role.strategy == "local":
             if size > 1:
-                started = "ray.ranks is" if plan.driver.kind == "ray" else "torchrun's number of processes is"
+                ranks_are = "ray.ranks is" if plan.driver.kind == "ray" else "torchrun's number of processes is"
                 raise ConfigError(
-                    f"{table}.strategy is local, which is one process, but {started} {size}; set {table}.strategy=fsdp"
+                    f"{table}.strategy is local, which is one process, but {ranks_are} {size}; "
+                    f"set {table}.strategy=fsdp"
                 )
             continue
         for name in ("replicate", "ulysses_sequence_parallel_size"):
-            if size % getattr(role.fsdp, name):
-                raise ConfigError(
-                    f"{table}.fsdp_config.{name} = {getattr(role.fsdp, name)} does not divide the {size} training ranks"
-                )
+            value = getattr(role.fsdp, name)
+            if size % value:
+                raise ConfigError(f"{table}.fsdp_config.{name} = {value} does not divide the {size} training ranks")
         try:
             check_heads(read_config(role.folder), role.fsdp.ulysses_sequence_parallel_size)
         except LayoutError as error:
@@ -116,10 +120,10 @@ def _check_device(plan: Plan) -> None:
 
 
 def check_vocabulary(folder: str | Path, tokenizer: Any) -> None:
-    """Refuse a tokenizer that makes ids which the model does not know.
+    """Checks that a model has an embedding for every id of the tokenizer, and that there is an end token.
 
     Raises:
-        ModelError: it does.
+        ModelError: the tokenizer is larger than the model's vocabulary, or has no end token.
     """
     size = read_config(folder).get_text_config().vocab_size
     if len(tokenizer) > size:

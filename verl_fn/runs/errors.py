@@ -1,7 +1,7 @@
-"""What can go wrong with a run's folder."""
+"""The error for a run's folder that cannot be used."""
 
 from verl_fn.errors import UserError
 
 
 class RunError(UserError, ValueError):
-    """A run's folder that cannot be begun, continued or written."""
+    """Raised where a run cannot start, continue or write in its folder."""

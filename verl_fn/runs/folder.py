@@ -1,4 +1,4 @@
-"""A run's folder: the resolved config, ``metrics.jsonl`` and checkpoints that a kill cannot spoil."""
+"""A run's folder: the resolved config, ``metrics.jsonl``, and checkpoints that a killed process leaves intact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Run:
     """The folder of one run.
 
     Attributes:
-        folder: where everything lies.
+        folder: its path.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -44,7 +44,7 @@ class Run:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """The folder for this process alone.
+        """Locks the folder for this process.
 
         Raises:
             RunError: another process trains in it.
@@ -60,16 +60,21 @@ class Run:
 
     @property
     def metrics_file(self) -> Path:
+        """Returns the path of ``metrics.jsonl``."""
         return self.folder / "metrics.jsonl"
 
     def start(self, step: int, *, origin: Path | None) -> None:
-        """Begin after ``step``, new or from the checkpoint ``origin``.
+        """Prepares the folder for a run that continues after ``step``.
 
-        What was logged up to ``step`` is kept, or taken over from the run that is forked; what an earlier try
-        logged beyond it is dropped, since it will come again. Settings that no longer hold stay in ``configs/``.
+        Log lines up to ``step`` stay, or are copied from the run that is forked. Later lines are removed, since the
+        run will write them again. If the config has changed, the previous one is copied to ``configs/``.
+
+        Args:
+            step: the last step that is done; 0 for a new run.
+            origin: the checkpoint to continue from; None for a new run.
 
         Raises:
-            RunError: a new run would write over the checkpoints of another, or the folder cannot be written.
+            RunError: a new run would overwrite the checkpoints of another one, or the folder cannot be written.
         """
         newest = self.latest()
         if newest is not None and origin is None:
@@ -94,34 +99,34 @@ class Run:
                     write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
 
     def log(self, step: int, report: Mapping[str, float]) -> None:
-        """Append one line; what is not a number in JSON becomes null."""
+        """Appends a step's metrics to ``metrics.jsonl``; values that are not finite become null."""
         self.append("metrics.jsonl", metrics_row(step, report))
 
     def append(self, name: str, *rows: Mapping[str, Any]) -> None:
-        """Append lines to a file of the folder."""
+        """Appends lines to a file of the folder."""
         with self.written(name), (self.folder / name).open("a") as file:
             file.write("".join(json.dumps(row) + "\n" for row in rows))
 
     def latest(self) -> Path | None:
-        """The newest checkpoint."""
+        """Returns the newest checkpoint, or None."""
         return next(iter(checkpoints(self.folder)), None)
 
     def save(self, state: RunState, w: Workers) -> Path:
-        """Write a checkpoint aside, bring it to the disk, and only then give it its name.
+        """Writes a checkpoint under a temporary name, syncs it to the disk, and then renames it.
 
         Raises:
-            RunError: it cannot be written; the checkpoints before it are as they were.
+            RunError: the checkpoint cannot be written; earlier checkpoints are unchanged.
         """
         final = self._checkpoint(state.step)
         aside = aside_of(final)
         shutil.rmtree(aside, ignore_errors=True)
         try:
             with self.written(f"the checkpoint of step {state.step}"):
-                # Where several processes save, the folder is there before any of them writes.
+                # If several processes save, the folder must exist before any of them writes.
                 with ranks.together():
                     aside.mkdir(parents=True)
                 save_roles(state, aside, self._plan, w)
-                # None of them goes on, perhaps to its end, while the checkpoint has no name.
+                # No process may continue, and perhaps exit, before the checkpoint is renamed.
                 with ranks.together():
                     write_manifest(aside, state, self._plan)
                     for name in LOGS:
@@ -138,22 +143,22 @@ class Run:
 
     @contextlib.contextmanager
     def written(self, what: str) -> Iterator[None]:
-        """Errors of the disk become one sentence that names the disk and the last checkpoint."""
+        """Turns a disk error into a RunError that names the folder, its free space and the last checkpoint."""
         try:
             yield
         except OSError as error:
             last = self.latest()
-            kept = f"the last whole checkpoint is {last}" if last is not None else "there is no checkpoint yet"
+            intact = f"the last intact checkpoint is {last}" if last is not None else "there is no checkpoint yet"
             raise RunError(
-                f"{what} cannot be written to {self.folder}: {error.strerror or error}{_room(self.folder)}; {kept}. "
-                f"Make room or mend the folder, then run the same command to continue"
+                f"{what} cannot be written to {self.folder}: {error.strerror or error}{_free(self.folder)}; "
+                f"{intact}. Make room or fix the folder, then run the same command to continue"
             ) from error
 
     def _checkpoint(self, step: int) -> Path:
         return self.folder / "checkpoints" / f"step_{step}"
 
     def _point_at(self, actor: Path) -> None:
-        """Let ``model`` in the run's folder be its newest model."""
+        """Points the link ``model`` in the run's folder at its newest model."""
         link, aside = self.folder / "model", self.folder / ".model.writing"
         aside.unlink(missing_ok=True)
         aside.symlink_to(actor.relative_to(self.folder))
@@ -161,7 +166,10 @@ class Run:
 
 
 class Follower(Run):
-    """The folder of a run whose first process writes it: this one reads, and saves its part of the state with it."""
+    """The folder of a run as a process other than the first uses it.
+
+    Only the first process writes logs and manifests. A follower reads them, and saves its part of the state.
+    """
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -185,19 +193,24 @@ class Follower(Run):
 
 
 def metrics_row(step: int, report: Mapping[str, float]) -> dict[str, Any]:
-    """A step's report as a line of ``metrics.jsonl``; what is not a number in JSON becomes null.
+    """Returns a step's report as a line of ``metrics.jsonl``; values that are not finite become null.
 
-    >>> metrics_row(3, {"loss": 0.5, "kl": math.nan})
-    {'step': 3, 'kl': None, 'loss': 0.5}
+    Example:
+        >>> metrics_row(3, {"loss": 0.5, "kl": math.nan})
+        {'step': 3, 'kl': None, 'loss': 0.5}
     """
     return {"step": step} | {k: v if math.isfinite(v) else None for k, v in sorted(report.items())}
 
 
 def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int]:
-    """The config that ``step`` of a run was made with, by default its last, and the step after which it held.
+    """Returns the config that a step of a run was made with, and the step after which that config applied.
+
+    Args:
+        folder: the run's folder.
+        step: the step, by default the run's last one.
 
     Raises:
-        RunError: the folder is no run.
+        RunError: the folder is not a run's.
     """
     folder = Path(folder)
     if not (folder / "config.toml").is_file():
@@ -212,7 +225,7 @@ def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int
 
 
 def changed_keys(folder: Path, table: Table) -> dict[str, str]:
-    """Returns how a config differs from the one that the folder was last trained with: before and after, by key."""
+    """Returns the keys that differ from the config that the folder was last trained with, and both values."""
     try:
         before = flat(to_table(run_config(folder)[0]))
     except (RunError, ConfigError):
@@ -223,12 +236,12 @@ def changed_keys(folder: Path, table: Table) -> dict[str, str]:
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """The rows of ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    """Reads the rows of ``metrics.jsonl``, without a last line that a killed process left incomplete."""
     return read_lines(Path(folder) / "metrics.jsonl")
 
 
 def read_lines(file: Path) -> list[dict[str, Any]]:
-    """The rows of a JSONL file, less a last one that a kill cut short; none where there is no file.
+    """Reads the rows of a JSONL file, without an incomplete last line; returns no rows if there is no file.
 
     Raises:
         RunError: another line is damaged.
@@ -240,12 +253,12 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
             rows.append(json.loads(line))
         except ValueError as error:
             if i < len(lines) - 1:
-                raise RunError(f"{file}, line {i + 1}, is damaged: {error}; mend or remove the line") from error
+                raise RunError(f"{file}, line {i + 1}, is damaged: {error}; fix or remove the line") from error
     return rows
 
 
-def _room(folder: Path) -> str:
-    there = next((p for p in (folder, *folder.parents) if p.exists()), None)
-    if there is None:
+def _free(folder: Path) -> str:
+    existing = next((p for p in (folder, *folder.parents) if p.exists()), None)
+    if existing is None:
         return ""
-    return f" ({shutil.disk_usage(there).free / 2**20:,.0f} MiB are free on its disk)"
+    return f" ({shutil.disk_usage(existing).free / 2**20:,.0f} MiB are free on its disk)"

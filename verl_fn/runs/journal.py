@@ -33,15 +33,15 @@ from verl_fn.state.batch import CORE
 
 
 def digests(value: Any) -> dict[str, str]:
-    """A short hash of every leaf of a value, by path; of shards, those of the whole leaves, one after the other.
+    """Returns a short hash of every leaf of a value, by path. Shards are put together first, one leaf at a time.
 
-    >>> import torch
-    >>> digests({"w": torch.zeros(2)}) == digests({"w": torch.zeros(2)})
-    True
+    Example:
+        >>> import torch
+        >>> digests({"w": torch.zeros(2)}) == digests({"w": torch.zeros(2)})
+        True
     """
 
     def whole(leaf: Any) -> Any:
-        # A shard has this method. `named` of a backend cannot reach the leaves of an optimizer's state by path.
         return leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
 
     return {path: tree.digest(whole(leaf))[:16] for path, leaf in tree.paths(value).items()}
@@ -154,7 +154,7 @@ def keep_samples(run: Run, step: int, seen: Recorder, w: Workers) -> None:
 
 
 def read_samples(folder: Path, step: int) -> Batch:
-    """The samples of a step, as ``keep_samples`` wrote them.
+    """Returns the samples of a step that ``keep_samples`` wrote.
 
     Raises:
         RunError: they were not kept.
@@ -163,8 +163,12 @@ def read_samples(folder: Path, step: int) -> Batch:
         raise RunError(f"{folder} has no samples of step {step}: they are kept with trainer.journal=samples")
     # Copies: what a file gave may lie where kernels round otherwise.
     tensors = {name: t.clone() for name, t in load_file(_file(folder, step)).items()}
-    part = lambda kind: {n.removeprefix(kind): t for n, t in tensors.items() if n.startswith(kind)}  # noqa: E731
-    return Batch(*(tensors[name] for name in CORE), part("token."), part("row."))
+    fields = {
+        kind: {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
+        for kind in ("token.", "row.")
+    }
+    tokens, positions, cu_seqlens = (tensors[name] for name in CORE)
+    return Batch(tokens, positions, cu_seqlens, fields["token."], fields["row."])
 
 
 def _file(folder: Path, step: int) -> Path:
@@ -172,7 +176,7 @@ def _file(folder: Path, step: int) -> Path:
 
 
 def first_difference(recorded: Mapping[str, Any], now: Mapping[str, Any], kind: str) -> str | None:
-    """The first value of ``samples`` or ``state`` in two journal lines that is not the same, or None."""
+    """Returns the first value of ``samples`` or ``state`` that differs between two journal lines, or None."""
     before, after = (flat(line[kind]) for line in (recorded, now))
     for name in (*before, *after):
         if before.get(name) != after.get(name):

@@ -1,4 +1,4 @@
-"""TensorBoard and wandb, where they are installed and ``trainer.logger`` asks for them."""
+"""TensorBoard and wandb as further loggers, if ``trainer.logger`` asks for them."""
 
 from __future__ import annotations
 
@@ -16,29 +16,38 @@ Log = Callable[[int, Mapping[str, float]], None]
 
 @contextlib.contextmanager
 def loggers(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator[list[Log]]:
-    """Functions that each take a step's report; closed at the end.
+    """Opens the loggers of ``trainer.logger`` and closes them at the end.
+
+    Args:
+        t: the config's ``[trainer]`` table.
+        table: the whole config, for the logger's own display.
+        folder: the run's folder.
+        start: the last step that is done.
+
+    Yields:
+        A function for each logger that takes a step and its report.
 
     Raises:
-        ConfigError: one that is asked for is not installed.
+        ConfigError: a logger is not installed.
     """
     makers = {"tensorboard": _tensorboard, "wandb": _wandb}
     with contextlib.ExitStack() as stack:
-        found = []
+        logs: list[Log] = []
         for name in t.logger:
             try:
-                found.append(stack.enter_context(makers[name](t, table, folder, start)))
+                logs.append(stack.enter_context(makers[name](t, table, folder, start)))
             except ImportError as error:
                 raise ConfigError(
                     f"trainer.logger asks for {name}, which is not installed: pip install {name}"
                 ) from error
-        yield found
+        yield logs
 
 
 @contextlib.contextmanager
 def _tensorboard(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator[Log]:
     from torch.utils.tensorboard import SummaryWriter
 
-    # What an earlier try wrote beyond the step that is continued comes again.
+    # The run repeats the steps after its last checkpoint, so TensorBoard drops what it has of them.
     writer = SummaryWriter(str(folder / "tensorboard"), purge_step=start + 1 if start else None)
 
     def log(step: int, report: Mapping[str, float]) -> None:
@@ -54,11 +63,15 @@ def _tensorboard(t: TrainerConfig, table: Table, folder: Path, start: int) -> It
 def _wandb(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator[Log]:
     import wandb
 
-    # The folder is the run's identity, so that a continued run goes on in the same place.
+    # The id belongs to the folder, so that a continued run continues in wandb too.
     run = wandb.init(
-        project=t.project_name, name=t.experiment_name or folder.name, id=_identity(folder), resume="allow",
-        dir=str(folder), config=table,
-    )  # fmt: skip
+        project=t.project_name,
+        name=t.experiment_name or folder.name,
+        id=_identity(folder),
+        resume="allow",
+        dir=str(folder),
+        config=table,
+    )
     try:
         yield lambda step, report: run.log(dict(report), step=step)
     finally:
@@ -66,7 +79,7 @@ def _wandb(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterator
 
 
 def _identity(folder: Path) -> str:
-    """A name for wandb that stays with the folder: kept in a file of it."""
+    """Returns the id that wandb knows the run by; it is stored in the run's folder."""
     file = folder / "wandb_id"
     if not file.exists():
         import secrets

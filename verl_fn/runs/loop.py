@@ -1,8 +1,9 @@
-"""The training loop: problems in, steps of the algorithm, evaluations, checkpoints, progress."""
+"""The training loop: it takes steps of the algorithm, evaluates, logs, and saves checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import attrs
@@ -21,7 +22,7 @@ from .folder import Follower, Run, changed_keys, read_metrics, run_config
 from .journal import Recorder, entry, keep_samples
 from .loggers import loggers
 from .prepare import prepare, workers
-from .progress import Lines, Live, Say
+from .progress import Lines, Live, Progress, Say
 from .signals import stop_requests
 from .state import (
     RunState,
@@ -38,26 +39,26 @@ SEED = "trainer.seed"
 
 
 class Interrupted(RuntimeError):
-    """The run was asked to stop; it saved its state first."""
+    """Raised after a run was asked to stop and has saved its state."""
 
 
 def train(plan: Plan, say: Say = print, *, live: bool = False) -> Report:
-    """Runs a plan to its end, continuing the folder's last checkpoint where there is one.
+    """Runs a plan to its end, from the folder's last checkpoint if there is one.
 
     Args:
-        plan: of ``verl_fn.config.make_plan``.
-        say: takes each line of news.
-        live: draw progress on the terminal instead of saying it.
+        plan: a plan made by ``verl_fn.config.make_plan``.
+        say: prints a line.
+        live: draw progress on the terminal instead of printing lines.
 
     Returns:
-        The last evaluation.
+        The metrics of the last evaluation.
 
     Raises:
-        Interrupted: SIGINT or SIGTERM came; the checkpoint and how to go on are in the message.
+        Interrupted: SIGINT or SIGTERM arrived; the message names the checkpoint and says how to continue.
     """
     if plan.data.val_files and not plan.data.train_files:
         raise ConfigError("data.val_files is set without data.train_files, so there is nothing to train on")
-    # Under torchrun all processes run this same loop on the same values, and the first one writes and speaks.
+    # Under torchrun all processes run this same loop on the same values, and only the first one writes and prints.
     first = ranks.torchrun_rank() == 0
     if not first:
         say, live = _silent, False
@@ -81,24 +82,24 @@ def train(plan: Plan, say: Say = print, *, live: bool = False) -> Report:
 
 
 def _silent(line: str) -> None:
-    """Says nothing."""
+    """Prints nothing."""
 
 
 def _headline(plan: Plan) -> str:
-    """Returns what is trained, on what and where."""
-    what = f"{plan.algorithm} on {'files' if plan.data.train_files else plan.data.task}"
+    """Returns a line with the algorithm, the data and the driver."""
+    run = f"{plan.algorithm} on {'files' if plan.data.train_files else plan.data.task}"
     if plan.driver.kind == "ray":
         processes = "process" if plan.ray.ranks == 1 else "processes"
-        return f"{what}, starting Ray actors with {plan.ray.ranks} training {processes}"
+        return f"{run}, starting Ray actors with {plan.ray.ranks} training {processes}"
     size = ranks.torchrun_size()
-    return f"{what}, local driver, {ranks.device(plan.driver)}" + (f", {size} processes" if size > 1 else "")
+    return f"{run}, local driver, {ranks.device(plan.driver)}" + (f", {size} processes" if size > 1 else "")
 
 
 def _changes(run: Run, plan: Plan) -> list[str]:
-    """Returns which settings of a continued run have changed.
+    """Returns the settings that have changed since the run was last trained, with both values.
 
     Raises:
-        RunError: one of them is part of the state, so changing it would have no effect.
+        RunError: one of them is part of the saved state, so changing it would have no effect.
     """
     changed = changed_keys(run.folder, plan.table)
     if not changed:
@@ -112,31 +113,35 @@ def _changes(run: Run, plan: Plan) -> list[str]:
             )
         role, _, setting = key.partition(".")
         if role in plan.roles and setting in ("lora_rank", "lora_alpha", "target_modules"):
-            had, has = (role in one.roles and one.roles[role].lora is not None for one in (before, plan))
+            had, has = (role in p.roles and p.roles[role].lora is not None for p in (before, plan))
             if had or has:
-                what, model = ("holds the adapters", "merged model") if had else ("is without adapters", "model")
+                reason, model = ("holds the adapters", "merged model") if had else ("is without adapters", "model")
                 raise RunError(
-                    f"{key} cannot change in a run that is continued ({values}): the state {what}. Choose another "
+                    f"{key} cannot change in a run that is continued ({values}): the state {reason}. Choose another "
                     f"trainer.dir; {role}'s {model} is in {run.latest()}/{role}"
                 )
     return [f"{key}: {values}" for key, values in changed.items()]
 
 
 def _part_of_state(before: Plan, now: Plan, changed: list[str]) -> list[str]:
-    """Returns the changed keys that the algorithm's state holds: the seed, and options that its first state shows."""
+    """Returns the changed keys that are part of the algorithm's state: the seed, and options that it stores."""
     if before.algorithm != now.algorithm or before.roles.keys() != now.roles.keys():
         return []
-    held = [SEED] if SEED in changed else []
+    stored = [SEED] if SEED in changed else []
     same_seed = attrs.evolve(now, trainer=attrs.evolve(now.trainer, seed=before.trainer.seed))
     if differing_fields(before, same_seed):
-        # Options of one nested table make one field, such as kl_ctrl the field kl.
-        held += [key for key in changed if key.startswith("algorithm.") and key.count(".") > 1]
-        held = held or [key for key in changed if key.startswith("algorithm.")]
-    return held
+        # The options of a nested table become one field of the state, such as those of kl_ctrl the field kl.
+        stored += [key for key in changed if key.startswith("algorithm.") and key.count(".") > 1]
+        stored = stored or [key for key in changed if key.startswith("algorithm.")]
+    return stored
 
 
 def restored_state(folder: Path, plan: Plan, w: Workers) -> RunState:
-    """Reads the state in a checkpoint. In a fork, what begins otherwise under the new settings is taken up."""
+    """Reads the state in a checkpoint.
+
+    In a fork, fields of the algorithm's state that the new settings would initialize differently, such as the key,
+    take their new initial values.
+    """
     source = run_of(folder)
     before = plan
     if source != Path(plan.trainer.dir) and (source / "config.toml").is_file():
@@ -150,18 +155,18 @@ def restored_state(folder: Path, plan: Plan, w: Workers) -> RunState:
 
 
 class _Loop:
-    """One run of the loop: what it works with, and what it has seen so far."""
+    """One execution of the loop: the parts it works with, the last evaluation and the last checkpoint."""
 
     def __init__(self, plan: Plan, run: Run, w: Workers, source: Source, say: Say) -> None:
         self.plan, self.run, self.w, self.source, self.say = plan, run, w, source, say
         self.algorithm = algorithm_of(plan)
         self.held_out: tuple[Problem, ...] = source.held_out(plan.data.val_size)
-        self.seen = Recorder(w)
+        self.recorder = Recorder(w)
         self.evaluation: Report = {}
         self.saved: Path | None = None
 
     def run_to_end(self, live: bool) -> Report:
-        """Begins or continues, and trains until the last step or the goal; returns the last evaluation."""
+        """Starts or continues the run, trains until the last step or the goal, and returns the last evaluation."""
         plan, t, say = self.plan, self.plan.trainer, self.say
         origin = ranks.of_first(_origin(plan, self.run))
         if origin is not None:
@@ -170,13 +175,13 @@ class _Loop:
             self.evaluation = ranks.of_first(last_evaluation(run_of(origin), state.step))
         else:
             state = initial_state(plan, self.w)
-        _say_adapters(state, plan, self.w, say)
+        _print_adapters(state, plan, self.w, say)
         if origin is not None and (state.step >= t.total_training_steps or self._reached()):
             say(f"finished before: {state.step} steps of {t.total_training_steps}; nothing was done or changed")
             return self.evaluation
-        if origin is None and (lost := read_metrics(self.run.folder)):
-            last = lost[-1]["step"]
-            say(f"no checkpoint in {self.run.folder}: beginning anew; what was logged up to step {last} is dropped")
+        if origin is None and (dropped := read_metrics(self.run.folder)):
+            last = dropped[-1]["step"]
+            say(f"no checkpoint in {self.run.folder}: starting over; the log up to step {last} is dropped")
         with ranks.together():
             self.run.start(state.step, origin=origin)
         self.saved = origin if origin is not None and run_of(origin) == self.run.folder else None
@@ -190,9 +195,9 @@ class _Loop:
 
     def _steps(self, state: RunState, live: bool, *, fresh: bool) -> RunState:
         plan, t = self.plan, self.plan.trainer
-        engine = self.seen.workers if t.journal != "off" else self.w
+        step_workers = self.recorder.workers if t.journal != "off" else self.w
         with contextlib.ExitStack() as stack:
-            logs = [self.run.log]
+            logs: list[Callable[[int, Mapping[str, float]], None]] = [self.run.log]
             if not isinstance(self.run, Follower):
                 logs += stack.enter_context(loggers(t, plan.table, self.run.folder, state.step))
             if fresh and t.val_before_train and self.held_out:
@@ -200,14 +205,13 @@ class _Loop:
                 for log in logs:
                     log(0, self.evaluation)
                 self.say(f"before training: {evaluation_line(self.evaluation)}")
-            asked = stack.enter_context(stop_requests(self.say))
+            stop_signals = stack.enter_context(stop_requests(self.say))
             total = t.total_training_steps
-            progress = stack.enter_context(
-                Live(state.step, total) if live else Lines(state.step, total, t.log_freq, self.say)
-            )
+            progress: Progress = Live(state.step, total) if live else Lines(state.step, total, t.log_freq, self.say)
+            stack.enter_context(progress)
             skipped: dict[str, int] = {}
             while state.step < total and not self._reached():
-                state, report = advance(self.algorithm, state, self.source, engine, plan.data.train_batch_size)
+                state, report = advance(self.algorithm, state, self.source, step_workers, plan.data.train_batch_size)
                 last = state.step == total
                 if self.held_out and (last or (t.test_freq > 0 and state.step % t.test_freq == 0)):
                     report |= self._evaluate(state)
@@ -216,12 +220,13 @@ class _Loop:
                 self._write_journal(state)
                 progress.show(state.step, report, evaluation_line(report))
                 _end_if_skipping(skipped, report, state.step, t, self.run)
-                stop = any(ranks.gathered(bool(asked)))
+                stop = any(ranks.gathered(bool(stop_signals)))
                 if stop or (t.save_freq > 0 and state.step % t.save_freq == 0):
                     self.saved = self.run.save(state, self.w)
                 if stop and not last:
                     raise Interrupted(
-                        f"stopped after step {state.step} and saved {self.saved}; the same command continues from there"
+                        f"stopped after step {state.step} and saved {self.saved}; "
+                        "the same command continues from there"
                     )
         return state
 
@@ -236,16 +241,16 @@ class _Loop:
         journal = self.plan.trainer.journal
         if journal != "off":
             if journal == "samples":
-                keep_samples(self.run, state.step, self.seen, self.w)
-            self.run.append("journal.jsonl", entry(state, self.seen, self.w, self.plan))
+                keep_samples(self.run, state.step, self.recorder, self.w)
+            self.run.append("journal.jsonl", entry(state, self.recorder, self.w, self.plan))
 
     def _reached(self) -> bool:
-        goal, reached = self.plan.trainer.stop_at, accuracy(self.evaluation)
-        return goal is not None and reached is not None and reached >= goal
+        goal, share = self.plan.trainer.stop_at, accuracy(self.evaluation)
+        return goal is not None and share is not None and share >= goal
 
 
-def _say_adapters(state: RunState, plan: Plan, w: Workers, say: Say) -> None:
-    """Says how much of each model with adapters is trained."""
+def _print_adapters(state: RunState, plan: Plan, w: Workers, say: Say) -> None:
+    """Prints how many parameters of each model with adapters are trained."""
     for name, role in plan.roles.items():
         if role.lora:
             trained, total = w.get(w.trainers[name].map(_sizes, state.role(name).params))
@@ -253,12 +258,12 @@ def _say_adapters(state: RunState, plan: Plan, w: Workers, say: Say) -> None:
 
 
 def _sizes(params: Params) -> tuple[int, int]:
-    """Counts the elements that are trained, and all."""
+    """Counts the trained elements and all elements of a model."""
     return sum(params[name].numel() for name in params.trained()), sum(p.numel() for p in params.values())
 
 
 def _origin(plan: Plan, run: Run) -> Path | None:
-    """Returns the checkpoint to begin from: the folder's own newest, or the one that is forked."""
+    """Returns the checkpoint to start from: the folder's newest, or the one to fork; None for a new run."""
     newest, path = run.latest(), plan.trainer.resume_from_path
     if newest is not None and plan.trainer.resume_mode == "auto":
         return newest
@@ -272,19 +277,23 @@ def _origin(plan: Plan, run: Run) -> Path | None:
 
 
 def last_evaluation(folder: Path, step: int) -> Report:
-    """Returns what a run's log has of the evaluation after ``step``; empty where there was none."""
+    """Returns the logged metrics of the evaluation after ``step``; empty if there was none."""
     rows = [row for row in read_metrics(folder) if row["step"] == step]
     return {k: v for row in rows for k, v in row.items() if k.startswith("val-")}
 
 
 def evaluation_line(report: Report) -> str:
-    """Returns held-out accuracy in words; empty where a step had no evaluation."""
+    """Formats the held-out accuracy; empty for a step without an evaluation."""
     share = accuracy(report)
     return "" if share is None else f"held-out exact match {share:.3f}"
 
 
 def _end_if_skipping(skipped: dict[str, int], report: Report, step: int, t: TrainerConfig, run: Run) -> None:
-    """Ends a run whose gradients of a role are never finite: nothing is learnt any more, and only time is lost."""
+    """Ends a run in which all updates of a role have been skipped for ``trainer.max_skipped_steps`` steps.
+
+    Raises:
+        RunError: they have.
+    """
     for name, share in report.items():
         if name.endswith("/update_skipped"):
             role = name.partition("/")[0]

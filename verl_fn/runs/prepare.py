@@ -1,4 +1,4 @@
-"""What has to be there before a run begins: its model folder, its problems, and its workers."""
+"""Preparation of a run: its model folder, its problems, and its workers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .progress import Say
 
 
 def prepare(plan: Plan, say: Say) -> Source:
-    """Makes the model's folder if the plan asks for it, reads the problems, and checks all that can be checked.
+    """Makes the model's folder if the plan asks for one, reads the problems, and checks plan, models and data.
 
     Raises:
         UserError: something cannot be used; the message names it and the key.
@@ -33,7 +33,7 @@ def prepare(plan: Plan, say: Say) -> Source:
 
 
 def workers(plan: Plan) -> contextlib.AbstractContextManager[Workers]:
-    """Returns the parts of a run, where ``driver.kind`` wants them."""
+    """Returns the workers of a run: in this process or in Ray actors, as ``driver.kind`` asks."""
     if plan.driver.kind == "ray":
         from verl_fn.driver.ray import ray_workers
 

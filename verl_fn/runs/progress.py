@@ -1,10 +1,10 @@
-"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+"""Progress on the screen: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 Say = Callable[[str], None]
 
@@ -18,38 +18,52 @@ NUMBERS = (
 
 
 def numbers(report: Mapping[str, float]) -> str:
-    """The few numbers that matter, of those that a step reported.
+    """Formats the most important metrics of a step's report.
 
-    >>> numbers({"critic/score/mean": 0.51234, "perf/throughput": 12345.6})
-    'reward 0.512  tok/s 12,346'
+    Example:
+        >>> numbers({"critic/score/mean": 0.51234, "perf/throughput": 12345.6})
+        'reward 0.512  tok/s 12,346'
     """
     return "  ".join(f"{label} {report[name]:{form}}" for name, label, form in NUMBERS if name in report)
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them.
+    """Formats a duration.
 
-    >>> duration(75), duration(7260)
-    ('1m15s', '2h01m')
+    Example:
+        >>> duration(75), duration(7260)
+        ('1m15s', '2h01m')
     """
-    minutes, left = divmod(int(seconds), 60)
-    return f"{minutes}m{left:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+class Progress(Protocol):
+    """Shows the progress of a run while it is open."""
+
+    def show(self, step: int, report: Mapping[str, float], evaluation: str) -> None:
+        """Shows a finished step; ``evaluation`` is empty for a step without one."""
+        ...
+
+    def __enter__(self) -> Progress: ...
+
+    def __exit__(self, *error: Any) -> None: ...
 
 
 class Lines:
-    """A line every few steps; a step with an evaluation always speaks."""
+    """Prints a line every few steps, and one for every evaluation."""
 
     def __init__(self, start: int, total: int, every: int, say: Say) -> None:
         self._first, self._total, self._every, self._say = start, total, every, say
         self._began = time.perf_counter()
 
     def show(self, step: int, report: Mapping[str, float], evaluation: str) -> None:
-        """Tell of a step."""
+        """Prints a line for every ``every``-th step, for the last one, and for steps with an evaluation."""
         if step % self._every and step != self._total and not evaluation:
             return
-        each = (time.perf_counter() - self._began) / (step - self._first)
+        per_step = (time.perf_counter() - self._began) / (step - self._first)
         parts = [f"step {step:>{len(str(self._total))}}/{self._total}", numbers(report)]
-        parts.append(f"left {duration(each * (self._total - step))}")
+        parts.append(f"left {duration(per_step * (self._total - step))}")
         self._say("  ".join(part for part in (*parts, evaluation) if part))
 
     def __enter__(self) -> Lines:
@@ -60,7 +74,7 @@ class Lines:
 
 
 class Live:
-    """One line that is drawn anew after every step, with a bar and the time left; evaluations stay above it."""
+    """Shows one line with a bar and the remaining time, redrawn after every step; evaluations stay above it."""
 
     def __init__(self, start: int, total: int) -> None:
         from rich import progress
@@ -75,7 +89,7 @@ class Live:
         self._task = self._bar.add_task("", total=total, completed=start, numbers="")
 
     def show(self, step: int, report: Mapping[str, float], evaluation: str) -> None:
-        """Tell of a step."""
+        """Redraws the line after a step."""
         self._bar.update(self._task, completed=step, numbers=numbers(report))
         if evaluation:
             self._bar.print(f"step {step}  {evaluation}", highlight=False)

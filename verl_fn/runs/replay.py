@@ -1,4 +1,4 @@
-"""Fork and replay: a run's state continued under another config, and a step executed again and compared."""
+"""Fork and replay: continuing a run's state under another config, and executing a step again to compare it."""
 
 from __future__ import annotations
 
@@ -31,36 +31,42 @@ from .state import RANKS, RunState, advance, algorithm_of, initial_state, run_of
 
 
 def fork_plan(folder: str | Path, step: int, overrides: Iterable[str] = ()) -> Plan:
-    """Returns the plan that continues a run's state after ``step`` in a folder of its own.
+    """Returns the plan that continues a run's state after ``step`` in a new folder.
+
+    Args:
+        folder: the run's folder.
+        step: the step of the checkpoint to continue from.
+        overrides: ``key=value`` changes of the run's config.
 
     Raises:
-        RunError: the run has no checkpoint of that step; those that it has are named.
+        RunError: the run has no checkpoint of that step (the message lists those it has), or the new folder holds a
+            fork with other settings.
     """
     folder = Path(folder).resolve()
     run_config(folder)
-    found = {step_of(p): p for p in checkpoints(folder)}
-    if step not in found:
-        there = ", ".join(str(s) for s in sorted(s for s in found if s is not None)) or "none"
+    by_step = {step_of(p): p for p in checkpoints(folder)}
+    if step not in by_step:
+        steps = ", ".join(str(s) for s in sorted(s for s in by_step if s is not None)) or "none"
         raise RunError(
-            f"{folder} has no checkpoint of step {step}; there are: {there} "
+            f"{folder} has no checkpoint of step {step}; there are: {steps} "
             f"(trainer.save_freq and trainer.max_ckpt_to_keep say how many are kept)"
         )
-    own = [f"trainer.dir={folder}_fork_{step}", f"trainer.resume_from_path={found[step]}"]
-    plan = make_plan(load(folder / "config.toml", [*own, *overrides]))
+    location = [f"trainer.dir={folder}_fork_{step}", f"trainer.resume_from_path={by_step[step]}"]
+    plan = make_plan(load(folder / "config.toml", [*location, *overrides]))
     if changed := changed_keys(Path(plan.trainer.dir), plan.table):
-        told = "; ".join(f"{key}: {values}" for key, values in changed.items())
-        raise RunError(f"{plan.trainer.dir} holds a fork with other settings ({told}); choose another trainer.dir")
+        changes = "; ".join(f"{key}: {values}" for key, values in changed.items())
+        raise RunError(f"{plan.trainer.dir} holds a fork with other settings ({changes}); choose another trainer.dir")
     return plan
 
 
 @attrs.frozen
 class Replayed:
-    """What a replay found.
+    """The result of a replay.
 
     Attributes:
         step: the last step that was executed again.
-        difference: the first value that is not the same, with both values; None if all are.
-        compared: how many values were, by kind.
+        difference: the first value that differs, with both values; None if all are equal.
+        compared: how many values were compared, by kind.
     """
 
     step: int
@@ -69,10 +75,13 @@ class Replayed:
 
 
 def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = print) -> Replayed:
-    """Executes a run's steps from its last checkpoint before ``step`` up to ``step`` and compares what was logged.
+    """Executes a run's steps again, from its last checkpoint before ``step``, and compares them with the log.
 
     Args:
-        recorded: take the samples from the journal instead of sampling again, for engines that cannot repeat.
+        folder: the run's folder.
+        step: the last step to execute.
+        recorded: take the samples from the journal instead of sampling again, for engines whose draws do not repeat.
+        say: prints a line.
 
     Raises:
         RunError: the run has no such step, or its journal has no samples.
@@ -88,9 +97,9 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     journal = {line["step"]: line for line in read_lines(folder / "journal.jsonl")}
     if recorded and plan.algorithm == "sft":
         raise RunError("sft draws no samples, so there are none to take from the journal")
-    origin = _beginning(folder, plan.trainer.resume_from_path, step, since)
-    begun = (step_of(origin) or 0) if origin is not None else 0
-    _check_ranks(folder, [row for at, row in rows.items() if begun < at <= step])
+    origin = _origin(folder, plan.trainer.resume_from_path, step, since)
+    done = (step_of(origin) or 0) if origin is not None else 0
+    _check_ranks(folder, [row for at, row in rows.items() if done < at <= step])
     source = prepare(plan, say)
     with workers(plan) as w:
         state = restored_state(origin, plan, w) if origin is not None else initial_state(plan, w)
@@ -99,13 +108,13 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
             at = state.step + 1
             if at not in rows:
                 raise RunError(f"{folder}/metrics.jsonl has no line for step {at}")
-            engine = attrs.evolve(w, rollout=Recorded(read_samples(folder, at))) if recorded else w
-            seen = Recorder(engine)
-            state, report = advance(algorithm_of(plan), state, source, seen.workers, plan.data.train_batch_size)
+            step_workers = attrs.evolve(w, rollout=Recorded(read_samples(folder, at))) if recorded else w
+            recorder = Recorder(step_workers)
+            state, report = advance(algorithm_of(plan), state, source, recorder.workers, plan.data.train_batch_size)
             if at == step and any(name.startswith("val-") for name in rows[step]):
                 report |= validate(state, source.held_out(plan.data.val_size), w, plan)[0]
             compared, difference = _compare(
-                folder, plan, w, state, seen, rows[at], report, journal.get(at), at == step
+                folder, plan, w, state, recorder, rows[at], report, journal.get(at), at == step
             )
             if difference is not None or at == step:
                 return Replayed(at, difference, compared)
@@ -116,21 +125,34 @@ def _compare(
     plan: Plan,
     w: Workers,
     state: RunState,
-    seen: Recorder,
+    recorder: Recorder,
     row: dict[str, Any],
     report: dict[str, float],
     line: dict[str, Any] | None,
     last: bool,
 ) -> tuple[dict[str, int], str | None]:
-    """Compares an executed step with what was logged of it: samples first, then metrics, then the state."""
-    before, now = _repeatable(row, last), _repeatable(metrics_row(state.step, report), last)
-    compared, difference = {"metrics": len(before)}, None
-    executed = entry(state, seen, w, plan) if line is not None else None
+    """Compares an executed step with the log: samples first, then metrics, then the state.
+
+    Args:
+        folder, plan, w: the run, its plan and its workers.
+        state: the state after the executed step.
+        recorder: what the step sampled.
+        row: the logged metrics.
+        report: the metrics of the executed step.
+        line: the step's line of the journal; None if the run has no journal.
+        last: whether this is the last step of the replay.
+
+    Returns:
+        How many values were compared by kind, and a description of the first difference or None.
+    """
+    logged, repeated = _repeatable(row, last), _repeatable(metrics_row(state.step, report), last)
+    compared, difference = {"metrics": len(logged)}, None
+    executed = entry(state, recorder, w, plan) if line is not None else None
     if line is not None and executed is not None:
         compared["sample fields"] = len(executed["samples"])
         compared["state leaves"] = sum(len(leaves) for leaves in executed["state"].values())
         difference = first_difference(line, executed, "samples")
-    difference = difference or _first(before, now)
+    difference = difference or _first_metric(logged, repeated)
     if line is not None and executed is not None:
         difference = difference or first_difference(line, executed, "state")
     elif last:
@@ -138,57 +160,76 @@ def _compare(
     return compared, difference
 
 
-def _beginning(folder: Path, resume_from: str | None, step: int, since: int) -> Path | None:
-    """Returns the last checkpoint before ``step`` of the time in which its settings held; None for the beginning."""
+def _origin(folder: Path, resume_from: str | None, step: int, since: int) -> Path | None:
+    """Returns the last checkpoint before ``step`` that was made with the same settings.
+
+    Args:
+        folder: the run's folder.
+        resume_from: the checkpoint that the run is a fork of, if it is one.
+        step: the step to replay.
+        since: the step after which the settings of ``step`` applied.
+
+    Returns:
+        The checkpoint; None if the replay starts from the initial state.
+
+    Raises:
+        RunError: there is no such checkpoint, and the settings did not apply from the first step.
+    """
     forked = Path(resume_from) if resume_from else None
     if forked is not None and step <= (step_of(forked) or 0):
         raise RunError(f"step {step} is of the run that was forked: replay it in {run_of(forked)}")
-    for found in (*checkpoints(folder), *([forked] if forked is not None else [])):
-        if since <= (step_of(found) or 0) < step and found.is_dir():
-            return found
+    for checkpoint in (*checkpoints(folder), *([forked] if forked is not None else [])):
+        if since <= (step_of(checkpoint) or 0) < step and checkpoint.is_dir():
+            return checkpoint
     if since or forked is not None:
         raise RunError(
-            f"the settings of step {step} held since step {since}, and no checkpoint from there is left to replay from"
+            f"the settings of step {step} apply since step {since}, "
+            "and no checkpoint from there is left to replay from"
         )
     return None
 
 
 def _check_ranks(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Refuse steps that another number of torchrun's processes made: their sums are rounded otherwise."""
+    """Checks that the steps were made by the same number of processes, since another number rounds differently.
+
+    Raises:
+        RunError: they were not.
+    """
     for row in rows:
-        if (made := row.get(RANKS, 1)) != torchrun_size():
-            how = f"under torchrun with --nproc-per-node {made:g}" if made > 1 else "without torchrun"
+        if (size := row.get(RANKS, 1)) != torchrun_size():
+            launcher = f"under torchrun with --nproc-per-node {size:g}" if size > 1 else "without torchrun"
             raise RunError(
-                f"step {row['step']} of {folder} was made by {made:g} training processes, and {torchrun_size()} would "
-                f"round otherwise; replay it {how}"
+                f"step {row['step']} of {folder} was made by {size:g} training processes, and "
+                f"{torchrun_size()} would round differently; replay it {launcher}"
             )
 
 
 def _repeatable(row: dict[str, Any], evaluated: bool) -> dict[str, Any]:
-    """A row less what a clock measured, and less an evaluation that was not made again."""
-    left_out = TIMED if evaluated else (*TIMED, "val-")
-    return {name: value for name, value in row.items() if not name.startswith(left_out)}
+    """Returns a row without times, and without evaluation metrics unless the evaluation was repeated."""
+    excluded = TIMED if evaluated else (*TIMED, "val-")
+    return {name: value for name, value in row.items() if not name.startswith(excluded)}
 
 
-def _first(before: dict[str, Any], now: dict[str, Any]) -> str | None:
-    for name in (*before, *now):
-        if before.get(name) != now.get(name):
-            return f"metric {name}: logged {before.get(name)!r}, now {now.get(name)!r}"
+def _first_metric(logged: dict[str, Any], repeated: dict[str, Any]) -> str | None:
+    """Describes the first metric that differs; returns None if all are equal."""
+    for name in (*logged, *repeated):
+        if logged.get(name) != repeated.get(name):
+            return f"metric {name}: logged {logged.get(name)!r}, now {repeated.get(name)!r}"
     return None
 
 
 def _against_checkpoint(
     folder: Path, state: RunState, plan: Plan, w: Workers, compared: dict[str, int]
 ) -> str | None:
-    """Compares the state with the run's checkpoint of the same step, where there is one."""
-    saved = {step_of(p): p for p in checkpoints(folder)}.get(state.step)
-    if saved is None:
+    """Compares the state with the run's checkpoint of the same step, if there is one."""
+    checkpoint = {step_of(p): p for p in checkpoints(folder)}.get(state.step)
+    if checkpoint is None:
         return None
-    there = restored_state(saved, plan, w)
+    saved = restored_state(checkpoint, plan, w)
     for role in plan.roles:
-        before, now = (w.get(w.trainers[role].map(digests, s.role(role))) for s in (there, state))
+        before, now = (w.get(w.trainers[role].map(digests, s.role(role))) for s in (saved, state))
         compared["state leaves"] = compared.get("state leaves", 0) + len(before)
         for name, digest in before.items():
             if now.get(name) != digest:
-                return f"state {role}{name}: another value than in {saved}"
+                return f"state {role}{name}: another value than in {checkpoint}"
     return None

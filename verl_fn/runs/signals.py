@@ -1,4 +1,4 @@
-"""Stopping a run in order: the first signal asks, the second one acts."""
+"""Stopping a run by signals: the first one asks for an orderly stop, the second one stops at once."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from .progress import Say
 
 @contextlib.contextmanager
 def stop_requests(say: Say) -> Iterator[list[int]]:
-    """Yields a list that the first SIGINT or SIGTERM is put into; the second one acts at once."""
-    asked: list[int] = []
+    """Yields a list to which the first SIGINT or SIGTERM is appended; a second one interrupts the process at once.
+
+    In a thread other than the main one no signals can be handled, and the list stays empty.
+    """
+    requests: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield requests
         return
 
-    def note(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
+    def record(number: int, frame: FrameType | None) -> None:
+        requests.append(number)
         say("stopping after this step; once more stops at once, without saving")
-        for one in before:
-            signal.signal(one, signal.default_int_handler)
+        for handled in previous:
+            signal.signal(handled, signal.default_int_handler)
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield requests
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: the algorithm's state, and how far the data was used."""
+"""The state of a run: the algorithm's state, and the position in the data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunState(Node):
 
     Attributes:
         algorithm: the algorithm's own state.
-        cursor: training problems used.
+        cursor: the number of training problems that have been used.
     """
 
     algorithm: Any
@@ -32,10 +32,12 @@ class RunState(Node):
 
     @property
     def step(self) -> int:
+        """Returns the number of steps done."""
         return self.algorithm.step
 
     @property
     def key(self) -> Key:
+        """Returns the run's key."""
         return self.algorithm.key
 
     def role(self, name: str) -> Any:
@@ -47,7 +49,7 @@ class RunState(Node):
         return RunState(attrs.evolve(self.algorithm, **states), self.cursor)
 
     def without_roles(self, plan: Plan) -> RunState:
-        """Returns what a run's state holds beside its training states: numbers and keys."""
+        """Returns this state with None for each training state, so that only numbers and keys remain."""
         return self.with_roles(dict.fromkeys(plan.roles))
 
 
@@ -74,10 +76,10 @@ def initial_state(plan: Plan, w: Workers) -> RunState:
 
 
 def check_fields(state: RunState, plan: Plan) -> None:
-    """Refuses an algorithm's state that lacks a field for a role, a key or a step.
+    """Checks that an algorithm's state has ``key``, ``step`` and a field for each role.
 
     Raises:
-        TypeError: it does.
+        TypeError: a field is missing.
     """
     lacking = [name for name in (*plan.roles, "key", "step") if not hasattr(state.algorithm, name)]
     if lacking:
@@ -88,7 +90,7 @@ def check_fields(state: RunState, plan: Plan) -> None:
 
 
 def offloaded(states: Mapping[str, Any], plan: Plan, w: Workers) -> dict[str, Any]:
-    """Moves the states to the CPU that are to stay there; what an update makes lies where its input lay."""
+    """Moves the states of roles with offload to the CPU; updates then keep them there."""
     return {
         name: w.trainers[name].place(state, params="cpu", optimizer="cpu") if plan.roles[name].offload else state
         for name, state in states.items()
@@ -96,9 +98,9 @@ def offloaded(states: Mapping[str, Any], plan: Plan, w: Workers) -> dict[str, An
 
 
 def differing_fields(before: Plan, now: Plan) -> list[str]:
-    """Returns the fields of the algorithm's state that begin otherwise under another plan, such as ``key``.
+    """Returns the fields of the algorithm's state that another plan initializes differently, such as ``key``.
 
-    They are part of the state, so changing the settings behind them does not change a run that goes on.
+    They are part of the saved state, so changing their settings has no effect on a run that continues.
     """
     old, new = blank_state(before).algorithm, blank_state(now).algorithm
     names = [f.name for f in attrs.fields(type(new)) if f.name not in now.roles]
@@ -113,14 +115,14 @@ def advance(
     """Takes one step on the next problems.
 
     Raises:
-        RuntimeError: the algorithm returned a state of another step than the next.
+        RuntimeError: the algorithm returned a state whose step is not the next one.
     """
     problems = source.train(state.key.fold_in("data"), state.cursor, batch_size)
     before = state.step
     after, report = algorithm.step(state.algorithm, problems, w)
     if after.step != before + 1:
         raise RuntimeError(f"learn returned a state of step {after.step} after step {before}; it must add 1 to step")
-    # Only torchrun knows it, and a replay with another number would be rounded otherwise.
+    # The config does not hold torchrun's number of processes, and a replay with another number rounds differently.
     size = ranks.torchrun_size()
     return RunState(after, state.cursor + len(problems)), report | ({RANKS: size} if size > 1 else {})
 

@@ -1,0 +1,54 @@
+"""The house stays in order: short files and functions, and the whole config only where it is read and planned."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("state", "steps", "backends", "benchmarks", "verl_fn")
+LINKS = {ROOT / "verl_fn" / name for name in FOLDERS}
+FILES = sorted(
+    file
+    for folder in FOLDERS
+    for file in (ROOT / folder).rglob("*.py")
+    if not any(link in file.parents for link in LINKS)
+)
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+EDGE = ("verl_fn/config/", "verl_fn/cli/")
+
+
+def functions(file):
+    return [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def name_of(file):
+    return str(file.relative_to(ROOT))
+
+
+def test_all_files_are_seen():
+    assert {"state/batch.py", "backends/local/backend.py", "verl_fn/runs/loop.py"} <= {name_of(f) for f in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_files_and_functions_are_short(file):
+    assert len(file.read_text().splitlines()) <= LONGEST_FILE
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions(file)}
+    assert {name: lines for name, lines in long.items() if lines > LONGEST_FUNCTION} == {}
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if not name_of(f).startswith(EDGE)], ids=name_of)
+def test_nothing_below_the_plan_takes_the_whole_config(file):
+    takers = [
+        f.name
+        for f in functions(file)
+        for argument in (*f.args.args, *f.args.kwonlyargs)
+        if argument.annotation is not None and ast.unparse(argument.annotation).strip("'\"") == "Config"
+    ]
+    assert takers == []
+
+
+def test_the_protocols_have_no_any():
+    for file in (ROOT / "backends/protocol").glob("*.py"):
+        names = {n.id for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Name)}
+        assert "Any" not in names, file.name
