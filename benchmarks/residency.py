@@ -3,7 +3,8 @@
 The loop is what one writes by hand: ``fully_shard`` on the layers and the root, a pass and a ``backward`` for each
 micro-batch, ``clip_grad_norm_``, ``torch.optim.AdamW(fused=True)``. It has the same attention, log-prob kernels,
 loss, micro-batches and dtypes. Whole updates are timed in interleaved pairs, with the loop against itself as a
-control. """
+control.
+"""
 
 from __future__ import annotations
 

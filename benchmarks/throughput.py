@@ -1,9 +1,9 @@
 """Tokens a second of an actor update and of a log-prob pass with entropy, ours and verl's, interleaved on one GPU.
 
 Both train a Qwen2.5 shape with random weights by PPO on the same 64 ragged rows, with bf16 compute, fp32 masters,
-AdamW, clipping at 1.0, packed rows, micro-batches of at most 16,384 tokens. Each engine is a process of its own; while
-one runs, the other waits with its memory held. The peer runs in its best configuration: FSDP2, Liger, no reshard after
-forward. The time is that of the whole call, from a batch on the CPU to metrics on the CPU.
+AdamW, clipping at 1.0, packed rows, micro-batches of at most 16,384 tokens. Each engine is a process of its own;
+while one runs, the other waits with its memory held. The peer runs in its best configuration: FSDP2, Liger, no
+reshard after forward. The time is that of the whole call, from a batch on the CPU to metrics on the CPU.
 """
 
 from __future__ import annotations
