@@ -1,6 +1,6 @@
-"""What the ranks of a process group must agree on, and how they find out that they do not.
+"""Checks that the ranks of a process group agree: on what they were given, and on whether a step failed.
 
-Ranks that were given different things would wait for each other, or, worse, go on with a mixture.
+Ranks with different arguments would wait for each other for ever, or compute a mixture that is wrong.
 """
 
 from __future__ import annotations
@@ -28,48 +28,56 @@ Gather: TypeAlias = Callable[[Any], list[Any]]
 
 
 def gathered(value: Any) -> list[Any]:
-    """The values of all ranks, by rank."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
+    """Returns the values of all ranks, by rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def alone(value: Any) -> list[Any]:
-    """The same where there are no other ranks.
+    """Returns what ``gathered`` returns where there are no other ranks.
 
-    >>> alone(3)
-    [3]
+    Example:
+        >>> alone(3)
+        [3]
     """
     return [value]
 
 
 @contextlib.contextmanager
 def agreed(gather: Gather = gathered) -> Iterator[None]:
-    """What goes wrong inside on some rank is raised on all of them, so that none waits for one that gave up.
+    """Raises an error of any rank on all ranks, so that none waits for a rank that failed.
 
-    >>> with agreed(alone):
-    ...     raise OSError("no room")
-    Traceback (most recent call last):
-    OSError: no room
+    Args:
+        gather: returns the values of all ranks, by rank.
+
+    Raises:
+        Exception: this rank's own error, or else that of the first rank that failed.
+
+    Example:
+        >>> with agreed(alone):
+        ...     raise OSError("no room")
+        Traceback (most recent call last):
+        OSError: no room
     """
-    mine = None
+    own_error = None
     try:
         yield
     except Exception as error:
-        mine = error
-    if gather is gathered and _all_equal(bytes(8) if mine is None else b"failed.."):
-        # All are well, or all raise errors of their own.
-        told = [mine]
+        own_error = error
+    if gather is gathered and _all_equal(bytes(8) if own_error is None else b"failed.."):
+        # Either no rank failed or every rank did: each knows all that it has to raise.
+        errors = [own_error]
     else:
-        told = gather(mine if mine is None else _sendable(mine))
-    if mine is not None:
-        raise mine
-    if (theirs := next((error for error in told if error is not None), None)) is not None:
-        raise theirs
+        errors = gather(own_error if own_error is None else _sendable(own_error))
+    if own_error is not None:
+        raise own_error
+    if (first := next((error for error in errors if error is not None), None)) is not None:
+        raise first
 
 
 def _sendable(error: Exception) -> Exception:
-    """An error that can be sent to other ranks; one that cannot is told in its words."""
+    """Returns an error that can be pickled: this one, or one with its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -78,21 +86,25 @@ def _sendable(error: Exception) -> Exception:
 
 
 def require_same(given: Mapping[str, Any]) -> None:
-    """Compare what was given to this rank, by name, with what was given to the others; all ranks call it together.
+    """Compares the arguments of this rank with those of the others; all ranks call it together.
+
+    Args:
+        given: this rank's arguments by name.
 
     Raises:
-        LayoutError: some rank was given something else, on every rank.
+        LayoutError: on every rank, if some rank was given something else.
     """
-    # A number each is enough where all are given the same, which is nearly always.
+    # Equal hashes are enough where all ranks were given the same, which is nearly always.
     if dist.get_world_size() == 1 or _all_equal(_hash(pickle.dumps(dict(given)))):
         return
-    told = gathered(dict(given))
-    for name, first in told[0].items():
-        if odd := [rank for rank, one in enumerate(told) if one[name] != first]:
-            # Bytes are a hash, which says nothing to a person.
-            values = "" if isinstance(first, bytes) else f" ({told[odd[0]][name]!r} instead of {first!r})"
+    by_rank = gathered(dict(given))
+    for name, first in by_rank[0].items():
+        if differing := [rank for rank, arguments in enumerate(by_rank) if arguments[name] != first]:
+            # Bytes are a hash, which means nothing to a person.
+            values = "" if isinstance(first, bytes) else f" ({by_rank[differing[0]][name]!r} instead of {first!r})"
             raise LayoutError(
-                f"ranks {odd[:8]} were given another {name} than rank 0{values}; all ranks must be given the same"
+                f"ranks {differing[:8]} were given another {name} than rank 0{values}; all ranks must be given the "
+                "same"
             )
 
 
@@ -100,15 +112,15 @@ def _all_equal(digest: bytes) -> bool:
     """Returns whether all ranks have this digest of 8 bytes."""
     if dist.get_world_size() == 1:
         return True
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    # The largest, and the complement of the smallest.
-    ends = torch.cat([mine, ~mine])
+    number = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    # One reduction gives the largest number and the complement of the smallest.
+    ends = torch.cat([number, ~number])
     dist.all_reduce(ends, dist.ReduceOp.MAX)
     return bool(ends[0] == ~ends[1])
 
 
 def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a backend was made with, to compare: its options, its optimizer and a hash of the model's config."""
+    """Returns the arguments of a backend for a comparison: its options, its optimizer and a hash of its config."""
     config = folder / "config.json"
     return {
         **{name: str(value) for name, value in options.items()},
@@ -118,7 +130,7 @@ def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> 
 
 
 def of_batch(batch: Batch) -> bytes:
-    """A hash of all that a batch holds."""
+    """Returns a hash of all tensors of a batch."""
     h = hashlib.blake2b(digest_size=8)
     for name in sorted({"tokens", "positions", "cu_seqlens", *batch.per_token, *batch.per_row}):
         h.update(name.encode())
@@ -131,15 +143,16 @@ def _hash(data: bytes) -> bytes:
 
 
 def described(value: Any) -> str:
-    """Describes a value of settings so that equal ones are described alike in every process.
+    """Describes a setting such that equal settings have equal descriptions in every process.
 
-    Frozen classes are described by their fields, functions by their name, code, defaults and what they enclose.
+    Frozen classes are described by their fields, functions by their name, code, defaults and the values they enclose.
 
-    >>> from verl_fn.steps import constant
-    >>> described(constant(0.1))
-    'Constant(lr=0.1, warmup_steps=0)'
-    >>> described(lambda count: 0.1) == described(lambda count: 0.2)
-    False
+    Example:
+        >>> from verl_fn.steps import constant
+        >>> described(constant(0.1))
+        'Constant(lr=0.1, warmup_steps=0)'
+        >>> described(lambda count: 0.1) == described(lambda count: 0.2)
+        False
     """
     if attrs.has(type(value)) and not isinstance(value, type):
         fields = ", ".join(f"{f.name}={described(getattr(value, f.name))}" for f in attrs.fields(type(value)))
@@ -158,4 +171,5 @@ def described(value: Any) -> str:
         return f"{{{', '.join(f'{name!r}: {described(item)}' for name, item in sorted(value.items()))}}}"
     if isinstance(value, Tensor):
         return tree.digest(value)
-    return repr(value) if type(value).__repr__ is not object.__repr__ else f"{type(value).__qualname__} object"
+    has_repr = any("__repr__" in vars(kind) for kind in type(value).__mro__ if kind is not object)
+    return repr(value) if has_repr else f"{type(value).__qualname__} object"

@@ -1,9 +1,9 @@
 """The first step of a model on any list of backend layouts, beside ``local`` in fp32.
 
 One state with non-zero moments, one ragged batch whose old log-probs are perturbed so that at least a fifth of the
-tokens clip, and three losses, of which some gradients are longer than the bound that they are clipped to. A layout is
-``local``, ``local:bf16``, ``fsdp:2``, ``fsdp:4,sp=2``, ``fsdp:2,bf16``, ``fsdp:2,place=cpu``, ``fsdp:2,lora=8`` and so
-on: the backend, its number of ranks, its dtype, and options that its class takes; ``place`` moves the state first.
+tokens clip, and three losses, some of whose gradients exceed the bound of gradient clipping. A layout is
+``local``, ``local:bf16``, ``fsdp:2``, ``fsdp:4,sp=2``, ``fsdp:2,bf16``, ``fsdp:2,place=cpu``, ``fsdp:2,lora=8`` and
+so on: the backend, its number of ranks, its dtype, and options that its class takes; ``place`` moves the state first.
 Every rank is a process. What LoRA makes is compared with ``local`` with the same adapters.
 
 The applied update is compared twice: end to end, and from the reference's gradients, since a wrong optimizer step
@@ -77,10 +77,11 @@ RATES = {"tiny": 1e-3, "small": 1e-3, "0.5b": 1e-5}
 class Layout:
     """A backend, its ranks and its options.
 
-    >>> Layout.parse("fsdp:4,sp=2,bf16")
-    Layout(text='fsdp:4,sp=2,bf16', name='fsdp', ranks=4, dtype='bfloat16', options={'sp': 2})
-    >>> Layout.parse("local,place=cpu,lora=8").reference
-    'local,lora=8'
+    Example:
+        >>> Layout.parse("fsdp:4,sp=2,bf16")
+        Layout(text='fsdp:4,sp=2,bf16', name='fsdp', ranks=4, dtype='bfloat16', options={'sp': 2})
+        >>> Layout.parse("local,place=cpu,lora=8").reference
+        'local,lora=8'
     """
 
     text: str

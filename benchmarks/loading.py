@@ -27,8 +27,9 @@ WAYS = ("load_pretrained", "init")
 def memory(field: str) -> int:
     """Returns a field of this process's status, in bytes: ``VmHWM`` is the most memory it had, ``VmRSS`` what it has.
 
-    >>> memory("VmHWM") >= memory("VmRSS") > 0
-    True
+    Example:
+        >>> memory("VmHWM") >= memory("VmRSS") > 0
+        True
     """
     found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
@@ -50,6 +51,7 @@ def _loaded(folder: str, way: str) -> dict[str, float]:
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401  part of the baseline, as all imports are
 
     from verl_fn.backends.fsdp import Fsdp
+    from verl_fn.backends.fsdp.torch_private import local_of
     from verl_fn.state import Key
     from verl_fn.steps import frozen
 
@@ -59,7 +61,7 @@ def _loaded(folder: str, way: str) -> dict[str, float]:
     backend, began = Fsdp(folder, frozen()), time.perf_counter()
     state = backend.load_pretrained() if way == "load_pretrained" else backend.init(Key.from_seed(0))
     seconds = time.perf_counter() - began
-    shard = sum(t.to_local().nbytes for t in state.params.values())
+    shard = sum(local_of(t).nbytes for t in state.params.values())
     dist.barrier()
     peak = memory("VmHWM")
     dist.destroy_process_group()

@@ -50,9 +50,10 @@ def interleave(
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """The median of paired ratios and its 95 % interval by bootstrap over the pairs.
 
-    >>> found = ratio([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
-    >>> found["median"], found["low"], found["high"]
-    (2.0, 2.0, 2.0)
+    Example:
+        >>> found = ratio([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
+        >>> found["median"], found["low"], found["high"]
+        (2.0, 2.0, 2.0)
     """
     pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
     rng = random.Random(0)

@@ -1,7 +1,7 @@
 """PPO on one process and on several sharded ranks over Ray, step by step on the same recorded samples.
 
-A run of one process on the CPU keeps its samples in its journal. The other one takes them instead of sampling, so that
-both see the same batches while their weights go their own ways. Losses and gradient norms of actor and critic are
+A run of one process on the CPU keeps its samples in its journal. The other run reads them instead of sampling, so
+that both train on the same batches, each with its own weights. Losses and gradient norms of actor and critic are
 compared at every step.
 """
 

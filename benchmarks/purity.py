@@ -8,7 +8,7 @@ micro-batches and dtypes. Each beside an A/A control, the baseline against a sec
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -221,7 +221,7 @@ def _bytes(tensors: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def _result(seconds: dict[str, list[float]], memory: dict[str, float]) -> dict[str, Any]:
+def _result(seconds: dict[str, list[float]], memory: Mapping[str, float]) -> dict[str, Any]:
     return {
         "time": measure.ratio(seconds["ours"], seconds["plain"]),
         "control": measure.ratio(seconds["control"], seconds["plain"]),

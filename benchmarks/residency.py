@@ -1,8 +1,9 @@
 """What it costs that a sharded step is a function of values: ``Fsdp`` against an FSDP2 loop that works in place.
 
 The loop is what one writes by hand: ``fully_shard`` on the layers and the root, a pass and a ``backward`` for each
-micro-batch, ``clip_grad_norm_``, ``torch.optim.AdamW(fused=True)``. It has the same attention, log-prob kernels, loss,
-micro-batches and dtypes. Whole updates are timed in interleaved pairs, with the loop against itself as a control.
+micro-batch, ``clip_grad_norm_``, ``torch.optim.AdamW(fused=True)``. It has the same attention, log-prob kernels,
+loss, micro-batches and dtypes. Whole updates are timed in interleaved pairs, with the loop against itself as a
+control.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def main(argv: Sequence[str]) -> int:
     held = time["median"] <= BARS["time"] and told["memory"] <= BARS["memory"]
     print(
         f"{args.shape}: time {time['median']:.3f} [{time['low']:.3f}, {time['high']:.3f}] of the loop in place, "
-        f"the loop against itself {control['median']:.3f}, memory {told['memory']:.3f}: {'held' if held else 'MISSED'}"
+        f"the loop against itself {control['median']:.3f}, memory {told['memory']:.3f}: "
+        f"{'held' if held else 'MISSED'}"
     )
     return 0 if held else 1
 

@@ -64,9 +64,10 @@ class Engine:
 def repeated(vocab: int, ranks: int, rows: int) -> Batch:
     """Returns the first ``rows`` of the workload, once a rank.
 
-    >>> one, two = (repeated(64, ranks, 3) for ranks in (1, 2))
-    >>> len(one), len(two), two.num_tokens == 2 * one.num_tokens
-    (3, 6, True)
+    Example:
+        >>> one, two = (repeated(64, ranks, 3) for ranks in (1, 2))
+        >>> len(one), len(two), two.num_tokens == 2 * one.num_tokens
+        (3, 6, True)
     """
     return concatenate([workload.batch(vocab).take(list(range(rows)))] * ranks)
 
@@ -178,9 +179,10 @@ def measured(
 def summary(seconds: dict[str, dict[int, list[float]]], tokens: int) -> dict[str, Any]:
     """Returns tokens a second a rank, and the efficiency of each size against one rank, round by round.
 
-    >>> found = summary({"update": {1: [1.0, 1.0], 2: [1.25, 1.25]}}, tokens=100)
-    >>> found["update"]["2"]["tokens_a_second_a_rank"], found["update"]["2"]["efficiency"]["median"]
-    (80, 0.8)
+    Example:
+        >>> found = summary({"update": {1: [1.0, 1.0], 2: [1.25, 1.25]}}, tokens=100)
+        >>> found["update"]["2"]["tokens_a_second_a_rank"], found["update"]["2"]["efficiency"]["median"]
+        (80, 0.8)
     """
     result: dict[str, Any] = {}
     for call, by_size in seconds.items():

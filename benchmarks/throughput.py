@@ -1,9 +1,9 @@
 """Tokens a second of an actor update and of a log-prob pass with entropy, ours and verl's, interleaved on one GPU.
 
-Both train a Qwen2.5 shape with random weights by PPO on the same 64 ragged rows: bf16 compute over fp32 masters, AdamW,
-clipping at 1.0, packed rows, micro-batches of at most 16,384 tokens. Each engine is a process of its own; while one
-runs, the other waits with its memory held. The peer runs in its best configuration: FSDP2, Liger, no reshard after
-forward. The time is that of the whole call, from a batch on the CPU to metrics on the CPU.
+Both train a Qwen2.5 shape with random weights by PPO on the same 64 ragged rows, with bf16 compute, fp32 masters,
+AdamW, clipping at 1.0, packed rows, micro-batches of at most 16,384 tokens. Each engine is a process of its own;
+while one runs, the other waits with its memory held. The peer runs in its best configuration: FSDP2, Liger, no
+reshard after forward. The time is that of the whole call, from a batch on the CPU to metrics on the CPU.
 """
 
 from __future__ import annotations
@@ -201,29 +201,31 @@ def main(argv: Sequence[str]) -> int:
         f"{'shape':<7}{'engine':<8}{'update':>16}{'MFU':>7}{'peak':>11}{'log-probs':>18}{'MFU':>7}{'grad norm':>11}"
     )
     for shape in args.shapes:
-        told = summary(shape, measured(shape, args.engines, args.checkpointing, args.device, args.rounds))
+        of_shape = summary(shape, measured(shape, args.engines, args.checkpointing, args.device, args.rounds))
         for name in args.engines:
-            mine = told[name]
-            u, l = mine["update"], mine["logprobs"]
+            result = of_shape[name]
+            update, logprobs = result["update"], result["logprobs"]
             print(
-                f"{shape:<7}{name:<8}{u['tokens_a_second']:>10,} tok/s{u['mfu']:>7.1%}{u['peak_gib']:>7.1f} GiB"
-                f"{l['tokens_a_second']:>12,} tok/s{l['mfu']:>7.1%}{mine['first_grad_norm']:>11.5f}"
+                f"{shape:<7}{name:<8}{update['tokens_a_second']:>10,} tok/s{update['mfu']:>7.1%}"
+                f"{update['peak_gib']:>7.1f} GiB"
+                f"{logprobs['tokens_a_second']:>12,} tok/s{logprobs['mfu']:>7.1%}{result['first_grad_norm']:>11.5f}"
             )
         if len(args.engines) > 1:
-            ours, theirs = (told[name] for name in args.engines[:2])
-            told["ratios"] = {
+            ours, theirs = (of_shape[name] for name in args.engines[:2])
+            of_shape["ratios"] = {
                 what: measure.ratio(theirs[what]["seconds"], ours[what]["seconds"]) for what in ("update", "logprobs")
             }
-            told["memory_ratio"] = ours["update"]["peak_gib"] / max(theirs["update"]["peak_gib"], 1e-9)
-            fine = told["memory_ratio"] <= 1.0 and all(told["ratios"][w]["median"] >= bar for w, bar in BARS.items())
+            of_shape["memory_ratio"] = ours["update"]["peak_gib"] / max(theirs["update"]["peak_gib"], 1e-9)
+            ratios, memory = of_shape["ratios"], of_shape["memory_ratio"]
+            fine = memory <= 1.0 and all(ratios[what]["median"] >= bar for what, bar in BARS.items())
             held = held and fine
             print(
-                f"{shape:<7}ratio   {told['ratios']['update']['median']:.3f} of its speed in updates, "
-                f"{told['ratios']['logprobs']['median']:.3f} in log-probs, {told['memory_ratio']:.3f} of its memory: "
+                f"{shape:<7}ratio   {ratios['update']['median']:.3f} of its speed in updates, "
+                f"{ratios['logprobs']['median']:.3f} in log-probs, {memory:.3f} of its memory: "
                 f"{'held' if fine else 'MISSED'}",
                 flush=True,
             )
-        results[shape] = told
+        results[shape] = of_shape
     about = {"bars": BARS, "peer": _peer(), "checkpointing": args.checkpointing, "budget": workload.BUDGET}
     measure.write(args.json, "throughput", args.device, {**about, "results": results})
     return 0 if held else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def advantages(lengths: list[int]) -> torch.Tensor:
 def batch(vocab: int) -> Batch:
     """The rows with advantages, weighted by token-mean; ``old_log_probs`` are still to come."""
     lengths, tokens = rows(vocab)
-    fields = {
+    fields: dict[str, Sequence[Any]] = {
         "response_mask": [[0.0] * PROMPT + [1.0] * n for n in lengths],
         "advantages": [
             torch.cat([torch.zeros(PROMPT), a[:n]]) for a, n in zip(advantages(lengths), lengths, strict=True)

@@ -1,4 +1,4 @@
-"""Copies of a trained model: as a Hugging Face folder, or only its adapters in PEFT's format."""
+"""Copies a trained model: as a Hugging Face folder, or only its adapters in PEFT's format."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from verl_fn.errors import UsageError
 
 
 def check_empty(folder: Path) -> None:
-    """Refuse a place that holds something already.
+    """Raises an error unless ``folder`` is empty or does not exist.
 
     Raises:
-        UsageError: it is a file, or a folder with anything in it.
+        UsageError: it is a file, or a folder that is not empty.
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; choose a folder")
@@ -23,11 +23,11 @@ def check_empty(folder: Path) -> None:
 
 
 def export_model(source: str | Path, out: str | Path, dtype: str | None = None) -> Path:
-    """Copy a model and its tokenizer into ``out``, cast to ``dtype`` if given.
+    """Copies a model and its tokenizer into ``out``, cast to ``dtype`` if given.
 
     Raises:
-        UsageError: ``out`` holds something already.
-        ModelError: ``source`` is no model folder that transformers can load.
+        UsageError: ``out`` is not empty.
+        ModelError: transformers cannot load ``source``.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,8 +39,8 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
     try:
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
-            # A checkpoint of ours has the layout that is computed with (experts stacked), and is read without
-            # conversion; None asks for the one that files of this architecture have.
+            # Checkpoints have the layout that models compute with (experts stacked), so reading one records no
+            # conversion; None makes transformers write the layout that files of this architecture have.
             model._weight_conversions = getattr(model, "_weight_conversions", None) or None
             model.save_pretrained(out)
         AutoTokenizer.from_pretrained(source).save_pretrained(out)
@@ -50,12 +50,12 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
 
 
 def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None) -> Path:
-    """Write the adapters of a checkpoint's model into ``out`` in PEFT's format, cast to ``dtype`` if given.
+    """Writes the adapters of a checkpoint's model into ``out`` in PEFT's format, cast to ``dtype`` if given.
 
-    ``peft.PeftModel.from_pretrained(model, out)`` puts them into the model that the run began with.
+    ``peft.PeftModel.from_pretrained(model, out)`` adds them to the model that the run began with.
 
     Raises:
-        UsageError: ``out`` holds something already, or ``source`` has no adapters.
+        UsageError: ``out`` is not empty, or ``source`` has no adapters.
         LoraError: PEFT is not installed, or the checkpoint is damaged.
     """
     import torch
@@ -63,13 +63,13 @@ def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None
 
     out = Path(out)
     check_empty(out)
-    found = lora.read(Path(source))
-    if found is None:
+    saved = lora.read(Path(source))
+    if saved is None:
         raise UsageError(
             f"{source} has no adapters: it is no checkpoint of a run with actor.lora_rank above 0; "
             f"leave out --adapter to copy the model"
         )
-    adapters, base = found
+    adapters, base = saved
     try:
         with safe_open(Path(source) / TENSORS, "pt") as file:
             tensors = {name: file.get_tensor(f".params['{name}']") for name in adapters.names()}

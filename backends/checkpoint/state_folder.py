@@ -1,10 +1,10 @@
-"""A training state as a folder that is also a Hugging Face model folder, written and read by all ranks at once.
+"""Training states as folders that are also Hugging Face model folders, written and read by all ranks at once.
 
-``model.safetensors``, ``config.json`` and the tokenizer are what ``from_pretrained`` wants;
-``train_state.safetensors`` and ``train_state.json`` hold the rest, under canonical names. Experts lie stacked, as they
-are computed with; ``verl-fn export`` writes them as the hub has them. Which ranks wrote it cannot be seen: the same
-state gives the same bytes. Files are written aside and renamed when all are whole, ``train_state.json`` last: a folder
-without it holds no state, whatever else a kill left there.
+``from_pretrained`` reads ``model.safetensors``, ``config.json`` and the tokenizer; ``train_state.safetensors`` and
+``train_state.json`` hold the rest of the state, under canonical names. Experts are stacked, as models compute with
+them; ``verl-fn export`` writes them as the hub does. The same state gives the same bytes for every number of ranks.
+Files are written in a folder of their own and renamed when all are complete, ``train_state.json`` last, so a folder
+without that file holds no state, even after a kill.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class CheckpointError(UserError, ValueError):
-    """A folder that does not hold a whole training state."""
+    """A folder does not hold a complete training state."""
 
 
 def save_state(
@@ -54,24 +54,27 @@ def save_state(
     gather: Gather = alone,
     rank: int = 0,
 ) -> None:
-    """Write a state into ``folder``; every rank of ``gather`` calls it, with its own parts.
+    """Writes a state into ``folder``; all ranks call it together, each with its own parts.
 
     Args:
-        model: what ``model.safetensors`` shall hold: tensors under the names that transformers knows.
+        folder: is made if it does not exist.
+        model: the tensors of ``model.safetensors``, under transformers' names.
         rest: the other tensors, under any names.
-        describe: writes what belongs beside the weights, on the first rank.
-        gather: the values of all ranks, by rank.
+        scalars: the parts of the state that are not tensors.
+        describe: writes the files that belong beside the weights into a folder, on the first rank.
+        gather: returns the values of all ranks, by rank.
+        rank: the number of this process.
 
     Raises:
-        OSError: some rank cannot write; all of them raise it, and what the folder held stays. Where it is
-            only the giving of names that fails, ``restore`` refuses the folder.
+        OSError: some rank cannot write; all ranks raise it, and the folder keeps its state. If renaming files fails,
+            ``restore`` refuses the folder.
     """
     folder, aside = Path(folder), Path(folder) / _ASIDE
     files = {MODEL: model, TENSORS: rest}
     try:
         with agreed(gather):
             if rank == 0:
-                # A killed save has left its own.
+                # A killed save leaves such a folder.
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
                 describe(aside)
@@ -90,7 +93,7 @@ def save_state(
 
 
 def _publish(aside: Path, folder: Path) -> None:
-    """Give the files their names; for as long as they are a mixture, there is no ``train_state.json``."""
+    """Renames the files into ``folder``, which has no ``train_state.json`` while it holds a mixture of two states."""
     names = sorted(file.name for file in aside.iterdir() if file.name != SCALARS)
     for name in (*names, SCALARS):
         sync(aside / name)
@@ -102,7 +105,7 @@ def _publish(aside: Path, folder: Path) -> None:
     sync(folder)
     (aside / SCALARS).replace(folder / SCALARS)
     sync(folder)
-    # Before the other ranks go on.
+    # Here rather than in `save_state`, so that it is gone before the other ranks continue.
     aside.rmdir()
 
 
@@ -115,18 +118,19 @@ def read_state(
     device: str | torch.device = "cpu",
     gather: Gather = alone,
 ) -> tuple[dict[str, Tensor], T]:
-    """The tensors of ``model.safetensors`` and the rest of the state in ``folder``, bitwise.
+    """Reads the tensors of ``model.safetensors`` and the rest of the state in ``folder``, bitwise.
 
     Args:
-        model: what the model's file must hold; tensors on the meta device are read, others must be the same there.
+        folder: where ``save_state`` wrote a state.
+        model: the tensors that the model's file must hold; those on the meta device are read, others must be equal.
         rest: the structure of the rest, with whole tensors on the meta device.
-        rows: the rows of a tensor that this rank wants, by the number of all.
-        device: where they go.
-        gather: the values of all ranks, by rank.
+        rows: returns the rows of a tensor that this rank reads, given the number of all rows.
+        device: where the tensors go.
+        gather: returns the values of all ranks, by rank.
 
     Raises:
-        CheckpointError: the save was not finished, or a file is missing or damaged, or belongs to another model or
-            optimizer; where some rank finds so, all of them raise it.
+        CheckpointError: on all ranks, if the save was not finished, or a file is missing, damaged, or of another
+            model or optimizer.
     """
     folder, device = Path(folder), torch.device(device)
     with agreed(gather):
@@ -138,33 +142,32 @@ def read_state(
             hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
         except (OSError, ValueError, SafetensorError) as error:
             raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
-    fill = lambda path, leaf: tensors.get(pytree.keystr(path), leaf)  # noqa: E731
-    return weights, pytree.tree_map_with_path(fill, hollow)
+    return weights, pytree.tree_map_with_path(lambda path, leaf: tensors.get(pytree.keystr(path), leaf), hollow)
 
 
 def check_finished(folder: str | Path) -> None:
-    """Whether a save of a training state into ``folder`` has come to its end.
+    """Raises an error unless a save of a training state into ``folder`` was finished.
 
     Raises:
-        CheckpointError: it has not, or none was ever begun.
+        CheckpointError: no save was finished there.
     """
     if not (Path(folder) / SCALARS).is_file():
         raise CheckpointError(
-            f"{folder} does not hold this training state: it has no {SCALARS}, so its save was not finished, or it is "
-            f"a model alone"
+            f"{folder} does not hold this training state: it has no {SCALARS}, so its save was not finished, or it "
+            f"is a model alone"
         )
 
 
 def about(folder: str | Path) -> bytes:
-    """What tells the training state in ``folder`` from others; nothing where there is none."""
+    """Returns bytes that identify the training state in ``folder``; none where there is no state."""
     file = Path(folder) / SCALARS
     return file.read_bytes() if file.is_file() else b""
 
 
 def describe_model(folder: Path, skeleton: Skeleton, made_from: Path) -> None:
-    """Write a model's config and a note of its adapters, and copy the tokenizer of the folder it was made from."""
+    """Writes a model's config and its adapters' settings, and copies the tokenizer of the folder it was made from."""
     with quiet():
-        # With no weights, it writes all that belongs beside them.
+        # Without weights, this writes all other files of a model folder.
         skeleton.model.save_pretrained(folder, state_dict={})
     skeleton.adapters.write(folder, made_from)
     for pattern in _TOKENIZER_FILES:
@@ -175,10 +178,10 @@ def describe_model(folder: Path, skeleton: Skeleton, made_from: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """What safetensors says of a disk as the ``OSError`` that it was."""
+    """Replaces safetensors' errors about a disk by the ``OSError`` behind them."""
     try:
         yield
     except SafetensorError as error:
-        if (found := re.search(r"os error (\d+)", str(error))) is None:
+        if (number := re.search(r"os error (\d+)", str(error))) is None:
             raise
-        raise OSError(int(found[1]), os.strerror(int(found[1])), str(folder)) from error
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from error

@@ -1,4 +1,4 @@
-"""One safetensors file, written and read by several processes at once, each its own ranges of bytes."""
+"""Writes and reads one safetensors file by several processes at once, each its own ranges of bytes."""
 
 from __future__ import annotations
 
@@ -15,21 +15,29 @@ from safetensors import safe_open
 from torch import Tensor
 
 NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 Rows: TypeAlias = Callable[[int], tuple[int, int]]
 RENEWED = 128 * 2**20  # bytes
 
 
 @attrs.frozen(eq=False)
 class Part:
-    """What one process writes of a tensor; the parts of all processes together are the whole.
+    """The part of a tensor that one process writes; the parts of all processes together are the whole tensor.
 
     Attributes:
-        elements: a run of the tensor's elements, one-dimensional.
-        start: the first one's number.
-        shape: of the whole.
+        elements: consecutive elements of the tensor, one-dimensional.
+        start: the number of the first of them.
+        shape: of the whole tensor.
     """
 
     elements: Tensor
@@ -38,24 +46,25 @@ class Part:
 
     @classmethod
     def whole(cls, t: Tensor) -> Part:
-        """All of a tensor."""
+        """Returns a whole tensor as one part."""
         return cls(t.detach().reshape(-1), 0, t.shape)
 
 
 def start(file: Path, parts: Mapping[str, Part]) -> None:
-    """Make the file in its full size, with the header that says where each tensor lies.
+    """Makes the file in its full size, with the header that lists where each tensor lies.
 
-    >>> import tempfile
-    >>> from safetensors.torch import load_file
-    >>> file = Path(tempfile.mkdtemp()) / "a.safetensors"
-    >>> w, halves = torch.arange(4.0), {}
-    >>> for rank in (0, 1):
-    ...     halves[rank] = {"w": Part(w[2 * rank : 2 * rank + 2], 2 * rank, w.shape)}
-    >>> start(file, halves[0])
-    >>> for rank in (1, 0):
-    ...     fill(file, halves[rank])
-    >>> load_file(file)
-    {'w': tensor([0., 1., 2., 3.])}
+    Example:
+        >>> import tempfile
+        >>> from safetensors.torch import load_file
+        >>> file = Path(tempfile.mkdtemp()) / "a.safetensors"
+        >>> w, halves = torch.arange(4.0), {}
+        >>> for rank in (0, 1):
+        ...     halves[rank] = {"w": Part(w[2 * rank : 2 * rank + 2], 2 * rank, w.shape)}
+        >>> start(file, halves[0])
+        >>> for rank in (1, 0):
+        ...     fill(file, halves[rank])
+        >>> load_file(file)
+        {'w': tensor([0., 1., 2., 3.])}
     """
     header, _, size = _plan(parts)
     with file.open("wb") as opened:
@@ -64,13 +73,13 @@ def start(file: Path, parts: Mapping[str, Part]) -> None:
 
 
 def fill(file: Path, parts: Mapping[str, Part]) -> None:
-    """Write this process's parts where they belong, down to the disk; ``start`` has been called somewhere."""
+    """Writes this process's parts into a file that ``start`` made, and waits until they are on the disk."""
     header, places, _ = _plan(parts)
     fd = os.open(file, os.O_WRONLY)
     try:
         for name, part in parts.items():
-            # A copy: a tensor that numpy has looked at can never again be told to be ours alone.
-            data = memoryview(part.elements.to("cpu", copy=True).view(torch.uint8).numpy())
+            # A copy, since `.numpy()` adds a reference to the storage, so that donation would copy the tensor.
+            data = part.elements.to("cpu", copy=True).view(torch.uint8).numpy().data
             at = len(header) + places[name] + part.start * part.elements.element_size()
             while data:
                 done = os.pwrite(fd, data, at)
@@ -81,10 +90,10 @@ def fill(file: Path, parts: Mapping[str, Part]) -> None:
 
 
 class Slices:
-    """Rows of the tensors of one safetensors file, read without the rest of it.
+    """Reads rows of the tensors of one safetensors file.
 
-    A file is read through a mapping, whose pages count as memory of this process for as long as it lasts; the mapping
-    is therefore made anew whenever ``RENEWED`` bytes were read.
+    A file is read through a mapping, whose pages count as memory of this process while it exists, so the file is
+    mapped again whenever ``RENEWED`` bytes were read.
 
     Raises:
         SafetensorError: the file is damaged.
@@ -110,23 +119,23 @@ class Slices:
         if self._read > RENEWED:
             self._opened, self._read = safe_open(self._file, "pt"), 0
         part = self._opened.get_slice(name)
-        found = part[start:end] if part.get_shape() else part[...]
-        self._read += found.nbytes
-        return found
+        rows = part[start:end] if part.get_shape() else part[...]
+        self._read += rows.nbytes
+        return rows
 
 
 def read(file: Path, like: Mapping[str, Tensor], rows: Rows, device: torch.device) -> dict[str, Tensor]:
-    """Returns the rows of every tensor that ``rows`` names, by the number of all; one without dimensions is whole.
+    """Reads some rows of every tensor; a tensor without dimensions is read whole.
 
     Args:
         file: a safetensors file.
-        like: the shapes and dtypes of the whole tensors that the file must hold, no more and no fewer. Those on the
-            meta device are read, the others must be what the file says.
-        rows: the first row that is wanted and the one after the last.
-        device: where they go.
+        like: the whole tensors that the file must hold, no more and no fewer, by shape and dtype. Those on the meta
+            device are read; the values of the others must be the same in the file.
+        rows: returns the first row to read and the one after the last, given the number of all rows.
+        device: where the tensors go.
 
     Raises:
-        ValueError: names, shapes, dtypes or constants are others.
+        ValueError: the file has other names, shapes, dtypes or constants.
     """
     tensors: dict[str, Tensor] = {}
     slices = Slices(file)
@@ -142,19 +151,19 @@ def read(file: Path, like: Mapping[str, Tensor], rows: Rows, device: torch.devic
     return tensors
 
 
-def _check(file: str, held: Mapping[str, tuple[str, tuple[int, ...]]], like: Mapping[str, Tensor]) -> None:
+def _check(file: str, saved: Mapping[str, tuple[str, tuple[int, ...]]], like: Mapping[str, Tensor]) -> None:
     wanted = {name: (NAMES[t.dtype], tuple(t.shape)) for name, t in like.items()}
-    if missing := sorted(wanted.keys() - held.keys()):
+    if missing := sorted(wanted.keys() - saved.keys()):
         raise ValueError(f"{file} lacks {len(missing)} of {len(wanted)} tensors, such as {missing[:3]}")
-    if extra := sorted(held.keys() - wanted.keys()):
+    if extra := sorted(saved.keys() - wanted.keys()):
         raise ValueError(f"{file} has {len(extra)} tensors too many, such as {extra[:3]}")
     for name, (dtype, shape) in wanted.items():
-        if held[name] != (dtype, shape):
-            raise ValueError(f"{file} has {name} as {held[name][0]}{held[name][1]}, not {dtype}{shape}")
+        if saved[name] != (dtype, shape):
+            raise ValueError(f"{file} has {name} as {saved[name][0]}{saved[name][1]}, not {dtype}{shape}")
 
 
 def _plan(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int], int]:
-    """The header, where each tensor starts behind it, and how long they are together."""
+    """Returns the header, where each tensor starts after it, and the size of all tensors together."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places: dict[str, int] = {}
     end = 0
@@ -162,16 +171,15 @@ def _plan(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int], int]:
     for name in sorted(parts, key=lambda name: (-parts[name].elements.element_size(), name)):
         part, places[name] = parts[name], end
         end += part.shape.numel() * part.elements.element_size()
-        entries[name] = {
-            "dtype": NAMES[part.elements.dtype], "shape": list(part.shape), "data_offsets": [places[name], end],
-        }  # fmt: skip
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text, places, end
+        dtype, offsets = NAMES[part.elements.dtype], [places[name], end]
+        entries[name] = {"dtype": dtype, "shape": list(part.shape), "data_offsets": offsets}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header, places, end
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Waits until a file, or the names in a folder, are on the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)

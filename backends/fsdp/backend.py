@@ -1,10 +1,10 @@
 """Sharded training on PyTorch's ``fully_shard``: each rank of a process group holds a part of every tensor.
 
 All ranks call each method together, with the same batch, and get the same metrics. On GPUs the process group has both
-backends, ``init_process_group("cpu:gloo,cuda:nccl")``: metrics and what is placed on the CPU travel over gloo.
+backends, ``init_process_group("cpu:gloo,cuda:nccl")``: metrics and tensors on the CPU travel over gloo.
 
-FSDP's modules own nothing: for as long as a call runs they point at the shards of the state that the call was given,
-so every state means what it means, whichever came before, and nothing is copied in or out.
+FSDP's modules own no parameters. During a call they point at the shards of the state that the call was given, so no
+call depends on the states that came before, and nothing is copied in or out.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from verl_fn.steps import Loss, Optimizer, apply_update, check_update, check_wei
 
 
 class Fsdp:
-    """Any Hugging Face causal language model, or a value model on its body, over the ranks of a process group.
+    """Trains a Hugging Face causal language model, or a value model on its body, over the ranks of a process group.
 
     Parameters, gradients and moments are DTensors under canonical names; the optimizer is the one of ``steps`` on
     the local shards.
@@ -74,15 +74,15 @@ class Fsdp:
         sp: neighbouring ranks that share each row (Ulysses).
         head: ``lm`` for a policy, ``value`` for a critic.
         compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
-        max_tokens: strict budget of tokens a micro-batch; with ``sp``, of the ranks that share it together.
+        max_tokens: the most tokens of a micro-batch; with ``sp``, of the ranks that share it together.
         checkpointing: recompute each layer in the backward pass.
-        lora: adapters to train; all else but a value head is then frozen.
-        compile: compile each layer with ``torch.compile``, which takes a minute at the first calls.
+        lora: adapters to train; everything else but a value head is then frozen.
+        compile: compile each layer with ``torch.compile``, which takes about a minute in the first calls.
         reshard_after_forward: drop a layer's gathered parameters after each use and reduce gradients after each
-            micro-batch; otherwise parameters stay gathered for the call, and gradients are reduced once, at its end,
-            which takes a whole fp32 gradient on every rank.
+            micro-batch; otherwise parameters stay gathered for the whole call, and gradients are reduced once at its
+            end, which needs memory for a whole fp32 gradient on every rank.
         device: ``cpu`` or ``cuda``; a rank computes on its current CUDA device.
-        deterministic: bitwise repeatable kernels on CUDA; the CPU's always are.
+        deterministic: use bitwise repeatable kernels on CUDA; those of the CPU always are.
 
     Raises:
         LayoutError: ``replicate`` or ``sp`` does not divide the ranks, or ``sp`` the heads; or ranks were given
@@ -106,7 +106,7 @@ class Fsdp:
         device: str = "cpu",
         deterministic: bool = False,
     ) -> None:
-        # Before ranks do anything together, since they would wait for each other.
+        # Before ranks do anything together: with different settings they would wait for each other.
         options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
         require_same(settings(Path(folder), optimizer, options))
         self.folder = Path(folder)
@@ -128,18 +128,18 @@ class Fsdp:
     # Making states
 
     def init(self, key: Key) -> TrainState:
-        """A state with random parameters drawn from ``key``, the same ones as on any other layout.
+        """Returns a state with random parameters drawn from ``key``, which are the same for every layout.
 
-        The first rank draws the whole model, since it is one sequence of draws, and hands it out.
+        The first rank draws the whole model, since it is one sequence of draws, and sends the others their shards.
         """
         return self._new_state(self.folder, key, pretrained=False)
 
     def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
-        """A fresh state around the weights of ``folder``, by default the backend's own.
+        """Returns a fresh state with the weights of ``folder``, by default the backend's own.
 
         Each rank reads its own rows where the folder's safetensors name and shape tensors as the model does. Where
-        transformers has to convert them (experts that lie one by one, another prefix, tied weights that are there
-        twice, pickled or quantized files), the first rank loads the whole model and hands it out.
+        transformers has to convert them (one tensor for each expert, another prefix, tied weights that are stored
+        twice, pickled or quantized files), the first rank loads the whole model and sends the others their shards.
 
         Raises:
             ModelError: the folder does not hold the weights of this model.
@@ -148,12 +148,12 @@ class Fsdp:
         return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
     def save(self, state: TrainState, folder: str | Path) -> None:
-        """Write the state as ``Local`` would, each rank what it holds: nothing is gathered."""
+        """Writes the files that ``Local`` would write; each rank writes its own shards, and nothing is gathered."""
         self.layout.check(state.params)
         require_same({"folder to save in": str(folder)})
         skeleton, params = self._built(), state.params
         skeleton.check_trained(params)
-        rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(params)))
+        rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(params)))
         merged = skeleton.adapters.filed(params, rows=local_of, whole=_whole)
         weights = {name: sharded(t, spec_of(params[name])) for name, t in merged.items()}
         model, others = (
@@ -167,7 +167,7 @@ class Fsdp:
         checkpoint.save_state(folder, model, others, scalars, describe, gather=gathered, rank=self.layout.rank)
 
     def restore(self, folder: str | Path) -> TrainState:
-        """The state that ``save`` of any backend wrote, bitwise; each rank reads what it will hold."""
+        """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads its own shards."""
         skeleton = self._built()
         require_same({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
         with agreed():
@@ -175,7 +175,7 @@ class Fsdp:
             check_same_config(skeleton, folder)
             skeleton.adapters.check(Path(folder))
         adapters, params = skeleton.adapters, self._blank
-        rest = TrainState(adapters.kept(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        rest = TrainState(adapters.unmerged(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
         model = {**adapters.without(params), **skeleton.constants}
         weights, rest = checkpoint.read_state(
             folder, model, rest, rows=self.layout.bounds, device=self.device, gather=gathered
@@ -184,7 +184,7 @@ class Fsdp:
         return with_specs(attrs.evolve(rest, params=adapters.joined(params, weights, rest.params)), specs)
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
-        """The same state with parameters or optimizer tree on another device.
+        """Returns the same state with the parameters or the optimizer tree on another device.
 
         Raises:
             LayoutError: ranks were asked for different devices.
@@ -206,61 +206,60 @@ class Fsdp:
         for name, t in value.items():
             yield name, _whole(t)
 
-    def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
-        """Yields whole tensors under canonical names, adapters merged in, one after the other on all ranks."""
-        yield from self._built().adapters.merged(params, _whole, _whole)
-
     def weights(self, params: Params) -> Weights:
-        """These parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read it together.
+        """Returns the parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read them together.
 
-        A tensor is gathered when it is asked for, so no rank ever holds the whole model.
+        Each tensor is gathered when it is read, so no rank ever holds the whole model.
+
+        Raises:
+            LayoutError: the parameters are of another layout.
         """
+        self.layout.check(params)
         adapters = self._built().adapters
-
-        def merged() -> Iterator[tuple[str, Tensor]]:
-            return adapters.merged(params, DTensor.full_tensor, DTensor.full_tensor)
-
-        return Weights(specs_of(adapters.without(params)), merged)
+        return Weights(specs_of(adapters.without(params)), lambda: adapters.merged(params, _whole, _whole))
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
-        """``fn(*values)``: of this rank's shards; all ranks call it together."""
+        """Returns ``fn(*values)``, applied to this rank's shards; all ranks call it together."""
         return fn(*values)
 
     # The two steps
 
     @torch.no_grad()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """What ``needs`` names for every token with ``response_mask``, or every row, on every rank, on the CPU."""
+        """Returns the outputs that ``needs`` names, without gradients, on every rank and on the CPU.
+
+        They are given for every token with ``response_mask``, or for every row.
+        """
         wanted = check_needs(self.head, needs)
         outputs: list[dict[str, Tensor]] = []
         share = self._share(batch, wanted)
         with repeatable(self.deterministic), self._pointing_at(params):
             for i, (rows, staged) in enumerate(share):
                 with fits(staged.batch, i, len(share), self.max_tokens, sharers=self.layout.sp):
-                    found = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
+                    of_part = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
                 if rows:
-                    outputs.append(dict(found.by_name))
+                    outputs.append(dict(of_part.by_name))
             agree_on_batch(self.layout, batch)
         with one_thread():
             return TokenOutputs(brought_together(self.layout, batch, share, outputs, wanted))
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
-        """Gradients of the loss over the whole batch, fp32 shards, and its metrics, with the total as ``loss``.
+        """Returns fp32 shards of the gradients over the whole batch, and the metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks the weights that the loss's levels want or the field that keeps its rows
+            ValueError: the batch lacks the weights that the loss's levels need or the field that keeps its rows
                 together, a row or group is longer than the token budget, or ranks were given different batches, needs
-                or states. That they were given different losses is not seen.
+                or states. Different losses are not detected.
             DonatedError: the state was donated.
-            OutOfMemory: a micro-batch does not fit into this rank's memory. The others wait for it, as for a rank
-                whose loss raises, until the process group's timeout; the Ray driver tells at once.
+            OutOfMemory: a micro-batch does not fit into this rank's memory. The other ranks wait until the process
+                group's timeout, as they do when a loss raises on one rank; the Ray driver reports it at once.
         """
         check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
         totals: Metrics = {}
         sharers, keeps = self.layout.sp, not self.checkpointing
         share = self._share(batch, wanted, state, loss.together)
-        with repeatable(self.deterministic), self._pointing_at(state.params) as held:
+        with repeatable(self.deterministic), self._pointing_at(state.params) as pointed:
             for i, (rows, staged) in enumerate(share):
 
                 def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
@@ -274,12 +273,12 @@ class Fsdp:
                 if rows:
                     totals = metrics.merge(totals, tree.map_tensors(lambda t: t.detach(), measured))
             agree_on_batch(self.layout, batch)
-            grads = {name: gradient(held[name], state.params[name]) for name in state.params.trained()}
-        all_totals = gathered(tree.map_tensors(lambda t: t.cpu(), totals) if self.layout.speaks else {})
+            grads = {name: gradient(pointed[name], state.params[name]) for name in state.params.trained()}
+        all_totals = gathered(tree.map_tensors(lambda t: t.cpu(), totals) if self.layout.reports else {})
         return Grads(grads), metrics.merge(*all_totals)
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
-        """The next state; see ``steps.apply_update``, which runs on the local shards where the parameters are.
+        """Returns the next state and metrics; ``steps.apply_update`` runs on the local shards, on their device.
 
         Raises:
             ValueError: parameters and optimizer lie on different devices, or the gradients are not those of the
@@ -307,7 +306,7 @@ class Fsdp:
         return TrainState(params, optimizer, 0, key.fold_in("train"), 0)
 
     def _hollow(self, folder: str | Path, key: Key) -> Hollow:
-        """Returns the model of a folder without its weights; the first one, of the backend's own, is computed with."""
+        """Returns the model of a folder without its weights; the backend computes with the first one of its own."""
         model = self._recipe.hollow(folder, key)
         if self._modules is None and Path(folder) == self.folder:
             check_heads(model.skeleton.config, self.layout.sp)
@@ -315,7 +314,7 @@ class Fsdp:
             self._blank = Params(model.shapes, model.skeleton.trainable)
             self._modules = self._sharded(model)
         else:
-            # States of this backend are all of one model: what they mean must not follow the last folder read.
+            # All states of a backend belong to one model, whichever folder was read last.
             check_same_model(self._built(), model.skeleton, folder)
         return model
 
@@ -342,21 +341,21 @@ class Fsdp:
 
     @contextlib.contextmanager
     def _pointing_at(self, params: Params) -> Iterator[dict[str, nn.Parameter]]:
-        """Points FSDP's modules at these shards; gradients gather in the parameters that are given."""
+        """Points FSDP's modules at these shards, and yields the parameters in which gradients accumulate."""
 
         def zeros(shape: tuple[int, int]) -> DTensor:
             return self.layout.shard(torch.zeros(shape), self.device)
 
         leaves = self._built().adapters.completed(params, zeros)
-        # Also without gradients: FSDP decides in its first call which dtypes gradients will have.
+        # Also where no gradients are needed: FSDP fixes the dtypes of gradients in its first call.
         trained = {*params.trained(), *(leaves.keys() - params.keys())}
-        with self._built_modules().pointing_at(leaves, trained) as held:
-            yield held
+        with self._built_modules().pointing_at(leaves, trained) as pointed:
+            yield pointed
 
     def _share(
         self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None, together: str | None = None
     ) -> Share:
-        """Returns this rank's micro-batches of a call that all ranks were given alike."""
+        """Returns this rank's micro-batches, after comparing the call with those of the other ranks."""
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().check_longest(int(batch.lengths.max()))
         with one_thread():
@@ -374,15 +373,15 @@ def _apply(
     check_update(optimizer, state.params, grads)
     copies = 0
     if donated:
-        # Twice: here the DTensors, in apply_update what they hold.
-        state, more = donate(state, "apply_update")
-        grads, again = donate(grads, "apply_update")
-        copies = more + again
+        # Donation happens twice: of the DTensors here, and of their local tensors in apply_update.
+        state, state_copies = donate(state, "apply_update")
+        grads, grads_copies = donate(grads, "apply_update")
+        copies = state_copies + grads_copies
 
     def reduce(total: Tensor) -> Tensor:
         dist.all_reduce(total, group=layout.shard_group)
         return total
 
     state, grads = locals_of(state), locals_of(grads)
-    state, found = apply_update(optimizer, state, grads, donate_inputs=donated, reduce=reduce)
-    return with_specs(state, specs), metrics.merge(found, {"perf/residency_copies": Sum(copies)})
+    state, reported = apply_update(optimizer, state, grads, donate_inputs=donated, reduce=reduce)
+    return with_specs(state, specs), metrics.merge(reported, {"perf/residency_copies": Sum(copies)})

@@ -1,7 +1,7 @@
-"""What the ranks do around a pass: agree on the call, share the rows out, and bring results together.
+"""The work of ranks around a pass: they compare their arguments, divide the rows, and gather the results.
 
-While ranks do this no GPU computes, so it is kept short: a few numbers travel beforehand, the contents of the batch
-are compared while the GPUs are busy, and outputs come back as one tensor.
+No GPU computes meanwhile, so it has to be short: ranks compare a few numbers before the pass and the contents of the
+batch while GPUs are busy, and outputs are gathered as one tensor.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from verl_fn.state import PER_ROW, Batch, TrainState, deal, groups_of
 
 @attrs.frozen(eq=False)
 class Share:
-    """A rank's micro-batches; as many as every other rank has.
+    """This rank's micro-batches; every rank has the same number.
 
     Attributes:
-        rows: of every rank that has rows of its own, for each of its micro-batches, the rows of the batch.
-        staged: this rank's micro-batches on its device; one without rows is filled with a row of no weight.
-        mine: the rows of each of them.
+        rows: the rows of the batch in each micro-batch of each share.
+        staged: this rank's micro-batches on its device; one without rows has a row of no weight instead.
+        own_rows: the rows of each of this rank's micro-batches.
     """
 
     rows: list[list[list[int]]]
     staged: list[Staged]
-    mine: list[list[int]]
+    own_rows: list[list[int]]
 
     def __iter__(self) -> Iterator[tuple[list[int], Staged]]:
-        return iter(zip(self.mine, self.staged, strict=True))
+        return iter(zip(self.own_rows, self.staged, strict=True))
 
     def __len__(self) -> int:
         return len(self.staged)
@@ -44,7 +44,7 @@ class Share:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Keeps small operations on the CPU to one thread: many threads take longer over them than one, on one rank too."""
+    """Limits the CPU to one thread, since many threads take longer than one for small operations."""
     before = torch.get_num_threads()
     if before == 1:
         yield
@@ -63,19 +63,19 @@ def agree_on_call(
     state: TrainState | None = None,
     together: str | None = None,
 ) -> None:
-    """Refuses calls that would let ranks wait for each other: other rows, other outputs or another state.
+    """Compares what decides how a call proceeds, since ranks that proceed differently would wait for each other.
 
     Raises:
         LayoutError: ranks were given batches of different shapes, needs, or states of different steps.
     """
     if layout.size > 1:
-        about = () if state is None else (state.step, str(state.rng))
-        given = {"batch": _outline(batch, together), "needs": sorted(wanted), "state (step and key)": about}
+        step = () if state is None else (state.step, str(state.rng))
+        given = {"batch": _outline(batch, together), "needs": sorted(wanted), "state (step and key)": step}
         require_same({**given, "field that keeps rows together": together})
 
 
 def agree_on_batch(layout: Layout, batch: Batch) -> None:
-    """Compares all that the batch holds. It takes milliseconds, in which a GPU can compute.
+    """Compares all tensors of the batch, which takes milliseconds, while a GPU computes.
 
     Raises:
         LayoutError: ranks were given different batches.
@@ -85,12 +85,12 @@ def agree_on_batch(layout: Layout, batch: Batch) -> None:
 
 
 def _outline(batch: Batch, together: str | None) -> bytes:
-    """Returns a hash of what decides who computes which rows: lengths, groups, and the fields by name."""
-    found = hashlib.blake2b(batch.cu_seqlens.numpy().data, digest_size=8)
-    found.update(repr((sorted(batch.per_token), sorted(batch.per_row))).encode())
+    """Returns a hash of what decides which rank computes which rows: lengths, groups and the names of fields."""
+    outline = hashlib.blake2b(batch.cu_seqlens.numpy().data, digest_size=8)
+    outline.update(repr((sorted(batch.per_token), sorted(batch.per_row))).encode())
     if together is not None:
-        found.update(repr(groups_of(batch, together)).encode())
-    return found.digest()
+        outline.update(repr(groups_of(batch, together)).encode())
+    return outline.digest()
 
 
 def share_out(
@@ -98,22 +98,26 @@ def share_out(
 ) -> Share:
     """Returns this rank's micro-batches.
 
-    All are staged before any is computed on: a copy to a GPU waits for what the GPU does.
+    All are copied to the device before the first is computed on, since a copy to a GPU waits for its computations.
 
     Args:
-        together: a per-row field; rows with one value of it go to one micro-batch of one rank.
+        layout: how ranks share rows.
+        batch: all rows.
+        max_tokens: the most tokens of a micro-batch.
+        device: the device of this rank.
+        together: a per-row field; rows with the same value in it go to one micro-batch of one rank.
 
     Raises:
-        ValueError: a row or group is longer than the budget, or cannot be computed on; on all ranks.
+        ValueError: on all ranks, if a row or group is longer than the budget or cannot be computed on.
     """
     rows = deal(batch, layout.shares, max_tokens, together)
-    mine, staged = rows[layout.share], []
+    own_rows, staged = rows[layout.share], []
     with contextlib.nullcontext() if layout.size == 1 else agreed():
-        for part in mine:
-            # One that fills up is a whole group, so that a loss of groups can be computed on it.
+        for part in own_rows:
+            # A micro-batch without rows gets a whole group of no weight, on which a loss of groups can be computed.
             taken = batch.take(torch.tensor(part or groups_of(batch, together)[0]))
             staged.append(Staged.of(taken if part else _weightless(taken), device, layout.sequence))
-    return Share(rows, staged, mine)
+    return Share(rows, staged, own_rows)
 
 
 def _weightless(batch: Batch) -> Batch:
@@ -129,10 +133,10 @@ def brought_together(
 
     Args:
         layout: how ranks share rows.
-        batch: the whole.
-        share: how it was shared out.
-        outputs: of each of this rank's micro-batches that has rows.
-        names: of the outputs, per token and per row.
+        batch: all rows.
+        share: which rank computed which rows.
+        outputs: the outputs of each of this rank's micro-batches that has rows.
+        names: the names of the outputs, per token and per row.
     """
     dealt = [torch.tensor([row for part in parts for row in part], dtype=torch.int64) for parts in share.rows]
     device = share.staged[0].batch.tokens.device
@@ -142,35 +146,36 @@ def brought_together(
     for chosen, lengths in ((by_token, batch.lengths), (by_row, torch.ones(len(batch), dtype=torch.int64))):
         if chosen:
             sizes = [int(lengths[rows].sum()) for rows in dealt]
-            mine = torch.zeros(len(chosen), max(sizes), device=device)
+            own = torch.zeros(len(chosen), max(sizes), device=device)
             for i, name in enumerate(chosen):
                 if outputs:
-                    mine[i, : sizes[layout.share]] = torch.cat([found[name] for found in outputs])
-            spoken = _of_all_shares(layout, mine).transpose(0, 1).reshape(len(chosen), -1)
+                    own[i, : sizes[layout.share]] = torch.cat([of_part[name] for of_part in outputs])
+            by_share = _of_all_shares(layout, own).transpose(0, 1).reshape(len(chosen), -1)
             places = _places(lengths, dealt, max(sizes)).to(device)
-            whole |= zip(chosen, spoken[:, places].cpu().unbind(), strict=True)
+            whole |= zip(chosen, by_share[:, places].cpu().unbind(), strict=True)
     return whole
 
 
-def _of_all_shares(layout: Layout, mine: Tensor) -> Tensor:
+def _of_all_shares(layout: Layout, own: Tensor) -> Tensor:
     """Returns the tensors of all shares, by share; ranks that share rows have the same one."""
     if layout.size == 1:
-        return mine[None]
-    everyone = mine.new_empty(layout.size, *mine.shape)
-    dist.all_gather_into_tensor(everyone.view(-1), mine.view(-1))
-    return everyone[:: layout.sp]
+        return own[None]
+    by_rank = own.new_empty(layout.size, *own.shape)
+    dist.all_gather_into_tensor(by_rank.view(-1), own.view(-1))
+    return by_rank[:: layout.sp]
 
 
 def _places(lengths: Tensor, dealt: Sequence[Tensor], each: int) -> Tensor:
-    """Returns where each entry of the whole lies among the shares, which have room for ``each`` entries.
+    """Returns the place of each entry of the whole batch in the shares, laid end to end.
 
     Args:
-        lengths: entries of each row: its tokens, or one.
+        lengths: how many entries each row has: one for each token, or one.
         dealt: the rows of each share.
-        each: entries that there is room for.
+        each: how many entries each share has room for.
 
-    >>> _places(torch.tensor([2, 1, 1]), [torch.tensor([1, 2]), torch.tensor([0])], 2).tolist()
-    [2, 3, 0, 1]
+    Example:
+        >>> _places(torch.tensor([2, 1, 1]), [torch.tensor([1, 2]), torch.tensor([0])], 2).tolist()
+        [2, 3, 0, 1]
     """
     starts = torch.empty(len(lengths), dtype=torch.int64)
     for share, rows in enumerate(dealt):

@@ -1,8 +1,8 @@
-"""The parameters of a model folder as shards: each rank reads its own rows, or the first rank hands them out.
+"""Loads the parameters of a model folder as shards: each rank reads its own rows, or the first rank sends them.
 
-A folder whose files name and shape their tensors as the model does is read by all ranks at once, each its own
-rows (``hf.direct``). Any other folder, and random weights, which are one sequence of draws, are made whole on the first rank
-alone and handed out block by block: the others never hold more than a block beside their shards.
+Where the folder's files name and shape tensors as the model does, all ranks read at once, each its own rows
+(``hf.direct``). For any other folder, and for random weights, which are one sequence of draws, the first rank makes
+the whole model and sends it block by block, so the others never hold more than a block beside their shards.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same
 from verl_fn.backends.checkpoint.tensor_file import Slices
@@ -26,8 +25,8 @@ from verl_fn.backends.hf.folder import Hollow, build, hollow
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.state import Key
 
-BLOCK = 64 * 2**20  # bytes that travel at once
-_SAMPLE = 2**16  # bytes of either end of a file
+BLOCK = 64 * 2**20  # bytes that are sent at once
+_SAMPLE = 2**16  # bytes that are hashed at either end of a file
 
 
 @attrs.frozen
@@ -49,7 +48,7 @@ class Recipe:
 
 def read(
     folder: str | Path, recipe: Recipe, key: Key, model: Hollow, layout: Layout, device: torch.device
-) -> dict[str, DTensor]:
+) -> dict[str, Tensor]:
     """Returns this rank's shards of the weights in ``folder``; all ranks call it together.
 
     Raises:
@@ -61,17 +60,17 @@ def read(
     if any(readable) and not all(readable):
         with agreed():
             if weights is None:
-                # It says what is wrong with this rank's folder.
+                # This raises an error that names what is wrong with this rank's folder.
                 recipe.whole(folder, key, pretrained=True)
     require_same({"weights": _stamp(Path(folder)) if weights is None else weights.digest.encode()})
     if weights is None:
-        return _handed_out(lambda: recipe.whole(folder, key, pretrained=True), model, layout, device)
-    held = weights
+        return _sent_by_first(lambda: recipe.whole(folder, key, pretrained=True), model, layout, device)
+    readable_weights = weights
     opened: dict[Path, Slices] = {}
 
     def rows(name: str, into: Tensor) -> None:
-        start, end = layout.bounds(held.shapes[name][0])
-        held.read(name, start, end, into, opened)
+        start, end = layout.bounds(readable_weights.shapes[name][0])
+        readable_weights.read(name, start, end, into, opened)
 
     with agreed():
         return _filled(model, layout, device, rows)
@@ -79,14 +78,14 @@ def read(
 
 def draw(
     folder: str | Path, recipe: Recipe, key: Key, model: Hollow, layout: Layout, device: torch.device
-) -> dict[str, DTensor]:
-    """Returns this rank's shards of random weights, the same ones whatever the layout; all ranks call it together."""
-    return _handed_out(lambda: recipe.whole(folder, key, pretrained=False), model, layout, device)
+) -> dict[str, Tensor]:
+    """Returns this rank's shards of random weights, the same for every layout; all ranks call it together."""
+    return _sent_by_first(lambda: recipe.whole(folder, key, pretrained=False), model, layout, device)
 
 
-def _handed_out(
+def _sent_by_first(
     make: Callable[[], dict[str, Tensor]], model: Hollow, layout: Layout, device: torch.device
-) -> dict[str, DTensor]:
+) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     with agreed():
         if layout.rank == 0:
@@ -109,8 +108,8 @@ def _handed_out(
 
 def _filled(
     model: Hollow, layout: Layout, device: torch.device, rows: Callable[[str, Tensor], None]
-) -> dict[str, DTensor]:
-    shards = {}
+) -> dict[str, Tensor]:
+    shards: dict[str, Tensor] = {}
     for name, t in model.shapes.items():
         if name in model.adapters:
             shards[name] = layout.shard(model.adapters[name], device)
@@ -131,12 +130,12 @@ def _blocks(shape: torch.Size) -> Iterator[tuple[int, int]]:
 
 def _stamp(folder: Path) -> bytes:
     """Returns a hash of the sizes and both ends of all files that may hold weights."""
-    found = hashlib.blake2b(digest_size=8)
+    stamp = hashlib.blake2b(digest_size=8)
     for file in sorted(p for pattern in ("*.safetensors", "*.bin") for p in folder.glob(pattern)):
         size = file.stat().st_size
-        found.update(f"{file.name} {size}".encode())
+        stamp.update(f"{file.name} {size}".encode())
         with file.open("rb") as opened:
-            found.update(opened.read(_SAMPLE))
+            stamp.update(opened.read(_SAMPLE))
             opened.seek(max(0, size - _SAMPLE))
-            found.update(opened.read(_SAMPLE))
-    return found.digest()
+            stamp.update(opened.read(_SAMPLE))
+    return stamp.digest()

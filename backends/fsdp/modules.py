@@ -1,4 +1,4 @@
-"""FSDP's modules around a skeleton: they own nothing, and point at the shards of a state for the length of a call."""
+"""FSDP's modules around a skeleton: they own no parameters, and point at the shards of a state during a call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.fsdp.sharding import Layout, moved
@@ -20,15 +19,15 @@ from verl_fn.backends.hf.skeleton import Skeleton, compile_layer
 
 
 class ShardedModules:
-    """A skeleton, sharded layer by layer.
+    """Shards a skeleton layer by layer.
 
     Args:
         skeleton: on the meta device.
         shapes: every parameter by canonical name, on the meta device.
         layout: how ranks share the parameters.
-        device: where this rank computes.
+        device: the device of this rank.
         dtype: compute dtype.
-        reshard: drop a layer's gathered parameters after each use; otherwise they stay for the call.
+        reshard: drop a layer's gathered parameters after each use; otherwise they stay for the whole call.
         compile: compile each layer.
         folder: where the model comes from, for errors.
 
@@ -63,9 +62,9 @@ class ShardedModules:
     def pointing_at(
         self, leaves: Mapping[str, Tensor], trained: Collection[str]
     ) -> Iterator[dict[str, nn.Parameter]]:
-        """Points FSDP's modules at these shards; gradients gather in the parameters that are given.
+        """Points FSDP's modules at these shards, and yields the parameters in which gradients accumulate.
 
-        However a pass inside ends, FSDP is at rest afterwards and holds none of the shards.
+        FSDP is idle afterwards and holds none of the shards, also after an error.
 
         Args:
             leaves: the shards of every parameter, by canonical name.
@@ -94,11 +93,13 @@ class ShardedModules:
                 torch_private.let_go(place, self._empty[name], nothing)
 
     def reduce_gradients(self, at_once: bool) -> None:
-        """Lets the next backward pass add gradients up over ranks, or else keep them for one that does.
+        """Sets whether the next backward pass sums gradients over ranks, or keeps them for a later pass that does.
 
-        With one rank there is nothing to wait for, and they never wait.
+        With one rank there is nothing to sum, so gradients are never kept.
         """
-        self.skeleton.set_requires_gradient_sync(at_once or self.layout.size == 1)
+        root: nn.Module = self.skeleton
+        assert isinstance(root, FSDPModule)  # `fully_shard` changed its class
+        root.set_requires_gradient_sync(at_once or self.layout.size == 1)
 
     def _check(self, leaves: Mapping[str, Tensor]) -> None:
         if leaves.keys() != self._places.keys():
@@ -121,7 +122,8 @@ class ShardedModules:
             if compile:
                 compile_layer(layer)
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
-        # The root's own parameters stay gathered until its backward pass: the output layer is used outside a module.
+        # The root's own parameters stay gathered until its backward pass, since the output layer is used without
+        # calling its module.
         fully_shard(self.skeleton, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for module in self.skeleton.modules():
             if isinstance(module, FSDPModule):
@@ -130,7 +132,7 @@ class ShardedModules:
                 module.set_reshard_after_backward(reshard)
 
     def _sum_gradients(self, module: FSDPModule) -> None:
-        # Rows of all ranks add up, and no denominator is anywhere but in the weights of the batch.
+        # Gradients of all ranks' rows are summed; the weights of the batch hold every denominator.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
 
@@ -139,13 +141,14 @@ class ShardedModules:
         return parameter(sharded(torch.empty(0, device="meta"), spec), False)
 
 
-def gradient(of: nn.Parameter, like: DTensor) -> DTensor:
-    """Returns the gathered gradient as a value; zeros where the loss does not depend on the parameter."""
+def gradient(of: nn.Parameter, like: Tensor) -> Tensor:
+    """Returns the accumulated gradient, sharded as ``like``; zeros where the loss doesn't depend on the parameter."""
     if of.grad is None:
         return torch.zeros_like(like, dtype=torch.float32)
-    held = local_of(of.grad)
-    # The same memory without autograd's tie to the buffer of all gradients of a layer, which would outlive it.
-    plain = held.new_empty(0).set_(held.untyped_storage(), held.storage_offset(), held.size(), held.stride())
+    local = local_of(of.grad)
+    # The same memory, without autograd's reference to the buffer of all gradients of a layer, which would keep that
+    # buffer alive.
+    plain = local.new_empty(0).set_(local.untyped_storage(), local.storage_offset(), local.size(), local.stride())
     return sharded(plain, spec_of(like))
 
 

@@ -1,4 +1,4 @@
-"""Values whose leaves are shards: DTensors over a mesh, made, taken apart and put together again."""
+"""Values whose leaves are shards: makes DTensors over a mesh, and returns their local parts or the whole tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.fsdp.torch_private import Spec, local_of, sharded, spec_of
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.state import Named, Node, tree
-from verl_fn.state.node import rebuild
+from verl_fn.state.node import field_names, rebuild
 
 T = TypeVar("T")
 
@@ -28,9 +28,10 @@ class Layout:
     """How the ranks of a process group share the work.
 
     Attributes:
-        mesh: over which parameters are sharded: ``shard``, or ``replicate`` x ``shard``.
+        mesh: the ranks that parameters are sharded over: ``shard``, or ``replicate`` x ``shard``.
         sequence: the ranks that share each row; None where every rank has rows of its own.
-        rank, size: of this process and of all.
+        rank: the number of this process.
+        size: how many processes there are.
     """
 
     mesh: DeviceMesh
@@ -40,11 +41,12 @@ class Layout:
 
     @classmethod
     def of(cls, device: str, *, replicate: int = 1, sp: int = 1) -> Layout:
-        """Lay out all ranks of the default process group.
+        """Returns the layout of all ranks of the default process group.
 
         Args:
-            replicate: whole copies of the parameters.
-            sp: neighbouring ranks that share each row.
+            device: ``cpu`` or ``cuda``.
+            replicate: how many copies of the parameters there are.
+            sp: how many neighbouring ranks share each row.
 
         Raises:
             LayoutError: the sizes do not divide the number of ranks.
@@ -65,77 +67,81 @@ class Layout:
 
     @property
     def sp(self) -> int:
+        """How many ranks share each row."""
         return 1 if self.sequence is None else dist.get_world_size(self.sequence)
 
     @property
     def shares(self) -> int:
-        """Parts that the rows of a batch are dealt into."""
+        """How many parts the rows of a batch are dealt into."""
         return self.size // self.sp
 
     @property
     def share(self) -> int:
-        """This rank's part."""
+        """The number of this rank's part."""
         return self.rank // self.sp
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank tells the metrics of its part; those that share rows all know the same."""
+    def reports(self) -> bool:
+        """Whether this rank reports the metrics of its part; ranks that share rows have the same metrics."""
         return self.rank % self.sp == 0
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that together hold every parameter once."""
+        """The ranks that together hold one copy of every parameter."""
         return self.mesh["shard"].get_group() if self.mesh.ndim > 1 else self.mesh.get_group()
 
     def spec(self, shape: torch.Size, dtype: torch.dtype) -> Spec:
-        """Returns what a whole tensor of this shape is over the mesh: cut along its first dimension, as FSDP cuts it."""
+        """Returns how a tensor of this shape is sharded over the mesh: along its first dimension, as FSDP does."""
         placements = (Shard(0),) if self.mesh.ndim == 1 else (Replicate(), Shard(0))
         return torch_private.spec(self.mesh, placements, shape, dtype)
 
     def bounds(self, rows: int) -> tuple[int, int]:
-        """The rows of a tensor that this rank holds."""
-        ranks, mine = dist.get_world_size(self.shard_group), dist.get_rank(self.shard_group)
+        """Returns the first row that this rank holds of a tensor with ``rows`` rows, and the one after its last."""
+        ranks, number = dist.get_world_size(self.shard_group), dist.get_rank(self.shard_group)
         each = -(-rows // ranks)
-        return min(mine * each, rows), min((mine + 1) * each, rows)
+        return min(number * each, rows), min((number + 1) * each, rows)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse values of another layout.
+        """Raises an error for values of another layout.
 
         Raises:
-            LayoutError: they are not shards over this mesh.
+            LayoutError: the tensors are not shards over this mesh.
         """
         for name, t in tensors.items():
             mesh = spec_of(t).mesh if isinstance(t, DTensor) else None
             if mesh is not self.mesh and mesh != self.mesh:
-                theirs = "held as whole tensors" if mesh is None else f"of the layout {_shape(mesh)}"
+                kind = "held as whole tensors" if mesh is None else f"of the layout {_shape(mesh)}"
                 raise LayoutError(
-                    f"a value {theirs} ({name}) was given to a backend of the layout {_shape(self.mesh)}; save the "
+                    f"a value {kind} ({name}) was given to a backend of the layout {_shape(self.mesh)}; save the "
                     "state there and restore it here"
                 )
 
     def part(self, t: Tensor) -> Part:
-        """What this rank writes of a tensor: its share of its shard, or all of what every rank has, on the first."""
+        """Returns the elements of a tensor that this rank writes into a checkpoint.
+
+        Ranks that hold copies of a shard each write a part of it. The first rank writes tensors that all ranks have.
+        """
         if not isinstance(t, DTensor):
             return Part(t.detach().reshape(-1)[: None if self.rank == 0 else 0], 0, t.shape)
-        held = local_of(t).reshape(-1)
+        elements = local_of(t).reshape(-1)
         first = self.bounds(t.shape[0])[0] * t.shape[1:].numel()
-        copies, mine = (1, 0) if self.mesh.ndim == 1 else (self.mesh.size(0), self.mesh.get_local_rank(0))
-        start, end = len(held) * mine // copies, len(held) * (mine + 1) // copies
-        return Part(held[start:end], first + start, t.shape)
+        copies, copy = (1, 0) if self.mesh.ndim == 1 else (self.mesh.size(0), self.mesh.get_local_rank(0))
+        start, end = len(elements) * copy // copies, len(elements) * (copy + 1) // copies
+        return Part(elements[start:end], first + start, t.shape)
 
     def shard(self, whole: Tensor, device: torch.device) -> DTensor:
-        """Returns this rank's part of a tensor that every rank has."""
+        """Returns this rank's shard of a tensor that every rank has."""
         start, end = self.bounds(len(whole))
         return sharded(whole[start:end].to(device, copy=True), self.spec(whole.shape, whole.dtype))
 
 
 def _shape(mesh: DeviceMesh) -> str:
-    """A mesh in words: ``replicate=2, shard=4``."""
+    """Describes a mesh, such as ``replicate=2, shard=4``."""
     return ", ".join(f"{name}={size}" for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def moved(t: Tensor, device: str | torch.device) -> Tensor:
-    """A tensor, or a shard whose local part only, on another device."""
+    """Returns a tensor on another device; of a sharded one, only the local part is moved."""
     if not isinstance(t, DTensor):
         return t.to(device)
     local = local_of(t)
@@ -143,47 +149,55 @@ def moved(t: Tensor, device: str | torch.device) -> Tensor:
 
 
 def locals_of(value: T) -> T:
-    """The same value with the local part of every shard in its place."""
+    """Returns the same value with every sharded tensor replaced by its local part."""
     return _by_name(lambda _, t: local_of(t), value)
 
 
 def with_specs(value: T, specs: Mapping[str, Spec]) -> T:
-    """The shards of which ``value`` has the local parts; a leaf is told by its name."""
+    """Returns the same value with every local part replaced by its sharded tensor.
+
+    Args:
+        value: a value of local parts.
+        specs: how each parameter is sharded, by name.
+    """
     return _by_name(lambda name, t: sharded(t, specs[name]) if name in specs else t, value)
 
 
-def check_slots(optimizer: Any, params: Mapping[str, DTensor]) -> None:
-    """Refuse an optimizer's state that is not shards of the parameters' shapes, which could be saved and not restored.
+def check_slots(optimizer: Any, params: Mapping[str, Tensor]) -> None:
+    """Raises an error for an optimizer's state that could be saved but not restored.
 
     Raises:
-        LayoutError: it has other tensors.
+        LayoutError: a tensor of the state is not a shard of a parameter's shape.
 
-    >>> check_slots({"momentum": torch.zeros(8, 4)}, {})
-    Traceback (most recent call last):
-    verl_fn.backends.hf.ulysses.LayoutError: the optimizer's state has a tensor of shape [8, 4] outside of Slots: ...
+    Example:
+        >>> check_slots({"momentum": torch.zeros(8, 4)}, {})
+        Traceback (most recent call last):
+        verl_fn.backends.hf.ulysses.LayoutError: the optimizer's state has a tensor of shape [8, 4] ...
     """
     for part in pytree.tree_leaves(optimizer, is_leaf=lambda part: isinstance(part, Named)):
         if isinstance(part, Tensor) and part.ndim:
             raise LayoutError(
-                f"the optimizer's state has a tensor of shape {list(part.shape)} outside of Slots: put tensors of the "
-                "parameters' shapes into Slots under their names, so that they are sharded as the parameters are"
+                f"the optimizer's state has a tensor of shape {list(part.shape)} outside of Slots: put tensors of "
+                "the parameters' shapes into Slots under their names, so that they are sharded as the parameters are"
             )
         for name, t in part.leaves.items() if isinstance(part, Named) else ():
             if name not in params or local_of(t).shape != local_of(params[name]).shape:
                 raise LayoutError(
-                    f"the optimizer's state for {name} is not of its shape; states that are no such tensors cannot be "
-                    "sharded"
+                    f"the optimizer's state for {name} has another shape than the parameter, so it cannot be sharded "
+                    "as the parameter is"
                 )
 
 
 def _by_name(fn: Callable[[str, Tensor], Any], value: Any) -> Any:
-    """A value with every named tensor replaced. A GPU waits for this, so it is no general walk over trees."""
+    """Returns a value with every named tensor replaced.
+
+    A GPU waits for this, so it handles the nodes of states alone, which is faster than a general walk over trees.
+    """
     if isinstance(value, Named):
-        kind = type(value)
-        fields = {f.name: getattr(value, f.name) for f in attrs.fields(kind)}
-        return rebuild(kind, fields | {"leaves": {name: fn(name, t) for name, t in value.leaves.items()}})
+        leaves = {name: fn(name, t) for name, t in value.leaves.items()}
+        return rebuild(type(value), _fields(value) | {"leaves": leaves})
     if isinstance(value, Node):
-        return rebuild(type(value), {f.name: _by_name(fn, getattr(value, f.name)) for f in attrs.fields(type(value))})
+        return rebuild(type(value), {name: _by_name(fn, field) for name, field in _fields(value).items()})
     if isinstance(value, dict):
         return {name: _by_name(fn, item) for name, item in value.items()}
     if type(value) in (tuple, list):
@@ -191,6 +205,12 @@ def _by_name(fn: Callable[[str, Tensor], Any], value: Any) -> Any:
     return value
 
 
+def _fields(value: Node) -> dict[str, Any]:
+    kind = type(value)
+    names = (*field_names(kind, is_static=False), *field_names(kind, is_static=True))
+    return {name: getattr(value, name) for name in names}
+
+
 def whole_of(value: T) -> T:
-    """The same value with whole tensors, on every rank; all ranks must call it together."""
+    """Returns the same value with whole tensors, on every rank; all ranks call it together."""
     return tree.map_tensors(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, value)

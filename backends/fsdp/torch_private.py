@@ -1,8 +1,8 @@
-"""Everything private to PyTorch that sharding touches, in one file; written for the version in ``TORCH``.
+"""Every private name of PyTorch that sharding uses, in one file; written for the version in ``TORCH``.
 
-FSDP2 offers no public way to point its modules at other shards, to read which tensor belongs to which parameter, or to
-come back to rest after a pass that failed. ``PRIVATE`` lists every name that is used here, and a test looks each of
-them up, so that another version of PyTorch fails with the name that it lacks.
+FSDP2 has no public way to point its modules at other shards, to read which tensor belongs to which parameter, or to
+return to its idle state after a pass that failed. ``PRIVATE`` lists every name that is used here, and a test looks up
+each of them, so that another version of PyTorch fails with the name that it lacks.
 """
 
 from __future__ import annotations
@@ -41,35 +41,36 @@ PRIVATE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 Spec: TypeAlias = DTensorSpec
-Group: TypeAlias = Any  # FSDP's record of the parameters that travel together
+Group: TypeAlias = Any  # FSDP's record of the parameters that are gathered together
 Place: TypeAlias = Any  # FSDP's record of one parameter
 
 
 def spec(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, dtype: torch.dtype) -> Spec:
-    """Returns what a contiguous tensor is over a mesh."""
+    """Returns how a contiguous tensor is sharded over a mesh."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
 
 def sharded(local: Tensor, spec: Spec) -> DTensor:
-    """Returns the shards of which this rank holds ``local``, without a pass through the dispatcher."""
+    """Returns the sharded tensor whose local part is ``local``, without the cost of PyTorch's dispatcher."""
     return DTensor(local, spec, requires_grad=False)
 
 
-def parameter(t: DTensor, trained: bool) -> nn.Parameter:
-    """Returns the same shards as a parameter: what ``nn.Parameter`` makes, less its pass through the dispatcher."""
-    made = DTensor(t._local_tensor, t._spec, requires_grad=trained)
-    made._is_param = True
-    return made  # type: ignore[return-value]
+def parameter(t: Tensor, trained: bool) -> nn.Parameter:
+    """Returns a sharded tensor as a parameter, as ``nn.Parameter`` does, without the cost of PyTorch's dispatcher."""
+    tensor = DTensor(local_of(t), spec_of(t), requires_grad=trained)
+    tensor._is_param = True  # by which `isinstance(tensor, nn.Parameter)` holds
+    return tensor  # type: ignore[return-value]
 
 
 def local_of(t: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor: its shard, or all of it where every rank has all."""
+    """Returns this rank's part of a tensor: its shard, or the tensor itself where that is not sharded."""
     return t._local_tensor if isinstance(t, DTensor) else t
 
 
-def spec_of(t: DTensor) -> Spec:
-    """Returns how a tensor is sharded."""
+def spec_of(t: Tensor) -> Spec:
+    """Returns how a sharded tensor is sharded."""
+    assert isinstance(t, DTensor)
     return t._spec
 
 
@@ -86,12 +87,12 @@ def places_of(group: Group) -> list[Place]:
 
 def owners_of(place: Place) -> list[tuple[nn.Module, str]]:
     """Returns the modules that have this parameter, several for a tied one, with its name in each."""
-    about = place._module_info
-    return [(about.module, about.param_name), *zip(about.shared_modules, about.shared_param_names, strict=True)]
+    info = place._module_info
+    return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
 
 
 def point(place: Place, at: nn.Parameter) -> None:
-    """Lets FSDP gather from the shards of ``at`` and leave gradients there."""
+    """Makes FSDP gather the shards of ``at`` and accumulate gradients in it."""
     place._setattr_on_modules(at)
     place.reset_sharded_param()
 
@@ -104,20 +105,20 @@ def let_go(place: Place, empty: nn.Parameter, nothing: Tensor) -> None:
 
 
 def reduce_in_fp32(group: Group) -> None:
-    """Says which dtype gradients have; FSDP sets it once, by what its first pass trains."""
+    """Sets the dtype of gradients, which FSDP itself sets once, by the parameters that its first pass trains."""
     group._orig_dtype = group._reduce_dtype = torch.float32
 
 
 def drop_gathered(group: Group) -> None:
-    """Drops gathered parameters: they are of these shards, and the next call's may be others."""
+    """Drops gathered parameters, since the next call may be given other shards."""
     group.reshard()
 
 
 def reset(root: nn.Module) -> None:
-    """Brings FSDP back to rest after a pass that did not reach its end.
+    """Returns FSDP to its idle state after a pass that did not end.
 
-    A pass that stops between two hooks leaves FSDP in the middle of it: the next one would neither gather nor reduce.
-    Every mark that a pass leaves is cleared here, and every gathered parameter and unfinished gradient dropped.
+    After a pass that stops between two hooks, FSDP would neither gather nor reduce in the next one. This clears all
+    state of a pass, and drops every gathered parameter and unfinished gradient.
     """
     for state in _states(root):
         idle = type(state._training_state).IDLE
@@ -134,7 +135,7 @@ def reset(root: nn.Module) -> None:
 
 
 def _settle(comm: Any) -> None:
-    """Lets the compute stream wait for FSDP's own ones, and forgets what they were to hand over."""
+    """Makes the compute stream wait for FSDP's own streams, and drops the tensors that they were to hand over."""
     current = comm.device_handle.current_stream()
     for name in ("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"):
         current.wait_stream(getattr(comm, name))

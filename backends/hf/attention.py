@@ -1,13 +1,13 @@
 """Attention over packed rows, registered with transformers as ``verl_fn_packed``.
 
-Rows lie end to end in one sequence and must not see each other. transformers' own packed calls are silently
-wrong in several combinations of mask, cache and kernel; here the layout travels as one argument, ``packing``,
-through the model's keyword arguments to this function, and no mask is made at all.
+Rows lie end to end in one sequence and must not attend to each other. transformers' own packed calls are silently
+wrong in several combinations of mask, cache and kernel. Here the model passes the layout of the rows to this function
+as one keyword argument, ``packing``, and no mask is made.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import torch
@@ -23,15 +23,15 @@ NAME = "verl_fn_packed"
 
 @attrs.frozen(eq=False)
 class Packing:
-    """Where rows lie in a packed sequence.
+    """The layout of rows in a packed sequence.
 
     Attributes:
-        cu_seqlens: row starts and the end, int32, on the model's device.
-        places: 0 to the longest row's last token; its length says how long that is, since compiled code takes a
-            tensor's sizes as they come, and would be made anew for another number.
+        cu_seqlens: the starts of all rows and the end of the last, int32, on the model's device.
+        places: 0 to the longest row's last token. The longest row's length is passed as the length of this tensor,
+            since code is compiled for any size of a tensor but again for every other number.
         slots: each token's place in a padded ``[B * longest]`` table.
-        sequence: the ranks that share the sequence, if any; each then has a share of its tokens.
-        plain: whether only torch's own functions are used, which any ``torch.func`` transformation takes.
+        sequence: the ranks that share the sequence, if any; each then has a part of its tokens.
+        plain: use only torch's own functions, which every ``torch.func`` transformation accepts.
     """
 
     cu_seqlens: Int[Tensor, " B1"]
@@ -42,7 +42,7 @@ class Packing:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, sequence: Any = None) -> Packing:
-        """The packing of a batch that lies on the CPU."""
+        """Returns the packing of a batch on the CPU."""
         lengths = batch.lengths
         longest = int(lengths.max())
         within = torch.arange(batch.num_tokens) - batch.cu_seqlens[:-1].long().repeat_interleave(lengths)
@@ -52,7 +52,7 @@ class Packing:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row."""
+        """How many tokens the longest row has."""
         return len(self.places)
 
 
@@ -70,7 +70,11 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 T heads dim"], None]:
-    """Causal attention within each row: FlashAttention on CUDA in half precision, SDPA elsewhere."""
+    """Computes causal attention within each row: FlashAttention on CUDA in half precision, SDPA elsewhere.
+
+    Raises:
+        NotImplementedError: the model uses soft-capped scores or attention sinks.
+    """
     if softcap is not None or s_aux is not None:
         raise NotImplementedError(
             f"{type(module).__name__} uses soft-capped scores or attention sinks, which packed attention lacks"
@@ -84,10 +88,10 @@ def packed_attention(
     return _shared(attend, q, k, v, packing, scaling, sliding_window)[None], None
 
 
-# Compiled, the exchange loses its gradient without a word.
+# Compiled code silently loses the gradient of the exchange.
 @torch.compiler.disable
 def _shared(attend: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *options: Any) -> Tensor:
-    """Attention of the ranks that share the sequence, each on a part of the heads."""
+    """Computes the attention of ranks that share the sequence, each for a part of the heads."""
     shared = packing.sequence
     return shared.to_tokens(attend(*(shared.to_heads(x) for x in (q, k, v)), packing, *options))
 
@@ -97,11 +101,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | N
 
     cu, longest = packing.cu_seqlens, packing.longest
     size = (-1 if window is None else window - 1, 0)
-    return varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=size)
+    # It returns a tuple only where more than the output is asked for, which its types don't say.
+    return cast(Tensor, varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=size))
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
-    # Rows are padded on the right, and causality alone keeps padding from every real token.
+    # Rows are padded on the right, so the causal mask alone hides the padding from every token.
     rows, longest = len(packing.cu_seqlens) - 1, packing.longest
 
     def spread(x: Tensor) -> Tensor:
@@ -120,13 +125,13 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | 
 
 
 def _transformable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *options: Any) -> Tensor:
-    """The same through matrix products and a softmax, as fused kernels have no forward-mode derivative."""
+    """Computes the same with matrix products and a softmax, since fused kernels have no forward-mode derivative."""
     with sdpa_kernel(SDPBackend.MATH):
         return _padded(q, k, v, packing, *options)
 
 
 def register() -> None:
-    """Make the function known to transformers; it wants no mask."""
+    """Registers the function with transformers, and an empty mask for it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, packed_attention)

@@ -1,4 +1,4 @@
-"""Does an architecture compute what a pure step needs? Asked of a small random model with the same config."""
+"""Checks on a small random model that an architecture computes what a pure step needs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from verl_fn.backends.hf.config import ModelError, quiet
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.state import Batch
 
-# Sizes that only make a model large; what is left out of a small one changes nothing that is asked here.
+# Sizes that only make a model large; smaller ones do not change the results of the checks.
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
 VOCABULARY, WIDTH = 64, 64
 _checked: set[str] = set()
 
 
 def check_architecture(auto: Any, config: Any, head: str, options: dict[str, Any], folder: str | Path) -> None:
-    """Refuses a model whose rows see each other, or which changes its logits after the head; asked once a config.
+    """Raises an error for a model whose rows see each other, or which changes its logits after the output layer.
+
+    Each config is checked once in a process.
 
     Args:
         auto: transformers' class that makes the model.
@@ -34,36 +36,37 @@ def check_architecture(auto: Any, config: Any, head: str, options: dict[str, Any
         folder: where the config comes from, for errors.
 
     Raises:
-        ModelError: it is such a model, or packed attention lacks what it uses.
+        ModelError: it is such a model, or it uses what packed attention lacks.
     """
-    asked = json.dumps([auto.__name__, head, config.to_dict()], sort_keys=True, default=str)
-    if asked in _checked:
+    checked_config = json.dumps([auto.__name__, head, config.to_dict()], sort_keys=True, default=str)
+    if checked_config in _checked:
         return
     failure: Exception | None = None
     for small in smaller(config):
         try:
             with quiet():
-                _ask(_random_model(auto, small, head, options), folder)
+                _check(_random_model(auto, small, head, options), folder)
         except ModelError:
             raise
         except NotImplementedError as error:
             raise ModelError(f"{folder}: {error}") from error
         except Exception as error:
-            # These sizes do not go together in this architecture; the next ones are nearer to its own.
+            # This architecture does not allow these sizes together; the next ones are closer to its own.
             failure = error
             continue
-        _checked.add(asked)
+        _checked.add(checked_config)
         return
     raise ModelError(f"{folder}: a small model of this config cannot be run: {failure}") from failure
 
 
 def smaller(config: Any) -> Iterator[Any]:
-    """Yields the config with small sizes: in all dimensions, then only in those that cannot disagree, then as it is.
+    """Yields the config with small sizes: first all sizes, then only independent ones, then the config as it is.
 
-    >>> from transformers import Qwen2Config
-    >>> first = next(smaller(Qwen2Config(num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2)))
-    >>> first.num_hidden_layers, first.num_attention_heads, first.num_key_value_heads, first.vocab_size
-    (2, 12, 2, 64)
+    Example:
+        >>> from transformers import Qwen2Config
+        >>> first = next(smaller(Qwen2Config(num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2)))
+        >>> first.num_hidden_layers, first.num_attention_heads, first.num_key_value_heads, first.vocab_size
+        (2, 12, 2, 64)
     """
     shallow = copy.deepcopy(config)
     text = shallow.get_text_config()
@@ -86,13 +89,13 @@ def _cut_layers(config: Any) -> bool:
         return False
     kinds = list(getattr(config, "layer_types", None) or ())
     dense = getattr(config, "first_k_dense_replace", None)
-    # Every kind of layer stays in it.
+    # Keep a layer of every kind.
     wanted = max([2, (dense or 0) + 1, *(kinds.index(kind) + 1 for kind in set(kinds))])
-    kept = min(layers, wanted)
+    depth = min(layers, wanted)
     for name, value in vars(config).items():
         if isinstance(value, list) and len(value) == layers:
-            setattr(config, name, value[:kept])
-    config.num_hidden_layers = kept
+            setattr(config, name, value[:depth])
+    config.num_hidden_layers = depth
     return True
 
 
@@ -102,10 +105,10 @@ def _cut_widths(config: Any) -> bool:
         return False
     shared = getattr(config, "num_key_value_heads", None) or heads
     width = getattr(config, "head_dim", None) or hidden // heads
-    kept = 2 if shared % 2 == 0 else 1
-    config.num_attention_heads = kept * (heads // shared)
+    kv_heads = 2 if shared % 2 == 0 else 1
+    config.num_attention_heads = kv_heads * (heads // shared)
     if getattr(config, "num_key_value_heads", None) is not None:
-        config.num_key_value_heads = kept
+        config.num_key_value_heads = kv_heads
     config.hidden_size = config.num_attention_heads * width
     for name in WIDTHS:
         _lower(config, name, WIDTH)
@@ -119,7 +122,7 @@ def _lower(config: Any, name: str, most: int) -> None:
 
 
 def _random_model(auto: Any, config: Any, head: str, options: dict[str, Any]) -> Skeleton:
-    """Returns a model whose activations and logits are of the size of trained ones: soft caps show only on those."""
+    """Returns a model with activations and logits as large as trained ones, since soft caps change only those."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = auto.from_config(copy.deepcopy(config), **options)
@@ -134,7 +137,7 @@ def _random_model(auto: Any, config: Any, head: str, options: dict[str, Any]) ->
 
 
 @torch.no_grad()
-def _ask(skeleton: Skeleton, folder: str | Path) -> None:
+def _check(skeleton: Skeleton, folder: str | Path) -> None:
     vocab = skeleton.config.get_text_config().vocab_size
     rows = [[1 % vocab, 2 % vocab, 3 % vocab], [5 % vocab, 4 % vocab]]
     batch = Batch.from_rows(rows)

@@ -1,4 +1,4 @@
-"""The config of a Hugging Face folder, refused where a pure step cannot run its model."""
+"""Reads the config of a Hugging Face folder, and refuses one whose model a pure step cannot run."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ if TYPE_CHECKING:
 
 
 class ModelError(UserError, ValueError):
-    """A folder that cannot be loaded or a model that cannot be run, with what to do."""
+    """A folder cannot be loaded, or its model cannot be run."""
 
 
-def check_same_config(mine: Skeleton, folder: str | Path) -> None:
-    """Whether the config in ``folder`` is that of a skeleton, but for what names it.
+def check_same_config(skeleton: Skeleton, folder: str | Path) -> None:
+    """Raises an error unless the config in ``folder`` describes the same model as a skeleton's.
 
     Raises:
-        ModelError: it is another, or there is none.
+        ModelError: it describes another, or there is none.
     """
-    ours, theirs = (_meaningful(config.to_dict()) for config in (mine.config, read_config(folder)))
-    if odd := sorted(k for k in ours.keys() | theirs.keys() if ours.get(k) != theirs.get(k)):
-        raise ModelError(f"{folder} holds another model than the one this backend was made for: {odd[:4]} differ")
+    own, other = (_meaningful(config.to_dict()) for config in (skeleton.config, read_config(folder)))
+    if differing := sorted(key for key in own.keys() | other.keys() if own.get(key) != other.get(key)):
+        raise ModelError(
+            f"{folder} holds another model than the one this backend was made for: {differing[:4]} differ"
+        )
 
 
 def _meaningful(config: dict[str, Any]) -> dict[str, Any]:
-    """A config less what names it and what belongs to a head."""
+    """Returns a config without the fields that only name it, and those of a head."""
     names = ("architectures", "transformers_version", "dtype", "use_cache", "id2label", "label2id", "num_labels")
     return {k: v for k, v in config.items() if k not in names and not k.startswith("_")}
 
 
 def read_config(folder: str | Path) -> Any:
-    """The transformers config of a folder.
+    """Reads the transformers config of a folder.
 
     Raises:
-        ModelError: there is none, it cannot be read, or it asks for what a pure step cannot have.
+        ModelError: there is none, it cannot be read, or it sets what a pure step cannot do.
     """
     import transformers
 
@@ -46,9 +48,9 @@ def read_config(folder: str | Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError) as error:
-        # transformers' advice on its own versions, on further lines, does not help here.
+        # The other lines of the message are advice on versions of transformers, which does not help here.
         raise ModelError(f"{folder}/config.json cannot be read: {str(error).splitlines()[0]}") from error
-    # Dropout of heads that transformers would put on top is never run here.
+    # The dropout of transformers' own heads is never run here.
     dropout = {
         name: rate
         for name, rate in config.to_dict().items()
@@ -64,16 +66,16 @@ def read_config(folder: str | Path) -> Any:
             f"max_position_embeddings"
         )
     kinds = set(getattr(config, "layer_types", None) or ())
-    if odd := kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{folder} has layers of kind {sorted(odd)}, which would mix packed rows")
+    if mixing := kinds - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"{folder} has layers of kind {sorted(mixing)}, which would mix packed rows")
     return config
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """What a config says of rotary embeddings: of all layers, or of each kind of layers."""
-    text = config.get_text_config()
-    found = [getattr(text, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
-    return found + [kind for rope in found for kind in rope.values() if isinstance(kind, dict)]
+    """Returns the settings of rotary embeddings: those of all layers, and those of each kind of layer."""
+    text_config = config.get_text_config()
+    ropes = [getattr(text_config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
+    return ropes + [of_kind for rope in ropes for of_kind in rope.values() if isinstance(of_kind, dict)]
 
 
 def _kind(rope: dict[str, Any]) -> str:
@@ -81,13 +83,13 @@ def _kind(rope: dict[str, Any]) -> str:
 
 
 def longest_row(config: Any) -> float:
-    """The most tokens of a row for which rotary frequencies do not depend on the rows beside it."""
+    """Returns the most tokens of a row for which rotary frequencies do not depend on the other rows."""
     limit = "original_max_position_embeddings"
     return min((r.get(limit, math.inf) for r in _ropes(config) if _kind(r) == "longrope"), default=math.inf)
 
 
 class quiet:
-    """Hold back transformers' progress bars and its warnings on newly made heads."""
+    """Hides transformers' progress bars and its warnings about new heads."""
 
     def __enter__(self) -> None:
         from transformers.utils import logging

@@ -1,8 +1,8 @@
-"""Reading some rows of a model folder's weights, where its files name and shape them as the model does.
+"""Reads rows of a model folder's weights, where its files name and shape tensors as the model does.
 
-Most folders do. Where transformers has to convert (experts that lie one by one in the file, names with another prefix,
-tied weights that are in the file twice, pickled or quantized files), ``Weights.of`` returns None and the caller goes
-through ``folder.build``, which transformers fills.
+Most folders do. Where transformers has to convert (one tensor for each expert, names with another prefix, tied
+weights that are stored twice, pickled or quantized files), ``Weights.of`` returns None, and the caller uses
+``folder.build``, which loads them with transformers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 @attrs.frozen(eq=False)
 class Weights:
-    """The weights of a folder, of which any rows can be read without the rest.
+    """The weights of a folder, from which any rows can be read alone.
 
     Attributes:
-        shapes: every parameter of the model by canonical name.
+        shapes: the shape of every parameter of the model by canonical name.
         files: the file that holds each; parameters that no file holds are zeros.
-        digest: a hash of all headers and of some elements of every tensor, to tell another folder by.
+        digest: a hash of all headers and of some elements of every tensor, which differs between folders.
     """
 
     shapes: dict[str, torch.Size]
@@ -40,15 +40,15 @@ class Weights:
 
     @classmethod
     def of(cls, folder: str | Path, model: Hollow) -> Weights | None:
-        """Returns the weights of ``folder`` if they can be read as they lie, else None.
+        """Returns the weights of ``folder`` if they can be read without conversion, else None.
 
-        It refuses nothing: what is missing, damaged or of another shape is left to ``folder.build`` to report.
+        It raises no errors: ``folder.build`` reports weights that are missing, damaged or of another shape.
         """
         if getattr(model.skeleton.config, "quantization_config", None) or model.skeleton.constants:
             return None
         try:
             places = _places(Path(folder))
-            if not places or not _named_alike(places, model):
+            if not places or not _needs_no_conversion(places, model):
                 return None
             shapes = {name: t.shape for name, t in model.shapes.items() if name not in model.adapters}
             files = {name: places[name] for name in shapes if name in places}
@@ -61,7 +61,14 @@ class Weights:
         """Copies rows ``start`` to ``end`` of a parameter into a tensor, whatever dtype the file has.
 
         Args:
-            opened: the files that were opened so far; the caller keeps it from call to call.
+            name: of the parameter.
+            start: the first row.
+            end: the one after the last row.
+            into: has room for these rows.
+            opened: the files that earlier calls opened; this call adds to it.
+
+        Returns:
+            ``into``.
         """
         if name not in self.files:
             return into.zero_()
@@ -81,8 +88,8 @@ def _places(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in names.items()}
 
 
-def _named_alike(places: dict[str, Path], model: Hollow) -> bool:
-    """Returns whether transformers would read these names as they are."""
+def _needs_no_conversion(places: dict[str, Path], model: Hollow) -> bool:
+    """Returns whether transformers would read the tensors of these names without renaming or converting any."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -109,8 +116,8 @@ def _named_alike(places: dict[str, Path], model: Hollow) -> bool:
 
 
 def _digest(files: dict[str, Path], shapes: dict[str, torch.Size]) -> str | None:
-    """Returns the digest, or None where a tensor has another shape or is not of floating point."""
-    found = hashlib.blake2b(digest_size=8)
+    """Returns the digest, or None where a tensor has another shape or no floating-point dtype."""
+    digest = hashlib.blake2b(digest_size=8)
     opened: dict[Path, Slices] = {}
     for name, file in sorted(files.items()):
         if file not in opened:
@@ -118,8 +125,8 @@ def _digest(files: dict[str, Path], shapes: dict[str, torch.Size]) -> str | None
         dtype, shape = opened[file].about(name)
         if dtype not in FLOATS or shape != tuple(shapes[name]) or not shape:
             return None
-        found.update(f"{name}{dtype}{shape}".encode())
+        digest.update(f"{name}{dtype}{shape}".encode())
         for row in sorted({0, shape[0] // 3, shape[0] - 1}):
             part = opened[file].rows(name, row, row + 1).reshape(-1)[:64]
-            found.update(part.clone().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            digest.update(part.clone().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Hugging Face folders as values: a skeleton and its parameters by name, refused where a pure step cannot run them."""
+"""Makes skeletons and parameters from Hugging Face folders, and refuses models that a pure step cannot run."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Hollow:
     """A model without its weights.
 
     Attributes:
-        skeleton: on the meta device, but for constants such as rotary frequencies.
+        skeleton: on the meta device, except for constants such as rotary frequencies.
         shapes: every parameter by canonical name, on the meta device; adapters come last.
-        adapters: the values of those that LoRA puts in.
-        new_head: the output layer is made anew, of zeros, so the folder need not have it.
+        adapters: the values of LoRA's adapters.
+        new_head: the output layer is new and of zeros, so the folder need not have it.
     """
 
     skeleton: Skeleton
@@ -74,7 +74,7 @@ def build(
     with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder, config):
         torch.manual_seed(key.seed())
         if pretrained:
-            # What does not fit is reported below, all of it by name.
+            # `_check_loaded` reports weights that do not fit, all of them by name.
             model, loaded = auto.from_pretrained(
                 folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
             )
@@ -96,7 +96,7 @@ def build(
 def hollow(
     folder: str | Path, head: str, *, key: Key, checkpointing: bool = False, lora: Lora | None = None
 ) -> Hollow:
-    """Returns the model of a Hugging Face folder without its weights: what ``build`` makes, less their memory.
+    """Returns the model of a Hugging Face folder as ``build`` does, but without memory for its weights.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
@@ -110,7 +110,7 @@ def hollow(
     shapes = {name: p.detach() for name, p in model.named_parameters()}
     adapters: dict[str, Tensor] = {}
     if lora is not None:
-        # PEFT makes an adapter where the layer's weight lies: on the CPU, so that it is drawn.
+        # PEFT makes an adapter on the device of the layer's weight, and draws its values only on a real device.
         _replace(model, lambda p: torch.zeros(()).expand(p.shape))
         adapters = _adapted(skeleton, lora, key, folder)
         _to_meta(model)
@@ -132,22 +132,22 @@ def _recipe(folder: str | Path, head: str) -> tuple[Any, Any, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _refusals(folder: str | Path, config: Any) -> Iterator[None]:
-    """Names the folder in what transformers raises."""
+    """Replaces errors of transformers by ones that name the folder."""
     try:
         yield
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        # Some architectures look their attention up among their own.
+        # Some architectures look up the name of the attention among their own classes.
         if error.args == (attention.NAME,):
             raise ModelError(f"{folder}: {config.model_type} {_UNFIT}") from error
         raise ModelError(f"{folder}: {error}") from error
     except RuntimeError as error:
-        # The report that it speaks of is not shown.
+        # The rest of the message refers to a report that is not shown.
         reason = str(error).partition(" For details")[0]
-        raise ModelError(f"{folder}: its weights cannot be put together: {reason}") from error
+        raise ModelError(f"{folder}: its weights cannot be converted for this model: {reason}") from error
 
 
 def _prepared(model: Any, folder: str | Path, head: str, config: Any, checkpointing: bool) -> tuple[Skeleton, bool]:
-    """Returns the model as a skeleton, and whether its output layer is made anew."""
+    """Returns the model as a skeleton, and whether its output layer is new."""
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{folder}: {type(model).__name__} {_UNFIT}")
     model.config.use_cache = False
@@ -160,7 +160,7 @@ def _prepared(model: Any, folder: str | Path, head: str, config: Any, checkpoint
 
 
 def _keep_generation_config(model: Any, folder: str | Path) -> None:
-    """Takes the folder's settings of generation over, which saved folders are to have, however weights were made."""
+    """Copies the folder's generation settings to the model, so that folders it is saved into have them."""
     from transformers import GenerationConfig
 
     if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
@@ -169,7 +169,7 @@ def _keep_generation_config(model: Any, folder: str | Path) -> None:
 
 
 def _adapted(skeleton: Skeleton, lora: Lora | None, key: Key, folder: str | Path) -> dict[str, Tensor]:
-    """Puts adapters in, if any are asked for, and returns their values."""
+    """Adds the adapters of ``lora`` to a skeleton, and returns their values."""
     if lora is None:
         return {}
     skeleton.adapt(lora, key.fold_in("lora"), folder)
@@ -178,11 +178,15 @@ def _adapted(skeleton: Skeleton, lora: Lora | None, key: Key, folder: str | Path
 
 
 def _check_loaded(skeleton: Skeleton, loaded: dict[str, Any], new_head: bool, folder: str | Path) -> None:
-    """Refuse a folder without a weight of the model, which transformers draws at random, or with others.
+    """Raises an error for a folder that lacks weights of the model, or has others.
+
+    transformers would draw missing weights at random.
 
     Args:
-        loaded: what transformers tells of the weights.
-        new_head: the output layer is made anew, so the folder need not have it.
+        skeleton: the model.
+        loaded: transformers' report on the weights that it loaded.
+        new_head: the output layer is new, so the folder need not have it.
+        folder: where the weights come from.
     """
     layer = skeleton.output_layer
     own = next(name for name, module in skeleton.model.named_modules() if module is layer)
@@ -195,25 +199,30 @@ def _check_loaded(skeleton: Skeleton, loaded: dict[str, Any], new_head: bool, fo
         "of another shape": filter(needed, (name for name, *_ in loaded["mismatched_keys"])),
         "not of this model": (n for n in loaded["unexpected_keys"] if n.partition(".")[0] not in HEADS - {own}),
     }
-    told = []
-    for what, found in differing.items():
-        if names := sorted(found):
-            told.append(f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})")
-    if told:
+    problems = []
+    for problem, differing_names in differing.items():
+        if names := sorted(differing_names):
+            problems.append(f"{len(names)} {problem} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})")
+    if problems:
         raise ModelError(
-            f"{folder} does not hold the weights of {type(skeleton.model).__name__}: {'; '.join(told)}; copy the "
-            f"folder anew, or give it the config.json of its weights"
+            f"{folder} does not hold the weights of {type(skeleton.model).__name__}: {'; '.join(problems)}; copy the "
+            f"folder again, or give it the config.json of its weights"
         )
 
 
-def check_same_model(mine: Skeleton, other: Skeleton, folder: str | Path) -> None:
-    """Whether ``other``, of ``folder``, computes what ``mine`` does with the same parameters.
+def check_same_model(skeleton: Skeleton, other: Skeleton, folder: str | Path) -> None:
+    """Raises an error unless two skeletons compute the same with the same parameters.
+
+    Args:
+        skeleton: the backend's own.
+        other: that of ``folder``.
+        folder: a model folder.
 
     Raises:
         ModelError: their configs or their constants differ.
     """
-    check_same_config(mine, folder)
-    constants = dict(mine.named_buffers())
+    check_same_config(skeleton, folder)
+    constants = dict(skeleton.named_buffers())
     for name, b in other.named_buffers():
         if not torch.equal(b.cpu(), constants[name].cpu()):
             raise ModelError(f"{folder} holds another {name} than the model this backend was made for")
@@ -221,7 +230,7 @@ def check_same_model(mine: Skeleton, other: Skeleton, folder: str | Path) -> Non
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Lets modules register every parameter on the meta device; buffers are made for real."""
+    """Makes modules register every parameter on the meta device; buffers keep their device."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -243,10 +252,10 @@ def _to_meta(model: nn.Module) -> None:
 
 def _replace(model: nn.Module, by: Callable[[Tensor], Tensor]) -> None:
     """Replaces every parameter; a tied weight stays one parameter."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, p in list(module._parameters.items()):
             if p is not None:
-                if p not in made:
-                    made[p] = nn.Parameter(by(p.detach()))
-                module._parameters[name] = made[p]
+                if p not in replacements:
+                    replacements[p] = nn.Parameter(by(p.detach()))
+                module._parameters[name] = replacements[p]

@@ -1,7 +1,10 @@
-"""Triton kernels over rows of logits: what log-probabilities want of them, and their gradient in their place.
+"""Triton kernels over rows of logits: the reductions of log-probabilities, and the gradient in the logits' place.
 
-Each reads the logits once, in whatever dtype the output layer gave them, and reckons in fp32.
+Each reads the logits once, in whatever dtype the output layer gave them, and computes in fp32.
 """
+
+# Triton takes the annotations of a kernel's arguments for its own types, so its tensors have none.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def reduce_rows(
     log_z: Float[Tensor, " N"],
     entropies: Float[Tensor, " N"] | None,
 ) -> None:
-    """Fill in log-probabilities of ``targets``, log-normalisers and, if given, entropies."""
+    """Writes the log-probabilities of ``targets``, the log-normalisers and, if there is room for them, entropies."""
     rows, vocab = logits.shape
     _reduce[(rows,)](
         logits, logits.stride(0), vocab, targets, temperature, logprobs, log_z, entropies,
@@ -38,7 +41,7 @@ def gradient_in_place(
     entropies: Float[Tensor, " N"] | None,
     d_entropies: Float[Tensor, " N"],
 ) -> None:
-    """Replace logits by the gradient with respect to them."""
+    """Overwrites logits with the gradient with respect to them."""
     rows, vocab = logits.shape
     _gradient[(rows, triton.cdiv(vocab, BLOCK))](
         logits, logits.stride(0), vocab, targets, temperature, log_z, d_logprobs, entropies, d_entropies,

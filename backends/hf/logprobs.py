@@ -1,7 +1,7 @@
 """Log-probabilities and entropy from hidden states, a chunk of tokens at a time.
 
-The logits of a whole micro-batch ``[T, vocab]`` never exist: each chunk's are made, reduced and dropped, and
-made again in the backward pass.
+The logits of a whole micro-batch ``[T, vocab]`` never exist: those of each chunk are computed, reduced and dropped,
+and computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -27,23 +27,31 @@ def logprobs_and_entropy(
     chunk: int | None = None,
     plain: bool = False,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
-    """Log-probability of ``targets`` under softmax(logits / temperature), in nats, and the entropy if asked.
+    """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
 
-    Reductions are in fp32 whatever the dtype of ``hidden``. Differentiable in hidden, weight and bias.
+    Reductions are in fp32 whatever the dtype of ``hidden``. Results are differentiable in hidden, weight and bias.
 
     Args:
-        chunk: tokens at a time; by default as many as keep a chunk's logits within a fixed size.
-        plain: torch's own functions on all logits at once, which every ``torch.func`` transformation takes.
+        hidden: a hidden state for each target.
+        weight: of the output layer.
+        bias: of the output layer, if it has one.
+        targets: token ids.
+        temperature: one for each target; None stands for 1.
+        entropy: also compute entropies, which are None otherwise.
+        chunk: how many tokens are computed at a time; by default as many as keep a chunk's logits within a fixed
+            size.
+        plain: use torch's own functions on all logits at once, which every ``torch.func`` transformation accepts.
 
-    >>> lp, h = logprobs_and_entropy(torch.zeros(1, 2), torch.zeros(4, 2), None, torch.tensor([1]), entropy=True)
-    >>> round(lp.item(), 4), round(h.item(), 4)
-    (-1.3863, 1.3863)
+    Example:
+        >>> lp, h = logprobs_and_entropy(torch.zeros(1, 2), torch.zeros(4, 2), None, torch.tensor([1]), entropy=True)
+        >>> round(lp.item(), 4), round(h.item(), 4)
+        (-1.3863, 1.3863)
     """
     if plain:
         return _plain(hidden, weight, bias, targets, temperature, entropy)
     if chunk is None:
         chunk = max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // len(weight))
-    logprobs, entropies = _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy, chunk)
+    logprobs, entropies, _ = _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy, chunk)
     return logprobs, entropies if entropy else None
 
 
@@ -59,9 +67,10 @@ def _plain(
 
 
 class _LogProbs(torch.autograd.Function):
+    """The fused function: log-probabilities, entropies (zeros unless asked for) and log-normalisers."""
+
     @staticmethod
     def forward(
-        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -69,23 +78,28 @@ class _LogProbs(torch.autograd.Function):
         temperature: Tensor | None,
         entropy: bool,
         chunk: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         log_z = torch.empty_like(logprobs)
         entropies = torch.zeros_like(logprobs)
         reduce = _on_cuda().reduce_rows if hidden.is_cuda else _reduce_rows
         for part in _slices(len(hidden), chunk):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            told = entropies[part] if entropy else None
-            reduce(logits, targets[part], _at(temperature, part), logprobs[part], log_z[part], told)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_z, entropies)
-        ctx.entropy, ctx.chunk = entropy, chunk
-        if not entropy:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+            of_part = entropies[part] if entropy else None
+            reduce(logits, targets[part], _at(temperature, part), logprobs[part], log_z[part], of_part)
+        return logprobs, entropies, log_z
 
     @staticmethod
-    def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        hidden, weight, bias, targets, temperature, ctx.entropy, ctx.chunk = inputs
+        _, entropies, log_z = output
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_z, entropies)
+        ctx.mark_non_differentiable(*([log_z] if ctx.entropy else [log_z, entropies]))
+
+    @staticmethod
+    def backward(
+        ctx: Any, d_logprobs: Tensor, d_entropies: Tensor, d_log_z: Tensor
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, log_z, entropies = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if for_hidden else None
@@ -95,10 +109,10 @@ class _LogProbs(torch.autograd.Function):
         d_logprobs, d_entropies = d_logprobs.contiguous(), d_entropies.contiguous()
         for part in _slices(len(hidden), ctx.chunk):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            told = entropies[part] if ctx.entropy else None
-            to_gradient(
-                logits, targets[part], _at(temperature, part), log_z[part], d_logprobs[part], told, d_entropies[part]
-            )
+            of_part = entropies[part] if ctx.entropy else None
+            d_entropies_part = d_entropies[part]
+            heat = _at(temperature, part)
+            to_gradient(logits, targets[part], heat, log_z[part], d_logprobs[part], of_part, d_entropies_part)
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[part])
             if d_weight is not None:
@@ -110,12 +124,15 @@ class _LogProbs(torch.autograd.Function):
                     d_weight.add_(logits.t() @ hidden[part])
             if d_bias is not None:
                 d_bias.add_(logits.sum(0))
-        as_given = lambda grad, like: None if grad is None else grad.to(like.dtype)  # noqa: E731
-        return d_hidden, as_given(d_weight, weight), as_given(d_bias, bias), None, None, None, None
+        if d_weight is not None:
+            d_weight = d_weight.to(weight.dtype)
+        if d_bias is not None:
+            d_bias = d_bias.to(bias.dtype)
+        return d_hidden, d_weight, d_bias, None, None, None, None
 
 
 def _on_cuda() -> Any:
-    # Triton is there only where CUDA is.
+    # Triton is installed only with CUDA.
     from verl_fn.backends.hf import kernels
 
     return kernels
@@ -129,7 +146,7 @@ def _reduce_rows(
     log_z: Tensor,
     entropies: Tensor | None,
 ) -> None:
-    """``kernels.reduce_rows`` in plain torch."""
+    """Computes ``kernels.reduce_rows`` with torch's own functions."""
     logits = _scaled(logits, temperature)
     torch.logsumexp(logits, -1, out=log_z)
     logprobs.copy_(logits.gather(1, targets[:, None])[:, 0] - log_z)
@@ -147,8 +164,8 @@ def _gradient_in_place(
     entropies: Tensor | None,
     d_entropies: Tensor,
 ) -> None:
-    """``kernels.gradient_in_place`` in plain torch."""
-    given = logits
+    """Computes ``kernels.gradient_in_place`` with torch's own functions."""
+    given_logits = logits
     log_probs = _scaled(logits, temperature).sub_(log_z[:, None])
     probs = log_probs.exp()
     if entropies is None:
@@ -160,7 +177,7 @@ def _gradient_in_place(
     d_logits.scatter_add_(1, targets[:, None], d_logprobs[:, None])
     if temperature is not None:
         d_logits.div_(temperature[:, None])
-    given.copy_(d_logits)
+    given_logits.copy_(d_logits)
 
 
 def _scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:

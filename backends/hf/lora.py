@@ -1,7 +1,7 @@
-"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): which layers have them, and what is merged, kept and written.
+"""Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): which layers have them, and how they are merged and saved.
 
-PEFT puts them into a model and knows their format; parameters keep the names of the model without adapters, and
-each adapted layer ``m`` has ``m.lora_A.weight`` and ``m.lora_B.weight`` beside its own.
+PEFT adds them to a model and writes their format. Parameters keep the names of the model without adapters, and each
+adapted layer ``m`` has ``m.lora_A.weight`` and ``m.lora_B.weight`` beside its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ALL = "all-linear"
 
 
 class LoraError(UserError, ValueError):
-    """Adapters that cannot be made, or that are not those of a folder."""
+    """Adapters cannot be made, or differ from those of a folder."""
 
 
 def _check_rank(lora: Lora, _: Any, rank: Any) -> None:
@@ -41,7 +41,7 @@ def _check_alpha(lora: Lora, _: Any, alpha: Any) -> None:
 def _names(targets: Any) -> tuple[str, ...]:
     if isinstance(targets, str):
         raise LoraError(
-            f"targets of LoRA is the text {targets!r}; give a tuple or list of names, such as ({targets!r},)"
+            f"targets of LoRA is the string {targets!r}; give a tuple or list of names, such as ({targets!r},)"
         )
     return tuple(targets)
 
@@ -52,19 +52,20 @@ def _itself(t: Tensor) -> Tensor:
 
 @attrs.frozen
 class Lora:
-    """What adapters to train: ``W + alpha / rank * B @ A`` in place of ``W``.
+    """Which adapters to train: a layer computes with ``W + alpha / rank * B @ A`` in place of ``W``.
 
     Attributes:
-        rank: rows of A, columns of B.
+        rank: the rows of A and columns of B.
         alpha: the adapters' scale is ``alpha / rank``.
-        targets: names of layers, or ends of them such as ``q_proj``; ``all-linear`` takes every linear layer but the
+        targets: names of layers, or ends of names such as ``q_proj``; ``all-linear`` takes every linear layer but the
             output layer.
 
     Raises:
-        LoraError: one of them cannot be.
+        LoraError: one of the attributes has an impossible value.
 
-    >>> Lora(rank=8, alpha=16.0).scale
-    2.0
+    Example:
+        >>> Lora(rank=8, alpha=16.0).scale
+        2.0
     """
 
     rank: int = attrs.field(validator=_check_rank)
@@ -73,6 +74,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
+        """The factor of ``B @ A``."""
         return self.alpha / self.rank
 
 
@@ -81,14 +83,15 @@ class Adapters:
     """The adapters of a model; without ``lora`` it has none.
 
     Attributes:
-        lora: what was asked for.
+        lora: the settings that the adapters were made from.
         layers: the adapted layers, in the model's order.
-        transposed: those of them that keep their weight as [in, out].
+        transposed: those of them whose weight is stored as [in, out].
 
-    >>> adapters = Adapters(Lora(rank=1, alpha=2.0), ("m",))
-    >>> params = Params({"m.weight": torch.zeros(1, 1)} | {name: torch.ones(1, 1) for name in adapters.names()})
-    >>> {name: float(t) for name, t in adapters.merged(params)}
-    {'m.weight': 2.0}
+    Example:
+        >>> adapters = Adapters(Lora(rank=1, alpha=2.0), ("m",))
+        >>> params = Params({"m.weight": torch.zeros(1, 1)} | {name: torch.ones(1, 1) for name in adapters.names()})
+        >>> {name: float(t) for name, t in adapters.merged(params)}
+        {'m.weight': 2.0}
     """
 
     lora: Lora | None = None
@@ -96,30 +99,31 @@ class Adapters:
     transposed: frozenset[str] = frozenset()
 
     def names(self) -> list[str]:
-        """The names of the adapters' own parameters, in the model's order."""
+        """Returns the names of the adapters' own parameters, in the model's order."""
         return [f"{layer}.{part}.weight" for layer in self.layers for part in ("lora_A", "lora_B")]
 
     def completed(self, params: Params, zeros: Callable[[tuple[int, int]], Tensor]) -> dict[str, Tensor]:
-        """The leaves of ``params``, with ``zeros(shape)`` for adapters that it lacks: they add nothing."""
-        found = dict(params.leaves)
+        """Returns the leaves of ``params``, with ``zeros(shape)`` for adapters that it lacks."""
+        leaves = dict(params.leaves)
         for layer in self.layers:
             assert self.lora is not None
             shape = params[f"{layer}.weight"].shape
             rows, columns = reversed(shape) if layer in self.transposed else shape
             for part, size in (("lora_A", (self.lora.rank, columns)), ("lora_B", (rows, self.lora.rank))):
                 name = f"{layer}.{part}.weight"
-                if name not in found:
-                    found[name] = zeros(size)
-        return found
+                if name not in leaves:
+                    leaves[name] = zeros(size)
+        return leaves
 
     def merged(
         self, params: Params, rows: Callable[[Tensor], Tensor] = _itself, whole: Callable[[Tensor], Tensor] = _itself
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the model without adapters, one after the other, with the adapters added in.
+        """Yields every parameter of the model without adapters, with the adapters added to it.
 
         Args:
-            rows: the rows of a leaf that are wanted: of the weight, and of B, which has as many.
-            whole: a whole leaf.
+            params: the model's parameters.
+            rows: returns the rows of a leaf to compute: of a weight, and of B, which has the same rows.
+            whole: returns a whole leaf.
         """
         adapted = {f"{layer}.weight": layer for layer in self.layers}
         for name, t in self.without(params).items():
@@ -135,26 +139,29 @@ class Adapters:
     def filed(
         self, params: Params, rows: Callable[[Tensor], Tensor] = _itself, whole: Callable[[Tensor], Tensor] = _itself
     ) -> dict[str, Tensor]:
-        """The merged model for its file. What is made for it goes to the CPU at once: a GPU need not hold all of it."""
-        made = {f"{layer}.weight" for layer in self.layers}
-        return {name: t.cpu() if name in made else t for name, t in self.merged(params, rows, whole)}
+        """Returns the merged model for its file; see ``merged``.
+
+        Merged weights move to the CPU one by one, so that a GPU never holds all of them.
+        """
+        merged_names = {f"{layer}.weight" for layer in self.layers}
+        return {name: t.cpu() if name in merged_names else t for name, t in self.merged(params, rows, whole)}
 
     def without(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The leaves that are not of the adapters."""
+        """Returns the leaves that do not belong to adapters."""
         own = set(self.names())
         return {name: t for name, t in leaves.items() if name not in own}
 
-    def kept(self, params: Params) -> Params:
-        """What cannot be told from the merged model: the adapters, and the weights that they were added to."""
+    def unmerged(self, params: Params) -> Params:
+        """Returns what the merged model cannot restore: the adapters, and the weights that they were added to."""
         names = {f"{layer}.weight" for layer in self.layers} | set(self.names())
         return attrs.evolve(params, leaves={name: t for name, t in params.items() if name in names})
 
-    def joined(self, like: Params, merged: Mapping[str, Tensor], kept: Params) -> Params:
-        """The parameters with the structure of ``like``, from the merged model and what was ``kept`` beside it."""
-        return attrs.evolve(like, leaves={n: kept[n] if n in kept else merged[n] for n in like})
+    def joined(self, like: Params, merged: Mapping[str, Tensor], unmerged: Params) -> Params:
+        """Returns parameters with the structure of ``like``, from the merged model and the unmerged leaves."""
+        return attrs.evolve(like, leaves={n: unmerged[n] if n in unmerged else merged[n] for n in like})
 
     def write(self, folder: Path, base: Path) -> None:
-        """Note in ``folder`` what adapters its training state has, and the model ``base`` that they were put into."""
+        """Writes into ``folder`` which adapters its training state has, and the model ``base`` that they adapt."""
         if self.lora is None:
             (folder / ABOUT).unlink(missing_ok=True)
         else:
@@ -162,23 +169,23 @@ class Adapters:
             (folder / ABOUT).write_text(json.dumps({"base_model": str(base), **about}, indent=1))
 
     def check(self, folder: Path) -> None:
-        """Compare with the adapters that the training state in ``folder`` has.
+        """Compares these adapters with those of the training state in ``folder``.
 
         Raises:
-            LoraError: it has others, or none, or has some where these are none.
+            LoraError: the state has other adapters.
         """
-        found, _ = read(folder) or (Adapters(), "")
-        if found._same() != self._same():
+        saved, _ = read(folder) or (Adapters(), "")
+        if saved._identity() != self._identity():
             raise LoraError(
-                f"{folder} holds a training state {found._told()}, and was to be restored {self._told()}; give the "
-                f"same settings, or begin anew from the merged model that it holds (model.path={folder})"
+                f"{folder} holds a training state {saved._described()}, and was to be restored {self._described()}; "
+                f"give the same settings, or start again from the merged model that it holds (model.path={folder})"
             )
 
-    def _same(self) -> tuple[Any, ...]:
-        """What is the same for adapters that compute the same, however their targets were named."""
+    def _identity(self) -> tuple[object, ...]:
+        """Returns a value that is equal for adapters that compute the same, however their targets were named."""
         return self.lora and (self.lora.rank, self.lora.alpha), self.layers, self.transposed
 
-    def _told(self) -> str:
+    def _described(self) -> str:
         if self.lora is None:
             return "without LoRA"
         of = ", ".join(self.lora.targets)
@@ -186,10 +193,10 @@ class Adapters:
 
 
 def read(folder: Path) -> tuple[Adapters, str] | None:
-    """The adapters of the training state in ``folder`` and the model that they were put into; None without any.
+    """Returns the adapters of the training state in ``folder`` and the model that they adapt; None without any.
 
     Raises:
-        LoraError: the note cannot be read.
+        LoraError: the description of the adapters cannot be read.
     """
     try:
         about = json.loads((folder / ABOUT).read_text())
@@ -202,10 +209,13 @@ def read(folder: Path) -> tuple[Adapters, str] | None:
 
 
 def inject(model: nn.Module, lora: Lora, output: nn.Module, key: Key, folder: str | Path) -> Adapters:
-    """Put adapters into a transformers model, drawn from ``key``: A at random, B zero.
+    """Adds adapters to a transformers model; A is drawn from ``key``, and B is zero.
 
     Args:
+        model: is changed.
+        lora: the settings of the adapters.
         output: the model's output layer, which is used without calling it and so cannot have adapters.
+        key: the source of randomness.
         folder: where the model comes from, for errors.
 
     Raises:
@@ -215,15 +225,15 @@ def inject(model: nn.Module, lora: Lora, output: nn.Module, key: Key, folder: st
     layers = target_layers(model, lora, output, folder)
     config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # PEFT tells of weights that lie as [in, out], for which it does the right thing.
+        # PEFT warns of weights stored as [in, out], which it handles correctly.
         warnings.simplefilter("ignore")
         torch.manual_seed(key.seed())
         try:
             peft.inject_adapter_in_model(config, model)
         except ValueError as error:
             raise LoraError(f"{folder}: {error}") from error
-    made = {name: m for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.Linear)}
-    return Adapters(lora, tuple(made), frozenset(name for name, m in made.items() if m.fan_in_fan_out))
+    adapted = {name: m for name, m in model.named_modules() if isinstance(m, peft.tuners.lora.Linear)}
+    return Adapters(lora, tuple(adapted), frozenset(name for name, m in adapted.items() if m.fan_in_fan_out))
 
 
 def target_layers(model: nn.Module, lora: Lora, output: nn.Module, folder: str | Path) -> list[str]:
@@ -241,43 +251,48 @@ def target_layers(model: nn.Module, lora: Lora, output: nn.Module, folder: str |
         raise LoraError(f"{folder}: {type(model).__name__} has no linear layers, so it can have no adapters")
     chosen: set[str] = set()
     for target in lora.targets:
-        found = [name for name in linear if target == ALL or f".{name}".endswith(f".{target}")]
-        if not found:
+        matching = [name for name in linear if target == ALL or f".{name}".endswith(f".{target}")]
+        if not matching:
             raise LoraError(
                 f"{folder}: target_modules names {target!r}, which is no linear layer that can have an adapter; "
                 f"there are {ALL}, {there}"
             )
-        chosen.update(found)
+        chosen.update(matching)
     if not chosen:
         raise LoraError(f"{folder}: target_modules is empty; there are {ALL}, {there}")
     return [name for name in linear if name in chosen]
 
 
 def canonical(name: str) -> str:
-    """The public name of a parameter of a model with adapters.
+    """Returns the public name of a parameter of a model with adapters.
 
-    >>> canonical("m.q_proj.base_layer.weight"), canonical("m.q_proj.lora_A.default.weight")
-    ('m.q_proj.weight', 'm.q_proj.lora_A.weight')
+    Example:
+        >>> canonical("m.q_proj.base_layer.weight"), canonical("m.q_proj.lora_A.default.weight")
+        ('m.q_proj.weight', 'm.q_proj.lora_A.weight')
     """
     name = name.replace(".base_layer.", ".")
     return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
 
 
 def write_adapter(tensors: Mapping[str, Tensor], adapters: Adapters, base: str, out: Path) -> None:
-    """Write the adapters' parameters as a folder that ``peft.PeftModel.from_pretrained(base_model, out)`` loads."""
+    """Writes the adapters' parameters as a folder that ``peft.PeftModel.from_pretrained(base_model, out)`` loads."""
     from safetensors.torch import save_file
 
     assert adapters.lora is not None
     config = _peft().LoraConfig(
-        r=adapters.lora.rank, lora_alpha=adapters.lora.alpha, lora_dropout=0.0,
-        fan_in_fan_out=bool(adapters.transposed), task_type="CAUSAL_LM", base_model_name_or_path=base,
-    )  # fmt: skip
+        r=adapters.lora.rank,
+        lora_alpha=adapters.lora.alpha,
+        lora_dropout=0.0,
+        fan_in_fan_out=bool(adapters.transposed),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+    )
     config.inference_mode = True
-    config.target_modules = list(adapters.layers)  # PEFT made a set of them, in no order
+    config.target_modules = list(adapters.layers)  # the config would keep a set of them, in no order
     out.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(out)
-    save_file({f"base_model.model.{name}": t.contiguous() for name, t in tensors.items()},
-              out / "adapter_model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    named = {f"base_model.model.{name}": t.contiguous() for name, t in tensors.items()}
+    save_file(named, out / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _peft() -> Any:

@@ -1,4 +1,4 @@
-"""Tiny models from nothing: a random Hugging Face folder with a character tokenizer, no download."""
+"""Makes tiny random models with a character tokenizer as Hugging Face folders, without a download."""
 
 from __future__ import annotations
 
@@ -11,19 +11,24 @@ from verl_fn.backends.hf.folder import ModelError, quiet
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIALS = (PAD, BOS, EOS, UNK)
-# The least that makes a prompt of chat messages: what each says, on a line of its own.
+# The simplest prompt of chat messages: the content of each on a line of its own.
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
 DIMENSIONS = (
-    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
-)  # fmt: skip
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
 
 
 def char_tokenizer(chars: str) -> Any:
-    """A tokenizer with one token a character, and pad, bos, eos and unk before them.
+    """Returns a tokenizer with a token for each character, after pad, bos, eos and unk.
 
-    >>> tokenizer = char_tokenizer("abc")
-    >>> tokenizer.encode("cab"), tokenizer.decode([6, 4, 5])
-    ([6, 4, 5], 'cab')
+    Example:
+        >>> tokenizer = char_tokenizer("abc")
+        >>> tokenizer.encode("cab"), tokenizer.decode([6, 4, 5])
+        ([6, 4, 5], 'cab')
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -52,11 +57,13 @@ def new_model(
     chat_template: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Write a random model of a transformers architecture and its tokenizer into ``folder``.
+    """Writes a random model of a transformers architecture and its tokenizer into ``folder``.
 
     Args:
+        folder: is made if it does not exist.
         chars: the alphabet.
         arch: a transformers model type, such as ``qwen3``, ``qwen2``, ``llama``.
+        seed: of the weights.
         chat_template: give the tokenizer a minimal template for chat messages, and a newline as a character.
         overrides: further fields of that architecture's config.
 
@@ -64,22 +71,26 @@ def new_model(
         The folder.
 
     Raises:
-        ModelError: there is no such architecture, its sizes do not go together, or the folder cannot be written.
+        ModelError: there is no such architecture, its sizes do not fit together, or the folder cannot be written.
     """
     from safetensors import SafetensorError
 
     tokenizer = char_tokenizer(chars + "\n" if chat_template and "\n" not in chars else chars)
     if chat_template:
         tokenizer.chat_template = CHAT_TEMPLATE
-    fields = {
-        "hidden_size": hidden_size, "num_hidden_layers": num_hidden_layers, "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": num_key_value_heads, "max_position_embeddings": max_position_embeddings,
+    fields: dict[str, Any] = {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "max_position_embeddings": max_position_embeddings,
         "tie_word_embeddings": tie_word_embeddings,
-    } | overrides  # fmt: skip
+        **overrides,
+    }
     model = _random_model(arch, fields, tokenizer, seed)
     folder = Path(folder)
     try:
-        # First, as transformers only logs that it cannot save into a file.
+        # Made here, since transformers only logs an error where the folder is a file.
         folder.mkdir(parents=True, exist_ok=True)
         with quiet():
             model.save_pretrained(folder)
@@ -109,13 +120,13 @@ def _random_model(arch: str, fields: dict[str, Any], tokenizer: Any, seed: int) 
             **(sizes | fields),
         )
         for name, value in config.to_dict().items():
-            # A pure step has no dropout, and some architectures have it by default.
+            # A pure step has no dropout, which some architectures set by default.
             if name not in fields and isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
                 setattr(config, name, 0.0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # Whatever transformers does not like; it has no error of its own for that.
+    # transformers has no error of its own for fields that do not fit together.
     except Exception as error:
         why = " ".join(str(error).split())
         raise ModelError(
@@ -124,11 +135,15 @@ def _random_model(arch: str, fields: dict[str, Any], tokenizer: Any, seed: int) 
 
 
 def check_sizes(fields: Mapping[str, Any]) -> None:
-    """Refuse sizes that do not go together.
+    """Raises an error for sizes that do not fit together.
 
-    >>> check_sizes({"hidden_size": 64, "num_attention_heads": 3, "num_key_value_heads": 3})
-    Traceback (most recent call last):
-    verl_fn.backends.hf.config.ModelError: num_attention_heads = 3 does not divide hidden_size = 64
+    Raises:
+        ModelError: they do not.
+
+    Example:
+        >>> check_sizes({"hidden_size": 64, "num_attention_heads": 3, "num_key_value_heads": 3})
+        Traceback (most recent call last):
+        verl_fn.backends.hf.config.ModelError: num_attention_heads = 3 does not divide hidden_size = 64
     """
     for name in DIMENSIONS:
         if name in fields and (type(fields[name]) is not int or fields[name] < 1):

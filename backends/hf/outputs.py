@@ -1,4 +1,4 @@
-"""What a model says of packed rows: a micro-batch on the device, and the outputs that a loss reads."""
+"""Micro-batches on a device, and the outputs of a model for them that losses read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_fn.state import PER_ROW, Batch, TokenOutputs
 
 __all__ = ["PER_ROW", "Staged", "check_head", "check_needs", "check_targets", "token_outputs"]
 
-# Outputs that each head gives; those in PER_ROW are one a row.
+# The outputs of each head; those in PER_ROW have one number for each row.
 SUPPORTED_NEEDS = {
     "lm": frozenset({"logprobs", "entropy"}),
     "value": frozenset({"values", "row_values"}),
@@ -26,13 +26,13 @@ SUPPORTED_NEEDS = {
 
 @attrs.frozen(eq=False)
 class Staged:
-    """A micro-batch on the device, with what the forward pass wants to know beforehand.
+    """A micro-batch on the device, with what the forward pass needs.
 
     Attributes:
         batch: the micro-batch.
         packing: its layout.
-        targets: the tokens to speak of: those with ``response_mask``.
-        temperature: for each of them, or None where all are 1.
+        targets: the indices of the tokens with ``response_mask``.
+        temperature: one for each target, or None where all are 1.
     """
 
     batch: Batch
@@ -42,7 +42,12 @@ class Staged:
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, group: Any = None) -> Staged:
-        """Stage a batch that lies on the CPU; ``group`` is of the ranks that share its sequence, if any do.
+        """Copies a batch from the CPU to a device.
+
+        Args:
+            batch: the micro-batch.
+            device: the device to compute on.
+            group: the ranks that share the sequence, if any do.
 
         Raises:
             ValueError: as ``check_targets``.
@@ -56,23 +61,23 @@ class Staged:
         return cls(batch.to(device), packing, targets.to(device, non_blocking=True), temperature)
 
     def plain(self) -> Staged:
-        """The same, to be computed with torch's own functions alone, which any ``torch.func`` transformation takes."""
+        """Returns the same micro-batch to compute with torch's own functions, for ``torch.func`` transformations."""
         return attrs.evolve(self, packing=attrs.evolve(self.packing, plain=True))
 
 
 def check_targets(batch: Batch) -> Tensor:
-    """The tokens with ``response_mask``.
+    """Returns the indices of the tokens with ``response_mask``.
 
     Raises:
-        ValueError: one of them is a row's first token, which nothing precedes, or ``temperature`` is not one positive
-            number a row.
+        ValueError: one of them is a row's first token, which nothing precedes, or ``temperature`` is not a positive
+            number for each row.
     """
     if "temperature" in batch:
         if "temperature" in batch.per_token or batch["temperature"].ndim != 1:
-            raise ValueError("temperature must be one number a row, a per-row field")
-        odd = ~(batch["temperature"].isfinite() & (batch["temperature"] > 0))
-        if bool(odd.any()):
-            row = int(odd.nonzero()[0])
+            raise ValueError("temperature must be a per-row field with one number for each row")
+        invalid = ~(batch["temperature"].isfinite() & (batch["temperature"] > 0))
+        if bool(invalid.any()):
+            row = int(invalid.nonzero()[0])
             raise ValueError(
                 f"row {row}: temperature is {batch['temperature'][row]:g}; it must be positive and finite"
             )
@@ -85,21 +90,26 @@ def check_targets(batch: Batch) -> Tensor:
 
 
 def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> TokenOutputs:
-    """Runs the model over a micro-batch and returns what ``needs`` asks of its targets and rows."""
+    """Runs the model on a micro-batch and returns the outputs that ``needs`` names, for its targets or rows."""
     batch, sequence = staged.batch, staged.packing.sequence
     tokens, positions = batch.tokens, batch.positions
     if sequence is not None:
         tokens, positions = sequence.part(tokens), sequence.part(positions)
     hidden = skeleton.hidden_states(tokens, positions, staged.packing)
     wanted = set(needs)
-    # What speaks of token t is read where the model has seen the tokens before t.
+    # The outputs for token t are read at token t - 1, where the model has seen exactly the tokens before t.
     at_targets = _Reading.of(staged.targets, staged.targets - 1, batch.num_tokens, sequence)
     layer = skeleton.output_layer
     if skeleton.head == "lm":
         logprobs, entropy = logprobs_and_entropy(
-            at_targets.read(hidden), layer.weight, layer.bias, batch.tokens[at_targets.places],
-            at_targets.chosen(staged.temperature), entropy="entropy" in wanted, plain=staged.packing.plain,
-        )  # fmt: skip
+            at_targets.read(hidden),
+            layer.weight,
+            layer.bias,
+            batch.tokens[at_targets.places],
+            at_targets.chosen(staged.temperature),
+            entropy="entropy" in wanted,
+            plain=staged.packing.plain,
+        )
         outputs = {"logprobs": at_targets.spread(logprobs)}
         if entropy is not None:
             outputs["entropy"] = at_targets.spread(entropy)
@@ -119,15 +129,16 @@ class _Reading:
     """Which hidden states are read, and where in a whole vector the results belong.
 
     Attributes:
-        places: for each result, its index in the whole.
-        seen: for each result, the index of the hidden state in this rank's part of the sequence.
-        mine: which of all results this rank computes, or None for all.
-        size: of the whole.
+        places: the index of each result in the whole vector.
+        seen: the index of each result's hidden state in this rank's part of the sequence.
+        own: a mask of the results that this rank computes, or None for all.
+        size: the length of the whole vector.
+        sequence: the ranks that share the sequence, if any do.
     """
 
     places: Tensor
     seen: Tensor
-    mine: Tensor | None
+    own: Tensor | None
     size: int
     sequence: Sequence | None
 
@@ -135,14 +146,14 @@ class _Reading:
     def of(cls, places: Tensor, seen: Tensor, size: int, sequence: Sequence | None) -> _Reading:
         if sequence is None:
             return cls(places, seen, None, size, None)
-        mine = (seen >= sequence.start) & (seen < sequence.start + sequence.each)
-        return cls(places[mine], seen[mine] - sequence.start, mine, size, sequence)
+        own = (seen >= sequence.start) & (seen < sequence.start + sequence.each)
+        return cls(places[own], seen[own] - sequence.start, own, size, sequence)
 
     def read(self, hidden: Tensor) -> Tensor:
         return hidden.index_select(0, self.seen)
 
     def chosen(self, values: Tensor | None) -> Tensor | None:
-        return values if values is None or self.mine is None else values[self.mine]
+        return values if values is None or self.own is None else values[self.own]
 
     def spread(self, values: Tensor) -> Tensor:
         whole = values.new_zeros(self.size).index_copy(0, self.places, values)
@@ -150,13 +161,14 @@ class _Reading:
 
 
 def check_head(head: str) -> str:
-    """The head, if it is one.
+    """Returns the name of a head after checking it.
 
     Raises:
-        ValueError: it is not.
+        ValueError: there is no such head.
 
-    >>> check_head("value")
-    'value'
+    Example:
+        >>> check_head("value")
+        'value'
     """
     if head not in SUPPORTED_NEEDS:
         raise ValueError(f"head is {head!r}; it must be {' or '.join(SUPPORTED_NEEDS)}")
@@ -164,13 +176,14 @@ def check_head(head: str) -> str:
 
 
 def check_needs(head: str, needs: Iterable[str]) -> frozenset[str]:
-    """The needs as a set.
+    """Returns the needs as a set after checking them.
 
     Raises:
-        ValueError: the head cannot provide one of them.
+        ValueError: the head cannot compute one of them.
 
-    >>> sorted(check_needs("lm", ["logprobs"]))
-    ['logprobs']
+    Example:
+        >>> sorted(check_needs("lm", ["logprobs"]))
+        ['logprobs']
     """
     wanted = frozenset(needs)
     if not wanted <= SUPPORTED_NEEDS[head]:

@@ -1,4 +1,4 @@
-"""A transformers model as a function of its parameters: a skeleton that owns none."""
+"""Transformers models as functions of their parameters: skeletons that own none."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,22 @@ from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.lora import Adapters, Lora, canonical, inject
 from verl_fn.state import Key, Params
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LAYER_INDEX = "layer_idx"  # transformers' attribute of attention modules
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def dtype_of(name: str, option: str) -> torch.dtype:
-    """The dtype that a backend's ``option`` names.
+    """Returns the dtype that a backend's ``option`` names.
 
-    >>> dtype_of("bfloat16", "compute_dtype")
-    torch.bfloat16
+    Raises:
+        ValueError: there is no such dtype.
+
+    Example:
+        >>> dtype_of("bfloat16", "compute_dtype")
+        torch.bfloat16
     """
     if name not in DTYPES:
         raise ValueError(f"{option} is {name!r}; it must be one of {', '.join(DTYPES)}")
@@ -32,7 +40,7 @@ def dtype_of(name: str, option: str) -> torch.dtype:
 
 @contextlib.contextmanager
 def repeatable(asked: bool) -> Iterator[None]:
-    """Deterministic kernels inside, if asked for or on already; outside as before."""
+    """Turns deterministic kernels on inside, if ``asked``; they stay on where they were on already."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(before or asked)
     try:
@@ -42,21 +50,21 @@ def repeatable(asked: bool) -> Iterator[None]:
 
 
 class Skeleton(nn.Module):
-    """A model whose parameters lie on the meta device; the real ones come in with every call.
+    """A model whose parameters are on the meta device; every call is given the real ones.
 
-    ``run`` holds the swapped parameters for as long as ``fn`` runs, so a backward pass inside ``fn``
-    recomputes checkpointed layers with the right ones.
+    ``run`` replaces the parameters while ``fn`` runs, so a backward pass inside ``fn`` recomputes checkpointed layers
+    with the same parameters.
 
     Attributes:
         model: the transformers model.
-        head: ``lm`` for a language model, ``value`` for a scalar a token.
-        adapters: of LoRA, if it has any.
+        head: ``lm`` for a language model, ``value`` for a scalar for each token.
+        adapters: the model's adapters, if it has any.
         longest: the most tokens of a row.
     """
 
-    def __init__(self, model: nn.Module, head: str, longest: float = math.inf) -> None:
+    def __init__(self, model: PreTrainedModel, head: str, longest: float = math.inf) -> None:
         super().__init__()
-        self.model = model
+        self.model: PreTrainedModel = model
         self.head = head
         self.adapters = Adapters()
         self.longest = longest
@@ -66,17 +74,17 @@ class Skeleton(nn.Module):
         return fn(self)
 
     def run(self, tensors: dict[str, Tensor], fn: Callable[[Skeleton], Any]) -> Any:
-        """``fn(skeleton)`` with the model's parameters and buffers replaced by ``tensors``."""
+        """Returns ``fn(skeleton)`` with the model's parameters and buffers replaced by ``tensors``."""
         renamed = {f"model.{self._inside.get(name, name)}": tensor for name, tensor in tensors.items()}
         return torch.func.functional_call(self, renamed, (fn,), tie_weights=True)
 
     @contextlib.contextmanager
     def transformable(self) -> Iterator[None]:
-        """Inside, the model takes every ``torch.func`` transformation, and all agree on its derivative.
+        """Makes the model accept every ``torch.func`` transformation inside, with the same derivative from each.
 
-        No layer is recomputed, since transformations refuse the hooks that do it, and the one of transformers that makes
-        embeddings require gradients for it. The embedding of the padding token
-        is a constant also in forward mode: torch drops it in the backward pass alone.
+        No layer is recomputed, since transformations refuse the hooks for that, one of which makes embeddings require
+        gradients. The embedding of the padding token is made a constant in forward mode too, as torch makes it one in
+        the backward pass only.
         """
         training = self.model.training
         embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
@@ -92,14 +100,14 @@ class Skeleton(nn.Module):
             yield
         finally:
             self.model.train(training)
-            for module, held in hooks.items():
-                module._forward_hooks.update(held)
+            for module, own_hooks in hooks.items():
+                module._forward_hooks.update(own_hooks)
             for module, padding in padded.items():
                 del module.forward
                 module.padding_idx = padding
 
     def adapt(self, lora: Lora, key: Key, folder: str | Path) -> None:
-        """Put adapters in, drawn from ``key``; parameters keep their names. ``folder`` is named in errors.
+        """Adds adapters, drawn from ``key``; parameters keep their names. Errors name ``folder``.
 
         Raises:
             LoraError: this model cannot have them.
@@ -110,27 +118,28 @@ class Skeleton(nn.Module):
 
     @property
     def trainable(self) -> frozenset[str] | None:
-        """What is trained: the adapters and a value head, or None for all parameters."""
+        """The names of trained parameters: of the adapters and a value head, or None for all parameters."""
         if self.adapters.lora is None:
             return None
         head = set(self.output_layer.parameters()) if self.head == "value" else set()
         return frozenset(self.adapters.names()) | {n for n, p in self.model.named_parameters() if p in head}
 
     def move_buffers(self, device: torch.device) -> None:
-        """Put the model's constants (rotary frequencies) where it computes."""
+        """Moves the model's constants, such as rotary frequencies, to a device."""
         for module in self.modules():
             for name, b in module._buffers.items():
                 module._buffers[name] = None if b is None else b.to(device)
 
     @property
     def config(self) -> Any:
+        """The model's config."""
         return self.model.config
 
     @property
     def constants(self) -> dict[str, Tensor]:
-        """The buffers that belong into a model's file."""
-        held = self.model.state_dict(keep_vars=True)
-        return {name: b for name, b in self.model.named_buffers() if name in held}
+        """The buffers that a model's file contains."""
+        saved = self.model.state_dict(keep_vars=True)
+        return {name: b for name, b in self.model.named_buffers() if name in saved}
 
     @property
     def output_layer(self) -> nn.Linear:
@@ -140,40 +149,43 @@ class Skeleton(nn.Module):
         return next(getattr(self.model, name) for name in ("score", "classifier") if hasattr(self.model, name))
 
     def check_trained(self, params: Params) -> None:
-        """Whether a checkpoint would come back with the same parameters trained: it does not say which are.
+        """Raises an error for a state that a checkpoint would not restore with the same parameters trained.
+
+        A checkpoint does not record which parameters are trained.
 
         Raises:
-            ValueError: others are trained than in the states that the backend makes.
+            ValueError: the state trains other parameters than the states that the backend makes.
         """
-        ours = set(params if self.trainable is None else self.trainable)
-        if odd := sorted(ours.symmetric_difference(params.trained())):
+        own = set(params if self.trainable is None else self.trainable)
+        if differing := sorted(own.symmetric_difference(params.trained())):
             raise ValueError(
-                f"this state was given another set of trainable parameters ({len(odd)} differ: {', '.join(odd[:3])}), "
-                "which a checkpoint does not keep: save it with the backend's own set, attrs.evolve(state, "
-                "params=attrs.evolve(state.params, trainable=...)), and choose again after restore"
+                f"this state was given another set of trainable parameters ({len(differing)} differ: "
+                f"{', '.join(differing[:3])}), which a checkpoint does not keep: save it with the backend's own set, "
+                "attrs.evolve(state, params=attrs.evolve(state.params, trainable=...)), and choose again after "
+                "restore"
             )
 
     def check_longest(self, tokens: int) -> None:
-        """Whether rows of so many tokens can be computed.
+        """Raises an error for a row that is too long to be computed as it would be alone.
 
         Raises:
-            ValueError: they are longer than the model's frequencies are fixed for.
+            ValueError: the model's rotary frequencies depend on rows of this length.
         """
         if tokens > self.longest:
             raise ValueError(
                 f"a row has {tokens} tokens, more than the {self.longest} of this model's "
-                f"original_max_position_embeddings: beyond it, longrope changes all rows of a micro-batch together"
+                f"original_max_position_embeddings: a longer row would change all rows of a micro-batch (longrope)"
             )
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
-        """The last hidden state of each packed token, ``[T, H]``.
+        """Returns the last hidden state of each packed token, ``[T, H]``.
 
         Raises:
             ValueError: a row is too long to be computed as it would be alone.
         """
         self.check_longest(packing.longest)
-        # A mask of four dimensions passes through transformers unread; without one it looks for packed rows in the
-        # positions, which a traced tensor does not allow.
+        # transformers does not read a mask of four dimensions. Without a mask it looks for packed rows in the
+        # positions, which it cannot do with a traced tensor.
         mask = torch.empty(1, 1, 1, 1, device=tokens.device) if packing.plain else None
         outputs = self.model.base_model(
             input_ids=tokens[None],
@@ -191,15 +203,15 @@ def _embed(embed: Callable[[Tensor], Tensor], padding: int, ids: Tensor) -> Tens
 
 
 def compile_layer(layer: nn.Module) -> None:
-    """Let ``torch.compile`` make the kernels of a decoder layer, one set for all layers and all numbers of tokens."""
+    """Compiles a decoder layer with ``torch.compile``; all layers and all numbers of tokens share its kernels."""
     for module in layer.modules():
-        if hasattr(module, "layer_idx"):
-            # Only caches ask for it, and compiled code would be of one layer alone.
-            module.layer_idx = 0
+        if hasattr(module, LAYER_INDEX):
+            # Only caches read it, and code that was compiled with it would serve one layer alone.
+            setattr(module, LAYER_INDEX, 0)
     compiled = torch.compile(layer.forward)
 
     def forward(hidden: Tensor, *args: Any, packing: Packing, **kwargs: Any) -> Any:
-        # Nothing else is to vary: kernels that divide by sizes of heads known only at run time are far slower.
+        # Only numbers of tokens vary: kernels for head sizes that are known only at run time are far slower.
         by_token = (hidden, kwargs.get("position_ids"), *(kwargs.get("position_embeddings") or ()))
         for t in by_token:
             if t is not None:
@@ -208,4 +220,4 @@ def compile_layer(layer: nn.Module) -> None:
             torch._dynamo.maybe_mark_dynamic(t, 0)
         return compiled(hidden, *args, packing=packing, **kwargs)
 
-    layer.forward = forward  # type: ignore[method-assign]
+    layer.forward = forward

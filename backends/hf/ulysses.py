@@ -1,7 +1,7 @@
 """Sequence parallelism: ranks share each packed micro-batch, by tokens outside attention and by heads inside.
 
-DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509). Log-probs come back whole on every rank, so a loss does
-not know of it.
+DeepSpeed-Ulysses (Jacobs et al. 2023, arXiv 2309.14509). Every rank gets the log-probs of all tokens, so losses need
+not support it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from verl_fn.errors import UserError
 
 
 class LayoutError(UserError, ValueError):
-    """Ranks that cannot be laid out as asked."""
+    """Ranks cannot share the work as asked, or disagree about it."""
 
 
 @attrs.frozen(eq=False)
@@ -27,7 +27,7 @@ class Sequence:
 
     Attributes:
         group: the ranks.
-        tokens: of the sequence.
+        tokens: how many tokens the sequence has.
     """
 
     group: dist.ProcessGroup
@@ -35,50 +35,51 @@ class Sequence:
 
     @property
     def size(self) -> int:
+        """How many ranks there are."""
         return dist.get_world_size(self.group)
 
     @property
     def each(self) -> int:
-        """Tokens of a rank; the last ranks' are filled up."""
+        """How many tokens each rank has, padding of the last ranks included."""
         return -(-self.tokens // self.size)
 
     @property
     def start(self) -> int:
-        """The first token of this rank."""
+        """The number of this rank's first token."""
         return dist.get_rank(self.group) * self.each
 
     def part(self, x: Tensor) -> Tensor:
-        """This rank's tokens of ``[T]``, filled up with zeros."""
-        filled = torch.nn.functional.pad(x, (0, self.each * self.size - self.tokens))
-        return filled[self.start : self.start + self.each]
+        """Returns this rank's part of ``[T]``, padded with zeros."""
+        padded = torch.nn.functional.pad(x, (0, self.each * self.size - self.tokens))
+        return padded[self.start : self.start + self.each]
 
     def to_heads(self, x: Float[Tensor, "t heads dim"]) -> Float[Tensor, "T part dim"]:
-        """All tokens of a share of the heads, from a share of the tokens of all heads."""
+        """Exchanges this rank's tokens of all heads for all tokens of this rank's heads."""
         if x.shape[1] < self.size:
             x = x.repeat_interleave(self.size // x.shape[1], dim=1)
         parts = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
         return _Exchange.apply(parts, self.group).flatten(0, 1)[: self.tokens]
 
     def to_tokens(self, x: Float[Tensor, "T part dim"]) -> Float[Tensor, "t heads dim"]:
-        """A share of the tokens of all heads, from all tokens of a share of the heads."""
-        filled = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, self.each * self.size - self.tokens))
-        parts = _Exchange.apply(filled.unflatten(0, (self.size, -1)).contiguous(), self.group)
+        """Exchanges all tokens of this rank's heads for this rank's tokens of all heads."""
+        padded = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, self.each * self.size - self.tokens))
+        parts = _Exchange.apply(padded.unflatten(0, (self.size, -1)).contiguous(), self.group)
         return parts.transpose(0, 1).flatten(1, 2)
 
     def whole(self, x: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        """The sum over ranks, each of which has other entries and zeros elsewhere."""
+        """Returns the sum over ranks, each of which has its own entries and zeros elsewhere."""
         return _Whole.apply(x, self.group)
 
 
 class _Exchange(torch.autograd.Function):
-    """Part i goes to rank i; what comes back from rank i is part i. Its own inverse."""
+    """Sends part i to rank i and receives part i from rank i, which is its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        found = torch.empty_like(parts)
-        dist.all_to_all_single(found, parts, group=group)
-        return found
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -86,13 +87,13 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """A sum over ranks that all go on to compute the same loss: each one's gradient is that of its own entries."""
+    """Sums over ranks that then all compute the same loss, so each rank's gradient is that of its own entries."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        found = x.clone()
-        dist.all_reduce(found, group=group)
-        return found
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -100,10 +101,11 @@ class _Whole(torch.autograd.Function):
 
 
 def check_heads(config: Any, sp: int) -> None:
-    """Refuse a group that the heads cannot be dealt to.
+    """Raises an error if ``sp`` ranks cannot share the heads of a model.
 
     Raises:
-        LayoutError: ``sp`` does not divide the query heads, or fits badly with the key-value heads.
+        LayoutError: ``sp`` does not divide the query heads, or neither of ``sp`` and the key-value heads divides the
+            other.
     """
     heads = config.num_attention_heads
     kv = getattr(config, "num_key_value_heads", None) or heads

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -37,36 +37,39 @@ from verl_fn.state import (
 from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
 
+T = TypeVar("T")
+
 
 class Local:
-    """Any Hugging Face causal language model, or a value model on its body, in this process.
+    """Trains a Hugging Face causal language model, or a value model on its body, in this process.
 
-    Parameters go straight into a skeleton on the meta device: detached aliases of the state's tensors (or
-    bf16 copies, which are a cache and never state) are the leaves of autograd, gradients gather in them
-    over the micro-batches, and leave as a ``Grads`` value.
+    Parameters are put into a skeleton on the meta device for each call. Detached aliases of the state's tensors (or
+    bf16 copies, which are a cache and never state) are the leaves of autograd; gradients accumulate in them over the
+    micro-batches and are returned as a ``Grads`` value.
 
     Args:
         folder: a Hugging Face model folder.
         optimizer: from ``verl_fn.steps``.
         head: ``lm`` for a policy, ``value`` for a critic.
         compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
-        max_tokens: strict budget of tokens a micro-batch.
+        max_tokens: the most tokens of a micro-batch.
         checkpointing: recompute each layer in the backward pass.
-        lora: adapters to train; all else but a value head is then frozen.
-        device: where it computes, and where states are made.
-        deterministic: bitwise repeatable kernels on CUDA; the CPU's always are.
+        lora: adapters to train; everything else but a value head is then frozen.
+        device: the device that computes and on which states are made.
+        deterministic: use bitwise repeatable kernels on CUDA; those of the CPU always are.
 
-    >>> import tempfile
-    >>> from verl_fn.steps import adamw, constant, cross_entropy, aggregate
-    >>> from verl_fn.backends.hf.new_model import new_model
-    >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
-    >>> backend = Local(folder, adamw(constant(1e-3)))
-    >>> state = backend.init(Key.from_seed(0))
-    >>> batch = aggregate(Batch.from_rows([[1, 3, 4, 2]], {"response_mask": [[0.0, 1.0, 1.0, 1.0]]}))
-    >>> grads, found = backend.forward_backward(state, batch, cross_entropy())
-    >>> state, found = backend.apply_update(state, grads)
-    >>> state.step, found["update_skipped"].value
-    (1, 0.0)
+    Example:
+        >>> import tempfile
+        >>> from verl_fn.steps import adamw, constant, cross_entropy, aggregate
+        >>> from verl_fn.backends.hf.new_model import new_model
+        >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
+        >>> backend = Local(folder, adamw(constant(1e-3)))
+        >>> state = backend.init(Key.from_seed(0))
+        >>> batch = aggregate(Batch.from_rows([[1, 3, 4, 2]], {"response_mask": [[0.0, 1.0, 1.0, 1.0]]}))
+        >>> grads, metrics = backend.forward_backward(state, batch, cross_entropy())
+        >>> state, metrics = backend.apply_update(state, grads)
+        >>> state.step, metrics["update_skipped"].value
+        (1, 0.0)
     """
 
     def __init__(
@@ -100,64 +103,69 @@ class Local:
     # Making states
 
     def init(self, key: Key) -> TrainState:
-        """A state with random parameters drawn from ``key``."""
+        """Returns a state with random parameters drawn from ``key``."""
         return self._new_state(self.folder, key, pretrained=False)
 
     def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
-        """A fresh state around the weights of ``folder``, by default the backend's own."""
+        """Returns a fresh state with the weights of ``folder``, by default the backend's own.
+
+        Raises:
+            ModelError: the folder does not hold the weights of this model.
+        """
         return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
     def save(self, state: TrainState, folder: str | Path) -> None:
-        """Write the state into ``folder``, which is then also a Hugging Face model folder."""
+        """Writes the state into ``folder``, which is then also a Hugging Face model folder."""
         skeleton = self._built()
         skeleton.check_trained(state.params)
-        rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.kept(state.params)))
+        rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(state.params)))
         model, others = (
             {name: Part.whole(t) for name, t in tensors.items()}
             for tensors in ({**skeleton.adapters.filed(state.params), **skeleton.constants}, rest)
         )
-        describe = lambda folder: checkpoint.describe_model(folder, skeleton, self.folder)  # noqa: E731
+
+        def describe(folder: Path) -> None:
+            checkpoint.describe_model(folder, skeleton, self.folder)
+
         checkpoint.save_state(folder, model, others, scalars, describe)
 
     def restore(self, folder: str | Path) -> TrainState:
-        """The state that ``save`` wrote, bitwise."""
+        """Returns the state that ``save`` wrote, bitwise."""
         skeleton = self._built()
         checkpoint.check_finished(folder)
         check_same_config(skeleton, folder)
         adapters, params = skeleton.adapters, self._blank
         adapters.check(Path(folder))
-        rest = TrainState(adapters.kept(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
+        rest = TrainState(adapters.unmerged(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
         model = {**adapters.without(params), **skeleton.constants}
         weights, rest = checkpoint.read_state(folder, model, rest, device=self.device)
         return attrs.evolve(rest, params=adapters.joined(params, weights, rest.params))
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
-        """The same state with parameters or optimizer tree on another device."""
-        move = lambda value, to: value if to is None else tree.map_tensors(lambda t: t.to(to), value)  # noqa: E731
-        return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
-
-    def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under canonical names, with the adapters merged in, one after the other."""
-        yield from self._built().adapters.merged(params)
+        """Returns the same state with the parameters or the optimizer tree on another device."""
+        return attrs.evolve(state, params=moved(state.params, params), optimizer=moved(state.optimizer, optimizer))
 
     def named(self, value: Params | Grads | Slots) -> Mapping[str, Tensor]:
-        """The tensors under canonical names."""
+        """Returns the tensors by canonical name."""
         return dict(value.items())
 
     def weights(self, params: Params) -> Weights:
-        """These parameters for ``RolloutBackend.publish``, adapters merged in."""
+        """Returns the parameters for ``RolloutBackend.publish``, adapters merged in."""
         adapters = self._built().adapters
         return Weights(specs_of(adapters.without(params)), lambda: adapters.merged(params))
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
-        """``fn(*values)``: values lie in this process."""
+        """Returns ``fn(*values)``, since values lie in this process."""
         return fn(*values)
 
     # The two steps
 
     @torch.no_grad()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """What ``needs`` names for every token with ``response_mask``, or every row, on the CPU, without gradients."""
+        """Returns the outputs that ``needs`` names, without gradients, on the CPU.
+
+        They are given for every token with ``response_mask``, or for every row.
+        """
         wanted = check_needs(self.head, needs)
         tensors = self._compute_tensors(params)
         split = split_by_tokens(batch, self.max_tokens)
@@ -165,16 +173,20 @@ class Local:
         with repeatable(self.deterministic):
             for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
+
+                def compute(model: Skeleton, staged: Staged = staged) -> TokenOutputs:
+                    return token_outputs(model, staged, wanted)
+
                 with fits(part, i, len(split), self.max_tokens):
-                    outputs = self._built().run(tensors, lambda model, s=staged: token_outputs(model, s, wanted))
+                    outputs = self._built().run(tensors, compute)
                 parts.append(tree.map_tensors(lambda t: t.cpu(), outputs))
         return split.join_outputs(parts)
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
-        """Gradients of the loss over the whole batch, fp32, and its metrics, with the total as ``loss``.
+        """Returns fp32 gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks the weights that the loss's levels want or the field that keeps its rows
+            ValueError: the batch lacks the weights that the loss's levels need or the field that keeps its rows
                 together, or a row or group is longer than the token budget.
             OutOfMemory: a micro-batch does not fit into the device's memory.
             DonatedError: the state was donated.
@@ -202,16 +214,16 @@ class Local:
     def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
         """Returns the loss as a pure function of parameters, for ``torch.func``: grad, jvp, vjp, vmap, linearize.
 
-        Its gradient is that of ``forward_backward``. It uses torch's own functions instead of fused kernels, holds the
-        activations of the whole batch and all logits of a micro-batch, and never recomputes layers: it is for
-        looking into a loss, not for training.
+        Its gradient is that of ``forward_backward``. It uses torch's own functions instead of fused kernels, holds
+        the activations of the whole batch and all logits of a micro-batch, and never recomputes layers. Use it to
+        examine a loss, not to train.
 
         Raises:
             ValueError: as ``forward_backward``.
 
         Example:
-            ``torch.func.grad(backend.loss_fn(batch, loss), has_aux=True)(state.params)`` gives gradients, as ``Params``,
-            and metrics.
+            ``torch.func.grad(backend.loss_fn(batch, loss), has_aux=True)(state.params)`` returns gradients, as
+            ``Params``, and metrics.
         """
         check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
@@ -234,13 +246,13 @@ class Local:
                     total, of_part = skeleton.run(tensors, compute)
                     totals.append(total)
                     reported.append({"loss": Sum(total.detach().double()), **of_part})
-            # Transformations take tensors only.
+            # Transformations of torch.func accept tensors only.
             return torch.stack(totals).sum(), tree.map(torch.as_tensor, metrics.merge(*reported))
 
         return fn
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
-        """The next state; see ``steps.apply_update``. Gradients come to where the parameters are.
+        """Returns the next state and metrics; see ``steps.apply_update``. Gradients move to the parameters' device.
 
         Raises:
             ValueError: parameters and optimizer lie on different devices.
@@ -264,9 +276,9 @@ class Local:
             self._skeleton = skeleton
             self._blank = Params({name: t.to("meta") for name, t in params.items()}, skeleton.trainable)
         else:
-            # States of this backend are all of one model: what they mean must not follow the last folder read.
+            # All states of a backend belong to one model, whichever folder was read last.
             check_same_model(self._built(), skeleton, folder)
-        # Copies, since what a file gave may share a storage or lie where kernels round otherwise.
+        # Copies, since tensors from a file may share a storage or be aligned such that kernels round differently.
         return Params({name: t.to(self.device, copy=True) for name, t in params.items()}, skeleton.trainable)
 
     def _built(self) -> Skeleton:
@@ -276,10 +288,10 @@ class Local:
         return self._skeleton
 
     def _completed(self, params: Params) -> Mapping[str, Tensor]:
-        """The parameters by name, with zeros for adapters that they lack.
+        """Returns the parameters by name, with zeros for adapters that they lack.
 
         Raises:
-            ValueError: they are another model's.
+            ValueError: the parameters are another model's.
         """
         leaves = self._built().adapters.completed(params, lambda shape: torch.zeros(shape, device=self.device))
         if leaves.keys() != self._blank.keys():
@@ -288,14 +300,14 @@ class Local:
         return leaves
 
     def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
-        """The parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
+        """Returns the parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
         leaves = self._completed(params)
         if self.dtype == torch.float32:
             return {name: t.to(self.device) for name, t in leaves.items()}
         if self._cast_params is None or self._cast_params() is not params:
             trained, seen = set(params.trained()), self._cast_frozen
-            # Values that share a frozen leaf share its copy, for as long as nobody writes the leaf.
-            stale = {n: t for n, t in leaves.items() if n in trained or n not in seen or not _is(seen[n], t)}
+            # Values that share a frozen leaf share its copy, until the leaf is written.
+            stale = {n: t for n, t in leaves.items() if n in trained or n not in seen or not _unchanged(seen[n], t)}
             self._cast_params = None
             for name, t in stale.items():
                 seen.pop(name, None)
@@ -308,13 +320,19 @@ class Local:
         return dict(self._cast)
 
 
-def _is(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:
-    """Whether this is the tensor that was seen, not written since."""
-    return seen[0]() is t and seen[1] == t._version
+def moved(value: T, device: str | None) -> T:
+    """Returns a tree with its tensors on ``device``, or as it is where that is None."""
+    return value if device is None else tree.map_tensors(lambda t: t.to(device), value)
+
+
+def _unchanged(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:
+    """Returns whether ``t`` is the tensor of an earlier call and was not written since."""
+    tensor, version = seen
+    return tensor() is t and version == t._version
 
 
 def _leaf(t: Tensor) -> Tensor:
-    """An alias of ``t`` at which autograd gathers gradients, in fp32 whatever the dtype of ``t``."""
+    """Returns an alias of ``t`` in which autograd accumulates gradients, in fp32 whatever the dtype of ``t``."""
     leaf = t.detach().requires_grad_()
     if leaf.dtype != torch.float32:
         leaf.grad_dtype = torch.float32
@@ -322,5 +340,5 @@ def _leaf(t: Tensor) -> Tensor:
 
 
 def _gradient(leaf: Tensor) -> Tensor:
-    """The gathered gradient; zeros where the loss does not depend on the parameter."""
+    """Returns the accumulated gradient; zeros where the loss does not depend on the parameter."""
     return torch.zeros_like(leaf, dtype=torch.float32) if leaf.grad is None else leaf.grad

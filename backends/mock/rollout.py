@@ -1,4 +1,4 @@
-"""A rollout engine that says what it is told to: scripted responses, for unit tests of algorithms."""
+"""A rollout engine with scripted responses, for unit tests of algorithms."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from verl_fn.state import Key, Request, Sample
 
 @attrs.frozen
 class Turn:
-    """One response that a script is asked for.
+    """A sample that a script has to answer.
 
     Attributes:
         prompt: token ids.
         sample: the number of the sample, from 0 to ``sampling.n - 1``.
-        sampling: how it is to be drawn.
-        key: of this sample of the request, and of nothing else.
-        weights: what was published last.
+        sampling: how the sample is to be drawn.
+        key: a key of this sample alone.
+        weights: the weights that were published last.
     """
 
     prompt: tuple[int, ...]
@@ -36,13 +36,13 @@ class Turn:
 
 @attrs.frozen
 class Response:
-    """What a script answers; a plain sequence of token ids stands for one that is certain and finished.
+    """The answer of a script; a plain sequence of token ids means a finished answer whose tokens were certain.
 
     Attributes:
-        tokens: token ids, at least one; what goes past a stop token or ``max_tokens`` is cut off.
-        log_probs: of each token, under the distribution it was drawn from; by default 0, a certainty.
+        tokens: token ids, at least one; those after a stop token or ``max_tokens`` are dropped.
+        log_probs: the log-probability of each token under the distribution it was drawn from; by default 0.
         full_log_probs: the same before top-k and top-p; by default ``log_probs``.
-        finished: whether it ended by itself.
+        finished: whether the answer ended with its last token.
     """
 
     tokens: Sequence[int] = attrs.field(validator=attrs.validators.min_len(1))
@@ -56,22 +56,23 @@ Script: TypeAlias = "Mapping[tuple[int, ...], Answer] | Callable[[Turn], Answer]
 
 
 class MockRollout:
-    """The protocol of a rollout engine around a script. Versions are checked as a real engine checks them.
+    """Answers requests from a script, and checks versions as a real engine does.
 
     Args:
-        script: prompt -> answer, or a function of a ``Turn``.
-        capabilities: what this engine claims; a request beyond it is refused.
+        script: answers by prompt, or a function of a ``Turn``.
+        capabilities: what this engine claims to support; requests for anything else are refused.
 
-    >>> engine = MockRollout({(5, 6): [7, 8, 2]})
-    >>> from verl_fn.backends.weight_sync import Weights
-    >>> from verl_fn.state import requests_for
-    >>> engine.publish(0, Weights.of({}))
-    >>> asked = requests_for([[5, 6]], Sampling(max_tokens=8, n=2), Key.from_seed(0))
-    >>> [(s.tokens.tolist(), s.finish_reason) for s in engine.generate(asked, version=0)]
-    [([7, 8, 2], 'stop'), ([7, 8, 2], 'stop')]
-    >>> engine.generate(asked, version=1)
-    Traceback (most recent call last):
-    verl_fn.backends.protocol.rollout.StaleWeightsError: version 1 was asked for, but this engine holds version 0
+    Example:
+        >>> engine = MockRollout({(5, 6): [7, 8, 2]})
+        >>> from verl_fn.backends.weight_sync import Weights
+        >>> from verl_fn.state import requests_for
+        >>> engine.publish(0, Weights.of({}))
+        >>> asked = requests_for([[5, 6]], Sampling(max_tokens=8, n=2), Key.from_seed(0))
+        >>> [(s.tokens.tolist(), s.finish_reason) for s in engine.generate(asked, version=0)]
+        [([7, 8, 2], 'stop'), ([7, 8, 2], 'stop')]
+        >>> engine.generate(asked, version=1)
+        Traceback (most recent call last):
+        verl_fn.backends.protocol.rollout.StaleWeightsError: version 1 was asked for, but this engine holds version 0
     """
 
     def __init__(self, script: Script, capabilities: Capabilities | None = None) -> None:
@@ -81,11 +82,11 @@ class MockRollout:
         self._weights: dict[str, Tensor] = {}
 
     def publish(self, version: int, weights: WeightSource) -> None:
-        """Take over a copy of these weights.
+        """Copies these weights.
 
         Raises:
-            IncompleteWeights: a part is missing, came twice, or has other values; nothing is served until a whole
-                publication succeeds.
+            IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
+                until a publication succeeds.
         """
         self.version = None
         places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in weights.specs}
@@ -99,12 +100,12 @@ class MockRollout:
         self.version = version
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
-        """The script's answers, as ``RolloutBackend.generate`` describes them.
+        """Returns the script's answers, ordered as ``RolloutBackend.generate`` does.
 
         Raises:
             StaleWeightsError: the engine holds another version than ``version``, or none.
-            UnsupportedSampling: a request is beyond ``capabilities``.
-            ValueError: log-probs are not one a token.
+            UnsupportedSampling: a request needs more than ``capabilities``.
+            ValueError: there is not one log-prob for each token.
             KeyError: a mapping lacks a prompt.
         """
         if self.version is None or version not in (None, self.version):
@@ -115,12 +116,12 @@ class MockRollout:
         return [self._sample(request, number) for request in requests for number in range(request.sampling.n)]
 
     def sleep(self, level: int = 2) -> None:
-        """Forget the weights, at level 2."""
+        """Drops the weights at level 2."""
         if level > 1:
             self.version, self._weights = None, {}
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        """Be ready for the next ``publish``."""
+        """Does nothing; the engine is always ready for ``publish``."""
 
     def _key(self, request: Request, number: int) -> Key:
         return request.key.fold_in(number)
@@ -154,14 +155,15 @@ class MockRollout:
 
 
 def sample_table(turn: Turn) -> Response:
-    """A script that draws from the published table ``logits`` of a ``Mock``, so that algorithms really learn.
+    """Draws an answer from the published table ``logits`` of a ``Mock``, so that algorithms can learn.
 
-    >>> engine = MockRollout(sample_table)
-    >>> from verl_fn.backends.weight_sync import Weights
-    >>> from verl_fn.state import requests_for
-    >>> engine.publish(0, Weights.of({"logits": torch.tensor([[0.0, 50.0], [50.0, 0.0]])}))
-    >>> engine.generate(requests_for([[0]], Sampling(max_tokens=3), Key.from_seed(0)))[0].tokens.tolist()
-    [1, 0, 1]
+    Example:
+        >>> engine = MockRollout(sample_table)
+        >>> from verl_fn.backends.weight_sync import Weights
+        >>> from verl_fn.state import requests_for
+        >>> engine.publish(0, Weights.of({"logits": torch.tensor([[0.0, 50.0], [50.0, 0.0]])}))
+        >>> engine.generate(requests_for([[0]], Sampling(max_tokens=3), Key.from_seed(0)))[0].tokens.tolist()
+        [1, 0, 1]
     """
     sampling, table = turn.sampling, turn.weights["logits"].double()
     greedy = sampling.temperature == 0.0
@@ -187,7 +189,7 @@ def sample_table(turn: Turn) -> Response:
 
 
 def _truncate(log_probs: Tensor, sampling: Sampling) -> Tensor:
-    """Top-k, then top-p, of every row of a table; what is cut gets -inf and the rest is renormalised."""
+    """Applies top-k and then top-p to every row of a table: cut entries become -inf, the others are renormalised."""
     if sampling.top_k > 0:
         least = log_probs.topk(min(sampling.top_k, log_probs.shape[-1])).values[:, -1:]
         log_probs = log_probs.masked_fill(log_probs < least, -torch.inf).log_softmax(-1)
@@ -202,7 +204,7 @@ def _truncate(log_probs: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _cut(answer: Response, sampling: Sampling) -> Response:
-    """The answer up to its first stop token and ``max_tokens``."""
+    """Returns the answer up to its first stop token and ``max_tokens``."""
     stops = [i + 1 for i, token in enumerate(answer.tokens) if token in sampling.stop_token_ids]
     end = min([len(answer.tokens), sampling.max_tokens, *stops])
     return Response(
@@ -214,10 +216,10 @@ def _cut(answer: Response, sampling: Sampling) -> Response:
 
 
 def _log_probs(answer: Response) -> list[float]:
-    found = [0.0] * len(answer.tokens) if answer.log_probs is None else list(answer.log_probs)
-    if len(found) != len(answer.tokens):
-        raise ValueError(f"a response of {len(answer.tokens)} tokens has {len(found)} log-probs")
-    return found
+    log_probs = [0.0] * len(answer.tokens) if answer.log_probs is None else list(answer.log_probs)
+    if len(log_probs) != len(answer.tokens):
+        raise ValueError(f"a response of {len(answer.tokens)} tokens has {len(log_probs)} log-probs")
+    return log_probs
 
 
 def _full_log_probs(answer: Response) -> list[float]:

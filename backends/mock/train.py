@@ -1,15 +1,15 @@
 """A training backend without a model: a table of logits and one of values, with gradients in closed form.
 
-For unit tests of algorithms and for tests of the laws themselves: everything that a real backend does, less
-than a millisecond a call, and failures on demand.
+It is for unit tests of algorithms and of the laws themselves: it does all that a real backend does, in less than a
+millisecond a call, and fails on demand.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 import torch
@@ -40,39 +40,48 @@ from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_lo
 
 NEEDS = frozenset({"logprobs", "entropy", "values", "row_values"})
 METHODS = (
-    "init", "load_pretrained", "forward", "forward_backward", "apply_update", "place", "save", "restore",
-    "named_tensors", "weights",
-)  # fmt: skip
+    "init",
+    "load_pretrained",
+    "forward",
+    "forward_backward",
+    "apply_update",
+    "place",
+    "save",
+    "restore",
+    "weights",
+)
+T = TypeVar("T")
 
 
 class Mock:
-    """A policy that looks one token back, and a value for each token.
+    """Trains a policy that depends on one token before, and a value for each token.
 
-    The parameters are ``logits [V, V]``, those of the next token given the one before it, and ``values [V]``.
-    Conventions are those of ``Local``; only the loss itself is differentiated by autograd.
+    The parameters are ``logits [V, V]`` of the next token given the one before it, and ``values [V]``. The methods
+    are those of ``Local``; autograd differentiates only the loss itself.
 
     Args:
         vocab_size: tokens are 0 to ``vocab_size - 1``.
         optimizer: from ``verl_fn.steps``.
-        max_tokens: strict budget of tokens a micro-batch.
-        failures: (method, n) -> the error that the n-th call of that method raises, counted from 1, before it
-            does anything.
+        max_tokens: the most tokens of a micro-batch.
+        failures: errors by method and call: ``(method, n)`` names the n-th call of a method, counted from 1, which
+            raises the error before it does anything.
 
     Raises:
         ValueError: ``failures`` names an unknown method.
 
-    >>> from verl_fn.steps import adamw, aggregate, constant, cross_entropy
-    >>> backend = Mock(4, adamw(constant(0.1)), failures={("apply_update", 2): RuntimeError("boom")})
-    >>> state = backend.init(Key.from_seed(0))
-    >>> batch = aggregate(Batch.from_rows([[1, 3, 2]], {"response_mask": [[0.0, 1.0, 1.0]]}))
-    >>> grads, before = backend.forward_backward(state, batch, cross_entropy())
-    >>> state, _ = backend.apply_update(state, grads)
-    >>> grads, after = backend.forward_backward(state, batch, cross_entropy())
-    >>> after["loss"].value < before["loss"].value
-    True
-    >>> backend.apply_update(state, grads)
-    Traceback (most recent call last):
-    RuntimeError: boom
+    Example:
+        >>> from verl_fn.steps import adamw, aggregate, constant, cross_entropy
+        >>> backend = Mock(4, adamw(constant(0.1)), failures={("apply_update", 2): RuntimeError("boom")})
+        >>> state = backend.init(Key.from_seed(0))
+        >>> batch = aggregate(Batch.from_rows([[1, 3, 2]], {"response_mask": [[0.0, 1.0, 1.0]]}))
+        >>> grads, before = backend.forward_backward(state, batch, cross_entropy())
+        >>> state, _ = backend.apply_update(state, grads)
+        >>> grads, after = backend.forward_backward(state, batch, cross_entropy())
+        >>> after["loss"].value < before["loss"].value
+        True
+        >>> backend.apply_update(state, grads)
+        Traceback (most recent call last):
+        RuntimeError: boom
     """
 
     def __init__(
@@ -87,14 +96,14 @@ class Mock:
         self.optimizer = optimizer
         self.max_tokens = max_tokens
         self.failures = dict(failures or {})
-        if odd := {method for method, _ in self.failures} - set(METHODS):
-            raise ValueError(f"failures name {sorted(odd)}; the methods are {', '.join(METHODS)}")
+        if unknown := {method for method, _ in self.failures} - set(METHODS):
+            raise ValueError(f"failures name {sorted(unknown)}; the methods are {', '.join(METHODS)}")
         self.calls: Counter[str] = Counter()
 
     # Making states
 
     def init(self, key: Key) -> TrainState:
-        """A state with normally distributed tables drawn from ``key``."""
+        """Returns a state with normally distributed tables drawn from ``key``."""
         self._called("init")
         stream = key.fold_in("init").generator()
         v = self.vocab_size
@@ -103,63 +112,64 @@ class Mock:
         )
 
     def load_pretrained(self, folder: str | Path, key: Key) -> TrainState:
-        """A fresh state around the tables that ``save`` wrote."""
+        """Returns a fresh state with the tables that ``save`` wrote."""
         self._called("load_pretrained")
         return self._fresh(_tables(folder), key)
 
     def save(self, state: TrainState, folder: str | Path) -> None:
-        """Write the state, under the file names of ``Local``."""
+        """Writes the state into ``folder``, under the file names of ``Local``."""
         self._called("save")
         rest, scalars = flatten(attrs.evolve(state, params=Params({})))
-        model, others = ({name: Part.whole(t) for name, t in held.items()} for held in (state.params, rest))
+        model, others = ({name: Part.whole(t) for name, t in tensors.items()} for tensors in (state.params, rest))
         save_state(folder, model, others, scalars)
 
     def restore(self, folder: str | Path) -> TrainState:
-        """The state that ``save`` wrote, bitwise."""
+        """Returns the state that ``save`` wrote, bitwise."""
         self._called("restore")
         blank = tree.map_tensors(lambda t: t.to("meta"), self._fresh(_tables(folder), Key.from_seed(0)))
         params, rest = read_state(folder, blank.params, attrs.evolve(blank, params=Params({})))
         return attrs.evolve(rest, params=Params(params))
 
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
-        """The same state with parameters or optimizer tree on another device."""
+        """Returns the same state with the parameters or the optimizer tree on another device."""
         self._called("place")
-        move = lambda value, to: value if to is None else tree.map_tensors(lambda t: t.to(to), value)  # noqa: E731
+
+        def move(value: T, device: str | None) -> T:
+            return value if device is None else tree.map_tensors(lambda t: t.to(device), value)
+
         return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
 
-    def named_tensors(self, params: Params) -> Iterator[tuple[str, Tensor]]:
-        """Both tables."""
-        self._called("named_tensors")
-        return iter(params.items())
-
     def named(self, value: Params | Grads | Slots) -> Mapping[str, Tensor]:
-        """The tensors under canonical names."""
+        """Returns the tables by name."""
         return dict(value.items())
 
     def weights(self, params: Params) -> Weights:
-        """Both tables."""
+        """Returns both tables for ``RolloutBackend.publish``."""
         self._called("weights")
         return Weights.of(params)
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
-        """``fn(*values)``: values lie in this process."""
+        """Returns ``fn(*values)``, since values lie in this process."""
         return fn(*values)
 
     # The two steps
 
     @torch.no_grad()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """What ``needs`` names for every token with ``response_mask``, or every row, without gradients."""
+        """Returns the outputs that ``needs`` names, without gradients.
+
+        They are given for every token with ``response_mask``, or for every row.
+        """
         self._called("forward")
         wanted = _check_needs(needs)
         split = split_by_tokens(batch, self.max_tokens)
         return split.join_outputs([TokenOutputs(_Lookup.of(params, part).outputs(wanted)) for part in split])
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
-        """Gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
+        """Returns gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks the weights that the loss's levels want or the field that keeps its rows
+            ValueError: the batch lacks the weights that the loss's levels need or the field that keeps its rows
                 together, or a row or group is longer than the token budget.
             DonatedError: the state was donated.
         """
@@ -189,7 +199,7 @@ class Mock:
         return fn
 
     def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
-        """The next state; see ``steps.apply_update``."""
+        """Returns the next state and metrics; see ``steps.apply_update``."""
         self._called("apply_update")
         return apply_update(self.optimizer, state, grads, donate_inputs=donate)
 
@@ -207,17 +217,17 @@ class Mock:
 
 @attrs.frozen(eq=False)
 class _Lookup:
-    """What the tables say of a micro-batch.
+    """The entries of the tables for a micro-batch.
 
     Attributes:
-        tokens: all of its tokens.
-        targets: where ``response_mask`` is set.
-        before: the token before each of them.
-        temperature: of each of them.
-        log_probs: of every token that could stand there.
-        values: of the token before.
+        tokens: all tokens of the micro-batch.
+        targets: the indices of the tokens with ``response_mask``.
+        before: the token before each target.
+        temperature: the temperature of each target.
+        log_probs: at each target, the log-probability of every token of the vocabulary.
+        values: the value of the token before each target.
         last: the last token of each row.
-        row_values: of that token.
+        row_values: the value of the last token of each row.
     """
 
     tokens: Int[Tensor, " T"]
@@ -259,7 +269,7 @@ class _Lookup:
         }
 
     def add_gradient(self, gathered: dict[str, Tensor], wrt_outputs: Mapping[str, Tensor]) -> None:
-        """Add the gradients of both tables to ``gathered``, given those of the outputs."""
+        """Adds the gradients of both tables to ``gathered``, given those of the outputs."""
         probs, chosen = self.log_probs.exp(), self.tokens[self.targets, None]
         wrt_logits = torch.zeros_like(probs)
         if "logprobs" in wrt_outputs:
@@ -282,12 +292,12 @@ class _Lookup:
 
 
 def _tables(folder: str | Path) -> dict[str, Tensor]:
-    # Copies: tensors of one file share its memory, and no update could reuse that.
+    # Copies, since tensors of one file share its memory, which an update could not reuse.
     return {name: t.clone() for name, t in load_file(Path(folder) / MODEL).items()}
 
 
 def _check_needs(needs: Iterable[str]) -> list[str]:
     wanted = sorted(set(needs))
-    if odd := set(wanted) - NEEDS:
-        raise ValueError(f"a mock gives {sorted(NEEDS)}, not {sorted(odd)}")
+    if unknown := set(wanted) - NEEDS:
+        raise ValueError(f"a mock gives {sorted(NEEDS)}, not {sorted(unknown)}")
     return wanted

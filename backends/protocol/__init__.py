@@ -1,4 +1,4 @@
-"""What training backends and rollout engines promise; the algorithms know nothing else of either."""
+"""The protocols of training backends and rollout engines; algorithms use nothing else of either."""
 
 from verl_fn.state import Request, Sample, Sampling
 

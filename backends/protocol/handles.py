@@ -1,4 +1,4 @@
-"""Values that lie elsewhere: handles to what stays with its workers, references to what travels."""
+"""Values in other processes: handles to values that stay with their workers, references to values that travel."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 
 class Freed(LookupError):
-    """A handle stands for a value that its worker does not hold."""
+    """A handle refers to a value that its worker does not hold."""
 
 
 class Remote(Generic[T]):
-    """Stands for a value that stays with the workers that made it, such as a training state or gradients.
+    """Refers to a value that stays with the workers that made it, such as a training state or gradients.
 
-    A driver's own class derives from this one. Whoever holds it can pass it on, and read the fields that are
-    themselves values of that kind.
+    Each driver derives a class of its own. A handle can be passed to the backend that made it, and the fields that
+    are handles too can be read.
     """
 
     __slots__ = ()
@@ -36,9 +36,9 @@ class Remote(Generic[T]):
 
 
 class Reference(Generic[T]):
-    """Stands for a value that a call will have made, such as a batch or metrics; ``get`` of the workers fetches it.
+    """Refers to the result of a call, such as a batch or metrics, which ``get`` of the workers fetches.
 
-    A driver's own class of references derives from this one.
+    Each driver derives a class of its own.
     """
 
     __slots__ = ()
@@ -47,29 +47,30 @@ class Reference(Generic[T]):
 Handle: TypeAlias = T | Remote[T]
 """A value that a training backend made: the value itself in one process, a ``Remote`` where it stays with workers.
 
-An algorithm passes handles on and reads ``state.params``; both kinds allow that. A backend takes back handles of the
-kind that it gives out, which Python's types cannot say."""
+An algorithm passes handles on and reads ``state.params``; both kinds allow that. A backend accepts only the kind that
+it returns itself, which Python's types cannot express."""
 
 Ref: TypeAlias = T | Reference[T]
 """A value that travels between workers: the value itself in one process, a ``Reference`` otherwise."""
 
 
 def where_used(fn: Callable[P, T]) -> Callable[P, T]:
-    """Marks a function for ``call`` as cheap and pure: each process that uses its result applies it itself.
+    """Marks a function for ``call`` as cheap and pure, so that each process that uses its result applies it itself.
 
-    For functions that cut up a batch, such as into minibatches: the rows are then in every process already, and do
+    It is for functions that split a batch, such as into minibatches: every process has the rows already, so they need
     not travel again.
 
-    >>> @where_used
-    ... def halves(rows):
-    ...     return rows[: len(rows) // 2], rows[len(rows) // 2 :]
-    >>> halves([1, 2]), is_where_used(halves)
-    (([1], [2]), True)
+    Example:
+        >>> @where_used
+        ... def halves(rows):
+        ...     return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+        >>> halves([1, 2]), is_where_used(halves)
+        (([1], [2]), True)
     """
     fn.__where_used__ = True  # type: ignore[attr-defined]
     return fn
 
 
 def is_where_used(fn: object) -> bool:
-    """Whether ``where_used`` marked a function."""
+    """Returns whether ``where_used`` marked a function."""
     return getattr(fn, "__where_used__", False)

@@ -1,4 +1,4 @@
-"""What a rollout engine promises."""
+"""The protocol of rollout engines."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Capabilities:
 
     Attributes:
         repeatable: a request drawn again gives the same tokens.
-        batch_independent: neither the order nor the number of requests beside it changes a response, except at
-            draws that ``near_ties`` counts.
-        versions_per_token: new weights may arrive in the middle of a response, and each token says which drew it;
-            without this, all tokens of a response are of one version.
-        top_k, top_p, stop_token_ids: fields of ``Sampling`` that are obeyed; a request that uses another one is
-            refused.
+        batch_independent: neither the order nor the number of the other requests changes a response, except at draws
+            that ``near_ties`` counts.
+        versions_per_token: new weights may arrive during a response, and each token has the version that drew it;
+            without this, all tokens of a response have one version.
+        top_k: the field of ``Sampling`` is obeyed; otherwise a request that sets it is refused.
+        top_p: as ``top_k``.
+        stop_token_ids: as ``top_k``.
     """
 
     repeatable: bool = True
@@ -36,7 +37,7 @@ class Capabilities:
 
 
 class StaleWeightsError(RuntimeError):
-    """The engine's weights are not of the version that a request asked for, or were never whole."""
+    """The engine's weights are incomplete, or not of the version that a request asked for."""
 
 
 class UnsupportedSampling(ValueError):
@@ -44,7 +45,7 @@ class UnsupportedSampling(ValueError):
 
 
 class RolloutBackend(Protocol):
-    """Token ids in, token ids and log-probs out."""
+    """Answers prompts of token ids with responses of token ids and their log-probabilities."""
 
     @property
     def version(self) -> int | None:
@@ -57,24 +58,25 @@ class RolloutBackend(Protocol):
         ...
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> Ref[None]:
-        """Take over these weights.
+        """Replaces the engine's weights.
 
-        Weights whose names or shapes are not the model's are refused before anything is overwritten. Where it fails
-        later, the engine answers no request until a whole publication succeeds.
+        Weights with other names or shapes than the model's are refused before any weight is overwritten. After a
+        later failure, the engine answers no request until a publication succeeds.
 
         Raises:
             ValueError: the names or shapes are not the model's.
-            IncompleteWeights: a part is missing, came twice, or arrived with other values.
+            IncompleteWeights: a part is missing, arrived twice, or has other values than were sent.
         """
         ...
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
-        """Returns the responses, request by request, those of one request by their numbers.
+        """Returns the samples of all requests, ordered by request and by number.
 
         Sample i of a request draws from ``request.key.fold_in(i)``.
 
         Args:
-            version: the weights asked for; another version is an error. None takes what is there.
+            requests: prompts, with their way of sampling.
+            version: the version that the weights must have; None accepts any.
 
         Raises:
             StaleWeightsError: the engine holds another version than ``version``, or none.
@@ -83,29 +85,31 @@ class RolloutBackend(Protocol):
         ...
 
     def sleep(self, level: int = 2) -> Ref[None]:
-        """Give back memory: of caches at level 1, of caches and weights at level 2."""
+        """Frees memory: that of caches at level 1, that of caches and weights at level 2."""
         ...
 
     def wake(self, tags: Sequence[str] = ()) -> Ref[None]:
-        """Be ready again; after level 2, weights must be published anew.
+        """Gets ready for requests after ``sleep``; after level 2, weights must be published again.
 
         Args:
-            tags: of ``weights`` and ``cache``, what to take memory for at once; by default both.
+            tags: which of ``weights`` and ``cache`` to allocate; by default both.
         """
         ...
 
 
 def check_sampling(requests: Sequence[Request], capabilities: Capabilities) -> None:
-    """Refuse requests that ask for what an engine does not do.
+    """Raises an error for requests that an engine does not support.
 
     Raises:
-        UnsupportedSampling: one does.
+        UnsupportedSampling: a request uses a field of ``Sampling`` that ``capabilities`` exclude.
 
-    >>> from verl_fn.state import Key, Sampling, requests_for
-    >>> asked = requests_for([[1]], Sampling(8, top_k=5), Key.from_seed(0))
-    >>> check_sampling(asked, Capabilities(top_k=False))
-    Traceback (most recent call last):
-    verl_fn.backends.protocol.rollout.UnsupportedSampling: request 0 sets top_k=5, which this engine does not support
+    Example:
+        >>> from verl_fn.state import Key, Sampling, requests_for
+        >>> asked = requests_for([[1]], Sampling(8, top_k=5), Key.from_seed(0))
+        >>> check_sampling(asked, Capabilities(top_k=False))
+        Traceback (most recent call last):
+        verl_fn.backends.protocol.rollout.UnsupportedSampling: request 0 sets top_k=5, which this
+        engine does not support
     """
     for request in requests:
         s = request.sampling

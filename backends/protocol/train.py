@@ -1,4 +1,4 @@
-"""What a training backend promises."""
+"""The protocol of training backends."""
 
 from __future__ import annotations
 
@@ -22,55 +22,59 @@ NamedTensors: TypeAlias = Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]
 
 
 class TrainBackend(Protocol):
-    """Pure functions over training state. The laws that they obey are in ``verl_fn.testing``."""
+    """Pure functions of training states. ``verl_fn.testing`` checks the laws that they obey."""
 
     def init(self, key: Key) -> Handle[TrainState]:
-        """A state with random parameters drawn from ``key``."""
+        """Returns a state with random parameters drawn from ``key``."""
         ...
 
     def load_pretrained(self, folder: str | Path, key: Key) -> Handle[TrainState]:
-        """A fresh state around the parameters of a Hugging Face folder."""
+        """Returns a fresh state with the weights of a Hugging Face folder."""
         ...
 
     def forward(self, params: Handle[Params], batch: Ref[Batch], needs: Iterable[str]) -> Ref[TokenOutputs]:
-        """What ``needs`` names, for every token with ``response_mask`` or for every row, without gradients."""
+        """Returns the outputs that ``needs`` names, without gradients.
+
+        They are given for every token with ``response_mask``, or for every row.
+        """
         ...
 
     def forward_backward(
         self, state: Handle[TrainState], batch: Ref[Batch], loss: Loss
     ) -> tuple[Handle[Grads], Ref[Metrics]]:
-        """The gradient of the sum of the loss's weighted values, and its metrics, with the total as ``loss``."""
+        """Returns the gradients of the loss's weighted sum over the batch, and metrics with the sum as ``loss``."""
         ...
 
     def apply_update(
         self, state: Handle[TrainState], grads: Handle[Grads], *, donate: bool = True
     ) -> tuple[Handle[TrainState], Ref[Metrics]]:
-        """The next state; ``state`` and ``grads`` are donated unless ``donate`` is off."""
+        """Returns the next state and metrics; ``state`` and ``grads`` are donated unless ``donate`` is False."""
         ...
 
     def place(
         self, state: Handle[TrainState], *, params: str | None = None, optimizer: str | None = None
     ) -> Handle[TrainState]:
-        """The same state with parameters or optimizer tree on another device."""
+        """Returns the same state with the parameters or the optimizer tree on another device."""
         ...
 
     def save(self, state: Handle[TrainState], folder: str | Path) -> None:
-        """Write the state; the folder is then also a Hugging Face model folder."""
+        """Writes the state into ``folder``, which is then also a Hugging Face model folder."""
         ...
 
     def restore(self, folder: str | Path) -> Handle[TrainState]:
-        """The state that ``save`` wrote, bitwise."""
+        """Returns the state that ``save`` wrote, bitwise."""
         ...
 
     def named(self, value: Handle[Params] | Handle[Grads] | Handle[Slots]) -> Ref[NamedTensors]:
-        """Whole tensors under canonical names, to compare, edit or export; a sharded one is gathered when it is read.
+        """Returns whole tensors by canonical name, to compare, edit or export them.
 
-        ``dict(named)`` holds all of them at once; where values lie on several ranks, all of them read it together.
+        A sharded tensor is gathered when it is read, and all ranks read together. ``dict(named)`` holds all tensors
+        at once.
         """
         ...
 
     def weights(self, params: Handle[Params]) -> Handle[WeightSource]:
-        """These parameters for ``RolloutBackend.publish``, adapters merged in."""
+        """Returns the parameters for ``RolloutBackend.publish``, adapters merged in."""
         ...
 
     @overload
@@ -78,8 +82,11 @@ class TrainBackend(Protocol):
     @overload
     def map(self, fn: Callable[P, T], *values: object, keep: Literal[False] = False) -> Ref[T]: ...
     def map(self, fn: Callable[P, T], *values: object, keep: bool = False) -> Handle[T] | Ref[T]:
-        """``fn(*values)`` where the values lie, on every shard: to compare, edit, add or digest them.
+        """Applies ``fn`` to values where they lie, on every shard: to compare, edit, add or hash them.
 
-        Where values stay with their workers, so does the result of ``fn`` with ``keep``; else it is returned.
+        Args:
+            fn: takes the values, or each rank's shards of them.
+            values: values that this backend made, and any others.
+            keep: leave the result with the workers, as the values are, and return a handle to it.
         """
         ...

@@ -1,4 +1,4 @@
-"""What is published: a source of weights, which says what it holds and then gives it bucket by bucket."""
+"""The protocol of weights to publish: a source that lists its tensors and then yields them bucket by bucket."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ BUCKET_BYTES = 256 * 2**20
 class TensorSpec:
     """The name, shape and dtype of a tensor to publish.
 
-    >>> TensorSpec("w", (2, 3), torch.float32).nbytes
-    24
+    Example:
+        >>> TensorSpec("w", (2, 3), torch.float32).nbytes
+        24
     """
 
     name: str
@@ -27,7 +28,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """The size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -36,10 +37,10 @@ class Chunk:
     """Consecutive rows of one tensor.
 
     Attributes:
-        name: of the tensor.
-        start: the first of these rows; a scalar has one row.
+        name: the tensor's name.
+        start: the number of the first of these rows; a scalar has one row.
         values: the rows.
-        checksum: of ``values``, where the receiver asked for it.
+        checksum: a hash of ``values``, where the receiver asked for it.
     """
 
     name: str
@@ -49,23 +50,24 @@ class Chunk:
 
 
 class WeightSource(Protocol):
-    """Weights on their way to a rollout engine.
+    """Weights to send to a rollout engine.
 
-    The values behind it stay as they are until the last bucket was taken: in one process because values do not
-    change, elsewhere because the process that sends takes no other call meanwhile.
+    They do not change before the last bucket was taken: values in this process never change, and a process that
+    sends weights to another runs no other call meanwhile.
     """
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
-        """What will come, in this order: every tensor once, tied ones under one name."""
+        """The tensors in the order in which they are sent: each once, tied ones under one name."""
         ...
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
-        """Returns all tensors, in buckets of at most ``max_bytes`` or of one row.
+        """Yields all tensors, in buckets of at most ``max_bytes`` or of one row.
 
-        The tensors of a bucket may be overwritten when the next one is asked for: copy what is to be kept.
+        The tensors of a bucket may be overwritten by the next one, so copy what you keep.
 
         Args:
+            max_bytes: the most bytes of a bucket.
             checked: give every chunk its checksum.
         """
         ...

@@ -1,8 +1,8 @@
-"""Decoders: a language model over a cache of slots, prefilled by rows and stepped a token at a time.
+"""Decoders: language models with a cache of slots, prefilled by rows and advanced a token at a time.
 
-``GeneralDecoder`` runs any model that ``build`` accepts through its own forward; ``llama.LlamaDecoder`` runs the
-Llama shape with as few operations as it takes. Both keep row i of a batch in slot i of a cache that is allocated
-once, make no mask and know nothing of sampling.
+``GeneralDecoder`` runs any model that ``build`` accepts through its own forward; ``llama.LlamaDecoder`` runs models
+of the Llama shape with fewer operations. Both keep row i of a batch in slot i of a cache that is allocated once, make
+no mask and do not sample.
 """
 
 from __future__ import annotations
@@ -27,60 +27,68 @@ class Decoder(Protocol):
     """A causal language model with a cache of ``slots`` rows.
 
     Attributes:
-        shapes: the names and shapes of the weights, tied ones once.
-        vocab: how many logits there are.
+        shapes: the shapes of the weights by name, tied ones once.
+        vocab: the size of the vocabulary.
     """
 
     shapes: dict[str, torch.Size]
     vocab: int
 
     def begin(self) -> None:
-        """Have places for all of ``shapes``; what they held before is lost."""
+        """Allocates places for all of ``shapes``; their contents are lost."""
         ...
 
     def write(self, chunk: Chunk) -> None:
-        """Copy rows of a weight into its place, in the decoder's dtype."""
+        """Copies rows of a weight into its place, in the decoder's dtype."""
         ...
 
     def finish(self) -> None:
-        """Make what was written since ``begin``, all of ``shapes``, the weights that are run."""
+        """Makes the weights that were written since ``begin`` the model's weights."""
         ...
 
     def reserve(self, slots: int, length: int) -> None:
-        """Have a cache of at least this size; a new one has lost what the old one held."""
+        """Makes the cache at least this large; a larger one loses the contents."""
         ...
 
     def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
-        """Write whole rows into ``slots``; the logits after the last token of each, fp32."""
+        """Writes whole rows into ``slots``, and returns fp32 logits after the last token of each."""
         ...
 
     def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
-        """Append a token to each of the first n slots; the logits after it, fp32. ``longest`` bounds the lengths."""
+        """Appends a token to each of the first n slots, and returns fp32 logits after it.
+
+        Args:
+            tokens: one for each slot.
+            positions: where they go in the slots.
+            longest: no slot has more tokens.
+        """
         ...
 
     def copy(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the first ``length`` tokens of slots into others."""
+        """Copies the first ``length`` tokens of slots into others."""
         ...
 
     def drop_cache(self) -> None:
-        """Give the cache's memory back."""
+        """Frees the cache's memory."""
         ...
 
     def drop_weights(self) -> None:
-        """Give the weights' memory back."""
+        """Frees the weights' memory."""
         ...
 
 
 def model_of(folder: str | Path) -> tuple[Skeleton, dict[str, torch.Size]]:
-    """The skeleton of a folder, and the parameters that have to be published to run it.
+    """Returns the skeleton of a folder, and the shapes of the parameters that have to be published.
 
     Raises:
         ModelError: the folder or the architecture cannot be used.
     """
     skeleton, params = build(folder, "lm", pretrained=False, key=Key.from_seed(0))
     saved = skeleton.model.state_dict()
-    if odd := [name for name, _ in skeleton.model.named_buffers() if name in saved]:
-        raise ModelError(f"{folder} has buffers among its weights, which are never published: {', '.join(odd[:3])}")
+    if buffers := [name for name, _ in skeleton.model.named_buffers() if name in saved]:
+        raise ModelError(
+            f"{folder} has buffers among its weights, which are never published: {', '.join(buffers[:3])}"
+        )
     return skeleton, {name: t.shape for name, t in params.items()}
 
 
@@ -91,10 +99,10 @@ class Where:
     """The places of a call's tokens in the cache: whole rows, or one token for each of the first slots.
 
     Args:
-        slots: of each token.
-        positions: of each token, which are its places within the slot.
+        slots: the slot of each token.
+        positions: the place of each token within its slot.
         packing: the layout of whole rows; None for a step.
-        longest: as many places are read.
+        longest: how many places of each slot are read.
     """
 
     def __init__(
@@ -109,7 +117,7 @@ class Where:
         return cls(rows.spread(slots).to(device), rows.positions.to(device), packing, packing.longest)
 
     def bias(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Float[Tensor, "nk 1 L"]:
-        """What hides the places that a step's tokens must not see, the same for all layers of one window."""
+        """Returns a bias that hides places from a step's tokens; layers with the same window share it."""
         if window not in self._biases:
             places = torch.arange(self.longest, device=self.positions.device)
             age = self.positions[:, None] - places
@@ -128,9 +136,9 @@ def attend(
     scaling: float,
     window: int | None,
 ) -> Float[Tensor, "n heads vdim"]:
-    """One query a row against its slot. The heads of a KV head are queries of that head: nothing is repeated."""
+    """Computes attention of one query for each row; query heads that share a KV head are queries of it, uncopied."""
     n, kv_heads = len(query), keys.shape[1]
-    # A product of batched matrices: several times as fast here as SDPA, which treats every row and head apart.
+    # Batched matrix products are several times as fast here as SDPA, which handles each row and head by itself.
     k = keys[:n, :, : where.longest].flatten(0, 1)
     v = values[:n, :, : where.longest].flatten(0, 1)
     bias = where.bias(window, kv_heads, query.dtype)
@@ -153,7 +161,7 @@ def slot_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 T heads vdim"], None]:
-    """transformers' attention over the cache: writes the tokens' keys and values, and reads those before them."""
+    """Computes transformers' attention over the cache: writes the tokens' keys and values, then reads the slots."""
     if softcap is not None or s_aux is not None:
         raise NotImplementedError(
             f"{type(module).__name__} uses soft-capped scores or attention sinks, which decoding lacks"
@@ -171,7 +179,7 @@ def slot_attention(
 
 
 def register() -> None:
-    """Make the function known to transformers; it wants no mask."""
+    """Registers the function with transformers, and an empty mask for it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(NAME, slot_attention)
@@ -182,7 +190,7 @@ def register() -> None:
 
 
 class Cache:
-    """Keys and values of each attention layer, ``[slots, kv_heads, length, dim]``, made when a layer first runs."""
+    """Keys and values of each attention layer, ``[slots, kv_heads, length, dim]``, allocated when it first runs."""
 
     def __init__(self, slots: int, length: int) -> None:
         self.slots, self.length = slots, length
@@ -190,14 +198,14 @@ class Cache:
 
     def layer(self, module: torch.nn.Module, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if module not in self.layers:
-            # Zeros, since a place that is hidden still meets a weight of zero, and zero times NaN is NaN.
+            # Zeros, since hidden places are multiplied by zero, and zero times NaN is NaN.
             empty = [x.new_zeros(self.slots, x.shape[1], self.length, x.shape[2]) for x in (k, v)]
             self.layers[module] = empty[0], empty[1]
         return self.layers[module]
 
 
 class GeneralDecoder:
-    """Any causal language model that ``build`` accepts, through its own forward; see ``Decoder``."""
+    """Runs any causal language model that ``build`` accepts through its own forward; see ``Decoder``."""
 
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
@@ -253,14 +261,14 @@ class GeneralDecoder:
     def _logits(self, tokens: Tensor, where: Where, last: Tensor | None) -> Float[Tensor, "n V"]:
         def forward(skeleton: Skeleton) -> Tensor:
             body: Any = skeleton.model.base_model
-            found = body(
+            outputs = body(
                 input_ids=tokens[None],
                 position_ids=where.positions[None],
                 use_cache=False,
                 cache=self._cache,
                 where=where,
             )
-            hidden = found.last_hidden_state[0]
+            hidden = outputs.last_hidden_state[0]
             return skeleton.output_layer(hidden if last is None else hidden[last]).float()
 
         return self.skeleton.run(self._weights, forward)

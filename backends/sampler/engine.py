@@ -1,7 +1,7 @@
-"""The embedded rollout engine: a batched decoding loop in this process, on any device torch knows.
+"""The embedded rollout engine: a batched decoding loop in this process, on any of torch's devices.
 
-Rows live in the slots of a cache. A row that ends leaves a hole, which is filled from the prompts that wait, or
-else by the last row, so that a step computes the rows that are alive and no others.
+Each active row has a slot of a cache. The slot of a row that ends goes to a prompt that waits, or else to the last
+row, so that a step computes active rows and no others.
 """
 
 from __future__ import annotations
@@ -22,44 +22,45 @@ from verl_fn.backends.sampler.llama import decoder_for
 from verl_fn.backends.weight_sync import check_specs, receive
 from verl_fn.state import Batch, uniform_at
 
-# Logits of the same row in batches of different sizes differ by about this much; draws within it are near ties.
+# How much the logits of a row may differ between batches of different sizes; draws within this are near ties.
 NOISE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
-# Prompt tokens of one prefill, which bound its memory.
+# The most prompt tokens of one prefill, which bounds its memory.
 PREFILL_TOKENS = 16384
-# Holes are filled when this part of the slots is free: a prefill costs about as much as a step, however few its rows.
+# Slots are filled again when one in so many is free, since a prefill of few rows takes as long as a step.
 REFILL_PART = 8
-# Probability 1 in fixed point: sums of whole numbers are exact, in whatever order a device adds them up.
+# Probability 1 in fixed point: sums of whole numbers are exact in any order of addition.
 ONE = 2.0**50
 
 
 class NotFiniteError(ModelError, FloatingPointError):
-    """A model whose logits are NaN or infinite, so that no token can be drawn."""
+    """A model's logits are NaN or infinite, so no token can be drawn."""
 
 
 class Sampler:
-    """A rollout engine in this process: see ``RolloutBackend``.
+    """A rollout engine in this process; see ``RolloutBackend``.
 
-    Draws do not depend on the order, the size or the slots of a batch, except where the rounding of logits, which
-    does, decides a draw; those are counted in ``near_ties``.
+    Draws do not depend on the order, the size or the slots of a batch, except where the rounding of logits decides a
+    draw, which does depend on them; ``near_ties`` counts those draws.
 
     Args:
         folder: a Hugging Face model folder; its config and end tokens are read, never its weights.
-        device: where it computes.
-        dtype: of weights and cache: ``float32`` or ``bfloat16``. Log-probs are fp32 in both.
-        slots: rows decoded at a time.
+        device: the device to compute on.
+        dtype: of weights and cache: ``float32`` or ``bfloat16``. Log-probs are fp32 in both cases.
+        slots: the most rows that are decoded at a time.
 
-    >>> import tempfile
-    >>> from verl_fn.backends.hf.folder import build
-    >>> from verl_fn.backends.hf.new_model import new_model
-    >>> from verl_fn.backends.weight_sync import Weights
-    >>> from verl_fn.state import Key, requests_for
-    >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
-    >>> sampler = Sampler(folder)
-    >>> skeleton, params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
-    >>> sampler.publish(0, Weights.of(params))
-    >>> requests = requests_for([[1, 4], [1, 5, 4]], Sampling(max_tokens=3, n=2), Key.from_seed(0))
-    >>> [(sample.request, sample.number) for sample in sampler.generate(requests, version=0)]
-    [(0, 0), (0, 1), (1, 0), (1, 1)]
+    Example:
+        >>> import tempfile
+        >>> from verl_fn.backends.hf.folder import build
+        >>> from verl_fn.backends.hf.new_model import new_model
+        >>> from verl_fn.backends.weight_sync import Weights
+        >>> from verl_fn.state import Key, requests_for
+        >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
+        >>> sampler = Sampler(folder)
+        >>> skeleton, params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
+        >>> sampler.publish(0, Weights.of(params))
+        >>> requests = requests_for([[1, 4], [1, 5, 4]], Sampling(max_tokens=3, n=2), Key.from_seed(0))
+        >>> [(sample.request, sample.number) for sample in sampler.generate(requests, version=0)]
+        [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
 
     capabilities = Capabilities()
@@ -79,12 +80,12 @@ class Sampler:
         self.max_length, self.end_tokens = _limits(self.folder)
 
     def publish(self, version: int, weights: WeightSource) -> None:
-        """Take over a copy of these weights, tied ones once; the first ones are compared by checksum too.
+        """Copies these weights, tied ones once; the first publication is also compared by checksums.
 
         Raises:
-            ValueError: the names or shapes are not the model's; the old weights stay.
-            IncompleteWeights: a part is missing, came twice, or has other values; nothing is served until a whole
-                publication succeeds.
+            ValueError: the names or shapes are not the model's; the engine keeps its weights.
+            IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
+                until a publication succeeds.
         """
         check_specs(weights.specs, self.decoder.shapes, self.folder)
         self.version = None
@@ -96,7 +97,7 @@ class Sampler:
         self.version = version
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
-        """Responses to ``requests``; see ``RolloutBackend``. Samples lie on the CPU.
+        """Returns the samples of ``requests``, on the CPU; see ``RolloutBackend``.
 
         Raises:
             StaleWeightsError: the engine holds another version than ``version``, or none.
@@ -104,29 +105,29 @@ class Sampler:
             NotFiniteError: the model's logits for a row are not finite.
         """
         if self.version is None or (version is not None and version != self.version):
-            asked = "any version" if version is None else f"version {version}"
-            held = "none; publish them first" if self.version is None else f"version {self.version}"
-            raise StaleWeightsError(f"the request asks for weights of {asked}, and the sampler holds {held}")
+            requested = "any version" if version is None else f"version {version}"
+            present = "none; publish them first" if self.version is None else f"version {self.version}"
+            raise StaleWeightsError(f"the request asks for weights of {requested}, and the sampler holds {present}")
         self._check(requests)
         samples: dict[int, list[Sample]] = {}
-        # Requests of one sampling are decoded together; their draws do not depend on each other in any case.
+        # Requests with the same sampling are decoded together; draws never depend on other requests.
         for sampling in dict.fromkeys(request.sampling for request in requests):
             chosen = [i for i, request in enumerate(requests) if request.sampling == sampling]
             samples |= zip(chosen, self._run([requests[i] for i in chosen], sampling), strict=True)
         return [sample for i in range(len(requests)) for sample in samples[i]]
 
     def sleep(self, level: int = 2) -> None:
-        """Give back the memory of caches at level 1, and of weights too at level 2."""
+        """Frees the memory of caches at level 1, and that of weights too at level 2."""
         self.decoder.drop_cache()
         if level > 1:
             self.decoder.drop_weights()
             self.version = None
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        """Nothing to do: publishing and generating take what memory they need."""
+        """Does nothing, since publishing and generating allocate the memory that they need."""
 
     def _run(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """The samples of each of these requests, which have one sampling."""
+        """Returns the samples of each of these requests, which have the same sampling."""
         keys = [request.key for request in requests]
         seeds = torch.tensor([key.fold_in(sample).seed() for key in keys for sample in range(sampling.n)])
         run = _Run(self, [request.prompt for request in requests], sampling, seeds)
@@ -134,7 +135,7 @@ class Sampler:
             with torch.inference_mode():
                 run.loop()
         except NotFiniteError:
-            # What is left in the cache would poison the next request.
+            # NaN in the cache would spread to the next request.
             self.decoder.drop_cache()
             raise
         assert self.version is not None
@@ -157,9 +158,9 @@ class Sampler:
 
 
 class _Run:
-    """One request: which rows are alive, and the loop that moves them on.
+    """The decoding of requests with the same sampling.
 
-    Slot i of the cache holds row ``rows[i]``; the rows alive are always the first slots.
+    Slot i of the cache holds row ``rows[i]``; active rows always have the first slots.
     """
 
     def __init__(
@@ -175,27 +176,27 @@ class _Run:
         self.begun = 0
         self.step = 0
         self.rows: list[int] = []
-        # For each slot, the step of its last draw, and what to add to the step to have its length.
+        # For each slot, the step of its last draw, and the difference between its length and the step.
         self.ends: list[int] = []
         self.offsets: list[int] = []
         self.drawn: list[int] = []
         self.finished: set[int] = set()
 
     def loop(self) -> None:
-        """Draw until every row has ended."""
+        """Draws tokens until every row has ended."""
         self.decoder.reserve(self.slots, self.length)
         self.tokens = torch.zeros(self.slots, dtype=torch.int64, device=self.device)
-        # Of each slot's last token in the cache; what is drawn goes to the position after it.
+        # The position of each slot's last token in the cache; the next token goes to the position after it.
         self.positions = torch.zeros_like(self.tokens)
         self.uniforms = torch.zeros(self.slots, self.length, dtype=torch.float64, device=self.device)
         while self.rows or self.begun < len(self.seeds):
             logits = []
-            if alive := len(self.rows):
-                self.positions[:alive] += 1
-                logits.append(self.decoder.step(self.tokens[:alive], self.positions[:alive], self._longest()))
-            free, left = self.slots - alive, len(self.seeds) - self.begun
-            if left and free >= min(left, max(1, self.slots // REFILL_PART)):
-                logits.append(self._begin(min(free, left)))
+            if active := len(self.rows):
+                self.positions[:active] += 1
+                logits.append(self.decoder.step(self.tokens[:active], self.positions[:active], self._longest()))
+            free, waiting = self.slots - active, len(self.seeds) - self.begun
+            if waiting and free >= min(waiting, max(1, self.slots // REFILL_PART)):
+                logits.append(self._begin(min(free, waiting)))
             self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
             self.step += 1
 
@@ -203,7 +204,7 @@ class _Run:
         return max(self.offsets) + self.step
 
     def _begin(self, count: int) -> Float[Tensor, "m V"]:
-        """Prefill up to ``count`` rows into the slots after those in use; a prompt's samples share one."""
+        """Prefills up to ``count`` rows into free slots and returns their logits; a prompt is computed once."""
         first, budget = len(self.rows), PREFILL_TOKENS
         slot_of: dict[int, int] = {}
         sources, targets, which = [], [], []
@@ -239,49 +240,50 @@ class _Run:
         tokens = self.draws.draw(logits, self.uniforms[:n].gather(1, self.positions[:n, None]))
         self.tokens[:n] = tokens
         self.drawn += self.rows
-        told = tokens.tolist()
-        if self.draws.nothing in told:
-            row = self.rows[told.index(self.draws.nothing)]
+        drawn = tokens.tolist()
+        if self.draws.nothing in drawn:
+            row = self.rows[drawn.index(self.draws.nothing)]
             prompt, sample = divmod(row, self.sampling.n)
             raise NotFiniteError(
                 f"row {row} (sample {sample} of prompt {prompt}): the model's logits are not finite, so its weights "
-                "have diverged or were never whole; lower the learning rate (actor.optim.lr), or use other weights"
+                "have diverged or are incomplete; lower the learning rate (actor.optim.lr), or use other weights"
             )
         stops, step = self.stops, self.step
-        done = [i for i, (t, end) in enumerate(zip(told, self.ends, strict=True)) if end == step or t in stops]
+        done = [i for i, (t, end) in enumerate(zip(drawn, self.ends, strict=True)) if end == step or t in stops]
         if done:
-            self.finished.update(self.rows[i] for i in done if told[i] in stops)
+            self.finished.update(self.rows[i] for i in done if drawn[i] in stops)
             self._close(done)
 
     def _close(self, done: list[int]) -> None:
-        """Take the rows in these slots away, and let the last rows have the places."""
-        left = len(self.rows) - len(done)
-        targets = [i for i in done if i < left]
+        """Removes the rows in these slots, and moves the last rows into the slots."""
+        active = len(self.rows) - len(done)
+        targets = [i for i in done if i < active]
         if targets:
-            sources = [i for i in range(left, len(self.rows)) if i not in done]
+            sources = [i for i in range(active, len(self.rows)) if i not in done]
             self.decoder.copy(sources, targets, self._longest())
             for state in (self.tokens, self.positions, self.uniforms):
                 state[targets] = state[sources]
             for source, target in zip(sources, targets, strict=True):
-                for told in (self.rows, self.ends, self.offsets):
-                    told[target] = told[source]
-        del self.rows[left:], self.ends[left:], self.offsets[left:]
+                for by_slot in (self.rows, self.ends, self.offsets):
+                    by_slot[target] = by_slot[source]
+        del self.rows[active:], self.ends[active:], self.offsets[active:]
 
 
 class Draws:
-    """Draws tokens from logits, and remembers what their log-probs and near ties follow from.
+    """Draws tokens from logits, and records what is needed to compute their log-probs and near ties.
 
     Args:
-        sampling: temperature and cuts.
-        vocab: how many tokens there are; ``nothing``, one more than the last, stands for a draw from NaN.
+        sampling: temperature, top-k and top-p.
+        vocab: how many tokens there are; this number, ``nothing``, stands for a draw from NaN.
         noise: how much two computations of a logit may differ.
 
-    >>> draws = Draws(Sampling(max_tokens=1, top_k=2), 3, 1e-5)
-    >>> draws.draw(torch.tensor([[0.0, 0.0, -1.0]]), torch.tensor([[0.4]]).double()).tolist()
-    [1]
-    >>> tokens, log_probs, full, near = draws.results()
-    >>> log_probs.exp(), near
-    (tensor([0.5000]), tensor([False]))
+    Example:
+        >>> draws = Draws(Sampling(max_tokens=1, top_k=2), 3, 1e-5)
+        >>> draws.draw(torch.tensor([[0.0, 0.0, -1.0]]), torch.tensor([[0.4]]).double()).tolist()
+        [1]
+        >>> tokens, log_probs, full, near = draws.results()
+        >>> log_probs.exp(), near
+        (tensor([0.5000]), tensor([False]))
     """
 
     def __init__(self, sampling: Sampling, vocab: int, noise: float) -> None:
@@ -290,28 +292,28 @@ class Draws:
         self.top_k = min(sampling.top_k, vocab) if sampling.top_k > 0 else vocab
         self.top_p = sampling.top_p
         self.cut = self.temperature > 0 and (sampling.top_k > 0 or self.top_p < 1.0)
-        self._kept: list[tuple[Tensor, ...]] = []
+        self._parts: list[tuple[Tensor, ...]] = []
 
     def draw(self, logits: Float[Tensor, "n V"], u: Float64[Tensor, "n 1"]) -> Int[Tensor, " n"]:
-        """The token of each row at the number ``u`` in [0, 1); ``logits`` is used up."""
+        """Returns the token of each row at the number ``u`` in [0, 1), and overwrites ``logits``."""
         if self.temperature == 0:
             return self._likeliest(logits)
         probs = torch.softmax(logits if self.temperature == 1 else logits.div_(self.temperature), -1)
-        kept, doubtful = self._cut(probs) if self.cut else (probs, None)
-        # In the order of token ids, and never of likelihood: rounding could swap two neighbours there.
-        cdf = _fixed_point(kept).cumsum(-1)
+        cut_probs, doubtful = self._cut(probs) if self.cut else (probs, None)
+        # In the order of token ids, not of likelihood, where rounding could swap two neighbours.
+        cdf = _fixed_point(cut_probs).cumsum(-1)
         total = cdf[:, -1:].clone()
         # 1 - u is never 0, so the goal is at least 1, and the first token to reach it has a probability above 0.
         goal = ((1.0 - u) * total).ceil().long()
         token = torch.searchsorted(cdf, goal).clamp(max=self.nothing - 1)
         prob = probs.gather(1, token)
         parts = (token, prob, cdf.gather(1, token), goal, total)
-        self._kept.append(parts if doubtful is None else (*parts, doubtful))
-        return self._told(token, prob)
+        self._parts.append(parts if doubtful is None else (*parts, doubtful))
+        return self._checked(token, prob)
 
     def results(self) -> tuple[Tensor, ...]:
-        """Of all draws in order: token, log-prob, log-prob before the cut, and whether it is a near tie."""
-        parts = [torch.cat(part).flatten().cpu() for part in zip(*self._kept, strict=True)]
+        """Returns the tokens of all draws in order, their log-probs with and without the cut, and near ties."""
+        parts = [torch.cat(part).flatten().cpu() for part in zip(*self._parts, strict=True)]
         if self.temperature == 0:
             tokens, probs, near = parts
             return tokens, probs.log(), probs.log(), near
@@ -327,16 +329,17 @@ class Draws:
         best, ranked = logits.topk(2)
         token = ranked[:, :1].clone()
         prob = torch.softmax(logits, -1).gather(1, token)
-        self._kept.append((token, prob, best[:, 0] - best[:, 1] < 2 * self.noise))
-        return self._told(token, prob)
+        self._parts.append((token, prob, best[:, 0] - best[:, 1] < 2 * self.noise))
+        return self._checked(token, prob)
 
-    def _told(self, token: Int[Tensor, "n 1"], prob: Float[Tensor, "n 1"]) -> Int[Tensor, " n"]:
+    def _checked(self, token: Int[Tensor, "n 1"], prob: Float[Tensor, "n 1"]) -> Int[Tensor, " n"]:
+        """Returns the tokens, or ``nothing`` where the logits were NaN."""
         return token.masked_fill(prob.isnan(), self.nothing)[:, 0]
 
     def _cut(self, probs: Float[Tensor, "n V"]) -> tuple[Float[Tensor, "n V"], Tensor]:
-        """The probabilities left by top-k and then top-p, and whether noise could let another token in or out.
+        """Returns the probabilities after top-k and then top-p, and whether noise could change the set of tokens.
 
-        Tokens as likely as the last one kept are kept too, so that no order among equals matters.
+        Tokens as likely as the last one in the set are in it too, so that the order of equal ones does not matter.
         """
         best = probs.topk(min(self.top_k + 1, self.nothing)).values
         last = best.new_full((len(best), 1), self.top_k - 1, dtype=torch.int64)
@@ -354,15 +357,15 @@ class Draws:
 
 
 def _fixed_point(probs: Float[Tensor, "*n"]) -> Int[Tensor, "*n"]:
-    """Probabilities as whole numbers of which ``ONE`` is 1."""
+    """Returns probabilities as whole numbers, in which ``ONE`` stands for 1."""
     return (probs * ONE).long()
 
 
 def _samples(run: _Run, requests: Sequence[Request], version: int) -> list[list[Sample]]:
-    """The samples of a run that has ended, by request."""
+    """Returns the samples of a run that has ended, by request."""
     n, temperature = run.sampling.n, run.sampling.temperature or 1.0
     rows = torch.tensor(run.drawn)
-    # Draws come step by step; a stable sort by row brings each row's together and leaves them in order.
+    # Draws are in the order of steps; a stable sort by row groups those of each row and keeps their order.
     order = rows.argsort(stable=True)
     lengths = rows.bincount().tolist()
     tokens, log_probs, full, near = (t[order].split(lengths) for t in run.draws.results())
@@ -383,7 +386,7 @@ def _samples(run: _Run, requests: Sequence[Request], version: int) -> list[list[
 
 
 def _limits(folder: Path) -> tuple[float, set[int]]:
-    """The longest row that the model can hold, and its end tokens."""
+    """Returns the most tokens of a row and the end tokens of a model."""
     from transformers import AutoConfig, GenerationConfig
 
     config = AutoConfig.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""The fast decoder: models of the Llama shape with as few operations a token as it takes."""
+"""The fast decoder: models of the Llama shape with as few operations for each token as possible."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, Where, att
 from verl_fn.state import Batch
 
 LLAMA_SHAPES = ("llama", "mistral", "qwen2", "qwen3")
-# Rotary frequencies that are the same at every length.
+# Kinds of rotary embeddings whose frequencies are the same for every length.
 FIXED_ROPES = ("default", "linear", "llama3", "yarn")
-# Elements from which oneDNN's packed product beats the plain one on CPUs; 2.5 times from 2**17 on, on AMD's.
+# The size of weights from which oneDNN's packed product is faster on CPUs; on AMD's, 2.5 times from 2**17 on.
 PACKED_FROM = 2**16
 
 
 def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """The fastest decoder that fits the model of a Hugging Face folder, without weights.
+    """Returns the fastest decoder for the model of a Hugging Face folder, without weights.
 
     Raises:
         ModelError: the folder or the architecture cannot be used.
@@ -36,11 +36,12 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype) ->
 
 
 def misfit(config: Any, shapes: Mapping[str, torch.Size]) -> str | None:
-    """Why ``LlamaDecoder`` cannot run a model; None where it can.
+    """Returns why ``LlamaDecoder`` cannot run a model; None where it can.
 
-    >>> from transformers import GPT2Config
-    >>> misfit(GPT2Config(), {})
-    'the model type is gpt2'
+    Example:
+        >>> from transformers import GPT2Config
+        >>> misfit(GPT2Config(), {})
+        'the model type is gpt2'
     """
     if config.model_type not in LLAMA_SHAPES:
         return f"the model type is {config.model_type}"
@@ -50,12 +51,12 @@ def misfit(config: Any, shapes: Mapping[str, torch.Size]) -> str | None:
     if rope.get("rope_type") not in FIXED_ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
         return f"the rotary embedding is {rope}"
     expected = {name: torch.Size(shape) for name, shape in _llama_shapes(config, shapes).items()}
-    odd = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
-    return f"these parameters are not of the Llama shape: {', '.join(odd)}" if odd else None
+    misfits = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
+    return f"these parameters are not of the Llama shape: {', '.join(misfits)}" if misfits else None
 
 
-def _llama_shapes(config: Any, found: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
-    """The parameters that a model must have; the biases of projections only where found."""
+def _llama_shapes(config: Any, actual: Mapping[str, torch.Size]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes that a model must have, with biases of projections only where ``actual`` has them."""
     H, inner, V = config.hidden_size, config.intermediate_size, config.vocab_size
     dim = head_dim(config)
     q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
@@ -67,7 +68,7 @@ def _llama_shapes(config: Any, found: Mapping[str, torch.Size]) -> dict[str, tup
         layer = f"model.layers.{i}."
         shapes |= {f"{layer}self_attn.{p}_proj.weight": shape for p, shape in projections.items()}
         for together in ("qkv", "o"):
-            if f"{layer}self_attn.{together[0]}_proj.bias" in found:
+            if f"{layer}self_attn.{together[0]}_proj.bias" in actual:
                 shapes |= {f"{layer}self_attn.{p}_proj.bias": projections[p][:1] for p in together}
         if config.model_type == "qwen3":
             shapes |= {f"{layer}self_attn.{p}_norm.weight": (dim,) for p in "qk"}
@@ -78,12 +79,12 @@ def _llama_shapes(config: Any, found: Mapping[str, torch.Size]) -> dict[str, tup
 
 
 def head_dim(config: Any) -> int:
-    """The size of an attention head, which some configs leave to be derived."""
+    """Returns the size of an attention head, which some configs do not set."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def window_of(config: Any, layer: int) -> int | None:
-    """The sliding window of a layer of the Llama shape."""
+    """Returns the sliding window of a layer of the Llama shape."""
     if config.model_type == "mistral":
         return config.sliding_window
     kinds = getattr(config, "layer_types", None)
@@ -94,7 +95,7 @@ Product: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class Layer(NamedTuple):
-    """A layer's weights, fused, with the norms before its projections multiplied into them."""
+    """A layer's fused weights; the norms before its projections are multiplied into them."""
 
     qkv: Product
     head_norm: Tensor | None
@@ -114,7 +115,7 @@ class Weights(NamedTuple):
 
 
 class Places:
-    """Where the weights of a model of the Llama shape are written: rows of fused tensors, row by row.
+    """The fused tensors of a model of the Llama shape, into whose rows its weights are written.
 
     Attributes:
         tensors: by name; ``qkv`` and ``gate_up`` of a layer are fused, the others are the model's own.
@@ -127,15 +128,15 @@ class Places:
     @classmethod
     def of(cls, config: Any, shapes: Mapping[str, torch.Size], dtype: torch.dtype, device: torch.device) -> Places:
         """Allocates places for weights of these shapes."""
-        made = cls()
+        allocated = cls()
         dim = head_dim(config)
         q, kv = config.num_attention_heads * dim, config.num_key_value_heads * dim
 
         def fused(name: str, parts: Mapping[str, Tensor | None], rows: Sequence[int]) -> None:
             rest = shapes[next(iter(parts))][1:]
-            made.tensors[name] = whole = torch.empty(sum(rows), *rest, dtype=dtype, device=device)
+            allocated.tensors[name] = whole = torch.empty(sum(rows), *rest, dtype=dtype, device=device)
             for part, place in zip(parts, whole.split(list(rows)), strict=True):
-                made._where[part] = place, parts[part]
+                allocated._where[part] = place, parts[part]
 
         turned = {count: _pair_rows(count, dim, device) for count in (q, kv, dim)}
         for i in range(config.num_hidden_layers):
@@ -151,12 +152,12 @@ class Places:
             both = [f"{layer}mlp.{p}_proj.weight" for p in ("gate", "up")]
             fused(f"{layer}gate_up", dict.fromkeys(both), [config.intermediate_size] * 2)
         for name in shapes:
-            if name not in made._where:
+            if name not in allocated._where:
                 fused(name, {name: None}, (shapes[name][0],))
-        return made
+        return allocated
 
     def write(self, chunk: Chunk) -> None:
-        """Copy rows of a weight into its place."""
+        """Copies rows of a weight into its place."""
         place, order = self._where[chunk.name]
         rows = slice(chunk.start, chunk.start + len(chunk.values))
         if order is None:
@@ -166,20 +167,21 @@ class Places:
 
 
 def _pair_rows(count: int, dim: int, device: torch.device) -> Int[Tensor, " rows"]:
-    """Where each row of a projection goes so that the two halves of each head come together in pairs.
+    """Returns the new place of each row of a projection, so that the two halves of each head form pairs.
 
-    transformers turns element i with element i + dim/2. As neighbours they are one complex number, turned in one
-    operation; scores do not change where queries and keys are ordered alike.
+    transformers rotates element i together with element i + dim/2. As neighbours they are one complex number, which
+    takes one operation to rotate. Scores do not change, since queries and keys have the same order.
 
-    >>> _pair_rows(8, 4, torch.device("cpu")).tolist()
-    [0, 2, 1, 3, 4, 6, 5, 7]
+    Example:
+        >>> _pair_rows(8, 4, torch.device("cpu")).tolist()
+        [0, 2, 1, 3, 4, 6, 5, 7]
     """
     rows = torch.arange(count, device=device).view(-1, dim // 2, 2)
     return rows.transpose(1, 2).reshape(-1)
 
 
 class LlamaDecoder:
-    """Llama, Mistral, Qwen2 and Qwen3 without their modules: some fifteen operations a layer; see ``Decoder``."""
+    """Runs Llama, Mistral, Qwen2 and Qwen3 in about fifteen operations a layer, without modules; see ``Decoder``."""
 
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
@@ -215,19 +217,19 @@ class LlamaDecoder:
 
     def finish(self) -> None:
         assert self._places is not None, "begin comes first"
-        places, held = self._places, self._places.tensors
+        places, tensors = self._places, self._places.tensors
         layers = [self._layer(places, i) for i in range(self.config.num_hidden_layers)]
-        embed, head = held["model.embed_tokens.weight"], held.get("lm_head.weight")
+        embed, head = tensors["model.embed_tokens.weight"], tensors.get("lm_head.weight")
         product = _product(embed, pack=False) if head is None else _product(head)
-        self._weights = Weights(embed, layers, held["model.norm.weight"] * self._root, product)
+        self._weights = Weights(embed, layers, tensors["model.norm.weight"] * self._root, product)
         if self.device.type == "cpu" and self.dtype == torch.float32:
-            # Packed weights are copies, beside which the places would be a second set.
+            # Packed weights are copies, so the places would be a second set of weights.
             self._places = None
 
     def reserve(self, slots: int, length: int) -> None:
         if slots > self._cache.shape[2] or length > self._cache.shape[4]:
             self.drop_cache()
-            # Zeros, since a place that is hidden still meets a weight of zero, and zero times NaN is NaN.
+            # Zeros, since hidden places are multiplied by zero, and zero times NaN is NaN.
             self._cache = self._cache.new_zeros(len(self._cache), 2, slots, self.kv_heads, length, self.dim)
         if length > len(self._turns):
             self._turns = self._turns_to(length)
@@ -263,13 +265,13 @@ class LlamaDecoder:
             _turn(qk, turns)
             cache.permute(1, 3, 0, 2, 4).index_put_((where.slots, where.positions), kv.view(T, 2, kv_heads, dim))
             if where.packing is None:
-                found = attend(q, cache[0], cache[1], where, scaling=1.0, window=layer.window)
+                attended = attend(q, cache[0], cache[1], where, scaling=1.0, window=layer.window)
             else:
                 q, k, v = (part.transpose(0, 1)[None] for part in (q, kv[:, :kv_heads], kv[:, kv_heads:]))
-                found, _ = packed_attention(
+                attended, _ = packed_attention(
                     self._rotary, q, k, v, None, packing=where.packing, scaling=1.0, sliding_window=layer.window
                 )
-            x = layer.out(found.reshape(T, heads * dim)).add_(x)
+            x = layer.out(attended.reshape(T, heads * dim)).add_(x)
             gate, up = layer.gate_up(_normed(x, eps)).chunk(2, -1)
             x = layer.down(silu(gate).mul_(up)).add_(x)
         return x
@@ -283,13 +285,13 @@ class LlamaDecoder:
         return self._weights
 
     def _layer(self, places: Places, index: int) -> Layer:
-        """A layer of what was written, whose norms and scale of scores are multiplied into its projections here."""
-        held, prefix = places.tensors, f"model.layers.{index}."
-        before, after = (held[f"{prefix}{p}_layernorm.weight"] * self._root for p in ("input", "post_attention"))
-        qkv, bias = held[prefix + "qkv.weight"], held.get(prefix + "qkv.bias")
+        """Returns a layer of the written weights, with its norms and the scale of scores in its projections."""
+        tensors, prefix = places.tensors, f"model.layers.{index}."
+        before, after = (tensors[f"{prefix}{p}_layernorm.weight"] * self._root for p in ("input", "post_attention"))
+        qkv, bias = tensors[prefix + "qkv.weight"], tensors.get(prefix + "qkv.bias")
         queries = self.heads * self.dim
-        if prefix + "q_norm" in held:
-            q_norm, k_norm = held[prefix + "q_norm"], held[prefix + "k_norm"]
+        if prefix + "q_norm" in tensors:
+            q_norm, k_norm = tensors[prefix + "q_norm"], tensors[prefix + "k_norm"]
             # The factors sqrt(dim), of a norm without it and of the scale, are each other's inverse.
             head_norm = torch.cat([q_norm.expand(self.heads, -1), (k_norm * self.dim**0.5).expand(self.kv_heads, -1)])
         else:
@@ -299,9 +301,9 @@ class LlamaDecoder:
         return Layer(
             _product(qkv.mul_(before), bias),
             head_norm,
-            _product(held[prefix + "self_attn.o_proj.weight"], held.get(prefix + "self_attn.o_proj.bias")),
-            _product(held[prefix + "gate_up"].mul_(after)),
-            _product(held[prefix + "mlp.down_proj.weight"]),
+            _product(tensors[prefix + "self_attn.o_proj.weight"], tensors.get(prefix + "self_attn.o_proj.bias")),
+            _product(tensors[prefix + "gate_up"].mul_(after)),
+            _product(tensors[prefix + "mlp.down_proj.weight"]),
             window_of(self.config, index),
         )
 
@@ -312,26 +314,26 @@ class LlamaDecoder:
 
 
 def _normed(x: Float[Tensor, "n H"], eps: Float[Tensor, ""]) -> Float[Tensor, "n H"]:
-    """RMS norm but for a factor sqrt(H), which the weights behind it hold."""
+    """Returns the RMS norm without a factor sqrt(H), which the weights after it contain."""
     return (x / _size(x, eps)).to(x.dtype)
 
 
 def _size(x: Float[Tensor, "*n H"], eps: Float[Tensor, ""]) -> Float[Tensor, "*n 1"]:
-    """sqrt(sum of squares + eps H), of ``eps`` = sqrt(eps H); two operations, where torch's rms_norm takes ten."""
+    """Returns sqrt(sum of squares + eps H), given sqrt(eps H), in two operations; torch's rms_norm takes ten."""
     return torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32), eps)
 
 
 def _turn(qk: Float[Tensor, "T heads dim"], turns: Complex64[Tensor, "T 1 half"]) -> None:
-    """Apply the rotary embedding in place."""
+    """Applies the rotary embedding in place."""
     numbers = torch.view_as_complex(qk.float().unflatten(-1, (-1, 2))).mul_(turns)
     if qk.dtype != torch.float32:
         qk.copy_(torch.view_as_real(numbers).flatten(-2))
 
 
 def _product(weight: Tensor, bias: Tensor | None = None, *, pack: bool = True) -> Callable[[Tensor], Tensor]:
-    """``x -> x @ weight.T + bias``; large ones in fp32 on a CPU through oneDNN, which is faster than MKL there."""
+    """Returns ``x -> x @ weight.T + bias``; with oneDNN for large weights in fp32 on a CPU, where it beats MKL."""
     large = weight.numel() >= PACKED_FROM and torch.backends.mkldnn.is_available()
     if not large or weight.device.type != "cpu" or weight.dtype != torch.float32:
         return lambda x: linear(x, weight, bias)
-    held = torch.ops.mkldnn._reorder_linear_weight(weight) if pack else weight
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, held, bias, "none", [], "")
+    tensors = torch.ops.mkldnn._reorder_linear_weight(weight) if pack else weight
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, tensors, bias, "none", [], "")

@@ -1,4 +1,4 @@
-"""Weights on their way from a training backend to a rollout engine: sources, checks and channels."""
+"""Sends weights from a training backend to a rollout engine: sources, checks and channels."""
 
 from .intake import IncompleteWeights, check_specs, checksum, receive
 from .source import Weights, specs_of

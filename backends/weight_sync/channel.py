@@ -1,7 +1,7 @@
-"""A publication between two processes: a connection for what is said, a staging area for the weights.
+"""Publications between two processes: a connection for messages, and a staging area for the weights.
 
-Both ends live as long as the run. Where a publication fails, both close their end, and the next one begins with a
-new connection, so that nothing of the failed one can be taken for a part of it.
+Both ends last as long as the run. When a publication fails, both sides close their end, and the next one starts with
+a new connection, so that it cannot receive messages of the failed one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNMENT = 256
 
 
 class SenderFailed(IncompleteWeights):
-    """The process at the other end failed or ended in the middle of a publication."""
+    """The process at the other end failed or ended during a publication."""
 
 
 class Inlet:
@@ -34,8 +34,8 @@ class Inlet:
 
     Args:
         host: the address to listen on.
-        secret: what a sender must know.
-        device: where the engine keeps its weights.
+        secret: the key that senders have to know.
+        device: the device of the engine's weights.
     """
 
     def __init__(self, host: str, secret: bytes, device: torch.device) -> None:
@@ -46,16 +46,20 @@ class Inlet:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where senders connect."""
-        address: tuple[str, int] = self._listener.address  # type: ignore[assignment]
+        """The host and port that senders connect to."""
+        address: tuple[str, int] = self._listener.address
         return address
 
     def receive(self, version: int, publish: Callable[[WeightSource], None]) -> None:
-        """Give the next source that is sent to ``publish``.
+        """Receives the next source and passes it to ``publish``.
+
+        Args:
+            version: the version that the weights must have.
+            publish: reads the source.
 
         Raises:
-            IncompleteWeights: the weights are of another version, or not whole.
-            Exception: whatever ``publish`` raises.
+            IncompleteWeights: the weights are of another version, or incomplete.
+            Exception: as ``publish``.
         """
         with contextlib.ExitStack() as failing:
             failing.callback(self.close)
@@ -72,7 +76,7 @@ class Inlet:
             failing.pop_all()
 
     def close(self) -> None:
-        """Close the connection; a sender that connects anew is listened to."""
+        """Closes the connection; senders can connect again."""
         if self._connection is not None:
             self._connection.close()
         if self._staging is not None:
@@ -80,21 +84,21 @@ class Inlet:
         self._connection = self._staging = None
 
     def _announced(self, version: int) -> tuple[TensorSpec, ...]:
-        """The specifications of the next source, over the connection that there is or a new one."""
+        """Receives the specifications of the next source, over the open connection or a new one."""
         if self._connection is not None:
             try:
-                message = hear(self._connection)
+                message = receive_message(self._connection)
             except SenderFailed:
-                # Closed between two publications: the sender connects anew.
+                # It was closed between two publications, after which senders connect again.
                 self.close()
         if self._connection is None:
             self._connection = _prompt(self._listener.accept())
-            message = hear(self._connection)
+            message = receive_message(self._connection)
         _, sent, specs = message
         if sent != version:
             raise IncompleteWeights(f"weights of version {sent} were sent where version {version} was announced")
-        found: tuple[TensorSpec, ...] = specs
-        return found
+        announced: tuple[TensorSpec, ...] = specs
+        return announced
 
     def _open(self, description: tuple[Any, ...]) -> None:
         assert self._connection is not None
@@ -115,16 +119,16 @@ class _Arriving:
     specs: tuple[TensorSpec, ...]
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
-        """The buckets, as the sender gives them; see ``WeightSource``."""
+        """Yields the buckets as they arrive; see ``WeightSource``."""
         inlet, connection = self.inlet, self.connection
-        tell(connection, ("start", max_bytes, checked, Place.of(inlet._device)))
+        send_message(connection, ("start", max_bytes, checked, Place.of(inlet._device)))
         while True:
-            said, *rest = hear(connection)
-            if said == "end":
+            kind, *rest = receive_message(connection)
+            if kind == "end":
                 return
-            if said == "failed":
+            if kind == "failed":
                 raise SenderFailed(f"the sender failed: {rest[0]}")
-            if said == "staging":
+            if kind == "staging":
                 inlet._open(rest[0])
                 continue
             number, nbytes, entries = rest
@@ -132,12 +136,12 @@ class _Arriving:
             inlet._staging.flush(number, nbytes)
             whole = inlet._staging.slot(number)
             yield tuple(
-                Chunk(name, start, whole[at : at + size].view(dtype).view(shape), sum_)
-                for name, start, shape, dtype, at, size, sum_ in entries
+                Chunk(name, start, whole[at : at + size].view(dtype).view(shape), checksum)
+                for name, start, shape, dtype, at, size, checksum in entries
             )
             if inlet._device.type == "cuda":
                 torch.cuda.current_stream(inlet._device).synchronize()
-            tell(connection, ("taken", number))
+            send_message(connection, ("taken", number))
 
 
 def _aligned(nbytes: int) -> int:
@@ -148,10 +152,10 @@ class Outlet:
     """The sending end, to one engine.
 
     Args:
-        address: of its inlet.
-        secret: what the inlet wants to hear.
-        device: where the weights lie.
-        allowed: kinds of staging to choose from; by default all.
+        address: the address of the engine's inlet.
+        secret: the key of the inlet.
+        device: the device of the weights.
+        allowed: the kinds of staging to choose from; by default all.
     """
 
     def __init__(
@@ -165,13 +169,17 @@ class Outlet:
         self.kind = ""
 
     def offer(self, version: int, specs: tuple[TensorSpec, ...]) -> tuple[int, bool] | None:
-        """Announce weights; the engine's bucket size and whether it wants checksums, None where it refuses them."""
+        """Announces weights to the engine.
+
+        Returns:
+            The engine's bucket size and whether it compares checksums; None if it refuses the weights.
+        """
         if self._connection is None:
             self._connection = _prompt(Client(self._address, authkey=self._secret))
         with self._refusable():
-            tell(self._connection, ("specs", version, specs))
-            said, *rest = hear(self._connection)
-            if said == "start":
+            send_message(self._connection, ("specs", version, specs))
+            kind, *rest = receive_message(self._connection)
+            if kind == "start":
                 max_bytes, checked, receiver = rest
                 rows = [spec.nbytes // max(1, spec.shape[0] if spec.shape else 1) for spec in specs]
                 room = max(min(max_bytes, sum(spec.nbytes for spec in specs)), max(rows, default=0))
@@ -181,12 +189,12 @@ class Outlet:
         return None
 
     def put(self, bucket: Sequence[Chunk]) -> bool:
-        """Send a bucket; False where the engine refuses it."""
+        """Sends a bucket, and returns whether the engine accepts it."""
         if self._connection is None or self._staging is None:
             return False
         with self._refusable():
             free = [i for i in range(SLOTS) if i not in self._busy]
-            number = free[0] if free else self._heard()
+            number = free[0] if free else self._taken()
             if number is not None:
                 self._write(number, bucket)
                 return True
@@ -194,16 +202,16 @@ class Outlet:
         return False
 
     def end(self) -> None:
-        """Say that this was all, and wait until the engine has it."""
+        """Ends the publication, and waits until the engine has all weights."""
         with self._refusable():
-            tell(self._open, ("end",))
-            while self._heard() is not None:
+            send_message(self._open, ("end",))
+            while self._taken() is not None:
                 pass
             return
         self.close()
 
     def _write(self, number: int, bucket: Sequence[Chunk]) -> None:
-        """Copy a bucket into a slot, and say what is where."""
+        """Copies a bucket into a slot, and tells the engine where each chunk lies."""
         assert self._staging is not None
         whole, at, entries = self._staging.slot(number), 0, []
         targets: list[torch.Tensor] = []
@@ -215,12 +223,12 @@ class Outlet:
         torch._foreach_copy_(targets, [chunk.values for chunk in bucket])
         message = ("bucket", number, at, entries)
         if self.kind in ("group", "socket"):
-            # Both sides take part in moving the bytes, so the engine has to hear of them first.
-            tell(self._open, message)
+            # Both sides take part in the transfer, so the message has to come first.
+            send_message(self._open, message)
             self._staging.flush(number, at)
         else:
             self._staging.flush(number, at)
-            tell(self._open, message)
+            send_message(self._open, message)
         self._busy.append(number)
 
     @property
@@ -230,19 +238,19 @@ class Outlet:
 
     @contextlib.contextmanager
     def _refusable(self) -> Iterator[None]:
-        """Be quiet about an engine that refuses or has ended: its own call says why."""
+        """Ignores that an engine refused the weights or ended, since its own call raises the reason."""
         with contextlib.suppress(SenderFailed):
             yield
 
     def fail(self, error: BaseException) -> None:
-        """Say that the rest will not come."""
+        """Tells the engine that the publication failed."""
         if self._connection is not None:
             with contextlib.suppress(SenderFailed):
-                tell(self._connection, ("failed", f"{type(error).__name__}: {error}"))
+                send_message(self._connection, ("failed", f"{type(error).__name__}: {error}"))
         self.close()
 
     def close(self) -> None:
-        """Close the connection; the next offer makes a new one."""
+        """Closes the connection; the next offer makes a new one."""
         if self._connection is not None:
             self._connection.close()
         if self._staging is not None:
@@ -250,51 +258,51 @@ class Outlet:
         self._connection = self._staging = None
         self._room, self._busy = 0, []
 
-    def _heard(self) -> int | None:
-        """The slot that the engine has taken; None where it is done with the publication."""
-        said, *rest = hear(self._connection)
-        if said == "taken":
+    def _taken(self) -> int | None:
+        """Returns the slot that the engine has read; None when it has finished the publication."""
+        kind, *rest = receive_message(self._connection)
+        if kind == "taken":
             self._busy.remove(rest[0])
             slot: int = rest[0]
             return slot
         self._busy = []
-        if said == "refused":
+        if kind == "refused":
             raise SenderFailed("the engine refuses the weights")
         return None
 
     def _make_room(self, nbytes: int, receiver: Place) -> None:
-        """Agree on a staging area of this size, unless there is one."""
+        """Agrees with the engine on a staging area of this size, unless there is one."""
         if self._staging is not None and self._room >= nbytes:
             return
         assert self._connection is not None
         reasons = []
         for kind in kinds(Place.of(self._device), receiver) if self._allowed is None else self._allowed:
             description, start = offered(kind, nbytes, self._device, self._connection)
-            tell(self._connection, ("staging", description))
+            send_message(self._connection, ("staging", description))
             staging = start()
-            said, *rest = hear(self._connection)
-            if said == "opened":
+            reply, *rest = receive_message(self._connection)
+            if reply == "opened":
                 self._staging, self._room, self.kind = staging, nbytes, kind
                 return
             staging.close()
             reasons += rest
-        raise RuntimeError(f"there is no way to bring weights to the rollout engine: {'; '.join(reasons)}")
+        raise RuntimeError(f"no kind of staging area reaches the rollout engine: {'; '.join(reasons)}")
 
 
 def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
-    """Send weights to engines, bucket by bucket, each gathered once for all of them.
+    """Sends weights to engines, bucket by bucket, each gathered once for all engines.
 
-    The whole source is read also where every engine refuses it, as other ranks may take part in reading it.
+    The whole source is read even if every engine refuses it, since other ranks may take part in reading it.
     """
     try:
         replies = [(outlet, outlet.offer(version, source.specs)) for outlet in outlets]
         wanted = [(outlet, reply) for outlet, reply in replies if reply is not None]
         size = min((max_bytes for _, (max_bytes, _) in wanted), default=BUCKET_BYTES)
         checked = any(check for _, (_, check) in wanted)
-        left = [outlet for outlet, _ in wanted]
+        accepting = [outlet for outlet, _ in wanted]
         for bucket in source.buckets(size, checked=checked):
-            left = [outlet for outlet in left if outlet.put(bucket)]
-        for outlet in left:
+            accepting = [outlet for outlet in accepting if outlet.put(bucket)]
+        for outlet in accepting:
             outlet.end()
     except BaseException as error:
         for outlet in outlets:
@@ -303,14 +311,14 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
 
 
 def _prompt(connection: Connection) -> Connection:
-    """The same connection, on which small messages leave at once: waiting for more takes 40 ms on Linux."""
+    """Returns the connection set to send small messages at once; waiting for more takes 40 ms on Linux."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
 
 
-def tell(connection: Connection, message: Any) -> None:
-    """Send a message.
+def send_message(connection: Connection, message: Any) -> None:
+    """Sends a message.
 
     Raises:
         SenderFailed: the other process closed the connection.
@@ -321,8 +329,8 @@ def tell(connection: Connection, message: Any) -> None:
         raise SenderFailed("the process at the other end of a publication closed its connection") from error
 
 
-def hear(connection: Connection | None) -> Any:
-    """The next message.
+def receive_message(connection: Connection | None) -> Any:
+    """Waits for the next message and returns it.
 
     Raises:
         SenderFailed: the other process closed the connection.

@@ -1,4 +1,4 @@
-"""The receiving side of a publication: nothing is served before every row of every tensor has come, once."""
+"""The receiving side of a publication: checks that every row of every tensor arrives exactly once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from verl_fn.errors import UserError
 
 
 class IncompleteWeights(UserError, RuntimeError):
-    """A publication that did not give every row of every tensor once, or gave other values than were sent."""
+    """A publication lacked rows, repeated rows, or gave other values than were sent."""
 
 
 def check_specs(specs: Iterable[TensorSpec], wanted: Mapping[str, Sequence[int]], model: object) -> None:
-    """Refuse weights that are not a model's, before any of them is read.
+    """Raises an error for weights that are not a model's, before any of them is read.
 
     Args:
+        specs: the specifications of the weights.
         wanted: the model's shapes by name.
-        model: names it in the error.
+        model: names the model in errors.
 
     Raises:
-        ValueError: a name is missing, unknown or given twice, or a shape is another one.
+        ValueError: a name is missing, unknown or given twice, or a shape differs.
     """
     seen: set[str] = set()
     for spec in specs:
@@ -45,22 +46,25 @@ def check_specs(specs: Iterable[TensorSpec], wanted: Mapping[str, Sequence[int]]
 def receive(
     source: WeightSource, write: Callable[[Chunk], None], *, max_bytes: int = BUCKET_BYTES, checked: bool = False
 ) -> None:
-    """Give every chunk of a source to ``write``, and see that they are all rows of all tensors, each once.
+    """Passes every chunk of a source to ``write``, and checks that every row of every tensor arrives exactly once.
 
     Args:
-        max_bytes: of a bucket.
-        checked: compare checksums too, which reads everything once more on both sides.
+        source: the weights.
+        write: copies a chunk.
+        max_bytes: the most bytes of a bucket.
+        checked: compare checksums too, for which both sides read all weights once more.
 
     Raises:
-        IncompleteWeights: rows are missing, come twice or out of order, or a checksum differs.
+        IncompleteWeights: rows are missing, arrive twice or out of order, or a checksum differs.
 
-    >>> from verl_fn.backends.weight_sync import Weights
-    >>> place = torch.zeros(3)
-    >>> def write(chunk):
-    ...     place[chunk.start : chunk.start + len(chunk.values)] = chunk.values
-    >>> receive(Weights.of({"a": torch.ones(3)}), write, checked=True)
-    >>> place
-    tensor([1., 1., 1.])
+    Example:
+        >>> from verl_fn.backends.weight_sync import Weights
+        >>> place = torch.zeros(3)
+        >>> def write(chunk):
+        ...     place[chunk.start : chunk.start + len(chunk.values)] = chunk.values
+        >>> receive(Weights.of({"a": torch.ones(3)}), write, checked=True)
+        >>> place
+        tensor([1., 1., 1.])
     """
     rows = {spec.name: spec.shape[0] if spec.shape else 1 for spec in source.specs}
     specs = {spec.name: spec for spec in source.specs}
@@ -95,18 +99,19 @@ def receive(
 
 
 def checksum(values: Tensor) -> int:
-    """Returns 64 bits of a tensor's bytes; swapped rows or elements change them, as a plain sum would not.
+    """Returns a 64-bit hash of a tensor's bytes, which changes also where rows or elements are swapped.
 
-    >>> a = torch.arange(6.0)
-    >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0))
-    (True, False)
+    Example:
+        >>> a = torch.arange(6.0)
+        >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0))
+        (True, False)
     """
     flat = values.detach().reshape(-1).contiguous()
     size = flat.element_size()
     words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
     width = 1024
     whole = words[: len(words) // width * width].view(-1, width)
-    # Sums over both directions, each weighted by its place: no second copy of the tensor in 64 bits.
+    # Sums over both dimensions, weighted by their places afterwards, need no copy of the tensor in 64 bits.
     total = _weighted(whole.sum(0, dtype=torch.int64)) + 31 * _weighted(whole.sum(1, dtype=torch.int64))
     return int(total + 961 * _weighted(words[whole.numel() :].long()))
 

@@ -1,4 +1,4 @@
-"""A source of weights in this process: specifications, and a function that gives the tensors one after the other."""
+"""A source of weights in this process: specifications, and a function that yields the tensors one after the other."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from .intake import checksum
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """Returns the specifications of named tensors; of sharded ones, those of the whole."""
+    """Returns the specifications of named tensors; those of sharded ones describe the whole tensor."""
     return tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items())
 
 
 @attrs.frozen(eq=False)
 class Weights:
-    """Weights that lie in this process, a ``WeightSource``.
+    """Weights in this process, a ``WeightSource``.
 
     Attributes:
-        specs: what ``read`` gives, in its order.
-        read: gives all tensors by name, one after the other; a sharded one is gathered when it is asked for.
+        specs: the specifications of the tensors, in the order of ``read``.
+        read: returns all tensors by name, one after the other; a sharded one is gathered when it is read.
 
-    >>> import torch
-    >>> source = Weights.of({"a": torch.ones(4, 2), "b": torch.zeros(())})
-    >>> [[(c.name, c.start, len(c.values)) for c in bucket] for bucket in source.buckets(max_bytes=24)]
-    [[('a', 0, 3)], [('a', 3, 1), ('b', 0, 1)]]
+    Example:
+        >>> import torch
+        >>> source = Weights.of({"a": torch.ones(4, 2), "b": torch.zeros(())})
+        >>> [[(c.name, c.start, len(c.values)) for c in bucket] for bucket in source.buckets(max_bytes=24)]
+        [[('a', 0, 3)], [('a', 3, 1), ('b', 0, 1)]]
     """
 
     specs: tuple[TensorSpec, ...]
@@ -40,7 +41,7 @@ class Weights:
         return cls(specs_of(tensors), tensors.items)
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
-        """Returns all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``."""
+        """Yields all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``."""
         bucket: list[Chunk] = []
         room = max_bytes
         for name, tensor in self.read():
@@ -60,5 +61,5 @@ class Weights:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """The tensor as rows: a scalar is one."""
+    """Returns a tensor as rows; a scalar is one row."""
     return tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()

@@ -1,7 +1,7 @@
-"""Where the buckets of a publication lie between two processes: memory that both see, or a process group.
+"""Staging areas for the buckets of a publication between two processes: shared memory, or a process group.
 
-The sender makes a staging area of two slots and describes it; the receiver opens the description. A bucket is then
-copied into a slot by the sender and read there by the receiver, so the weights themselves are never shared.
+The sender makes a staging area of two slots and describes it; the receiver opens the description. The sender then
+copies each bucket into a slot and the receiver reads it there, so the weights themselves are never shared.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ GROUP_SECONDS = 600
 
 @attrs.frozen
 class Place:
-    """Where a process computes: what decides how it can be reached.
+    """Where a process computes, which decides how buckets can reach it.
 
     Attributes:
-        host: the machine.
+        host: identifies the machine.
         device: ``cpu`` or ``cuda``.
-        gpu: the identity of the current GPU, the same in all processes that see it.
+        gpu: identifies the current GPU, equally in all processes on the machine.
     """
 
     host: str
@@ -57,46 +57,47 @@ class Staging(Protocol):
     """Two slots of bytes, on the sender's or on the receiver's side."""
 
     def slot(self, number: int) -> Tensor:
-        """The bytes of a slot."""
+        """Returns the bytes of a slot."""
         ...
 
     def flush(self, number: int, nbytes: int) -> None:
-        """Sender: let the receiver see what was written. Receiver: have it."""
+        """Transfers the first bytes of a slot: makes them visible to the receiver, or waits for them there."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Frees the slots."""
         ...
 
 
 def kinds(sender: Place, receiver: Place) -> list[str]:
     """Returns the kinds of staging to try between two places, the fastest first.
 
-    >>> kinds(Place("a", "cuda", "GPU-1"), Place("a", "cuda", "GPU-1"))
-    ['ipc', 'memory', 'socket']
-    >>> kinds(Place("a", "cuda", "GPU-1"), Place("b", "cuda", "GPU-2"))
-    ['group', 'socket']
-    >>> kinds(Place("a", "cpu"), Place("b", "cpu"))
-    ['socket']
+    Example:
+        >>> kinds(Place("a", "cuda", "GPU-1"), Place("a", "cuda", "GPU-1"))
+        ['ipc', 'memory', 'socket']
+        >>> kinds(Place("a", "cuda", "GPU-1"), Place("b", "cuda", "GPU-2"))
+        ['group', 'socket']
+        >>> kinds(Place("a", "cpu"), Place("b", "cpu"))
+        ['socket']
     """
-    found = []
+    usable = []
     if sender.device == receiver.device == "cuda":
-        # NCCL refuses two ranks on one GPU; a handle to memory of another GPU may not be opened here.
-        found.append("ipc" if (sender.host, sender.gpu) == (receiver.host, receiver.gpu) else "group")
+        # NCCL refuses two ranks on one GPU, and a process may be unable to open memory of another GPU.
+        usable.append("ipc" if (sender.host, sender.gpu) == (receiver.host, receiver.gpu) else "group")
     if sender.host == receiver.host:
-        found.append("memory")
-    return [*found, "socket"]
+        usable.append("memory")
+    return [*usable, "socket"]
 
 
 class CannotOpen(RuntimeError):
-    """A staging area that this process cannot open; the next kind is tried."""
+    """This process cannot open a staging area; the next kind is tried."""
 
 
 class _Slots:
-    """Slots in one tensor of bytes; nothing to do between the two sides."""
+    """Slots in one tensor of bytes that both processes see."""
 
-    def __init__(self, held: Tensor) -> None:
-        self._slots = held.view(SLOTS, -1)
+    def __init__(self, memory: Tensor) -> None:
+        self._slots = memory.view(SLOTS, -1)
 
     def slot(self, number: int) -> Tensor:
         return self._slots[number]
@@ -110,10 +111,10 @@ class _Slots:
 
 
 class _Group(_Slots):
-    """Slots of this process's own, which a process group of two sends."""
+    """Slots of one process, whose bytes a process group of two sends."""
 
-    def __init__(self, held: Tensor, group: Any, rank: int) -> None:
-        super().__init__(held)
+    def __init__(self, memory: Tensor, group: Any, rank: int) -> None:
+        super().__init__(memory)
         self._group, self._rank = group, rank
 
     def flush(self, number: int, nbytes: int) -> None:
@@ -128,14 +129,14 @@ class _Group(_Slots):
 
 
 class _Socket(_Slots):
-    """Slots of this process's own, sent over the connection itself."""
+    """Slots of one process, whose bytes are sent over the connection itself."""
 
-    def __init__(self, held: Tensor, connection: Connection, sends: bool) -> None:
-        super().__init__(held)
+    def __init__(self, memory: Tensor, connection: Connection, sends: bool) -> None:
+        super().__init__(memory)
         self._connection, self._sends = connection, sends
 
     def flush(self, number: int, nbytes: int) -> None:
-        part = memoryview(self.slot(number)[:nbytes].numpy())
+        part = self.slot(number)[:nbytes].numpy().data
         if self._sends:
             self._connection.send_bytes(part)
         else:
@@ -148,33 +149,34 @@ def offered(
     """Makes the sender's side of a staging area.
 
     Args:
-        nbytes: of each slot.
-        device: of the sender.
-        connection: to the receiver.
+        kind: one of ``kinds``.
+        nbytes: the size of each slot.
+        device: the sender's device.
+        connection: the connection to the receiver.
 
     Returns:
-        What the receiver opens, and a function to call once the receiver has been told.
+        The description for the receiver, and a function that makes the sender's side once the description was sent.
     """
     size = SLOTS * nbytes
     if kind == "ipc":
-        held = torch.empty(size, dtype=torch.uint8, device=device)
-        return (kind, nbytes, *reduce_tensor(held)), lambda: _Slots(held)
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return (kind, nbytes, *reduce_tensor(memory)), lambda: _Slots(memory)
     if kind == "memory":
-        # Without a name in any file system, so that nothing is left behind, however the processes end.
+        # Memory without a name in any file system disappears with the processes, however they end.
         fd = os.memfd_create("verl_fn_weights")
         os.ftruncate(fd, size)
-        held = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        memory = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
         mark = os.urandom(16)
-        held[:16] = torch.tensor(list(mark), dtype=torch.uint8)
-        staging = _Slots(held)
+        memory[:16] = torch.tensor(list(mark), dtype=torch.uint8)
+        staging = _Slots(memory)
         weakref.finalize(staging, os.close, fd)
         return (kind, nbytes, os.getpid(), fd, mark), lambda: staging
     if kind == "group":
-        held = torch.empty(size, dtype=torch.uint8, device=device)
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
         address = connection_address(connection)
         timeout = timedelta(seconds=GROUP_SECONDS)
         store = dist.TCPStore(address, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
-        return (kind, nbytes, device.type, address, store.port), lambda: _Group(held, _pair(device, store, 0), 0)
+        return (kind, nbytes, device.type, address, store.port), lambda: _Group(memory, _pair(device, store, 0), 0)
     return (kind, nbytes), lambda: _Socket(torch.empty(size, dtype=torch.uint8), connection, True)
 
 
@@ -182,31 +184,31 @@ def opened(description: Description, device: torch.device, connection: Connectio
     """Opens the receiver's side of a staging area.
 
     Raises:
-        CannotOpen: this process cannot.
+        CannotOpen: this process cannot open it.
     """
     kind, nbytes, *rest = description
     size = SLOTS * nbytes
     try:
         if kind == "ipc":
             rebuild, arguments = rest
-            # The device's number here may be another one than at the sender.
+            # The device may have another number here than in the sender's process.
             number = torch.cuda.current_device() if device.index is None else device.index
             return _Slots(rebuild(*arguments[:6], number, *arguments[7:]))
         if kind == "memory":
             pid, fd, mark = rest
-            mine = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+            own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
             try:
-                held = torch.frombuffer(mmap.mmap(mine, size), dtype=torch.uint8)
+                memory = torch.frombuffer(mmap.mmap(own_fd, size), dtype=torch.uint8)
             finally:
-                os.close(mine)
-            if bytes(held[:16].tolist()) != mark:
+                os.close(own_fd)
+            if bytes(memory[:16].tolist()) != mark:
                 raise CannotOpen("the sender's process numbers are not those of this machine")
-            return _Slots(held)
+            return _Slots(memory)
         if kind == "group":
             _, address, port = rest
-            held = torch.empty(size, dtype=torch.uint8, device=device)
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
             store = dist.TCPStore(address, port, 2, is_master=False, timeout=timedelta(seconds=GROUP_SECONDS))
-            return _Group(held, _pair(device, store, 1), 1)
+            return _Group(memory, _pair(device, store, 1), 1)
     except (OSError, ValueError, RuntimeError) as error:
         raise CannotOpen(f"{kind}: {error}") from error
     return _Socket(torch.empty(size, dtype=torch.uint8), connection, False)
@@ -220,7 +222,7 @@ def connection_address(connection: Connection) -> str:
 
 
 def _pair(device: torch.device, store: Any, rank: int) -> Any:
-    """Makes a process group of two beside any other that this process is in."""
+    """Makes a process group of two, independent of any other group of this process."""
     timeout = timedelta(seconds=GROUP_SECONDS)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()

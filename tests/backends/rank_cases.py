@@ -256,8 +256,8 @@ def adapters_off(folder, options):
     assert all(t._local_tensor is state.params[name]._local_tensor for name, t in reference.items())
     moved = backend.forward(state.params, batch).by_name["logprobs"]
     assert float((moved - want.by_name["logprobs"]).abs().max()) > 1e-3
-    whole, merged = whole_of(state.params), dict(backend.named_tensors(state.params))
-    for name, t in Local(folder, optimizer(), lora=options["lora"]).named_tensors(whole):
+    whole, merged = whole_of(state.params), dict(backend.weights(state.params).read())
+    for name, t in Local(folder, optimizer(), lora=options["lora"]).weights(whole).read():
         assert torch.equal(t, merged[name])
     return max(gaps)
 

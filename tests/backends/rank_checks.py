@@ -296,7 +296,7 @@ def loaded(folder, options):
         tensor_file.Slices.rows, loading.build = read, make
     local = Local(folder, optimizer(), **alone)
     same = [
-        [] == [name for name, t in backend.named(state.params) if not torch.equal(t, wanted.params[name])]
+        not [name for name, t in backend.named(state.params) if not torch.equal(t, wanted.params[name])]
         and state.params.trainable == wanted.params.trainable
         for state, wanted in zip(states, (local.load_pretrained(), local.init(KEY)), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Folders of states: the same bytes whoever writes them, for transformers too, and refused by name where they do not fit."""
+"""Folders of states: the same bytes for every layout, readable by transformers, and errors that name what differs."""
 
 import errno
 import json

@@ -82,7 +82,7 @@ def test_a_donated_update_makes_no_second_copy(model, batch):
 
 
 def test_lora_shares_its_base_in_bf16_too(model, batch):
-    """Reference and policy in turn: an update's memory is the adapters', and the base is the model before training."""
+    """Reference and policy in turn: an update needs the adapters' memory only, and the base is the first model."""
     plain, backend = (
         Local(model, OPTIMIZER, device="cuda", compute_dtype="bfloat16", deterministic=True, lora=lora)
         for lora in (None, LORA)
@@ -142,7 +142,8 @@ def gpus():
     [
         {}, {"compute_dtype": "bfloat16", "checkpointing": True}, {"head": "value"}, {"sp": 2}, {"lora": LORA},
         {"lora": LORA, "compute_dtype": "bfloat16", "checkpointing": True}, {"compile": True},
-        {"compile": True, "sp": 2, "checkpointing": True}, {"compile": True, "lora": LORA, "compute_dtype": "bfloat16"},
+        {"compile": True, "sp": 2, "checkpointing": True},
+        {"compile": True, "lora": LORA, "compute_dtype": "bfloat16"},
     ],
     ids=str,
 )  # fmt: skip

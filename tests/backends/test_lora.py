@@ -128,7 +128,7 @@ def test_peft_and_the_merged_folder_say_what_we_say(arch, tmp_path):
 def test_the_rollout_engine_gets_merged_weights_one_at_a_time(tiny):
     backend = Local(tiny, TX, lora=LORA)
     state = trained(backend, backend.load_pretrained())
-    found, name = backend.named_tensors(state.params), "model.layers.0.mlp.up_proj"
+    found, name = backend.weights(state.params).read(), "model.layers.0.mlp.up_proj"
     assert iter(found) is found
     merged = dict(found)
     assert list(merged) == list(Local(tiny, TX).load_pretrained().params)
@@ -137,7 +137,7 @@ def test_the_rollout_engine_gets_merged_weights_one_at_a_time(tiny):
     assert merged[f"{name}.weight"].dtype == torch.float32
     assert (merged[f"{name}.weight"] - want).abs().max() < 1e-6
     assert merged["model.norm.weight"] is state.params["model.norm.weight"]
-    assert tree.equal(dict(backend.named_tensors(state.params.base)), state.params.base.leaves)
+    assert tree.equal(dict(backend.weights(state.params.base).read()), state.params.base.leaves)
 
 
 def test_a_state_comes_back_bitwise_and_its_folder_is_the_policy(tiny, tmp_path):

@@ -1,4 +1,4 @@
-"""The actors of one run: starting them, waiting for them, and telling what went wrong with which one."""
+"""The actors of one run: starts them, waits for them, and reports which one failed and why."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from .watch import Watch
 LOG_TAIL_LINES = 20
 START_SECONDS = 300
 NODE_SECONDS = 20
-# How long errors of collectives wait for the death or the error of another rank that caused them.
+# How long an error of a collective waits for the error or the death of another rank that may have caused it.
 GRACE_SECONDS = 10
 MOMENT_SECONDS = 3.0
 
 
 @attrs.frozen
 class Seat:
-    """Where an actor goes: a bundle of the run's placement group, and its share of a GPU there."""
+    """The place of an actor: a bundle of the run's placement group, and its share of a GPU there."""
 
     bundle: int
     gpus: float = 0.0
 
 
 class Cluster:
-    """The actors of one run. ``get`` and ``wait`` fail as soon as any of them fails, dies or hangs.
+    """The actors of one run. ``get`` and ``wait`` raise an error as soon as any actor fails, dies or hangs.
 
     Args:
-        timeout: seconds after which one that others wait for hangs.
+        timeout: seconds without progress after which an actor counts as hung.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -69,10 +69,14 @@ class Cluster:
         return {member.name: member for group in self.groups.values() for member in group.members}
 
     def reserve(self, bundles: Sequence[Mapping[str, float]], strategy: str) -> None:
-        """Take room for the actors.
+        """Reserves room for the actors in the Ray cluster.
+
+        Args:
+            bundles: the resources of each bundle.
+            strategy: Ray's placement strategy.
 
         Raises:
-            ActorDied: others use it.
+            ActorDied: others use the room.
         """
         self._place = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
         if not self._place.wait(START_SECONDS):
@@ -85,10 +89,12 @@ class Cluster:
     def start(
         self, seats: Mapping[str, Sequence[Seat]], driver: DriverConfig, ranks: int, code: Sequence[str] = ()
     ) -> None:
-        """Start one group a name, with an actor a seat, all together.
+        """Starts the actors of all groups together.
 
         Args:
-            ranks: training processes, which share the cores of their machine.
+            seats: the seat of each actor, by the name of its group.
+            driver: the config's settings of processes.
+            ranks: how many training processes share the cores of their machine.
             code: references to the user's own objects, which every actor must have.
 
         Raises:
@@ -104,13 +110,13 @@ class Cluster:
                 self._hosts.append(hosts[name][-1])
         for name, members in hosts.items():
             names = [name] if len(members) == 1 else [f"{name} rank {i}" for i in range(len(members))]
-            told = [(one, host, host.about.remote(code)) for one, host in zip(names, members, strict=True)]
-            self.groups[name] = Group(name, tuple(self._met(one, host, about, code) for one, host, about in told))
+            started = [(one, host, host.about.remote(code)) for one, host in zip(names, members, strict=True)]
+            self.groups[name] = Group(name, tuple(self._member(*one, code) for one in started))
         for group in self.groups.values():
             self._run(group, "set_up", driver, ranks)
 
     def join(self, group: Group, device: str) -> None:
-        """Make a group's members the ranks of one process group."""
+        """Makes a group's members the ranks of one process group."""
         nodes = {member.node for member in group.members}
         address = "127.0.0.1" if len(nodes) == 1 else _address(group.members[0].node)
         size = len(group.members)
@@ -120,11 +126,11 @@ class Cluster:
         self.finish(group)
 
     def build(self, group: str, component: str, factory: Callable[..., Any], *args: Any) -> None:
-        """Make a component in every member of a group."""
+        """Makes a component in every member of a group."""
         self._run(self.groups[group], "build", component, factory, *args)
 
     def call(self, fn: Callable[..., Any], *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
-        """Apply a function to values or references where batches are kept, or where its results are used."""
+        """Applies a function to values or references, in the actor for batches or where its results are used."""
         if is_where_used(fn):
             lazy = Lazy(next(self._lazy), fn, args, kwargs)
             return lazy if returns is None else [attrs.evolve(lazy, number=i) for i in range(returns)]
@@ -132,44 +138,44 @@ class Cluster:
         return [result] if returns == 1 else result
 
     def joined(self, parts: Sequence[Any]) -> Any:
-        """The lists that references stand for, one after the other, joined where they are used."""
+        """Returns a reference to the concatenation of lists, which is made where it is used."""
         return parts[0] if len(parts) == 1 else Lazy(next(self._lazy), _chained, tuple(parts), {})
 
     def wait(self, value: Any) -> Any:
-        """Block until everything that ``value`` refers to is there, and return ``value``.
+        """Waits until everything that ``value`` refers to is ready, and returns ``value``.
 
         Raises:
-            ActorDied: an actor ended meanwhile, whichever it was.
-            ActorHangs: an actor that others wait for does nothing.
+            ActorDied: any actor ended meanwhile.
+            ActorHangs: an actor makes no progress while others wait for it.
             Exception: a call to any actor failed; the error is the call's own.
         """
         self._until(lambda: list(_references(value)))
         return value
 
     def get(self, value: Any) -> Any:
-        """``value`` with every reference replaced by what it refers to."""
+        """Returns ``value`` with every reference replaced by what it refers to."""
         self.wait(value)
         return pytree.tree_map(self._value, value)
 
     def _value(self, leaf: Any) -> Any:
         if isinstance(leaf, Lazy):
-            made = leaf.fn(*(self._value(arg) for arg in leaf.args), **leaf.kwargs)
-            return made if leaf.number is None else list(made)[leaf.number]
+            result = leaf.fn(*(self._value(arg) for arg in leaf.args), **leaf.kwargs)
+            return result if leaf.number is None else list(result)[leaf.number]
         return self._parcels.value(self._fetch(leaf)) if isinstance(leaf, ray.ObjectRef) else leaf
 
     def finish(self, group: Group) -> None:
-        """Block until every member has ended every call."""
+        """Waits until every member has ended every call."""
         self._until(lambda: group.ends)
 
     def stop(self) -> None:
-        """End the actors and give their room back."""
+        """Ends the actors and frees their room."""
         members = self.members.values()
         for host in self._hosts:
             ray.kill(host)
         if members:
             ray.wait([m.sentinel for m in members], num_returns=len(members), timeout=NODE_SECONDS)
-        # A node of our own ends with this process, and must not leave one behind that it was about to kill.
-        _see_off([m.pid for m in members if m.node == ray.get_runtime_context().get_node_id()])
+        # Ray's own node ends with this process, and could leave an actor behind that it has not killed yet.
+        _await_end([m.pid for m in members if m.node == ray.get_runtime_context().get_node_id()])
         if self._place is not None:
             remove_placement_group(self._place)
         self.groups.clear()
@@ -179,10 +185,10 @@ class Cluster:
         group.run(method, *args)
         self.finish(group)
 
-    def _met(self, name: str, host: Any, about: Any, code: Sequence[str]) -> Member:
-        """A started actor, once it has told of itself."""
+    def _member(self, name: str, host: Any, about_ref: Any, code: Sequence[str]) -> Member:
+        """Waits until an actor has started, and checks its code."""
         try:
-            told = ray.get(about, timeout=START_SECONDS)
+            about = ray.get(about_ref, timeout=START_SECONDS)
         except ray.exceptions.GetTimeoutError:
             raise ActorDied(f"{name} did not start in {START_SECONDS} s") from None
         except ray.exceptions.RayError as error:
@@ -191,30 +197,29 @@ class Cluster:
                 "it with the run: py_modules or working_dir in the file of ray.runtime_env"
             ) from None
         self.code = self.code or identity.identity(code)
-        if (odd := identity.difference(self.code, told["identity"], name)) is not None:
-            raise ConfigError(odd)
+        if (difference := identity.difference(self.code, about["identity"], name)) is not None:
+            raise ConfigError(difference)
         sentinel = host.watch.options(concurrency_group="watch").remote()
-        return Member(name, host, sentinel, told["pid"], told["node"], tuple(told["logs"]))
+        return Member(name, host, sentinel, about["pid"], about["node"], tuple(about["logs"]))
 
     def _until(self, wanted: Callable[[], list[Any]]) -> None:
-        """Block until what ``wanted`` gives is there, and look after all actors meanwhile."""
+        """Waits until the references that ``wanted`` returns are ready, and watches all actors meanwhile."""
         sentinels = {member.sentinel: member for member in self.members.values()}
         while True:
             self._settle()
             refs = list(set(wanted()))
-            left = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1] if refs else []
-            if not left:
+            missing = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1] if refs else []
+            if not missing:
                 return
             ends = [end for group in self.groups.values() for end in group.ends]
-            found, _ = ray.wait(
-                list(dict.fromkeys([*sentinels, *ends, *left])), timeout=self._watch.interval, fetch_local=False
-            )
-            if found and found[0] in sentinels:
-                raise self._died(sentinels[found[0]])
+            awaited = list(dict.fromkeys([*sentinels, *ends, *missing]))
+            ready, _ = ray.wait(awaited, timeout=self._watch.interval, fetch_local=False)
+            if ready and ready[0] in sentinels:
+                raise self._died(sentinels[ready[0]])
             self._watch.look(self.groups.values())
 
     def _settle(self) -> None:
-        """Raise the error that began it, if any call has failed."""
+        """Raises the error that came first, if any call has failed."""
         errors: dict[Member, Exception] = {}
         deadline = None
         while True:
@@ -238,7 +243,7 @@ class Cluster:
             time.sleep(0.1)
 
     def _forget_failed(self) -> None:
-        """Let the other ranks fail in what one has failed in, as most errors come on all: this was told."""
+        """Waits a moment for the same error on other ranks, and forgets those, since one was raised already."""
         ends = [end for group in self.groups.values() for end in group.ends]
         if ends:
             ray.wait(ends, num_returns=len(ends), timeout=MOMENT_SECONDS)
@@ -271,7 +276,7 @@ class Cluster:
 
 
 def _references(value: Any) -> Iterator[Any]:
-    """All of Ray's references in a value, those that lazy results are made from too."""
+    """Yields all of Ray's references in a value, also those in the arguments of lazy results."""
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Lazy):
             yield from _references(leaf.args)
@@ -284,29 +289,29 @@ def _chained(*parts: Sequence[Any]) -> list[Any]:
 
 
 def _of_others(error: Exception) -> bool:
-    """Whether this error only says that something is wrong with another rank."""
+    """Returns whether an error only means that another rank failed."""
     import torch.distributed as dist
 
     if isinstance(error, ray.exceptions.RayActorError):
         return True
     cause = _cause(error)
-    text = str(cause).lower()
-    return isinstance(cause, dist.DistError) or "gloo" in text or "nccl" in text
+    message = str(cause).lower()
+    return isinstance(cause, dist.DistError) or "gloo" in message or "nccl" in message
 
 
 def _cause(error: Exception) -> Exception:
-    """What a worker raised, without Ray's traceback around it."""
+    """Returns what a worker raised, without Ray's traceback around it."""
     return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
 
 
 def _unwrapped(error: Exception, name: str = "") -> Exception:
-    """A worker's error as its own."""
+    """Returns a worker's error with its own class."""
     if not isinstance(error, ray.exceptions.RayTaskError):
         return ActorDied(f"{name}: {error}")
-    found = error.cause if isinstance(error.cause, UserError) else error.as_instanceof_cause()
+    unwrapped = error.cause if isinstance(error.cause, UserError) else error.as_instanceof_cause()
     if name:
-        found.add_note(f"raised in {name}")
-    return found
+        unwrapped.add_note(f"raised in {name}")
+    return unwrapped
 
 
 def _address(node: str) -> str:
@@ -314,7 +319,7 @@ def _address(node: str) -> str:
 
 
 def _on_node(node: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """``fn(*args)`` on a node of the cluster; None where that cannot be had."""
+    """Returns ``fn(*args)``, applied on a node of the cluster; None where that node does not answer."""
     if node == ray.get_runtime_context().get_node_id():
         return fn(*args)
     there = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -325,17 +330,17 @@ def _on_node(node: str, fn: Callable[..., Any], *args: Any) -> Any:
 
 
 def _tails(logs: Sequence[str]) -> list[str]:
-    """The last lines of log files, without Ray's own marks."""
-    found = []
+    """Returns the last lines of log files, without Ray's own marks."""
+    tails = []
     for log in logs:
         with contextlib.suppress(OSError):
             lines = Path(log).read_text(errors="replace").splitlines()
-            found += [line for line in lines if not line.startswith(":")][-LOG_TAIL_LINES:]
-    return found or ["(empty)"]
+            tails += [line for line in lines if not line.startswith(":")][-LOG_TAIL_LINES:]
+    return tails or ["(empty)"]
 
 
-def _see_off(pids: Sequence[int]) -> None:
-    """Wait for processes of this machine to end, and end those that do not."""
+def _await_end(pids: Sequence[int]) -> None:
+    """Waits for processes of this machine to end, and kills those that do not."""
     deadline = time.monotonic() + NODE_SECONDS / 2
     while pids := [pid for pid in pids if _runs(pid)]:
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Actors that take every call together, and what of their calls is still under way."""
+"""Groups of actors that run every call together, and the calls that have not ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from .parcels import flattened
 
 @attrs.frozen(eq=False)
 class Member:
-    """One actor of the run: its handle, a reference that ends when it does, and its process."""
+    """One actor of the run.
+
+    Attributes:
+        name: as errors name it.
+        host: Ray's handle of the actor.
+        sentinel: a reference that is ready when the actor has ended.
+        pid: of its process.
+        node: the id of its machine.
+        logs: the files that hold its output.
+    """
 
     name: str
     host: Any
@@ -27,11 +36,11 @@ class Member:
 
 @attrs.frozen(eq=False)
 class Call:
-    """What a group was asked to do.
+    """A call to a group that has not ended.
 
     Attributes:
-        open: for each member that has not ended it, a reference that is there when it has.
-        needs: the references among its arguments; members begin when these are there.
+        open: for each member that has not ended it, a reference that is ready when it has.
+        needs: the references among its arguments; members start when these are ready.
     """
 
     open: dict[Member, Any]
@@ -41,8 +50,8 @@ class Call:
 class Group:
     """The ranks that hold one set of components, or engines that share work, or a single actor.
 
-    ``run`` calls all members with the same arguments and in the same order; what a call returns comes from the first.
-    ``scatter`` gives each member arguments of its own, and returns what each returns.
+    ``run`` calls all members with the same arguments and in the same order, and returns the result of the first.
+    ``scatter`` gives each member its own arguments, and returns every member's result.
     """
 
     def __init__(self, name: str, members: tuple[Member, ...]) -> None:
@@ -52,43 +61,43 @@ class Group:
         self.dropped: list[int] = []
 
     def run(self, method: str, *args: Any, returns: int = 1) -> Any:
-        """Call a method of ``Host``; references to its results, as a list if there are several."""
+        """Calls a method of ``Host`` and returns a reference to its result, or a list of them for several results."""
         if len(self.members) > 1:
-            # Batches go to the store once, not once for every rank.
+            # Batches are stored once, not once for every rank.
             args = tuple(ray.put(arg) if isinstance(arg, Batch) else arg for arg in args)
         results = self._call(dict.fromkeys(self.members, args), method, returns)[0]
         return results if returns > 1 else results[0]
 
     def scatter(self, method: str, parts: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of ``Host`` on the first members, each with its own arguments; a reference for each."""
+        """Calls a method of ``Host`` on the first members, each with its own arguments; returns a reference each."""
         members = self.members[: len(parts)]
         return [results[0] for results in self._call(dict(zip(members, parts, strict=True)), method, 1)]
 
     def _call(self, arguments: Mapping[Member, tuple[Any, ...]], method: str, returns: int) -> list[list[Any]]:
         self._send_drops()
-        found, ends, needs = [], {}, []
+        by_member, ends, needs = [], {}, []
         for member, args in arguments.items():
             places, flat = flattened(args)
             *results, end = member.host.run.options(num_returns=returns + 1).remote(method, returns, places, *flat)
-            found.append(results)
+            by_member.append(results)
             ends[member] = end
             needs += [arg for arg in flat if isinstance(arg, ray.ObjectRef)]
         self.calls.append(Call(ends, tuple(dict.fromkeys(needs))))
-        return found
+        return by_member
 
     @property
     def ends(self) -> list[Any]:
-        """What is there when all calls have ended."""
+        """References that are ready when all calls have ended."""
         return [end for call in self.calls for end in call.open.values()]
 
     @property
     def reachable(self) -> bool:
-        """Whether members can hear a question: not while a call before it waits for its arguments."""
+        """Whether members can answer a question now: they cannot while an earlier call waits for its arguments."""
         needs = [need for call in self.calls for need in call.needs]
         return len(ray.wait(needs, num_returns=len(needs), timeout=0)[0]) == len(needs) if needs else True
 
     def settle(self) -> dict[Member, Exception]:
-        """Forget calls that have ended; the first error of each member, in the order of its calls."""
+        """Removes calls that have ended, and returns the first error of each member."""
         ends = self.ends
         ready = set(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) if ends else set()
         errors: dict[Member, Exception] = {}
@@ -104,7 +113,7 @@ class Group:
         return errors
 
     def _send_drops(self) -> None:
-        # By themselves: a call whose arguments failed never reaches the actor.
+        # As a call of their own, since a call whose arguments failed never reaches the actor.
         if drops := self.dropped[:]:
             del self.dropped[: len(drops)]
             for member in self.members:

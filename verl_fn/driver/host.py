@@ -1,4 +1,4 @@
-"""What runs inside a Ray actor: components by name, and the values that stay with them."""
+"""The class of all Ray actors: components by name, and the values that stay with them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ from .parcels import Argument, Parcels
 
 @attrs.frozen
 class Stored:
-    """Stands for a value that stays in its actor: its number, and a field (or a field's field) if that is meant.
+    """Refers to a value that stays in its actor, or to a field of one.
 
     Attributes:
+        id: the number of the value.
         group: the name of the group whose ranks hold it.
+        field: the path of the field; None for the whole value.
     """
 
     id: int
@@ -38,13 +40,13 @@ class Stored:
 
 @attrs.frozen
 class Pulse:
-    """What a rank is at.
+    """The progress of a rank.
 
     Attributes:
-        busy: whether it is in a call of the driver.
-        calls: how many it has begun and ended.
-        collectives: how many it has begun, of all process groups.
-        place: stands for the line of code that it is at.
+        busy: whether it runs a call of the driver.
+        calls: how many calls it has started and ended.
+        collectives: how many collectives it has started, in all process groups.
+        place: a hash of the lines of code that it is at.
     """
 
     busy: bool
@@ -54,10 +56,9 @@ class Pulse:
 
 
 class Host:
-    """Holds components and values; every method is called by the driver through Ray.
+    """Holds components and values; the driver calls every method through Ray.
 
-    The driver numbers the values and says which numbers nobody holds any more, so what is alive is decided in one
-    place.
+    The driver numbers the values and decides when they are dropped.
     """
 
     def __init__(self) -> None:
@@ -65,14 +66,14 @@ class Host:
         self.components: dict[str, Any] = {}
         self.values: dict[int, Any] = {}
         self.parcels = Parcels()
-        self._speaks = True
+        self._first = True
         self._thread: int | None = None
         self._calls = 0
         self._inlet: Inlet | None = None
         self._outlets: dict[tuple[str, int], Outlet] = {}
 
     def about(self, code: Sequence[str] = ()) -> dict[str, Any]:
-        """This process, the files that its output goes to, and what it imports.
+        """Returns the id, node, log files and code of this process.
 
         Args:
             code: references to the user's own objects.
@@ -89,12 +90,16 @@ class Host:
         return {"pid": os.getpid(), "logs": logs, "node": node, "identity": identity.identity(code)}
 
     def run(self, method: str, returns: int, places: Sequence[Argument], *flat: Any) -> tuple[Any, ...]:
-        """Call a method of this class: its results, and None as a last one, which is quick to fetch.
-
-        Ranks after the first return nothing else.
+        """Calls a method of this class.
 
         Args:
-            places: of the arguments in ``flat``.
+            method: its name.
+            returns: how many results it has.
+            places: where the arguments lie in ``flat``.
+            flat: values, in which Ray has replaced references.
+
+        Returns:
+            The results, which are None on all ranks but the first, and another None to wait for the end of the call.
         """
         self._thread = threading.get_ident()
         self._calls += 1
@@ -102,74 +107,75 @@ class Host:
             args, columns = self.parcels.arguments(places, list(flat))
             result = getattr(self, method)(*args)
             results = result if returns > 1 else (result,)
-            return (*(self.parcels.out(r, columns) if self._speaks else None for r in results), None)
+            return (*(self.parcels.out(r, columns) if self._first else None for r in results), None)
         finally:
             self._thread = None
             self._calls += 1
 
     def set_up(self, driver: DriverConfig, ranks: int) -> None:
-        """Make this process as the config asks.
+        """Sets up this process.
 
         Args:
-            ranks: training processes, which share the cores.
+            driver: the config's settings of processes.
+            ranks: how many training processes share the cores.
         """
         from . import build
 
         build.set_up_process(driver, ranks)
 
     def open_store(self, address: str, size: int, timeout: float) -> tuple[str, int]:
-        """Where the ranks of a process group can meet, which this process holds: address and port."""
+        """Opens a store in which the ranks of a process group meet, and returns its address and port."""
         from . import ranks
 
         self._store = ranks.open_store(address, size, timeout)
         return address, self._store.port
 
     def join(self, place: tuple[str, int], rank: int, size: int, timeout: float, device: str) -> None:
-        """Become a rank of the process group that meets there."""
+        """Joins the process group whose store is at ``place``."""
         from . import ranks
 
-        self._speaks = rank == 0
+        self._first = rank == 0
         ranks.join(place, rank, size, timeout, device, getattr(self, "_store", None))
 
     def build(self, name: str, factory: Callable[..., Any], *args: Any) -> None:
-        """Make a component: ``factory(*args)``."""
+        """Makes a component: ``factory(*args)``."""
         self.components[name] = factory(*args)
 
     def attribute(self, component: str, name: str) -> Any:
-        """An attribute of a component."""
+        """Returns an attribute of a component."""
         return getattr(self.components[component], name)
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Let go of values."""
+        """Drops values."""
         for number in numbers:
             self.values.pop(number, None)
 
     def invoke(
         self, component: str, method: str, keep: tuple[int | None, ...], kwargs: dict[str, Any], *args: Any
     ) -> Any:
-        """Call a component's method. Results with a number in ``keep`` stay here, the others are returned."""
-        found = getattr(self.components[component], method)(*(self._open(a) for a in args), **kwargs)
+        """Calls a component's method; results with a number in ``keep`` stay here, the others are returned."""
+        result = getattr(self.components[component], method)(*(self._open(a) for a in args), **kwargs)
         if not keep:
-            return found
-        results = found if len(keep) > 1 else (found,)
+            return result
+        results = result if len(keep) > 1 else (result,)
         returned = []
-        for number, result in zip(keep, results, strict=True):
+        for number, value in zip(keep, results, strict=True):
             if number is None:
-                returned.append(result)
+                returned.append(value)
             else:
-                self.values[number] = result
+                self.values[number] = value
         return returned[0] if returned else None
 
     def map(self, fn: Callable[..., Any], keep: int | None, *args: Any) -> Any:
-        """Apply a function to values that are here. Its result stays under the number ``keep``, if there is one."""
-        found = fn(*(self._open(a) for a in args))
+        """Applies a function to values of this actor; its result stays under the number ``keep``, if there is one."""
+        result = fn(*(self._open(a) for a in args))
         if keep is None:
-            return found
-        self.values[keep] = found
+            return result
+        self.values[keep] = result
         return None
 
     def call(self, fn: Callable[..., Any], kwargs: dict[str, Any], as_list: bool, *args: Any) -> Any:
-        """Apply a function."""
+        """Returns ``fn(*args, **kwargs)``, as a list if ``as_list``."""
         result = fn(*args, **kwargs)
         if not as_list:
             return result
@@ -177,12 +183,12 @@ class Host:
         return results[0] if len(results) == 1 else results
 
     def named(self, component: str, value: Stored) -> dict[str, Any] | None:
-        """Whole tensors under canonical names, on the CPU; all ranks go through them."""
+        """Returns whole tensors by canonical name, on the CPU; all ranks gather them together."""
         tensors = dict(self.components[component].named(self._open(value)))
-        return {name: t.cpu() for name, t in tensors.items()} if self._speaks else None
+        return {name: t.cpu() for name, t in tensors.items()} if self._first else None
 
     def listen(self, component: str, secret: bytes) -> tuple[str, int]:
-        """Where the weights for a rollout engine of this process are to be sent."""
+        """Returns the address to which weights for a rollout engine of this process are sent."""
         import ray
 
         if self._inlet is None:
@@ -190,7 +196,7 @@ class Host:
         return self._inlet.address
 
     def receive(self, component: str, version: int) -> None:
-        """Publish the weights that the next sender sends."""
+        """Publishes the weights that the next sender sends."""
         assert self._inlet is not None
         engine = self.components[component]
         self._inlet.receive(version, lambda source: engine.publish(version, source))
@@ -198,9 +204,9 @@ class Host:
     def send(
         self, component: str, params: Stored, version: int, addresses: Sequence[tuple[str, int]], secret: bytes
     ) -> None:
-        """Send weights to rollout engines of other processes; all ranks gather them, and the first one sends."""
+        """Sends weights to rollout engines of other processes; all ranks gather them, the first one sends them."""
         source = self.components[component].weights(self._open(params))
-        if not self._speaks:
+        if not self._first:
             for _ in source.read():
                 pass
             return
@@ -210,28 +216,28 @@ class Host:
         send([self._outlets[address] for address in addresses], version, source)
 
     def publish_here(self, component: str, params: Stored, engine: str, version: int) -> None:
-        """Publish weights to a rollout engine of the first rank's own process."""
+        """Publishes weights to a rollout engine in the first rank's process."""
         source = self.components[component].weights(self._open(params))
-        if self._speaks:
+        if self._first:
             self.components[engine].publish(version, source)
         else:
             for _ in source.read():
                 pass
 
     def traffic(self) -> tuple[dict[str, int], int]:
-        """How often each tensor was fetched, and the bytes of all."""
+        """Returns how often each tensor was fetched, and how many bytes were fetched in all."""
         return dict(self.parcels.fetched), self.parcels.nbytes
 
     def alive(self) -> list[int]:
-        """The numbers of the values held here."""
+        """Returns the numbers of the values of this actor."""
         return list(self.values)
 
     def watch(self) -> None:
-        """Never returns: its end tells the driver that this process has ended."""
+        """Waits for ever, so that this call ends only with the process, which the driver notices."""
         threading.Event().wait()
 
     def pulse(self) -> Pulse:
-        """What this rank is at, told while a call runs."""
+        """Returns the progress of this rank, also while a call runs."""
         from . import ranks
 
         frame = self._frame()
@@ -240,13 +246,13 @@ class Host:
         return Pulse(self._thread is not None, self._calls, ranks.collectives(), at)
 
     def stack(self) -> traceback.StackSummary:
-        """Where the call that runs is, outermost line first, without Ray's own; empty where none runs."""
+        """Returns the stack of the running call without Ray's lines, outermost first; empty where none runs."""
         lines = traceback.extract_stack(frame) if (frame := self._frame()) else []
         inside = max((i + 1 for i, line in enumerate(lines) if line.filename == __file__), default=0)
         return traceback.StackSummary.from_list(lines[inside:])
 
     def _frame(self) -> FrameType | None:
-        """Of the call that runs."""
+        """Returns the innermost frame of the running call."""
         return sys._current_frames().get(self._thread or 0)
 
     def _open(self, value: Any) -> Any:
@@ -254,10 +260,10 @@ class Host:
             return value
         if value.id not in self.values:
             raise Freed(f"value {value.id} is not here: the call that should have made it failed, or it was dropped")
-        held = self.values[value.id]
-        return held if value.field is None else operator.attrgetter(value.field)(held)
+        whole = self.values[value.id]
+        return whole if value.field is None else operator.attrgetter(value.field)(whole)
 
 
 def _device_of(component: Any) -> torch.device:
-    """The device that a backend computes on; the CPU for one that does not say."""
+    """Returns the device that a backend computes on; the CPU for a backend without that attribute."""
     return torch.device(getattr(component, "device", "cpu"))

@@ -1,4 +1,4 @@
-"""Which code a process runs: the package's version, path and sources, and the versions that results depend on."""
+"""Identifies the code of a process: the package's version, path and sources, and the versions of libraries."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIBRARIES = ("torch", "ray", "transformers")
 
 @attrs.frozen
 class Identity:
-    """What a process imports.
+    """The code that a process imports.
 
     Attributes:
         path: the package's folder.
@@ -35,52 +35,59 @@ class Identity:
     code: Mapping[str, str] = attrs.field(factory=dict)
 
     def __str__(self) -> str:
-        told = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{told}, sources {self.sources[:8]} from {self.path}"
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return f"{versions}, sources {self.sources[:8]} from {self.path}"
 
 
 def identity(code: Sequence[str] = ()) -> Identity:
-    """What this process imports.
+    """Returns the identity of the code of this process.
 
     Args:
         code: references to the user's own objects, ``FILE.py:NAME`` or ``package.module:NAME``.
 
-    >>> identity() == identity(), sorted(identity().versions)
-    (True, ['python', 'ray', 'torch', 'transformers', 'verl_fn'])
+    Example:
+        >>> identity() == identity(), sorted(identity().versions)
+        (True, ['python', 'ray', 'torch', 'transformers', 'verl_fn'])
     """
     versions = {"verl_fn": __version__, "python": platform.python_version()}
     versions |= {name: importlib.metadata.version(name) for name in LIBRARIES}
     return Identity(str(_folder("verl_fn")), _sources(), versions, {name: _source_of(name) for name in code})
 
 
-def difference(mine: Identity, other: Identity, whose: str) -> str | None:
-    """What to say where another process runs other code than this one; None where both run the same.
+def difference(driver: Identity, other: Identity, whose: str) -> str | None:
+    """Describes how the code of another process differs from the driver's; None where it is the same.
 
-    >>> mine = identity()
-    >>> difference(mine, mine, "rank 1") is None
-    True
-    >>> print(difference(mine, attrs.evolve(mine, sources="0123456789"), "rank 1"))
-    rank 1 does not run the driver's code.
-      driver: ...
-      rank 1: ...
-    Install the same versions on every node, or ...
+    Args:
+        driver: the code of this process.
+        other: the code of the other process.
+        whose: names the other process.
+
+    Example:
+        >>> driver = identity()
+        >>> difference(driver, driver, "rank 1") is None
+        True
+        >>> print(difference(driver, attrs.evolve(driver, sources="0123456789"), "rank 1"))
+        rank 1 does not run the driver's code.
+          driver: ...
+          rank 1: ...
+        Install the same versions on every node, or ...
     """
-    if (mine.versions, mine.sources) == (other.versions, other.sources):
-        if odd := [name for name, source in mine.code.items() if other.code.get(name) != source]:
+    if (driver.versions, driver.sources) == (other.versions, other.sources):
+        if differing := [name for name, source in driver.code.items() if other.code.get(name) != source]:
             return (
-                f"{whose} does not have the driver's {odd[0]}. Put the same file on every node, or send it with the "
-                "run: working_dir in the file of ray.runtime_env"
+                f"{whose} does not have the driver's {differing[0]}. Put the same file on every node, or send it "
+                "with the run: working_dir in the file of ray.runtime_env"
             )
         return None
     return (
-        f"{whose} does not run the driver's code.\n  driver: {mine}\n  {whose}: {other}\n"
+        f"{whose} does not run the driver's code.\n  driver: {driver}\n  {whose}: {other}\n"
         "Install the same versions on every node, or send the driver's sources with the run: py_modules or "
         "working_dir in the file of ray.runtime_env"
     )
 
 
 def _sources() -> str:
-    """A digest of the names and bytes of all source files, wherever the packages lie."""
+    """Returns a digest of the names and bytes of all source files, in whichever folder the packages are."""
     files: dict[str, Path] = {}
     for package in PACKAGES:
         folder = _folder(package)

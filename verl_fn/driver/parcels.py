@@ -1,8 +1,8 @@
-"""How values travel between processes: each field of a batch by itself, and to each process once.
+"""Moves values between processes: each field of a batch by itself, and to each process once.
 
 A batch that a function extends shares its other fields with the batch before. So tensors are put into the object
 store one by one, a value travels as its structure with references in place of tensors, and a process keeps the
-tensors that it has fetched or made for as long as there is room.
+tensors that it has fetched or made, up to a limit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from verl_fn.state import Batch, Sample, pack, unpack
 
 # Smaller tensors travel inside their value.
 SMALL_BYTES = 512
-KEPT_BYTES = 2**30
-KEPT_RESULTS = 4
+CACHE_BYTES = 2**30
+CACHE_RESULTS = 4
 
 
 @attrs.frozen
 class Column:
-    """Stands for a tensor in the object store."""
+    """Refers to a tensor in the object store."""
 
     ref: Any
     dtype: torch.dtype
@@ -38,21 +38,21 @@ class Column:
 
 @attrs.frozen
 class Samples:
-    """Stands for a list of samples, whose many small tensors travel as a batch's few large ones."""
+    """Replaces a list of samples, whose many small tensors travel as the few large ones of a batch."""
 
     batch: Batch
 
 
 @attrs.frozen(eq=False)
 class Lazy(Reference[Any]):
-    """One result of a function that is applied where it is used.
+    """A result of a function that is applied where the result is used.
 
     Attributes:
-        id: of the call; its results are kept under it.
+        id: the number of the call; its results are cached under it.
         fn: the function.
         args: values and references.
         kwargs: values.
-        number: of the result, for a function of several; None for all.
+        number: the number of the result, for a function with several; None for all.
     """
 
     id: int
@@ -64,7 +64,7 @@ class Lazy(Reference[Any]):
 
 @attrs.frozen
 class Place:
-    """Where an argument is in a flat list of arguments."""
+    """The place of an argument in a flat list of arguments."""
 
     index: int
 
@@ -73,11 +73,12 @@ Argument: TypeAlias = "Place | Lazy"
 
 
 def flattened(args: Iterable[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
-    """Returns arguments as places in a flat list, in which references stand alone, as Ray wants them.
+    """Returns arguments as places in a flat list, in which Ray replaces references by their values.
 
-    >>> places, flat = flattened([5, Lazy(0, divmod, (7, 5), {}, 1)])
-    >>> places[1].args, flat
-    ((Place(index=1), Place(index=2)), [5, 7, 5])
+    Example:
+        >>> places, flat = flattened([5, Lazy(0, divmod, (7, 5), {}, 1)])
+        >>> places[1].args, flat
+        ((Place(index=1), Place(index=2)), [5, 7, 5])
     """
     flat: list[Any] = []
 
@@ -91,22 +92,22 @@ def flattened(args: Iterable[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
 
 
 class Parcels:
-    """What a process has fetched or made that travels, and the way in and out.
+    """Converts values that travel to and from this process, and caches their tensors.
 
     Attributes:
-        fetched: for each tensor by its reference, how often it was fetched; for tests.
-        nbytes: bytes fetched so far.
+        fetched: how often each tensor was fetched, by reference; for tests.
+        nbytes: how many bytes were fetched.
     """
 
     def __init__(self) -> None:
         self._tensors: OrderedDict[str, Tensor] = OrderedDict()
         self._results: OrderedDict[int, Any] = OrderedDict()
-        self._held = 0
+        self._cached_bytes = 0
         self.fetched: Counter[str] = Counter()
         self.nbytes = 0
 
     def arguments(self, places: Iterable[Argument], flat: list[Any]) -> tuple[list[Any], dict[int, Column]]:
-        """The arguments of a call, and the columns that their tensors came as, by the tensors' ``id``."""
+        """Returns the arguments of a call, and the columns that their tensors came as, by the tensors' ``id``."""
         columns: dict[int, Column] = {}
         values = [self._in(value, columns) for value in flat]
 
@@ -116,21 +117,21 @@ class Parcels:
             if place.id not in self._results:
                 made = place.fn(*(open_(inner) for inner in place.args), **place.kwargs)
                 self._results[place.id] = made if place.number is None else list(made)
-                while len(self._results) > KEPT_RESULTS:
+                while len(self._results) > CACHE_RESULTS:
                     self._results.popitem(last=False)
-            found = self._results[place.id]
-            return found if place.number is None else found[place.number]
+            result = self._results[place.id]
+            return result if place.number is None else result[place.number]
 
         return [open_(place) for place in places], columns
 
     def out(self, value: Any, columns: Mapping[int, Column]) -> Any:
-        """A result as it travels; tensors that are arguments' go by the references that they came by."""
+        """Returns a result as it travels; tensors of arguments travel as the references that they came as."""
         if isinstance(value, list) and value and all(isinstance(item, Sample) for item in value):
             return Samples(self.out(pack(value), columns))
         return pytree.tree_map(lambda leaf: self._put(leaf, columns), value)
 
     def value(self, value: Any) -> Any:
-        """A value that has travelled, as it was."""
+        """Returns a value that has travelled in its original form."""
         return self._in(value, {})
 
     def _in(self, value: Any, columns: dict[int, Column]) -> Any:
@@ -142,7 +143,7 @@ class Parcels:
             return value
         missing = list({c.ref.hex(): c for c in wanted if c.ref.hex() not in self._tensors}.values())
         for column, bytes_ in zip(missing, ray.get([c.ref for c in missing]), strict=True):
-            # A copy, since what lies in the store must not be written.
+            # A copy, since memory of the object store must not be written.
             whole = torch.from_numpy(np.array(bytes_)).view(column.dtype).view(column.shape)
             self.fetched[column.ref.hex()] += 1
             self.nbytes += whole.nbytes
@@ -171,10 +172,10 @@ class Parcels:
 
     def _keep(self, name: str, tensor: Tensor) -> None:
         self._tensors[name] = tensor
-        self._held += tensor.nbytes
+        self._cached_bytes += tensor.nbytes
 
     def _make_room(self) -> None:
-        """Let the tensors go that were used longest ago."""
-        while self._held > KEPT_BYTES and len(self._tensors) > 1:
+        """Drops the least recently used tensors."""
+        while self._cached_bytes > CACHE_BYTES and len(self._tensors) > 1:
             _, tensor = self._tensors.popitem(last=False)
-            self._held -= tensor.nbytes
+            self._cached_bytes -= tensor.nbytes

@@ -1,4 +1,4 @@
-"""Rollout, reward and training as Ray actors; the driver holds handles, and batches travel as references."""
+"""Runs rollout, reward and training as Ray actors; the driver holds handles, and batches travel as references."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 import ray
@@ -17,6 +17,7 @@ import ray.runtime_env
 
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.backends.protocol import RolloutBackend, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.config.plan import Plan, RolePlan
@@ -29,20 +30,20 @@ from .remote import RemoteRollout, RemoteTrain
 
 __all__ = ["ActorDied", "connected", "ray_workers"]
 
-# A process without a GPU still needs a place; cores are shared, as many processes wait for others.
+# The CPUs that each process reserves: few, since processes share cores and many of them wait for others.
 ROOM = 0.01
-# A share each, so that training and rollout sit on one GPU.
+# The shares of a GPU that training and rollout have, so that both use the same one.
 TRAINER_SHARE, ROLLOUT_SHARE = 0.5, 0.4
 
 
 @contextlib.contextmanager
 def ray_workers(plan: Plan) -> Iterator[Workers]:
-    """The parts of a plan, as actors of a cluster: the one that is connected, or ``ray.address``, or a new one.
+    """Runs the parts of a plan as actors of a cluster: the connected one, that of ``ray.address``, or a new one.
 
     Raises:
-        ConfigError: the cluster cannot be reached, or has not what the plan asks for.
+        ConfigError: the cluster cannot be reached, or has too few resources for the plan.
     """
-    # An error is raised once, where it is waited for; Ray would print it again when its reference goes.
+    # An error is raised where its result is awaited; Ray would print it again when the reference is dropped.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with connected(plan.ray):
         device = cluster_device(plan.driver.device)
@@ -63,12 +64,14 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                     cluster.build(name, role.name, build.trainer, role, plan.driver, device)
                     training[role.name] = RemoteTrain(cluster, group, role.name)
             cluster.build("rollout", "rollout", build.rollout, plan.rollout, device)
-            # An actor may run in another folder than the driver, where a user's reward functions lie.
+            # An actor may run in another folder than the driver, whose folder has the user's reward functions.
             cluster.build("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd())
             reward = cluster.groups["reward"]
+            # The protocols allow values and handles; a backend accepts the kind that it returns, which types cannot
+            # express.
             yield Workers(
-                trainers={name: training[name] for name in plan.roles},
-                rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout"),
+                trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
+                rollout=cast(RolloutBackend, RemoteRollout(cluster, cluster.groups["rollout"], "rollout")),
                 reward=lambda batch, problems: reward.run("invoke", "reward", "__call__", (), {}, batch, problems),
                 tokenizer=read_tokenizer(plan.model),
                 sampling=build.sampling(plan.rollout),
@@ -83,7 +86,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
 
 
 def send_code(code: Sequence[str]) -> None:
-    """Make functions of the user's own files travel as source, since actors cannot import those files by name."""
+    """Makes functions of the user's own files travel as source, since actors cannot import those files by name."""
     for reference in code:
         if is_reference(reference) and reference.rpartition(":")[0].endswith(".py"):
             module = sys.modules.get(getattr(load_object(reference, "algorithm"), "__module__", ""))
@@ -93,7 +96,7 @@ def send_code(code: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def connected(table: RayConfig) -> Iterator[None]:
-    """A cluster: the one that is connected already, or that of ``ray.address``, or one of this machine alone.
+    """Connects to a cluster: the one that is connected, that of ``ray.address``, or one of this machine alone.
 
     Raises:
         ConfigError: there is none at that address, or the runtime environment cannot be used.
@@ -109,7 +112,7 @@ def connected(table: RayConfig) -> Iterator[None]:
         options["address"] = table.address
     else:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Said by name, or Ray would look for a cluster that runs or ran here.
+        # Without an address, Ray would look for a cluster that runs or ran on this machine.
         options |= {"address": "local", "include_dashboard": False, "num_cpus": os.cpu_count()}
     try:
         ray.init(**options)
@@ -127,40 +130,41 @@ def connected(table: RayConfig) -> Iterator[None]:
 
 
 def runtime_env(file: Path) -> dict[str, Any]:
-    """Ray's runtime environment from a YAML file.
+    """Reads Ray's runtime environment from a YAML file.
 
     Raises:
-        ConfigError: it cannot be read or is no mapping.
+        ConfigError: the file cannot be read or is no mapping.
     """
     import yaml
 
     try:
-        found = yaml.safe_load(file.read_text())
+        environment = yaml.safe_load(file.read_text())
     except OSError as error:
         raise ConfigError(f"ray.runtime_env: {file} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"ray.runtime_env: {file} is not YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(found, dict):
+    if not isinstance(environment, dict):
         raise ConfigError(f"ray.runtime_env: {file} must be a mapping, with keys such as env_vars or py_modules")
     known = {name for name in ray.runtime_env.RuntimeEnv.known_fields if not name.startswith("_")}
-    if odd := sorted(map(str, found.keys() - known)):
-        near = difflib.get_close_matches(odd[0], known, 1)
+    if unknown := sorted(map(str, environment.keys() - known)):
+        near = difflib.get_close_matches(unknown[0], known, 1)
         raise ConfigError(
-            f"ray.runtime_env: {file} has {odd[0]!r}, which Ray does not know; "
+            f"ray.runtime_env: {file} has {unknown[0]!r}, which Ray does not know; "
             f"{f'did you mean {near[0]!r}?' if near else f'it knows {sorted(known)}'}"
         )
-    return found
+    return environment
 
 
 def check_address(address: str) -> None:
-    """Refuse an address where nothing answers, at which Ray would try for long.
+    """Raises an error for an address where no cluster answers, since Ray itself would try for a long time.
 
     Raises:
-        ConfigError: nothing does.
+        ConfigError: no cluster answers.
 
-    >>> check_address("nowhere")
-    Traceback (most recent call last):
-    verl_fn.config.schema.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
+    Example:
+        >>> check_address("nowhere")
+        Traceback (most recent call last):
+        verl_fn.config.fields.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
     """
     if address == "auto" or "://" in address:
         return
@@ -177,19 +181,20 @@ def check_address(address: str) -> None:
 
 
 def cluster_device(device: str) -> str:
-    """The device of the cluster where the config leaves it open, since the driver's machine may have another."""
+    """Returns the config's device, or the cluster's where that is ``auto``; the driver's machine may have another."""
     if device != "auto":
         return device
     return "cuda" if _total("GPU") >= 1 else "cpu"
 
 
 def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
-    """The groups of ranks and the roles that each trains.
+    """Returns the groups of ranks and the roles that each trains.
 
-    >>> from verl_fn.config import load, make_plan
-    >>> groups = training_groups(make_plan(load(overrides=["ray.separate=critic"])))
-    >>> {name: [role.name for role in roles] for name, roles in groups.items()}
-    {'trainer': ['actor'], 'critic': ['critic']}
+    Example:
+        >>> from verl_fn.config import load, make_plan
+        >>> groups = training_groups(make_plan(load(overrides=["ray.separate=critic"])))
+        >>> {name: [role.name for role in roles] for name, roles in groups.items()}
+        {'trainer': ['actor'], 'critic': ['critic']}
     """
     apart = [role for role in plan.roles.values() if role.name in plan.ray.separate]
     together = tuple(role for role in plan.roles.values() if role.name not in plan.ray.separate)
@@ -197,11 +202,12 @@ def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
 
 
 def seating(groups: Sequence[str], ranks: int, device: str) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
-    """Where each group's actors go, and the room that the run asks the cluster for, a bundle for each rank.
+    """Returns the seats of each group's actors, and the resources of the run's bundles, one for each rank.
 
     Args:
         groups: the names of the groups of training ranks, ``trainer`` first.
-        ranks: of each of them.
+        ranks: how many ranks each of them has.
+        device: ``cpu`` or ``cuda``.
     """
     gpu = device == "cuda"
     seats: dict[str, list[Seat]] = {}
@@ -211,13 +217,13 @@ def seating(groups: Sequence[str], ranks: int, device: str) -> tuple[dict[str, l
         bundles += [{"CPU": ROOM, "GPU": 1} if gpu else {"CPU": ROOM}] * ranks
     seats["trainer"][0] = Seat(0, TRAINER_SHARE if gpu else 0.0)
     seats["rollout"] = [Seat(0, ROLLOUT_SHARE if gpu else 0.0)]
-    # Batches are kept by one actor and judged by another, so that no step waits for what it does not use.
+    # One actor keeps batches and another computes rewards, so that no step waits for a result that it doesn't use.
     seats["data"], seats["reward"] = [Seat(0)], [Seat(0)]
     return seats, bundles
 
 
 def check_room(bundles: Sequence[Mapping[str, float]], table: RayConfig) -> None:
-    """Refuse what this cluster can never give.
+    """Raises an error for bundles that this cluster can never provide.
 
     Raises:
         ConfigError: it has too few GPUs, or too few nodes for the placement.

@@ -1,4 +1,4 @@
-"""The backend protocols over Ray actors: the algorithm cannot tell them from local ones."""
+"""The backend protocols over Ray actors; algorithms use them as they use local backends."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ T = TypeVar("T")
 
 @attrs.define(eq=False, slots=True, weakref_slot=True)
 class Remote(protocol.Remote[T]):
-    """An immutable handle to a value on every rank of a group. When the last handle goes, so does the value.
+    """An immutable handle to a value on every rank of a group, which is dropped with its last handle.
 
     A donated handle raises ``DonatedError``, as the value itself would.
 
     Attributes:
-        fate: why it cannot be used any more.
-        fields: those of its fields that somebody holds.
+        stored: the number of the value on the ranks.
+        fate: why the handle cannot be used any more.
+        fields: those of its field handles that are in use.
     """
 
     stored: Stored
@@ -48,17 +49,23 @@ class Remote(protocol.Remote[T]):
         return self.field("params")
 
     def field(self, path: str) -> RemoteField[Any]:
-        made: RemoteField[Any] = RemoteField(self, path)
-        self.fields.add(made)
-        return made
+        """Returns a handle to a field."""
+        handle: RemoteField[Any] = RemoteField(self, path)
+        self.fields.add(handle)
+        return handle
 
     def open(self) -> Stored:
+        """Returns the number of the value.
+
+        Raises:
+            DonatedError: the value was donated.
+        """
         if self.fate is not None:
             raise DonatedError(self.fate)
         return self.stored
 
     def snapshot(self) -> Any:
-        """Refused: a copy is made where the value lies.
+        """Raises an error that explains how to copy the value on its ranks.
 
         Raises:
             TypeError: always.
@@ -71,9 +78,9 @@ class Remote(protocol.Remote[T]):
 
 @attrs.define(eq=False, slots=True, weakref_slot=True)
 class RemoteField(protocol.Remote[T]):
-    """One field of a remote value, or all of it where the path is empty; it keeps the value alive.
+    """A handle to a field of a remote value, or to all of it where the path is empty; it keeps the value alive.
 
-    It means what it meant also after the value was donated: then it has become a value of its own.
+    It is valid after the value was donated, since the field becomes a value of its own before.
     """
 
     parent: Remote[Any]
@@ -87,11 +94,12 @@ class RemoteField(protocol.Remote[T]):
         return self.parent.field(f"{self.path}.base".lstrip("."))
 
     def open(self) -> Stored:
+        """Returns the number of the value and the path of the field."""
         return attrs.evolve(self.parent.open(), field=self.path or None)
 
 
 class RemoteTrain:
-    """``TrainBackend`` over a component of a group's ranks. States and gradients stay there, each rank's part."""
+    """``TrainBackend`` over a component of a group's ranks, where states and gradients stay, each rank's part."""
 
     _numbers = itertools.count()
 
@@ -131,7 +139,7 @@ class RemoteTrain:
         new = self._new()
         metrics = self._invoke("apply_update", (new.stored.id, None), state, grads, donate=donate)
         if donate:
-            # At once: whether the ranks refuse the call before they spend anything is known only later.
+            # Before the call has ended, since only the ranks know whether it failed before it used the values.
             for value, name in ((state, "TrainState"), (grads, "Grads")):
                 value.fate = (
                     f"this remote {name} was donated to apply_update, also if that has failed. Use the value that "
@@ -141,17 +149,20 @@ class RemoteTrain:
         return new, metrics
 
     def _keep_fields(self, state: Remote[TrainState]) -> None:
-        """Make values of their own of the fields that are held, so that donation copies what they share with it."""
-        kept: dict[str, Remote[Any]] = {}
+        """Makes values of their own of the fields in use, so that donation copies the tensors that they share."""
+        values: dict[str, Remote[Any]] = {}
         for field in list(state.fields):
-            if field.path not in kept:
-                kept[field.path] = self.map(operator.attrgetter(field.path), state, keep=True)
-            field.parent, field.path = kept[field.path], ""
+            if field.path not in values:
+                values[field.path] = self.map(operator.attrgetter(field.path), state, keep=True)
+            field.parent, field.path = values[field.path], ""
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
-        """``fn`` of every rank's part of ``values``: a handle if ``keep``, else a reference to the first's result.
+        """Applies ``fn`` to every rank's part of ``values``.
 
-        Where the parts are shards, ``fn`` may put them together (``full_tensor``): all ranks run it at once.
+        All ranks run it together, so it may gather whole tensors from shards.
+
+        Returns:
+            A handle to the results if ``keep``, else a reference to the result of the first rank.
         """
         inside = pytree.tree_leaves([value for value in values if not isinstance(value, (Remote, RemoteField))])
         if any(isinstance(leaf, (Remote, RemoteField)) for leaf in inside):
@@ -164,12 +175,12 @@ class RemoteTrain:
         return value
 
     def named(self, value: protocol.Remote[Params | Grads | Slots]) -> Ref[dict[str, Tensor]]:
-        """A reference to whole tensors by name, on the CPU: to compare or to export, not to publish."""
+        """Returns a reference to whole tensors by name, on the CPU: to compare or export them, not to publish."""
         named: Ref[dict[str, Tensor]] = self._group.run("named", self._component, self._opened(value))
         return named
 
     def weights(self, params: protocol.Remote[Params]) -> RemoteWeights:
-        """Where the weights lie; ``RemoteRollout.publish`` makes them go straight to the engine."""
+        """Returns a handle to the weights; ``RemoteRollout.publish`` sends them directly to the engine."""
         return RemoteWeights(self._group, self._component, params, self._opened(params))
 
     def _keep_one(self, method: str, *args: Any, **kwargs: Any) -> Remote[Any]:
@@ -200,13 +211,13 @@ class RemoteTrain:
 
 @attrs.frozen(eq=False)
 class RemoteWeights(protocol.Remote[WeightSource]):
-    """Weights that lie on the ranks of a group.
+    """A handle to weights on the ranks of a group.
 
     Attributes:
         group: the ranks.
-        component: the training backend that has them.
-        params: keeps the value alive.
-        stored: its number on the ranks.
+        component: the training backend that has the weights.
+        params: the handle of the parameters, kept so that they stay alive.
+        stored: the number of the parameters on the ranks.
     """
 
     group: Group
@@ -227,7 +238,7 @@ class RemoteRollout:
 
     @property
     def version(self) -> int | None:
-        """The version that the engines are known to hold; None while another is on its way."""
+        """The version of the engines' weights; None while another is being published."""
         if self._publishing is not None:
             version, refs = self._publishing
             if len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs):
@@ -236,14 +247,14 @@ class RemoteRollout:
                     ray.get(refs)
                     self._version = version
                 except ray.exceptions.RayError:
-                    # Whoever waits for the reference is told; here it only means that nothing is known.
+                    # Waiting for the reference raises the error; here it means that the version is unknown.
                     self._version = None
         return self._version
 
     def publish(self, version: int, weights: RemoteWeights | WeightSource) -> Any:
-        """Make the weights go from where they lie to every engine; a reference that is there when they are.
+        """Sends weights from their ranks to every engine, and returns a reference that is ready afterwards.
 
-        The ranks that send take no other call meanwhile, so no update can spend what is being sent.
+        The ranks that send run no other call meanwhile, so no update can donate the weights that they send.
         """
         self._version = None
         members = self._group.members
@@ -262,7 +273,7 @@ class RemoteRollout:
         return refs if len(refs) > 1 else refs[0]
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
-        """A reference to the samples; each engine draws those of a share of the requests."""
+        """Returns a reference to the samples; each engine answers a part of the requests."""
         each = -(-len(requests) // len(self._group.members)) or 1
         shares = [requests[i : i + each] for i in range(0, max(1, len(requests)), each)]
         calls = [(self._component, "generate", (), {"version": version}, share) for share in shares]
@@ -280,5 +291,5 @@ class RemoteRollout:
         return self._all("invoke", "wake", (), {}, tuple(tags))
 
     def _all(self, method: str, *args: Any) -> list[Any]:
-        """A method of ``Host`` on every engine; a reference for each."""
+        """Calls a method of ``Host`` on every engine, and returns a reference for each."""
         return self._group.scatter(method, [(self._component, *args)] * len(self._group.members))

@@ -1,8 +1,7 @@
-"""Which rank hangs: members are asked for a pulse while the driver waits.
+"""Detects ranks that hang: the driver asks every member for its progress while it waits.
 
-A group is judged by its collectives, which its ranks go through together, several in each micro-batch: where none
-begins on any rank for ``ray.timeout`` seconds while a call runs, and no rank is seen at another line of its code,
-nothing will ever go on.
+The ranks of a group run the same collectives, several in each micro-batch. A group hangs if, during a call, no rank
+starts a collective or reaches another line of its code for ``ray.timeout`` seconds.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ TORCH = str(Path(torch.__file__).parent)
 
 
 class Watch:
-    """Looks after groups, a few times in ``timeout`` seconds.
+    """Checks the progress of groups, a few times in ``timeout`` seconds.
 
     Attributes:
-        interval: seconds between looks.
+        interval: seconds between checks.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -37,14 +36,14 @@ class Watch:
         self.interval = min(timeout / 4, 10.0)
         self._next = 0.0
         self._asked: dict[Member, tuple[Any, float]] = {}
-        self._told: dict[Member, Pulse] = {}
+        self._pulses: dict[Member, Pulse] = {}
         self._since: dict[Group, tuple[list[Pulse], float]] = {}
 
     def look(self, groups: Iterable[Group]) -> None:
-        """Read the answers that came and ask anew, if it is time.
+        """Reads the answers that came and asks again, if it is time.
 
         Raises:
-            ActorHangs: a member does not answer, or a group does not go on.
+            ActorHangs: a member does not answer, or a group makes no progress.
         """
         now = time.monotonic()
         if now < self._next:
@@ -64,20 +63,20 @@ class Watch:
                     raise culprit
 
     def _waited(self, member: Member, now: float) -> float:
-        """Seconds since this member was asked what it has not answered."""
+        """Returns for how many seconds a member has not answered."""
         if member not in self._asked:
             return 0.0
         ref, since = self._asked[member]
         if not ray.wait([ref], timeout=0)[0]:
             return now - since
         del self._asked[member]
-        # A member that has died answers with Ray's error; its sentinel tells more.
+        # A member that has died answers with Ray's error; its sentinel has the reason.
         with contextlib.suppress(ray.exceptions.RayError):
-            self._told[member] = ray.get(ref)
+            self._pulses[member] = ray.get(ref)
         return 0.0
 
     def _stands_still(self, group: Group, now: float) -> bool:
-        pulses = [self._told[member] for member in group.members if member in self._told]
+        pulses = [self._pulses[member] for member in group.members if member in self._pulses]
         before, since = self._since.get(group, ([], now))
         if pulses != before or not any(pulse.busy for pulse in pulses):
             since = now
@@ -85,7 +84,10 @@ class Watch:
         return now - since > self._timeout
 
     def _culprit(self, group: Group) -> ActorHangs | None:
-        """Of the ranks that are not in a collective, the one that has begun fewest; None where one has died."""
+        """Returns an error for the rank that holds the others up; None where a rank has died.
+
+        It is the one that has started the fewest collectives, of those that are in none now.
+        """
         asked = {member: ask(member, "stack") for member in group.members}
         ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)
         stacks: dict[Member, traceback.StackSummary] = {}
@@ -96,14 +98,17 @@ class Watch:
                 stacks[member] = ray.get(ref)
             except ray.exceptions.RayError:
                 return None
-        pulses = {member: self._told[member] for member in group.members}
+        pulses = {member: self._pulses[member] for member in group.members}
         acting = [m for m in group.members if pulses[m].busy and not waits(stacks[m])] or list(group.members)
         guilty = min(acting, key=lambda member: pulses[member].collectives)
         place = "".join(stacks[guilty].format()).rstrip()
         return self._hangs(group, guilty, f"is here in its main thread:\n{place}", [guilty])
 
     def absent(self, group: Group, failed: Mapping[Member, Exception]) -> ActorHangs | None:
-        """Who was missing in the collective in which others failed: one that is in its call and in no collective."""
+        """Returns an error for a member that was missing in a collective that failed; None where none was.
+
+        Such a member runs the same call and is in no collective.
+        """
         first, error = next(iter(failed.items()))
         for member in group.members:
             if member in failed or not any(member in call.open for call in group.calls):
@@ -128,23 +133,25 @@ class Watch:
         others = ", ".join(member.name for member in group.members if member not in not_waiting)
         waiting = f"; {others} wait{'s' if ',' not in others else ''} for it" if others else ""
         return ActorHangs(
-            f"{guilty.name} (pid {guilty.pid}) hangs: for ray.timeout = {self._timeout:g} s nothing went on"
+            f"{guilty.name} (pid {guilty.pid}) hangs: it made no progress for ray.timeout = {self._timeout:g} s"
             f"{waiting}. It {what}\nThe same command continues from the last checkpoint. If this was only slow, "
             "raise ray.timeout"
         )
 
 
 def ask(member: Member, method: str) -> Any:
-    """A reference to what a member tells of itself, beside whatever it does."""
+    """Calls a method of a member beside its current call, and returns a reference to the result."""
     return getattr(member.host, method).options(concurrency_group="ask").remote()
 
 
 def waits(stack: traceback.StackSummary) -> bool:
-    """Whether a thread sits in a collective: its innermost line outside torch's arithmetic is torch.distributed's.
+    """Returns whether a thread is in a collective: its innermost line outside torch's other code is in
+    ``torch.distributed``.
 
-    >>> here = traceback.extract_stack()
-    >>> waits(here)
-    False
+    Example:
+        >>> here = traceback.extract_stack()
+        >>> waits(here)
+        False
     """
     for line in reversed(stack):
         if line.filename.startswith(f"{TORCH}/distributed"):
