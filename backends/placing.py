@@ -47,7 +47,7 @@ def _device(part: object) -> torch.device | None:
         return next((t.device for t in part.leaves.values()), None)
     children: Iterable[object] = ()
     if isinstance(part, Node):
-        children = [getattr(part, name) for name in field_names(type(part), is_static=False)]
+        children = [getattr(part, name) for name in field_names(type(part))]
     elif isinstance(part, dict):
         children = part.values()
     elif isinstance(part, (tuple, list)):

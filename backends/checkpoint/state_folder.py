@@ -23,12 +23,12 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from verl_fn.backends import tensor_file
 from verl_fn.backends.agreement import Gather, agreed, alone
-from verl_fn.backends.checkpoint import tensor_file
-from verl_fn.backends.checkpoint.tensor_file import Part, Rows, sync
 from verl_fn.backends.hf.folder import quiet
 from verl_fn.backends.hf.lora import ABOUT
 from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.tensor_file import Part, Rows, sync
 from verl_fn.errors import UserError
 from verl_fn.state import tree
 from verl_fn.state.serial import Scalar, flatten, unflatten

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 
-from verl_fn.backends.checkpoint.tensor_file import Part
 from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.fsdp.torch_private import Spec, local_of, sharded, spec_of
 from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.tensor_file import Part
 from verl_fn.state import Named, Node, tree
 from verl_fn.state.node import field_names, rebuild
 
@@ -206,9 +206,7 @@ def _by_name(fn: Callable[[str, Tensor], Any], value: Any) -> Any:
 
 
 def _fields(value: Node) -> dict[str, Any]:
-    kind = type(value)
-    names = (*field_names(kind, is_static=False), *field_names(kind, is_static=True))
-    return {name: getattr(value, name) for name in names}
+    return {name: getattr(value, name) for name in field_names(type(value))}
 
 
 def whole_of(value: T) -> T:

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from verl_fn.backends.checkpoint.tensor_file import Slices
 from verl_fn.backends.hf.folder import HEADS, Hollow
+from verl_fn.backends.tensor_file import Slices
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})

@@ -97,9 +97,7 @@ class _LogProbs(torch.autograd.Function):
         ctx.mark_non_differentiable(*([log_z] if ctx.entropy else [log_z, entropies]))
 
     @staticmethod
-    def backward(
-        ctx: Any, d_logprobs: Tensor, d_entropies: Tensor, d_log_z: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor, d_log_z: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, log_z, entropies = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if for_hidden else None

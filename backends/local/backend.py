@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from verl_fn.backends.checkpoint import state_folder as checkpoint
-from verl_fn.backends.checkpoint.tensor_file import Part
 from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of, repeatable
 from verl_fn.backends.memory import fits
 from verl_fn.backends.placing import beside
+from verl_fn.backends.tensor_file import Part
 from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
     Batch,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from verl_fn.backends.checkpoint.state_folder import MODEL, read_state, save_state
-from verl_fn.backends.checkpoint.tensor_file import Part
+from verl_fn.backends.tensor_file import Part
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import (
     PER_ROW,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rank_cases import KEY, optimizer
 from torch.distributed.tensor import DTensor
 
-from verl_fn.backends.checkpoint import tensor_file
+from verl_fn.backends import tensor_file
 from verl_fn.backends.fsdp import Fsdp, loading
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.local import Local

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from run_configs import tiny_run
 
-from verl_fn.backends.checkpoint import tensor_file
+from verl_fn.backends import tensor_file
 from verl_fn.runs import folder as runs
 from verl_fn.runs.checkpoints import checkpoints, verify
 from verl_fn.runs.errors import RunError

@@ -28,7 +28,7 @@ def policy_loss(options: PolicyOptimization) -> Loss:
         if loss.levels != {"token"} or loss.together is not None:
             raise ConfigError(
                 f"algorithm.policy_loss: {options.policy_loss} has values of whole rows or keeps rows together, "
-                "which the minibatches of this algorithm do not; write an algorithm of your own around it (algorithm.name)"
+                "which the minibatches of this algorithm do not; write an algorithm around it (algorithm.name)"
             )
     else:
         low, high = options.clip_ratio_low, options.clip_ratio_high

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_fn.algorithms import Workers
 from verl_fn.backends.checkpoint.state_folder import CheckpointError
-from verl_fn.backends.checkpoint.tensor_file import sync
+from verl_fn.backends.tensor_file import sync
 from verl_fn.config import Plan
 from verl_fn.state import serial
 

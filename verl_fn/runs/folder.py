@@ -15,7 +15,7 @@ import attrs
 import tomli_w
 
 from verl_fn.algorithms import Workers
-from verl_fn.backends.checkpoint.tensor_file import sync
+from verl_fn.backends.tensor_file import sync
 from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.tables import Table
 from verl_fn.driver import ranks

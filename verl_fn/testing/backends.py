@@ -167,7 +167,8 @@ def _derivative(case: BackendCase, state: Handle[TrainState]) -> None:
     trained = Grads({name: derived[name] for name in params.trained()})
     cause = "a gradient that is scaled, transposed, of the other sign, or of other parameters than those given"
     require_agreement(
-        case,
+        # loss_fn may compute log-probs by other operations, whose rounding differs more than that of splits.
+        attrs.evolve(case, tolerance=3 * case.tolerance),
         "Derivative",
         "forward_backward against torch.func.grad of loss_fn:",
         (trained, of_fn),
