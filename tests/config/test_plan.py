@@ -1,0 +1,101 @@
+"""What a config means for a run: roles, layouts, folders, updates and code."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_fn.config import ConfigError, evaluation_plan, load, make_plan
+
+HERE = Path("/somewhere")
+
+
+def plan(*overrides):
+    return make_plan(load(overrides=["model.path=m", *overrides]), HERE)
+
+
+def test_a_plan_is_a_function_of_config_and_folder():
+    assert plan("trainer.seed=3") == plan("trainer.seed=3") != plan("trainer.seed=4")
+    paths = plan("data.train_files=a.jsonl", "critic.path=c", "ray.runtime_env=env.yaml", "reward.functions=r.py:f")
+    assert (paths.model, paths.data.train_files) == ("/somewhere/m", ("/somewhere/a.jsonl",))
+    assert (paths.roles["critic"].folder, paths.ray.runtime_env) == ("/somewhere/c", "/somewhere/env.yaml")
+    assert paths.reward.functions == ("/somewhere/r.py:f",)
+    assert paths.table["trainer"]["dir"] == "/somewhere/runs/run"
+
+
+def test_roles_follow_the_algorithm_and_its_kl_terms():
+    assert list(plan().roles) == ["actor", "critic"]
+    assert list(plan("algorithm.name=sft").roles) == ["actor"]
+    kl = plan("algorithm.name=grpo", "rollout.n=2", "algorithm.use_kl_in_reward=true")
+    assert list(kl.roles) == ["actor", "reference"] and kl.roles["reference"].optim is None and not kl.copies
+    lora = plan("algorithm.use_kl_loss=true", "actor.lora_rank=2")
+    assert list(lora.roles) == ["actor", "critic"] and lora.copies == {"reference": "actor"}
+    assert lora.roles["actor"].lora == (2, 16.0, ("all-linear",)) and lora.roles["critic"].lora is None
+
+
+def test_a_critic_has_the_actors_layout_unless_it_has_its_own():
+    sharded = ["actor.strategy=fsdp", "actor.fsdp_config.ulysses_sequence_parallel_size=2"]
+    shared = plan(*sharded).roles
+    assert [role.strategy for role in shared.values()] == ["fsdp", "fsdp"]
+    assert shared["actor"].max_tokens == shared["critic"].max_tokens == 2 * 16384
+    own = plan(*sharded, "critic.strategy=local", "critic.ppo_max_token_len_per_gpu=100").roles["critic"]
+    assert (own.strategy, own.max_tokens, own.offload) == ("local", 100, False)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "actor", "critic"),
+    [
+        ([], 100, 100),
+        (["data.train_batch_size=64", "algorithm.ppo_mini_batch_size=16", "algorithm.ppo_epochs=2"], 800, 800),
+        (["data.train_batch_size=10", "algorithm.ppo_mini_batch_size=4"], 300, 300),
+        (["algorithm.critic_warmup=20"], 80, 100),
+        (["algorithm.critic_warmup=200"], 0, 100),
+    ],
+)
+def test_updates_are_those_that_happen(overrides, actor, critic):
+    roles = plan(*overrides).roles
+    assert (roles["actor"].total_updates, roles["critic"].total_updates) == (actor, critic)
+
+
+def test_an_evaluation_has_no_optimizer_and_one_process():
+    cfg = load(
+        overrides=["model.path=m", "driver.kind=ray", "ray.ranks=4", "actor.strategy=fsdp", "actor.lora_rank=4"]
+    )
+    evaluation = evaluation_plan(cfg, HERE)
+    actor = evaluation.roles["actor"]
+    assert list(evaluation.roles) == ["actor"] and evaluation.ray.ranks == 1
+    assert (actor.optim, actor.strategy, actor.lora) == (None, "local", None)
+
+
+OWN = """
+import attrs
+from verl_fn.algorithms import Algorithm
+from verl_fn.config import Role, opt
+
+@attrs.frozen(kw_only=True)
+class Options:
+    teacher: str = opt("", "folder of the teacher")
+    rounds: int = opt(2, "updates a step")
+
+def distill(options: Options) -> Algorithm:
+    roles = {"actor": Role(), "teacher": Role(trained=False, path=options.teacher)}
+    return Algorithm(roles, None, None, None, updates=lambda role, prompts, steps: options.rounds * steps)
+
+def headless(options: Options) -> Algorithm:
+    return Algorithm({"policy": Role()}, None, None, None)
+
+def nothing(options: Options):
+    return 3
+"""
+
+
+def test_an_algorithm_of_ones_own_names_its_roles_folders_and_updates(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = make_plan(
+        load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:distill", "algorithm.teacher=/t"])
+    )
+    assert own.roles["teacher"].folder == "/t" and own.roles["teacher"].optim is None
+    assert own.roles["actor"].total_updates == 200 and own.code == (f"{tmp_path}/own.py:distill",)
+    with pytest.raises(ConfigError, match="has no role 'actor'"):
+        make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:headless"]))
+    with pytest.raises(ConfigError, match="returned a int, where an Algorithm is expected"):
+        make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:nothing"]))
