@@ -53,7 +53,7 @@ def best_of_group(batch, only_best=True):
     worst = torch.where(same, score, torch.inf).amin(1)
     chosen = (score > worst) & ((score == best) | (not only_best))
     advantages = batch.spread(chosen.float()) * batch["response_mask"]
-    return aggregate(batch.with_tokens(advantages=advantages, returns=advantages), "token-mean")
+    return batch.with_tokens(advantages=advantages, returns=advantages)
 
 
 def raft(options: Raft) -> Algorithm:
@@ -70,6 +70,7 @@ def raft(options: Raft) -> Algorithm:
 
     def learn(state: RaftState, experience: Experience, w: Workers):
         batch = w.call(best_of_group, experience.batch, only_best=options.only_best)
+        batch = w.call(aggregate, batch, "token-mean")
         grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, imitate)
         actor, more = w.trainers["actor"].apply_update(state.actor, grads)
         report = {name: metric.value for name, metric in (w.get(metrics) | w.get(more)).items()}

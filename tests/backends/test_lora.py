@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from verl_fn.backends.checkpoint.export import export_adapter, export_model
 from verl_fn.backends.checkpoint.state_folder import CheckpointError
-from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.lora import Lora, LoraError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
+from verl_fn.errors import UsageError
 from verl_fn.state import Batch, Key, tree
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cross_entropy, entropy, ppo_clip, value_clip
 from verl_fn.testing import check_backend, tiny_batch
@@ -190,7 +190,7 @@ def test_the_same_adapters_may_be_named_otherwise(tiny, tmp_path):
         ({"alpha": float("inf")}, "alpha of LoRA is inf"),
         ({"alpha": True}, "alpha of LoRA is True"),
         ({"alpha": "16"}, "alpha of LoRA is '16'"),
-        ({"targets": "q_proj"}, r"the text 'q_proj'; give a tuple or list of names, such as \('q_proj',\)"),
+        ({"targets": "q_proj"}, r"the string 'q_proj'; give a tuple or list of names, such as \('q_proj',\)"),
     ],
     ids=str,
 )
@@ -262,7 +262,7 @@ def test_peft_is_asked_for_where_it_is_missing(tiny, monkeypatch):
 
 
 def test_what_has_no_adapters_is_not_exported_as_some(tiny, tmp_path):
-    with pytest.raises(ModelError, match=r"has no adapters: it is no checkpoint of a run with actor\.lora_rank"):
+    with pytest.raises(UsageError, match=r"has no adapters: it is no checkpoint of a run with actor\.lora_rank"):
         export_adapter(tiny, tmp_path / "out")
     backend = Local(tiny, TX, lora=LORA)
     backend.save(backend.load_pretrained(), tmp_path / "saved")
@@ -271,7 +271,7 @@ def test_what_has_no_adapters_is_not_exported_as_some(tiny, tmp_path):
 
     tensors = load_file(tmp_path / "half" / "adapter_model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16} and len(tensors) == 28
-    with pytest.raises(ModelError, match="not empty"):
+    with pytest.raises(UsageError, match="not empty"):
         export_adapter(tmp_path / "saved", tmp_path / "half")
     about = tmp_path / "saved" / "lora.json"
     about.write_text(json.dumps({"rank": 4}))

@@ -6,12 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import attrs
 import pytest
 import ray
 
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.config import ConfigError, load, schema
+from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.driver.ray import check_address, check_room, cluster_device, runtime_env, seating
 from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.folder import read_metrics
@@ -39,16 +38,16 @@ def command(*args, program=(sys.executable,), folder=ROOT):
     ],
 )  # fmt: skip
 def test_layouts_that_do_not_fit_are_refused_before_anything_starts(model, more, ranks, message):
-    cfg = load(overrides=["driver.kind=ray", f"model.path={model}", *more])
+    plan = make_plan(load(overrides=["driver.kind=ray", f"ray.ranks={ranks}", f"model.path={model}", *more]))
     with pytest.raises(ConfigError, match=message):
-        check_ranks(cfg, ranks)
+        check_ranks(plan, ranks)
 
 
 def test_sequence_parallelism_wants_heads_to_share(tmp_path):
     three = new_model(tmp_path, chars="abcd", hidden_size=24, num_attention_heads=6, num_key_value_heads=3)
     sp = "actor.fsdp_config.ulysses_sequence_parallel_size"
     with pytest.raises(ConfigError, match=rf"{sp}: .*6 attention heads"):
-        check_ranks(load(overrides=["actor.strategy=fsdp", f"{sp}=4", f"model.path={three}"]), 4)
+        check_ranks(make_plan(load(overrides=["actor.strategy=fsdp", f"{sp}=4", f"model.path={three}"])), 4)
 
 
 def test_more_than_the_cluster_has_is_refused(ray_cluster):
@@ -74,12 +73,11 @@ def test_where_everything_sits():
 
 
 def test_the_critic_follows_the_actor_unless_it_has_its_own_strategy():
-    from verl_fn.config.plan import settings
-
-    cfg = load(overrides=["actor.strategy=fsdp", "actor.fsdp_config.replicate=2"])
-    assert [settings(cfg, role).fsdp_config.replicate for role in ("actor", "critic", "reference")] == [2, 2, 2]
-    own = attrs.evolve(cfg, critic=schema.CriticConfig(strategy="fsdp"))
-    assert settings(own, "critic").fsdp_config.replicate == 1
+    options = ["algorithm.use_kl_loss=true", "actor.strategy=fsdp", "actor.fsdp_config.replicate=2"]
+    roles = make_plan(load(overrides=options)).roles
+    assert [role.fsdp.replicate for role in roles.values()] == [2, 2, 2]
+    own = make_plan(load(overrides=[*options, "critic.strategy=fsdp"])).roles
+    assert own["critic"].fsdp.replicate == 1
 
 
 def test_addresses_and_runtime_environments_that_cannot_be_used(tmp_path):
@@ -98,9 +96,8 @@ def test_addresses_and_runtime_environments_that_cannot_be_used(tmp_path):
 
 def test_workers_with_other_sources_are_refused(ray_cluster, model, tmp_path):
     """On a cluster that runs already, whose workers find another copy of the package first."""
+    # The links become folders.
     shutil.copytree(ROOT / "verl_fn", tmp_path / "other/verl_fn", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("state", "steps", "backends", "benchmarks"):
-        shutil.copytree(ROOT / name, tmp_path / "other/verl_fn" / name, ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "other/verl_fn/steps/kl.py").open("a") as file:
         file.write("# edited on this node\n")
     (tmp_path / "env.yaml").write_text(f"env_vars:\n  PYTHONPATH: {tmp_path / 'other'}\n")
