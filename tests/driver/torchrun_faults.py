@@ -7,8 +7,7 @@ import time
 
 from verl_fn.cli import main
 from verl_fn.data.rows import DataError
-from verl_fn.runs import folder as runs
-from verl_fn.runs.folder import loop as train
+from verl_fn.runs import checkpoints, folder, loop
 
 FAULT, RANK = os.environ["FAULT"], int(os.environ["RANK"])
 
@@ -24,11 +23,11 @@ def before(module, name, act):
     setattr(module, name, changed)
 
 
-def no_data(cfg, say):
+def no_data(plan, say):
     raise DataError("/data/train.parquet cannot be read")
 
 
-def no_room(run, aside, state):
+def no_room(aside, state, plan):
     raise OSError(28, "No space left on device")
 
 
@@ -39,14 +38,14 @@ def stop_once(algorithm, state, *args):
 
 if FAULT == "slow save, stopped by rank 1":
     if RANK == 0:
-        before(runs, "_crc", lambda path: time.sleep(0.5))
+        before(checkpoints, "_crc", lambda path: time.sleep(0.5))
     else:
-        before(train, "advance", stop_once)
+        before(loop, "advance", stop_once)
 elif FAULT == "no data on rank 1" and RANK == 1:
-    before(train, "prepared", no_data)
+    before(loop, "prepare", no_data)
 elif FAULT == "no room on rank 0" and RANK == 0:
-    before(runs.Run, "_fill", no_room)
+    before(folder, "write_manifest", no_room)
 elif FAULT == "slow preparation" and RANK == 0:
-    before(train, "prepared", lambda cfg, say: time.sleep(8))
+    before(loop, "prepare", lambda plan, say: time.sleep(8))
 
 sys.exit(main())
