@@ -93,7 +93,8 @@ class Group:
     @property
     def reachable(self) -> bool:
         """Whether members can answer a question now: they cannot while an earlier call waits for its arguments."""
-        needs = [need for call in self.calls for need in call.needs]
+        # One batch is often an argument of several calls.
+        needs = list(dict.fromkeys(need for call in self.calls for need in call.needs))
         return len(ray.wait(needs, num_returns=len(needs), timeout=0)[0]) == len(needs) if needs else True
 
     def settle(self) -> dict[Member, Exception]:
