@@ -132,3 +132,11 @@ def test_torchrun_fine_tunes_as_one_process_does(model, tmp_path):
         f"model.path={model}", f"trainer.dir={two}", "algorithm.name=grpo", "rollout.n=2", program=torchrun
     )
     assert "error: torchrun trains algorithm.name=sft only" in refused.stderr
+
+
+def test_one_argument_of_several_calls_is_waited_for_once(ray_cluster):
+    from verl_fn.driver.group import Call, Group
+
+    group, batch = Group("trainer", ()), ray.put(1)
+    group.calls += [Call({}, (batch,)), Call({}, (batch, batch))]
+    assert group.reachable
