@@ -6,7 +6,7 @@ from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, Named, Node, named, node, static
 from .outputs import PER_ROW, TokenOutputs
-from .ownership import divided, divisible, donate, is_donated, joined, owned, spare, taken
+from .ownership import divided, divisible, donate, is_donated, joined, owned, owned_parts, spare, taken
 from .rollout import FinishReason, Request, Sample, Sampling, pack, requests_for, unpack
 from .split import Split, deal, groups_of, split_by_count, split_by_tokens
 from .train import Buffers, Grads, Params, Slots, TrainState, sum_of_squares
@@ -49,6 +49,7 @@ __all__ = [
     "named",
     "node",
     "owned",
+    "owned_parts",
     "pack",
     "requests_for",
     "snapshot",

@@ -7,6 +7,7 @@ value, but not when a transformation rebuilds one around tracers or placeholders
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
@@ -43,6 +44,7 @@ def static(**kwargs: Any) -> Any:
     return attrs.field(metadata={"static": True}, **kwargs)
 
 
+@functools.cache
 def field_names(cls: type) -> tuple[str, ...]:
     """Returns the names of all fields of a node class."""
     return tuple(f.name for f in attrs.fields(cls))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import operator
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from . import tree
 from .node import Named, Node, field_names, rebuild
 
 N = TypeVar("N", bound=Node)
+M = TypeVar("M", bound=Named)
 
 # The reference count of an item that only a list references: the list's reference and getrefcount's argument.
 _ONLY_LIST = 2
@@ -117,31 +119,72 @@ def divisible(value: Any, names: list[str]) -> bool:
     )
 
 
-def divided(value: Any, groups: list[list[str]]) -> list[Any]:
-    """Splits a value into one for each group of names, of the same structure, with the leaves of these names.
+def divided(box: list[N], groups: Iterable[list[str]]) -> Iterator[list[N]]:
+    """Yields a value in parts of the same structure, one for each group of names, with the leaves of these names.
+
+    A part is made when it is asked for, and nothing here refers to it afterwards.
+
+    Args:
+        box: a list with the value as its only item, which is emptied.
+        groups: the names of each part.
+
+    Returns:
+        An iterator over lists with one part each, which ``owned`` takes.
 
     Example:
         >>> from .train import Grads
-        >>> [list(part) for part in divided(Grads({"a": torch.ones(1), "b": torch.ones(1)}), [["a"], ["b"]])]
+        >>> [list(part[0]) for part in divided([Grads({"a": torch.ones(1), "b": torch.ones(1)})], [["a"], ["b"]])]
         [['a'], ['b']]
     """
+    part_of = _divider(box.pop())
+    for names in groups:
+        yield [part_of(names)]
+
+
+def _divider(value: Any) -> Callable[[list[str]], Any]:
+    """Returns a function that takes the leaves of some names out of a copy of ``value``."""
     kind = type(value)
     if isinstance(value, Named):
-        leaves = value.leaves
-        return [_with_leaves(value, {name: leaves[name] for name in names} if leaves else {}) for names in groups]
+        leaves, fixed = dict(value.leaves), _fixed(value)
+        return lambda names: rebuild(
+            kind, {"leaves": {name: leaves.pop(name) for name in names} if leaves else {}, **fixed}
+        )
     if isinstance(value, Node):
-        names = field_names(kind)
-        columns = [divided(getattr(value, name), groups) for name in names]
-        return [rebuild(kind, dict(zip(names, row, strict=True))) for row in zip(*columns, strict=True)]
+        fields = {name: _divider(getattr(value, name)) for name in field_names(kind)}
+        return lambda names: rebuild(kind, {name: part_of(names) for name, part_of in fields.items()})
     if kind is dict:
-        columns = [divided(inner, groups) for inner in value.values()]
-        if not columns:
-            return [{} for _ in groups]
-        return [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+        items = {name: _divider(item) for name, item in value.items()}
+        return lambda names: {name: part_of(names) for name, part_of in items.items()}
     if kind in (tuple, list):
-        columns = [divided(inner, groups) for inner in value]
-        return [kind(row) for row in zip(*columns, strict=True)] if columns else [kind() for _ in groups]
-    return [value for _ in groups]
+        column = [_divider(item) for item in value]
+        return lambda names: kind(part_of(names) for part_of in column)
+    return lambda names: value
+
+
+def owned_parts(box: list[M], groups: Iterable[list[str]]) -> Iterator[tuple[M, int]]:
+    """Yields a mapping in parts, each of them made the only user of its buffers, as ``owned`` does.
+
+    Leaves can be views of one buffer. So once a group has leaves that share their storage, all later groups are
+    checked together with it: views in another group would count as other users.
+
+    Args:
+        box: a list with the mapping as its only item, which is emptied. The list has the only reference to it.
+        groups: the names of each part.
+
+    Returns:
+        An iterator over parts and the number of leaves that were copied for each.
+    """
+    kind, fixed = type(box[0]), _fixed(box[0])
+    leaves, checked = dict(box.pop().leaves), False
+    for names in groups:
+        tensors, copies = [leaves.pop(name) for name in names], 0
+        if not checked and not _none_shared(tensors):
+            later, checked = list(leaves), True
+            tensors += [leaves.pop(name) for name in later]
+            copies = _copy_shared(tensors)
+            leaves = dict(zip(later, tensors[len(names) :], strict=True))
+            del tensors[len(names) :]
+        yield rebuild(kind, {"leaves": dict(zip(names, tensors, strict=True)), **fixed}), copies
 
 
 def joined(parts: list[Any]) -> Any:
@@ -206,8 +249,12 @@ def is_donated(value: Node) -> bool:
 
 def _with_leaves(value: Named, leaves: dict[str, torch.Tensor]) -> Any:
     """Returns a mapping like ``value``, with other leaves and the same other fields."""
-    fixed = {name: getattr(value, name) for name in field_names(type(value)) if name != "leaves"}
-    return rebuild(type(value), {"leaves": leaves} | fixed)
+    return rebuild(type(value), {"leaves": leaves, **_fixed(value)})
+
+
+def _fixed(value: Named) -> dict[str, Any]:
+    """Returns the fields of a mapping besides its leaves."""
+    return {name: getattr(value, name) for name in field_names(type(value)) if name != "leaves"}
 
 
 def _take(box: list[Any], copies: list[int]) -> Any:
@@ -226,13 +273,14 @@ def _take(box: list[Any], copies: list[int]) -> Any:
         copies[0] += _copy_shared(box)
         return box.pop()
     if issubclass(kind, Named):
-        names, written = list(box[0].leaves), list(box[0].written())
-        fixed = {name: getattr(box[0], name) for name in field_names(kind) if name != "leaves"}
+        names, written, fixed = list(box[0].leaves), list(box[0].written()), _fixed(box[0])
         leaves = dict(box.pop().leaves)
         tensors = [leaves.pop(name) for name in written]
         copies[0] += _copy_shared(tensors)
         leaves |= zip(written, tensors, strict=True)
-        return rebuild(kind, {"leaves": {name: leaves[name] for name in names}} | fixed)
+        if written != names:
+            leaves = {name: leaves[name] for name in names}
+        return rebuild(kind, {"leaves": leaves, **fixed})
     if issubclass(kind, Node):
         names = list(field_names(kind))
         items = [[getattr(box[0], name)] for name in names]

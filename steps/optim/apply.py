@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
-from typing import TypeVar
 
 import attrs
 import torch
@@ -21,6 +19,7 @@ from verl_fn.state import (
     divisible,
     joined,
     owned,
+    owned_parts,
     spare,
     sum_of_squares,
     taken,
@@ -29,10 +28,9 @@ from verl_fn.state import (
 from .leaves import tensors_of
 from .transforms import Frozen, Optimizer, Reduce, Update
 
-T = TypeVar("T")
-
-# The number of groups of leaves in an update. On the CPU kernels run synchronously, so groups would save no time.
-PARTS, PARTS_ON_CPU = 4, 1
+# The number of leaves in an update's first group, which is small because the device is idle until its kernel starts.
+# Each group has twice as many as the one before. On the CPU kernels run synchronously, so groups would save no time.
+FIRST_GROUP, FIRST_GROUP_ON_CPU = 8, 0
 
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
@@ -134,12 +132,14 @@ def _groups(optimizer: Optimizer, state: TrainState, grads: Grads) -> list[list[
     one group while Python checks the next one.
     """
     names = list(grads)
-    parts = PARTS if names and grads[names[0]].is_cuda else PARTS_ON_CPU
-    whole = len(names) < 16 * parts or not optimizer.by_leaf or not divisible((state.params, state.optimizer), names)
-    if parts == 1 or whole:
+    size = FIRST_GROUP if names and grads[names[0]].is_cuda else FIRST_GROUP_ON_CPU
+    if not size or not optimizer.by_leaf or not divisible((state.params, state.optimizer), names):
         return []
-    size = -(-len(names) // parts)
-    return [names[start : start + size] for start in range(0, len(names), size)]
+    groups: list[list[str]] = []
+    while names:
+        groups.append(names[:size])
+        names, size = names[size:], 2 * size
+    return groups
 
 
 def _updated(
@@ -166,33 +166,15 @@ def _updated(
     befores: list[TrainState] = []
     afters: list[TrainState] = []
     metrics: Metrics = {}
-    # All gradients are checked together: they may be views of one buffer, and views in another group would count as
-    # other references.
-    gradients, copies = owned(grads) if donate else (grads.pop(), 0)
-    parts = divided(gradients, groups) if groups else [gradients]
-    if groups:
-        states = divided(states.pop(), groups)
-    del gradients
-    for box, gradient in zip(_boxed(states), _drained(parts), strict=True):
-        part, state_copies = owned(box) if donate else (box.pop(), 0)
-        copies += state_copies
+    copies = 0
+    parts = divided(states, groups) if groups else iter([[states.pop()]])
+    gradients = owned_parts(grads, groups or [list(grads[0])]) if donate else iter([(grads.pop(), 0)])
+    for box, (gradient, gradient_copies) in zip(parts, gradients, strict=True):
+        part, part_copies = owned(box) if donate else (box.pop(), 0)
+        copies += gradient_copies + part_copies
         params, opt_state, metrics = optimizer.update(gradient, part.optimizer, part.params, update)
         # Fused kernels don't bump version counters, which caches of these tensors compare.
         torch.autograd.graph.increment_version([params[name] for name in gradient])
         befores.append(part)
         afters.append(attrs.evolve(part, params=params, optimizer=opt_state))
     return befores, afters, copies, metrics
-
-
-def _boxed(values: list[T]) -> Iterator[list[T]]:
-    """Yields the values in order, each in a list that has the only reference to it; ``values`` is emptied."""
-    values.reverse()
-    while values:
-        yield [values.pop()]
-
-
-def _drained(values: list[T]) -> Iterator[T]:
-    """Yields the values in order and drops its reference to each; ``values`` is emptied."""
-    values.reverse()
-    while values:
-        yield values.pop()

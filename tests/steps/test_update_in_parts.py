@@ -31,8 +31,8 @@ def state_of(tx):
     return TrainState(params, tx.init(params), 0, Key.from_seed(0), 0)
 
 
-def updated(tx, parts, monkeypatch, updates=3, gradients=drawn, reference=None):
-    monkeypatch.setattr(rule, "PARTS_ON_CPU", parts)
+def updated(tx, first, monkeypatch, updates=3, gradients=drawn, reference=None):
+    monkeypatch.setattr(rule, "FIRST_GROUP_ON_CPU", first)
     state = state_of(tx)
     for i in range(updates):
         state, metrics = apply_update(tx, state, Grads(gradients(i + 1)))
@@ -40,20 +40,20 @@ def updated(tx, parts, monkeypatch, updates=3, gradients=drawn, reference=None):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("parts", [2, 3])
-def test_parts_give_the_same_state(name, parts, monkeypatch):
+@pytest.mark.parametrize("first", [1, 16])
+def test_parts_give_the_same_state(name, first, monkeypatch):
     tx = OPTIMIZERS[name]
-    whole, metrics = updated(tx, 1, monkeypatch)
-    split, other = updated(tx, parts, monkeypatch)
+    whole, metrics = updated(tx, 0, monkeypatch)
+    split, other = updated(tx, first, monkeypatch)
     assert tree.equal(whole, split) and metrics.keys() == other.keys()
     assert other["perf/residency_copies"].value == 0
 
 
 def test_parts_are_taken_only_where_the_optimizer_goes_by_leaf(monkeypatch):
-    monkeypatch.setattr(rule, "PARTS_ON_CPU", 3)
+    monkeypatch.setattr(rule, "FIRST_GROUP_ON_CPU", 3)
     grads = Grads(drawn(1))
     sizes = {n: [len(g) for g in rule._groups(tx, state_of(tx), grads)] for n, tx in OPTIMIZERS.items()}
-    assert sizes == {name: [] if name == "not by leaf" else [16] * 3 for name in OPTIMIZERS}
+    assert sizes == {name: [] if name == "not by leaf" else [3, 6, 12, 24, 3] for name in OPTIMIZERS}
 
 
 def test_a_skipped_update_in_parts_changes_the_step_alone(monkeypatch):
@@ -69,7 +69,7 @@ def test_a_skipped_update_in_parts_changes_the_step_alone(monkeypatch):
 
 @pytest.mark.parametrize("index", [0, 20, 47])
 def test_a_leaf_of_any_part_that_is_held_keeps_its_value(index, monkeypatch):
-    monkeypatch.setattr(rule, "PARTS_ON_CPU", 3)
+    monkeypatch.setattr(rule, "FIRST_GROUP_ON_CPU", 3)
     tx = OPTIMIZERS["adamw"]
     state = state_of(tx)
     weight, moment = state.params[NAMES[index]], state.optimizer[1].exp_avg[NAMES[index]].view(-1)
@@ -84,15 +84,18 @@ def test_a_leaf_of_any_part_that_is_held_keeps_its_value(index, monkeypatch):
         old.params  # noqa: B018
 
 
-def test_gradients_that_are_views_of_one_buffer_are_no_copies(monkeypatch):
-    monkeypatch.setattr(rule, "PARTS_ON_CPU", 3)
-    buffer = torch.cat([g.reshape(-1) for g in drawn(1).values()])
-    views = {name: part.view(3, 2) for name, part in zip(NAMES, buffer.split(6), strict=True)}
-    plain = {
+@pytest.mark.parametrize("own", [0, 5])
+def test_gradients_that_are_views_of_one_buffer_are_no_copies(own, monkeypatch):
+    """Also if views begin within a group, after gradients with storages of their own."""
+    monkeypatch.setattr(rule, "FIRST_GROUP_ON_CPU", 3)
+    values = drawn(1)
+    buffer = torch.cat([values[name].reshape(-1) for name in NAMES[own:]])
+    views = {name: part.view(3, 2) for name, part in zip(NAMES[own:], buffer.split(6), strict=True)}
+    plain = {name: values.pop(name) for name in NAMES[:own]} | {
         name: g.detach().new_empty(0).set_(g.untyped_storage(), g.storage_offset(), g.size(), g.stride())
         for name, g in views.items()
     }
-    del buffer, views
+    del buffer, views, values
     tx = OPTIMIZERS["adamw"]
     expected, _ = apply_update(tx, state_of(tx), Grads(drawn(1)))
     state, grads = state_of(tx), Grads(plain)
