@@ -2,7 +2,8 @@
 
 On each number of ranks the rows of the throughput workload are repeated once a rank, with parameters sharded over all
 of them; layers are compiled and stay gathered for the call. Tokens a second a GPU are compared with those of one GPU,
-which runs the same code. The groups of ranks stay in memory and take turns, round by round.
+which runs the same code. The groups of ranks stay in memory and take turns, round by round; the smaller groups share
+as few GPUs as possible, so that each keeps the memory that it has allocated, as training does.
 """
 
 from __future__ import annotations
@@ -72,14 +73,14 @@ def repeated(vocab: int, ranks: int, rows: int) -> Batch:
     return concatenate([workload.batch(vocab).take(list(range(rows)))] * ranks)
 
 
-def _rank(rank: int, ranks: int, port: int, device: str, pipe: Any, arguments: tuple[Any, ...]) -> None:
+def _rank(rank: int, ranks: int, port: int, device: str, first: int, pipe: Any, arguments: tuple[Any, ...]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed as dist
 
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(first + rank)
     try:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
         engine = Engine(*arguments)
@@ -96,8 +97,6 @@ def _timed(call: Callable[[], None], device: str) -> dict[str, float]:
 
     gc.collect()
     if device == "cuda":
-        # The other groups share this GPU.
-        torch.cuda.empty_cache()
         torch.cuda.synchronize()
     dist.barrier()
     began = time.perf_counter()
@@ -108,13 +107,13 @@ def _timed(call: Callable[[], None], device: str) -> dict[str, float]:
 
 
 class Group:
-    """The ranks of one size, in processes of their own.
+    """The ranks of one size, in processes of their own, on the GPUs from ``first`` on.
 
     Raises:
         RuntimeError: a rank failed; its traceback is in the message.
     """
 
-    def __init__(self, ranks: int, device: str, *arguments: Any) -> None:
+    def __init__(self, ranks: int, device: str, first: int, *arguments: Any) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -122,7 +121,7 @@ class Group:
         self.pipes, self.processes = [], []
         for rank in range(ranks):
             ours, theirs = context.Pipe()
-            values = (rank, ranks, port, device, theirs, arguments)
+            values = (rank, ranks, port, device, first, theirs, arguments)
             process = context.Process(target=_rank, args=values, daemon=True)
             process.start()
             self.pipes.append(ours)
@@ -162,7 +161,8 @@ def measured(
     seconds: dict[str, dict[int, list[float]]] = {call: {size: [] for size in sizes} for call in CALLS}
     with tempfile.TemporaryDirectory() as folder:
         workload.write_model(Path(folder), shape, device)
-        groups = {size: Group(size, device, folder, shape, size, device, rows) for size in sizes}
+        firsts = first_gpus(sizes)
+        groups = {size: Group(size, device, firsts[size], folder, shape, size, device, rows) for size in sizes}
         try:
             for call in CALLS:
                 for i in range(-WARM_UPS, rounds):
@@ -174,6 +174,20 @@ def measured(
             for group in groups.values():
                 group.stop()
     return seconds
+
+
+def first_gpus(sizes: Sequence[int]) -> dict[int, int]:
+    """Returns the first GPU of each group, which follows the last GPU of the group before it if there are enough.
+
+    Example:
+        >>> first_gpus([1, 2, 4]), first_gpus([1, 2]), first_gpus([1, 2, 3])
+        ({1: 0, 2: 1, 4: 0}, {1: 0, 2: 0}, {1: 0, 2: 1, 3: 0})
+    """
+    firsts, following = {}, 0
+    for size in sorted(sizes):
+        firsts[size] = following if following + size <= max(sizes) else 0
+        following = firsts[size] + size
+    return firsts
 
 
 def summary(seconds: dict[str, dict[int, list[float]]], tokens: int) -> dict[str, Any]:
