@@ -14,10 +14,12 @@ $(UV):
 	"$$(scripts/find_python.sh)" -m venv .uv
 	.uv/bin/python -m pip install --quiet --disable-pip-version-check "uv==0.13.8"
 
+# Bytecode is compiled here, since uv leaves that to the first import, and some environments forbid to write it then:
+# each process of a run would compile thousands of modules anew.
 $(STAMP): locks/dev.txt pyproject.toml scripts/find_python.sh | $(UV)
 	@python="$$(scripts/find_python.sh)" && echo "setting up $(VENV) with $$python" && \
 	$(UV) venv --quiet --clear --python "$$python" $(VENV)
-	$(UV) pip install --quiet --python $(BIN)/python --require-hashes -r locks/dev.txt
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes -r locks/dev.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
