@@ -3,6 +3,7 @@
 from . import losses
 from .advantages import gae, grpo, reinforce_plus_plus, rloo, whiten_masked
 from .aggregate import aggregate, aggregate_rows
+from .correction import correct_advantages, importance_weights, rollout_gap, rollout_log_ratio
 from .kl import AdaptiveKL, FixedKL, apply_kl_in_reward, kl_penalty
 from .losses import (
     Loss,
@@ -80,12 +81,14 @@ __all__ = [
     "check_weights",
     "clip_by_global_norm",
     "constant",
+    "correct_advantages",
     "cosine",
     "cross_entropy",
     "entropy",
     "frozen",
     "gae",
     "grpo",
+    "importance_weights",
     "kl_penalty",
     "kl_to_reference",
     "linear",
@@ -96,6 +99,8 @@ __all__ = [
     "ppo_clip",
     "reinforce_plus_plus",
     "rloo",
+    "rollout_gap",
+    "rollout_log_ratio",
     "row_mean",
     "scan",
     "sgd",

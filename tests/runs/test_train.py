@@ -92,6 +92,7 @@ def test_what_a_run_leaves_behind(model, tmp_path):
     ):  # fmt: skip
         assert name in row, name
     assert row["training/rollout_probs_diff_max"] < 1e-4
+    assert abs(row["rollout_corr/kl"]) < 1e-5 and row["rollout_corr/rollout_is_eff_sample_size"] > 0.9999
 
 
 def test_a_half_written_checkpoint_is_passed_over(model, tmp_path):

@@ -9,7 +9,17 @@ from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.state import Batch
-from verl_fn.steps import Loss, entropy, gae, grpo, kl_to_reference, ppo_clip, reinforce_plus_plus, rloo
+from verl_fn.steps import (
+    Loss,
+    correct_advantages,
+    entropy,
+    gae,
+    grpo,
+    kl_to_reference,
+    ppo_clip,
+    reinforce_plus_plus,
+    rloo,
+)
 
 
 def policy_loss(options: PolicyOptimization) -> Loss:
@@ -43,9 +53,29 @@ def policy_loss(options: PolicyOptimization) -> Loss:
 def estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
     """Returns the advantage estimator that ``adv_estimator`` names, with its options bound.
 
+    With ``rollout_is``, importance weights multiply its advantages.
+
     Raises:
         ConfigError: ``adv_estimator`` refers to an object that cannot be called.
     """
+    estimate = _estimator(options)
+    if options.rollout_is is None:
+        return estimate
+    return functools.partial(_corrected, estimate=estimate, options=options)
+
+
+def _corrected(batch: Batch, estimate: Callable[[Batch], Batch], options: PPO | GRPO) -> Batch:
+    assert options.rollout_is is not None
+    return correct_advantages(
+        estimate(batch),
+        options.rollout_is,
+        low=options.rollout_is_threshold_lower,
+        high=options.rollout_is_threshold,
+        outside=options.rollout_is_outside,
+    )
+
+
+def _estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
     name = options.adv_estimator
     if is_reference(name):
         function = load_object(name, "algorithm.adv_estimator")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from verl_fn.state import Batch, Max, Metrics, Min, Moments, Weighted
+from verl_fn.steps import rollout_gap
 
 from .contract import Report
 from .workers import Clock
@@ -72,6 +73,7 @@ def _rollout_agreement(batch: Batch, mask: torch.Tensor, rows: torch.Tensor) -> 
         "training/rollout_probs_diff_std": Moments.of(difference, mask, stat="std"),
         "training/rollout_actor_probs_pearson_corr": Moments.of(trainer, mask, engine, stat="correlation"),
         "training/rollout_near_ties": Weighted.of(batch["near_ties"], rows),
+        **rollout_gap(batch),
     }
 
 

@@ -85,6 +85,19 @@ class PolicyOptimization(Aggregation):
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")
     kl_penalty: str = opt("kl", "estimator of the KL in the reward", in_(KL_TYPES))
     kl_ctrl: KLCtrl = sub(KLCtrl)
+    rollout_is: str | None = opt(
+        None,
+        "importance weights of the advantages for samples that the rollout engine drew with other probabilities: "
+        "token, sequence or geometric",
+        in_(("token", "sequence", "geometric")),
+    )
+    rollout_is_threshold: float = opt(2.0, "the largest importance weight", ge(1), le(MOST))
+    rollout_is_threshold_lower: float = opt(0.0, "the smallest importance weight", ge(0), le(1))
+    rollout_is_outside: str = opt(
+        "truncate",
+        "what becomes of weights outside the thresholds: truncate moves them to the threshold, mask makes them 0",
+        in_(("truncate", "mask")),
+    )
     ppo_mini_batch_size: int = opt(256, "prompts per update", ge(1))
     ppo_epochs: int = opt(1, "passes over a batch", ge(1))
     shuffle: bool = opt(False, "draw a new order of rows in every pass")

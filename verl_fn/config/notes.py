@@ -94,6 +94,8 @@ def _option_rules(options: Any, batch_size: int) -> Iterator[Rule]:
     for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
         loss = options.policy_loss
         yield f"algorithm.{key}", loss == "ppo_clip", f"with algorithm.policy_loss = {loss!r}"
+    for name in ("threshold", "threshold_lower", "outside"):
+        yield f"algorithm.rollout_is_{name}", options.rollout_is is not None, "without algorithm.rollout_is"
     yield "algorithm.kl_loss_*", options.use_kl_loss, "without algorithm.use_kl_loss"
     for pattern in ("algorithm.kl_penalty", "algorithm.kl_ctrl.*"):
         yield pattern, options.use_kl_in_reward, "without algorithm.use_kl_in_reward"
