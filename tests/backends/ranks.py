@@ -1,4 +1,4 @@
-"""Processes that stay: each is a rank of one process group and runs the functions that it is told to."""
+"""Processes that stay: each is a rank of one process group and runs the functions that it is sent."""
 
 import importlib
 import multiprocessing
@@ -24,8 +24,8 @@ def _rank(rank, size, port, pipe, folder, device):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=60))
-    while (asked := pipe.recv()) is not None:
-        module, name, args = asked
+    while (call := pipe.recv()) is not None:
+        module, name, args = call
         try:
             pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
         except BaseException as error:
@@ -55,7 +55,7 @@ class Ranks:
             self.processes.append(process)
 
     def run(self, function, *args):
-        """Call a function of ``rank_cases.py``, or of a module that is named, on every rank; the results by rank.
+        """Calls a function of ``rank_cases.py``, or of a named module, on every rank; returns the results by rank.
 
         Raises:
             RankFailed: it raised somewhere.
@@ -63,21 +63,13 @@ class Ranks:
         module, _, name = function.rpartition(".")
         for pipe in self.pipes:
             pipe.send((module or "rank_cases", name, args))
-        told = [pipe.recv() for pipe in self.pipes]
-        for rank, (fine, result) in enumerate(told):
+        replies = [pipe.recv() for pipe in self.pipes]
+        for rank, (fine, result) in enumerate(replies):
             if not fine:
                 raise RankFailed(f"rank {rank}: {result}")
-        return [result for _, result in told]
+        return [result for _, result in replies]
 
     def kill(self):
-        """End ranks that may wait for each other."""
+        """Ends the ranks at once, also those that wait for each other."""
         for process in self.processes:
             process.kill()
-
-    def stop(self):
-        for pipe in self.pipes:
-            pipe.send(None)
-        for process in self.processes:
-            process.join(20)
-            if process.is_alive():
-                process.kill()

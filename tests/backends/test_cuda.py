@@ -134,7 +134,7 @@ def gpus():
 
     ranks = Ranks(min(2, torch.cuda.device_count()), "cuda")
     yield ranks
-    ranks.stop()
+    ranks.kill()
 
 
 @pytest.mark.parametrize(
