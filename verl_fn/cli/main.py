@@ -103,9 +103,9 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
         "--adapter", action="store_true", help="of a LoRA run, only the adapters, as PEFT's PeftModel loads them"
     )
 
-    prepare = command("prepare", "turn a dataset's raw files into parquet in verl's columns")
-    prepare.add_argument("dataset", choices=("gsm8k",))
-    prepare.add_argument("source", help="the folder with the raw files")
+    prepare = command("prepare", "write a data set as parquet in verl's columns, or a model folder")
+    prepare.add_argument("dataset", choices=("gsm8k", "arithmetic", "smollm2"))
+    prepare.add_argument("source", nargs="?", help="gsm8k: the folder with the raw files")
     prepare.add_argument("--out", required=True, help="the folder to write")
 
     choices = command("list", "list tasks, algorithms, estimators, losses, backends and rewards")

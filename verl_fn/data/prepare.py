@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,24 @@ def prepare_gsm8k(source: str | Path, out: str | Path) -> dict[str, int]:
     source, out = Path(source).expanduser(), Path(out).expanduser()
     if not source.is_dir():
         raise DataError(f"{source} is not a folder; give the one with GSM8K's raw files")
-    tables = {split: pa.Table.from_pylist(_gsm8k_rows(source, out, split)) for split in SPLITS}
+    return write_splits(out, {split: pa.Table.from_pylist(_gsm8k_rows(source, out, split)) for split in SPLITS})
+
+
+def write_splits(out: str | Path, tables: Mapping[str, pa.Table]) -> dict[str, int]:
+    """Writes each table as ``SPLIT.parquet``; files from before are replaced once all are written.
+
+    Returns:
+        The number of rows in each split.
+
+    Raises:
+        DataError: ``out`` cannot be written.
+    """
+    out = Path(out).expanduser()
     try:
         out.mkdir(parents=True, exist_ok=True)
         for split, table in tables.items():
             pq.write_table(table, _aside(out, split))
-        for split in SPLITS:
+        for split in tables:
             _aside(out, split).replace(_target(out, split))
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error}") from error

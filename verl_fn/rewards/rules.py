@@ -11,7 +11,7 @@ from verl_fn.rewards.reward import Answer, RewardError, describe
 
 Rule = Callable[[Problem, str, bool], dict[str, Any]]
 
-SOURCES = (*TASKS, "openai/gsm8k")
+SOURCES = (*TASKS, "openai/gsm8k", "arithmetic")
 
 GSM8K_TAIL = 300  # characters at the end of a response in which verl looks for the answer
 
@@ -33,6 +33,8 @@ def rule_for(data_source: str) -> Rule:
         return _of_task(TASKS[data_source])
     if data_source.endswith("gsm8k"):
         return gsm8k
+    if data_source == "arithmetic":
+        return arithmetic
     raise RewardError(
         f"the data source {data_source!r} has no rule of its own, only {', '.join(SOURCES)} do; set reward.functions"
     )
@@ -55,6 +57,19 @@ def gsm8k(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
     numbers = re.findall(r"#### (\-?[0-9\.\,]+)", response[-GSM8K_TAIL:])
     pred = numbers[-1].replace(",", "") if numbers else ""
     score = float(bool(numbers) and pred == problem.answer)
+    return {"score": score, "acc": score, "pred": pred}
+
+
+def arithmetic(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
+    """Scores a response by its last whole number, which must be the ground truth.
+
+    Example:
+        >>> arithmetic(Problem("What is 6 + 7?", "13"), "6 + 7 = 13.", True)
+        {'score': 1.0, 'acc': 1.0, 'pred': '13'}
+    """
+    numbers = re.findall(r"-?\d+", response)
+    pred = numbers[-1] if numbers else ""
+    score = float(pred == problem.answer)
     return {"score": score, "acc": score, "pred": pred}
 
 
