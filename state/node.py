@@ -8,14 +8,15 @@ value, but not when a transformation rebuilds one around tracers or placeholders
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar, dataclass_transform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast, dataclass_transform
 
 import attrs
 import torch
 from torch.utils import _pytree as pytree
 
 C = TypeVar("C", bound=type)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DonatedError(RuntimeError):
@@ -44,7 +45,11 @@ def static(**kwargs: Any) -> Any:
     return attrs.field(metadata={"static": True}, **kwargs)
 
 
-@functools.cache
+def _cached(fn: F) -> F:
+    return cast(F, functools.cache(fn))
+
+
+@_cached
 def field_names(cls: type) -> tuple[str, ...]:
     """Returns the names of all fields of a node class."""
     return tuple(f.name for f in attrs.fields(cls))

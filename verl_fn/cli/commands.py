@@ -190,7 +190,7 @@ def prepare(args: argparse.Namespace) -> int:
     if (args.dataset == "gsm8k") != (args.source is not None):
         raise UsageError("prepare gsm8k needs the folder with its raw files, and the others take none")
     if args.dataset == "smollm2":
-        from verl_fn.data.smollm2 import prepare_smollm2
+        from verl_fn.backends.hf.smollm2 import prepare_smollm2
 
         print(f"wrote {prepare_smollm2(args.out)}")
         return 0

