@@ -180,7 +180,7 @@ def _forward_backward(
 
     def ours() -> None:
         # As after an update: the copies in compute dtype have to be made anew.
-        backend._cast_params = None
+        backend._cast_from.clear()
         backend.forward_backward(state, batch, loss)
 
     def plain() -> None:

@@ -2,12 +2,15 @@
 
 from . import metrics, tree
 from .batch import Batch, concatenate
+from .derivatives import NotDifferentiable, refuse_derivatives
+from .frozen import FrozenDict
+from .isolation import SharedSetting, isolated
 from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
-from .node import DonatedError, Named, Node, named, node, static
+from .node import DonatedError, Named, Node, mapping, named, node, static
 from .outputs import PER_ROW, TokenOutputs
 from .ownership import divided, divisible, donate, is_donated, joined, owned, owned_parts, spare, taken
-from .rollout import FinishReason, Request, Sample, Sampling, pack, requests_for, unpack
+from .rollout import FinishReason, Request, Sample, Sampling, check_ids, pack, requests_for, unpack
 from .split import Split, deal, groups_of, split_by_count, split_by_tokens
 from .train import Buffers, Grads, Params, Slots, TrainState, sum_of_squares
 from .tree import snapshot
@@ -18,6 +21,7 @@ __all__ = [
     "Buffers",
     "DonatedError",
     "FinishReason",
+    "FrozenDict",
     "Grads",
     "Key",
     "Max",
@@ -27,16 +31,19 @@ __all__ = [
     "Moments",
     "Named",
     "Node",
+    "NotDifferentiable",
     "Params",
     "Request",
     "Sample",
     "Sampling",
+    "SharedSetting",
     "Slots",
     "Split",
     "Sum",
     "TokenOutputs",
     "TrainState",
     "Weighted",
+    "check_ids",
     "concatenate",
     "deal",
     "divided",
@@ -44,13 +51,16 @@ __all__ = [
     "donate",
     "groups_of",
     "is_donated",
+    "isolated",
     "joined",
+    "mapping",
     "metrics",
     "named",
     "node",
     "owned",
     "owned_parts",
     "pack",
+    "refuse_derivatives",
     "requests_for",
     "snapshot",
     "spare",

@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from .node import Node, node
+from . import tree
+from .node import Node, mapping, node
 
 CORE = ("tokens", "positions", "cu_seqlens")
 
@@ -40,8 +41,8 @@ class Batch(Node):
     tokens: Int[Tensor, " T"]
     positions: Int[Tensor, " T"]
     cu_seqlens: Int[Tensor, " B1"]
-    per_token: dict[str, Tensor] = attrs.field(factory=dict)
-    per_row: dict[str, Tensor] = attrs.field(factory=dict)
+    per_token: Mapping[str, Tensor] = mapping(factory=dict)
+    per_row: Mapping[str, Tensor] = mapping(factory=dict)
 
     @classmethod
     def from_rows(
@@ -58,9 +59,10 @@ class Batch(Node):
             per_row: for each per-row field, one value per row.
 
         Raises:
-            ValueError: there are no rows, a row is empty, or the lengths of a field differ from those of the rows.
+            ValueError: there are no rows, a row is empty or holds other numbers than integers, or the lengths of a
+                field differ from those of the rows.
         """
-        packed = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
+        packed = [_token_ids(row, number) for number, row in enumerate(rows)]
         lengths = torch.tensor([len(row) for row in packed], dtype=torch.int64)
         if not len(packed) or bool((lengths == 0).any()):
             raise ValueError("a batch needs at least one row, and every row at least one token")
@@ -133,19 +135,23 @@ class Batch(Node):
         )
 
     def _merged(
-        self, kind: str, own: dict[str, Tensor], other: dict[str, Tensor], size: int, fields: Mapping[str, Any]
+        self, kind: str, own: Mapping[str, Tensor], other: Mapping[str, Tensor], size: int, fields: Mapping[str, Any]
     ) -> dict[str, Tensor]:
         """Returns the fields ``own``, of one kind, with ``fields`` added; ``other`` are those of the other kind."""
         merged = dict(own)
+        held = {id(t) for t in (*own.values(), *other.values())}
         for name, value in fields.items():
-            tensor = torch.as_tensor(value)
+            # A copy of a numpy array, which the caller may write to; tensors are values and are kept as they are.
+            tensor = value if isinstance(value, Tensor) else torch.tensor(value)
             if tensor.ndim == 0 or len(tensor) != size:
                 raise ValueError(
                     f"{kind} field {name!r} has shape {tuple(tensor.shape)}; its first size must be {size}"
                 )
             if name in other or name in CORE:
                 raise ValueError(f"{name!r} is already a field of another kind in this batch")
-            merged[name] = tensor
+            # No tensor has two names, so that an edit of one field in place changes no other.
+            merged[name] = tensor.clone() if id(tensor) in held else tensor
+            held.add(id(tensor))
         return merged
 
     def rows(self, name: str = "tokens") -> list[Tensor]:
@@ -204,11 +210,18 @@ class Batch(Node):
         """Returns, for each token, the value of its row, ``[B] -> [T]``."""
         return values[self.row_ids]
 
+    def detached(self) -> Batch:
+        """Returns this batch with fields that are constants for autograd."""
+        return tree.map_tensors(Tensor.detach, self)
+
     def to(self, device: str | torch.device) -> Batch:
         """Returns this batch on ``device``."""
 
+        # The host could read a tensor on the CPU before an asynchronous copy has filled it.
+        asynchronous = torch.device(device).type != "cpu"
+
         def move(t: Tensor) -> Tensor:
-            return t.to(device, non_blocking=True)
+            return t.to(device, non_blocking=asynchronous)
 
         return Batch(
             move(self.tokens),
@@ -217,6 +230,13 @@ class Batch(Node):
             {n: move(t) for n, t in self.per_token.items()},
             {n: move(t) for n, t in self.per_row.items()},
         )
+
+
+def _token_ids(row: Sequence[int] | Tensor, number: int) -> Tensor:
+    tokens = torch.as_tensor(row)
+    if len(tokens) and (tokens.is_floating_point() or tokens.is_complex()):
+        raise ValueError(f"row {number} holds numbers of {tokens.dtype}; token ids are integers")
+    return tokens.long()
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

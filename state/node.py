@@ -15,6 +15,8 @@ import attrs
 import torch
 from torch.utils import _pytree as pytree
 
+from .frozen import FrozenDict, frozen_dict
+
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -45,6 +47,11 @@ def static(**kwargs: Any) -> Any:
     return attrs.field(metadata={"static": True}, **kwargs)
 
 
+def mapping(*, converter: Callable[[Any], FrozenDict[Any, Any]] = frozen_dict, **kwargs: Any) -> Any:
+    """Declares a field that holds a mapping by name, of which the node keeps a read-only copy."""
+    return attrs.field(converter=converter, metadata={"mapping": True}, **kwargs)
+
+
 def _cached(fn: F) -> F:
     return cast(F, functools.cache(fn))
 
@@ -55,8 +62,8 @@ def field_names(cls: type) -> tuple[str, ...]:
     return tuple(f.name for f in attrs.fields(cls))
 
 
-def _fields_where(cls: type, is_static: bool) -> tuple[str, ...]:
-    return tuple(f.name for f in attrs.fields(cls) if bool(f.metadata.get("static")) == is_static)
+def _fields_where(cls: type, key: str, holds: bool) -> tuple[str, ...]:
+    return tuple(f.name for f in attrs.fields(cls) if bool(f.metadata.get(key)) == holds)
 
 
 def rebuild(cls: type, values: Mapping[str, Any]) -> Any:
@@ -67,7 +74,7 @@ def rebuild(cls: type, values: Mapping[str, Any]) -> Any:
     return new
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field, static))
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field, static, mapping))
 def node(cls: C) -> C:
     """Makes ``cls`` a frozen attrs class and registers it as a pytree node.
 
@@ -80,17 +87,21 @@ def node(cls: C) -> C:
         Pair(left=2, right=3)
     """
     frozen: C = attrs.frozen(eq=False, slots=True)(cls)
-    children, fixed = _fields_where(frozen, False), _fields_where(frozen, True)
+    children, fixed = _fields_where(frozen, "static", False), _fields_where(frozen, "static", True)
+    mappings = _fields_where(frozen, "mapping", True)
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
-        return [getattr(value, n) for n in children], tuple(getattr(value, n) for n in fixed)
+        # Ordinary dictionaries in the structure, so that a node made around others has an equal structure.
+        fields = [dict(getattr(value, n)) if n in mappings else getattr(value, n) for n in children]
+        return fields, tuple(getattr(value, n) for n in fixed)
 
     def flatten_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
         leaves, context = flatten(value)
         return [(pytree.GetAttrKey(n), x) for n, x in zip(children, leaves, strict=True)], context
 
     def unflatten(leaves: Any, context: Any) -> Any:
-        return rebuild(frozen, dict(zip(children, leaves, strict=True)) | dict(zip(fixed, context, strict=True)))
+        fields = dict(zip(children, leaves, strict=True)) | dict(zip(fixed, context, strict=True))
+        return rebuild(frozen, fields | {n: FrozenDict(fields[n]) for n in mappings if type(fields[n]) is dict})
 
     _register(frozen, flatten, unflatten, flatten_with_keys)
     return frozen
@@ -103,7 +114,7 @@ class Named(Node, Mapping[str, torch.Tensor]):
     """
 
     __slots__ = ()
-    leaves: dict[str, torch.Tensor]
+    leaves: Mapping[str, torch.Tensor]
 
     def written(self) -> Iterable[str]:
         """Returns the names of the leaves that an update may write to; the others can be shared between values."""
@@ -127,18 +138,18 @@ class Named(Node, Mapping[str, torch.Tensor]):
         return f"{type(self).__name__}({len(self)} tensors, {total:,} elements)"
 
 
-@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field, static))
+@dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(attrs.field, static, mapping))
 def named(cls: C) -> C:
     """Makes ``cls`` a frozen attrs class and registers it as a pytree node whose children are its tensors, by name.
 
     Example:
         >>> @named
         ... class Moments(Named):
-        ...     leaves: dict[str, torch.Tensor]
+        ...     leaves: Mapping[str, torch.Tensor]
         >>> pytree.tree_map(lambda t: t * 2, Moments({"w": torch.ones(2)}))["w"]
         tensor([2., 2.])
     """
-    frozen: C = attrs.frozen(eq=False, slots=True, repr=False)(cls)
+    frozen: C = attrs.frozen(eq=False, slots=True, repr=False, field_transformer=_with_frozen_leaves)(cls)
     fixed = tuple(name for name in field_names(frozen) if name != "leaves")
 
     def flatten(value: Any) -> tuple[list[Any], Any]:
@@ -150,12 +161,15 @@ def named(cls: C) -> C:
 
     def unflatten(leaves: Any, context: Any) -> Any:
         names, statics = context
-        return rebuild(
-            frozen, {"leaves": dict(zip(names, leaves, strict=True))} | dict(zip(fixed, statics, strict=True))
-        )
+        named_leaves = FrozenDict(zip(names, leaves, strict=True))
+        return rebuild(frozen, {"leaves": named_leaves} | dict(zip(fixed, statics, strict=True)))
 
     _register(frozen, flatten, unflatten, flatten_with_keys)
     return frozen
+
+
+def _with_frozen_leaves(cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
+    return [f.evolve(converter=frozen_dict) if f.name == "leaves" else f for f in fields]
 
 
 def _register(cls: type, flatten: Any, unflatten: Any, flatten_with_keys: Any) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from .node import Node, node
+from .frozen import FrozenDict
+from .node import Node, mapping, node
 
 # Outputs with one value per row; all others have one value per token.
 PER_ROW = frozenset({"row_values"})
+
+
+def _in_order(by_name: Mapping[str, Tensor]) -> FrozenDict[str, Tensor]:
+    return FrozenDict(sorted(by_name.items()))
 
 
 @node
@@ -33,7 +39,8 @@ class TokenOutputs(Node):
         AttributeError: these outputs have no 'entropy', only ['logprobs']; a loss names what it reads in its needs
     """
 
-    by_name: dict[str, Tensor]
+    # In the order of the names: the needs of a loss are a set, whose order differs between processes.
+    by_name: Mapping[str, Tensor] = mapping(converter=_in_order)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "by_name":

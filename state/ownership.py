@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import tree
+from .frozen import FrozenDict
 from .node import Named, Node, field_names, rebuild
 
 N = TypeVar("N", bound=Node)
@@ -25,6 +26,9 @@ M = TypeVar("M", bound=Named)
 
 # The reference count of an item that only a list references: the list's reference and getrefcount's argument.
 _ONLY_LIST = 2
+
+# The same for the Python object of a storage, which its tensor keeps too.
+_ONLY_LIST_AND_TENSOR = 3
 
 # The use count of a storage that one tensor uses: the tensor's and that of the Python object that is asked.
 _ONLY_TENSOR = 2
@@ -152,9 +156,9 @@ def _divider(value: Any) -> Callable[[list[str]], Any]:
     if isinstance(value, Node):
         fields = {name: _divider(getattr(value, name)) for name in field_names(kind)}
         return lambda names: rebuild(kind, {name: part_of(names) for name, part_of in fields.items()})
-    if kind is dict:
+    if kind in (dict, FrozenDict):
         items = {name: _divider(item) for name, item in value.items()}
-        return lambda names: {name: part_of(names) for name, part_of in items.items()}
+        return lambda names: kind((name, part_of(names)) for name, part_of in items.items())
     if kind in (tuple, list):
         column = [_divider(item) for item in value]
         return lambda names: kind(part_of(names) for part_of in column)
@@ -205,8 +209,8 @@ def joined(parts: list[Any]) -> Any:
     if isinstance(last, Node):
         names = field_names(kind)
         return rebuild(kind, {name: joined([getattr(part, name) for part in parts]) for name in names})
-    if kind is dict:
-        return {name: joined([part[name] for part in parts]) for name in last}
+    if kind in (dict, FrozenDict):
+        return kind((name, joined([part[name] for part in parts])) for name in last)
     if kind in (tuple, list):
         return kind(joined(list(column)) for column in zip(*parts, strict=True))
     return last
@@ -226,7 +230,7 @@ def spare(value: N) -> N:
     def copied(part: Any) -> Any:
         if isinstance(part, Named):
             written = set(part.written())
-            return _with_leaves(part, {n: t.clone() if n in written else t for n, t in part.leaves.items()})
+            return _with_leaves(part, ((n, t.clone() if n in written else t) for n, t in part.leaves.items()))
         return part.clone() if isinstance(part, torch.Tensor) else part
 
     return torch.utils._pytree.tree_map(copied, value, is_leaf=lambda part: isinstance(part, Named))
@@ -247,9 +251,9 @@ def is_donated(value: Node) -> bool:
         return False
 
 
-def _with_leaves(value: Named, leaves: dict[str, torch.Tensor]) -> Any:
-    """Returns a mapping like ``value``, with other leaves and the same other fields."""
-    return rebuild(type(value), {"leaves": leaves, **_fixed(value)})
+def _with_leaves(value: Named, leaves: Any) -> Any:
+    """Returns a mapping like ``value``, with other leaves, as pairs or by name, and the same other fields."""
+    return rebuild(type(value), {"leaves": FrozenDict(leaves), **_fixed(value)})
 
 
 def _fixed(value: Named) -> dict[str, Any]:
@@ -280,16 +284,16 @@ def _take(box: list[Any], copies: list[int]) -> Any:
         leaves |= zip(written, tensors, strict=True)
         if written != names:
             leaves = {name: leaves[name] for name in names}
-        return rebuild(kind, {"leaves": leaves, **fixed})
+        return rebuild(kind, {"leaves": FrozenDict(leaves), **fixed})
     if issubclass(kind, Node):
         names = list(field_names(kind))
         items = [[getattr(box[0], name)] for name in names]
         box.pop()
         return rebuild(kind, _refill(names, items, copies))
-    if kind is dict:
+    if kind in (dict, FrozenDict):
         names = list(box[0])
         items = [[item] for item in box.pop().values()]
-        return _refill(names, items, copies)
+        return kind(_refill(names, items, copies))
     if kind in (tuple, list):
         items = [[item] for item in box.pop()]
         return kind(_take(item, copies) for item in items)
@@ -316,9 +320,10 @@ def _copy_shared(tensors: list[torch.Tensor]) -> int:
     for i in range(len(tensors)):
         if references(tensors[i]) == _ONLY_LIST:
             storage = tensors[i].untyped_storage()
-            # Further uses are views. Torch did not allocate a storage that is not resizable: it may be the memory
-            # of a numpy array or a mapped file, which other code may use.
-            if storage.resizable():
+            # Torch did not allocate a storage that is not resizable: it may be the memory of a numpy array or a
+            # mapped file, which other code may use. Code may also hold the storage itself.
+            if storage.resizable() and references(storage) == _ONLY_LIST_AND_TENSOR:
+                # Further uses are views.
                 if uses(storage._cdata) == _ONLY_TENSOR:
                     continue
                 parts.setdefault(storage._cdata, []).append(i)
@@ -344,6 +349,8 @@ def _none_shared(tensors: list[torch.Tensor]) -> bool:
     if list(map(sys.getrefcount, tensors)).count(_ONLY_LIST) != n:
         return False
     storages = list(map(_STORAGE, tensors))
+    if list(map(sys.getrefcount, storages)).count(_ONLY_LIST_AND_TENSOR) != n:
+        return False
     if list(map(torch._C._storage_Use_Count, map(_CDATA, storages))).count(_ONLY_TENSOR) != n:
         return False
     return all(map(_RESIZABLE, storages))

@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
+from verl_fn.errors import ArgumentError
+
 from .batch import Batch
 from .key import Key
 
 FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+def _token_ids(prompt: Any) -> tuple[int, ...]:
+    """Converts a sequence of token ids to a tuple.
+
+    Raises:
+        ArgumentError: it is a string, a tokenizer's output or no sequence of integers.
+    """
+    if isinstance(prompt, (str, bytes)):
+        raise ArgumentError(f"a prompt is a sequence of token ids, not the string {prompt[:40]!r}; tokenize it first")
+    if isinstance(prompt, Mapping):
+        raise ArgumentError(
+            f"a prompt is a sequence of token ids, not a {type(prompt).__name__} with {sorted(prompt)}; pass its "
+            "input_ids"
+        )
+    try:
+        return tuple(operator.index(token) for token in prompt)
+    except TypeError as error:
+        raise ArgumentError(f"a prompt is a sequence of integers, its token ids, not {prompt!r:.80}") from error
 
 
 @attrs.frozen
@@ -34,7 +56,7 @@ class Sampling:
     top_k: int = -1
     top_p: float = attrs.field(default=1.0, validator=[attrs.validators.gt(0.0), attrs.validators.le(1.0)])
     n: int = attrs.field(default=1, validator=attrs.validators.ge(1))
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
 
     @property
     def cuts(self) -> bool:
@@ -58,10 +80,13 @@ class Request:
         prompt: token ids.
         sampling: how responses are drawn.
         key: the key of this request; sample i draws from ``key.fold_in(i)``.
+
+    Raises:
+        ArgumentError: the prompt is not a sequence of integers.
     """
 
     id: int
-    prompt: tuple[int, ...]
+    prompt: tuple[int, ...] = attrs.field(converter=_token_ids)
     sampling: Sampling
     key: Key
 
@@ -78,19 +103,39 @@ def requests_for(
         ids: identify the prompts; by default 0, 1, 2 and so on.
 
     Raises:
-        ValueError: the numbers of prompts and ids differ.
+        ArgumentError: a prompt is not a sequence of integers.
+        ValueError: the numbers of prompts and ids differ, or two prompts have the same id.
 
     Example:
         >>> [r.id for r in requests_for([[1], [1, 2]], Sampling(8), Key.from_seed(0))]
         [0, 1]
     """
-    ids = range(len(prompts)) if ids is None else [int(i) for i in ids]
+    if isinstance(prompts, (str, bytes)):
+        raise ArgumentError("prompts is a sequence of prompts, each a sequence of token ids; it is a string")
+    ids = range(len(prompts)) if ids is None else [operator.index(i) for i in ids]
     if len(ids) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts with {len(ids)} ids: there must be one id per prompt")
-    return [
-        Request(i, tuple(int(token) for token in prompt), sampling, key.fold_in(i))
-        for i, prompt in zip(ids, prompts, strict=True)
-    ]
+    check_ids(ids)
+    return [Request(i, prompt, sampling, key.fold_in(i)) for i, prompt in zip(ids, prompts, strict=True)]
+
+
+def check_ids(ids: Sequence[int]) -> None:
+    """Checks that no two requests have the same id, since their samples would be taken for one group.
+
+    Raises:
+        ValueError: two of them have.
+
+    Example:
+        >>> check_ids([3, 3])
+        Traceback (most recent call last):
+        ValueError: the id 3 is given to 2 prompts; give each its own, and Sampling(n=...) for several responses
+    """
+    repeated = [(i, count) for i, count in Counter(ids).items() if count > 1]
+    if repeated:
+        i, count = repeated[0]
+        raise ValueError(
+            f"the id {i} is given to {count} prompts; give each its own, and Sampling(n=...) for several responses"
+        )
 
 
 @attrs.frozen(eq=False)

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
+from .frozen import FrozenDict
+
 T = TypeVar("T")
 
 
@@ -53,6 +55,7 @@ def first_difference(a: Any, b: Any) -> str | None:
 
     A NaN equals a NaN with the same bits. If only the structures differ, the result is ``"structure"``.
     """
+    a, b = (dict(value) if isinstance(value, FrozenDict) else value for value in (a, b))
     left, right = paths(a), paths(b)
     if list(left) != list(right):
         only = [p for p in (*left, *right) if (p in left) != (p in right)]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
+import attrs
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -41,7 +44,6 @@ def kl_penalty(
         ValueError: the kind is unknown.
 
     Example:
-        >>> import torch
         >>> kl_penalty(torch.tensor([0.0]), torch.tensor([-1.0]), "k2").tolist()
         [0.5]
 
@@ -89,6 +91,11 @@ class FixedKL(Node):
         return self
 
 
+def _positive(controller: Node, field: attrs.Attribute[float], value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{field.name} of an adaptive KL coefficient is {value}; it must be above 0")
+
+
 @node
 class AdaptiveKL(Node):
     """A KL coefficient that grows while the KL is above a target and shrinks while it is below.
@@ -98,6 +105,9 @@ class AdaptiveKL(Node):
         target: the KL to reach.
         horizon: the number of samples over which the coefficient adapts; a larger one adapts it more slowly.
 
+    Raises:
+        ValueError: ``target`` or ``horizon`` is not above 0.
+
     Example:
         >>> AdaptiveKL(0.1, target=1.0, horizon=100).update(current_kl=9.0, n_steps=10).value
         0.10200000000000001
@@ -106,11 +116,16 @@ class AdaptiveKL(Node):
     """
 
     value: float = 0.001
-    target: float = 0.1
-    horizon: int = 10000
+    target: float = attrs.field(default=0.1, validator=_positive)
+    horizon: int = attrs.field(default=10000, validator=_positive)
 
     def update(self, current_kl: float, n_steps: int) -> AdaptiveKL:
-        """Returns the controller after ``n_steps`` samples whose mean KL was ``current_kl``."""
+        """Returns the controller after ``n_steps`` samples whose mean KL was ``current_kl``.
+
+        A KL that is nan changes nothing, as a gradient that is not finite changes no parameters.
+        """
+        if math.isnan(current_kl):
+            return self
         error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
         return AdaptiveKL(self.value * (1.0 + error * n_steps / self.horizon), self.target, self.horizon)
 
@@ -140,7 +155,8 @@ def apply_kl_in_reward(
         ([0.0], 2.0)
     """
     mask = batch["response_mask"].float()
-    kl = kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], kind) * mask
+    # A product with the mask would keep values that are not finite outside of responses.
+    kl = torch.where(mask != 0, kl_penalty(batch["old_log_probs"], batch["ref_log_prob"], kind), 0.0)
     lengths = batch.sum_rows(mask)
     rows = lengths > 0
     row_means = batch.sum_rows(kl)[rows] / lengths[rows]

@@ -13,3 +13,7 @@ class UserError(Exception):
 
 class UsageError(UserError, ValueError):
     """An argument or a setting that cannot be used; the command line ends with status 2, as for unknown options."""
+
+
+class ArgumentError(UserError, TypeError):
+    """A function was called with a value of another kind than it takes."""

@@ -16,11 +16,11 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same, settings
+from verl_fn.backends.arguments import expect_params, expect_state, expect_update
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.fsdp import loading
 from verl_fn.backends.fsdp.calls import (
@@ -35,12 +35,14 @@ from verl_fn.backends.fsdp.loading import Recipe
 from verl_fn.backends.fsdp.modules import ShardedModules, gradient
 from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, with_specs
 from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
+from verl_fn.backends.fsdp.updating import update_shards
 from verl_fn.backends.hf.folder import Hollow, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_outputs
-from verl_fn.backends.hf.skeleton import Skeleton, dtype_of, repeatable
-from verl_fn.backends.hf.ulysses import check_heads
+from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
+from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.memory import fits
+from verl_fn.backends.one_call import OneCall
 from verl_fn.backends.placing import beside
 from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
@@ -53,12 +55,16 @@ from verl_fn.state import (
     Sum,
     TokenOutputs,
     TrainState,
-    donate,
+    isolated,
     metrics,
+    refuse_derivatives,
+    taken,
     tree,
 )
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update, check_update, check_weights, total_loss
+from verl_fn.steps import Loss, Optimizer, check_weights, total_loss
+
+_BUSY = "another thread computes with this backend; ranks make its calls in one order, so make them from one thread"
 
 
 class Fsdp:
@@ -121,6 +127,7 @@ class Fsdp:
         self.reshard_after_forward = reshard_after_forward
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
+        self._one_call = OneCall(deterministic, refusal=LayoutError(_BUSY))
         self._recipe = Recipe(head, checkpointing, lora)
         self._modules: ShardedModules | None = None
         self._blank = Params({})
@@ -147,6 +154,7 @@ class Fsdp:
         """
         return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
+    @isolated()
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Writes the files that ``Local`` would write; each rank writes its own shards, and nothing is gathered."""
         self.layout.check(state.params)
@@ -166,6 +174,7 @@ class Fsdp:
 
         checkpoint.save_state(folder, model, others, scalars, describe, gather=gathered, rank=self.layout.rank)
 
+    @isolated()
     def restore(self, folder: str | Path) -> TrainState:
         """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads its own shards."""
         skeleton = self._built()
@@ -183,6 +192,7 @@ class Fsdp:
         specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
         return with_specs(attrs.evolve(rest, params=adapters.joined(params, weights, rest.params)), specs)
 
+    @isolated()
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """Returns the same state with the parameters or the optimizer tree on another device.
 
@@ -224,16 +234,24 @@ class Fsdp:
 
     # The two steps
 
-    @torch.no_grad()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
         """Returns the outputs that ``needs`` names, without gradients, on every rank and on the CPU.
 
         They are given for every token with ``response_mask``, or for every row.
+
+        Raises:
+            LayoutError: ranks were given different batches, or another thread computes.
+            NotDifferentiable: a derivative of this function was taken.
         """
-        wanted = check_needs(self.head, needs)
+        expect_params("forward", params, batch)
+        refuse_derivatives("forward", params, batch)
+        with self._one_call():
+            return self._forward(params, batch.detached(), check_needs(self.head, needs))
+
+    def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
         outputs: list[dict[str, Tensor]] = []
         share = self._share(batch, wanted)
-        with repeatable(self.deterministic), self._pointing_at(params):
+        with self._pointing_at(params):
             for i, (rows, staged) in enumerate(share):
                 with fits(staged.batch, i, len(share), self.max_tokens, sharers=self.layout.sp):
                     of_part = self._built()(lambda model, s=staged: token_outputs(model, s, wanted))
@@ -250,16 +268,25 @@ class Fsdp:
             ValueError: the batch lacks the weights that the loss's levels need or the field that keeps its rows
                 together, a row or group is longer than the token budget, or ranks were given different batches, needs
                 or states. Different losses are not detected.
+            LayoutError: another thread computes.
             DonatedError: the state was donated.
+            NotDifferentiable: a derivative of this function was taken.
             OutOfMemory: a micro-batch does not fit into this rank's memory. The other ranks wait until the process
                 group's timeout, as they do when a loss raises on one rank; the Ray driver reports it at once.
         """
+        expect_state("forward_backward", state, batch)
+        refuse_derivatives("forward_backward", state, batch)
         check_weights(loss, batch)
-        wanted = check_needs(self.head, loss.needs)
+        with self._one_call(gradients=True):
+            return self._forward_backward(state, batch.detached(), loss, check_needs(self.head, loss.needs))
+
+    def _forward_backward(
+        self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]
+    ) -> tuple[Grads, Metrics]:
         totals: Metrics = {}
         sharers, keeps = self.layout.sp, not self.checkpointing
         share = self._share(batch, wanted, state, loss.together)
-        with repeatable(self.deterministic), self._pointing_at(state.params) as pointed:
+        with self._pointing_at(state.params) as pointed:
             for i, (rows, staged) in enumerate(share):
 
                 def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
@@ -281,17 +308,23 @@ class Fsdp:
         """Returns the next state and metrics; ``steps.apply_update`` runs on the local shards, on their device.
 
         Raises:
-            ValueError: parameters and optimizer lie on different devices, or the gradients are not those of the
-                trainable parameters.
-            LayoutError: the state or the gradients are of another layout.
+            ArgumentError, ValueError: as ``steps.check_update``, or parameters and optimizer lie on different
+                devices; nothing was donated then.
+            LayoutError: the state or the gradients are of another layout, or another thread computes.
         """
+        expect_update(state, grads)
         self.layout.check(state.params)
         self.layout.check(grads)
-        grads = beside(state, grads, moved)
-        return _apply(self.optimizer, self.layout, state, grads, donate)
+        moved_grads = beside(state, grads, moved)
+        with self._one_call():
+            new, reported = update_shards(self.optimizer, self.layout, state, moved_grads, donate)
+        if donate and moved_grads is not grads:
+            taken(grads, "apply_update")
+        return new, reported
 
     # What stays inside
 
+    @isolated()
     def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
         require_same({"key": str(key)})
         drawn = key.fold_in("init")
@@ -364,24 +397,3 @@ class Fsdp:
 
 def _whole(t: Tensor) -> Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t
-
-
-def _apply(
-    optimizer: Optimizer, layout: Layout, state: TrainState, grads: Grads, donated: bool
-) -> tuple[TrainState, Metrics]:
-    specs = {name: spec_of(t) for name, t in state.params.items()}
-    check_update(optimizer, state.params, grads)
-    copies = 0
-    if donated:
-        # Donation happens twice: of the DTensors here, and of their local tensors in apply_update.
-        state, state_copies = donate(state, "apply_update")
-        grads, grads_copies = donate(grads, "apply_update")
-        copies = state_copies + grads_copies
-
-    def reduce(total: Tensor) -> Tensor:
-        dist.all_reduce(total, group=layout.shard_group)
-        return total
-
-    state, grads = locals_of(state), locals_of(grads)
-    state, reported = apply_update(optimizer, state, grads, donate_inputs=donated, reduce=reduce)
-    return with_specs(state, specs), metrics.merge(reported, {"perf/residency_copies": Sum(copies)})

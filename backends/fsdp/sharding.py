@@ -18,6 +18,7 @@ from verl_fn.backends.fsdp.torch_private import Spec, local_of, sharded, spec_of
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.tensor_file import Part
 from verl_fn.state import Named, Node, tree
+from verl_fn.state.frozen import FrozenDict
 from verl_fn.state.node import field_names, rebuild
 
 T = TypeVar("T")
@@ -194,7 +195,7 @@ def _by_name(fn: Callable[[str, Tensor], Any], value: Any) -> Any:
     A GPU waits for this, so it handles the nodes of states alone, which is faster than a general walk over trees.
     """
     if isinstance(value, Named):
-        leaves = {name: fn(name, t) for name, t in value.leaves.items()}
+        leaves = FrozenDict((name, fn(name, t)) for name, t in value.leaves.items())
         return rebuild(type(value), _fields(value) | {"leaves": leaves})
     if isinstance(value, Node):
         return rebuild(type(value), {name: _by_name(fn, field) for name, field in _fields(value).items()})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import attrs
 import torch
@@ -17,7 +19,10 @@ from verl_fn.backends.hf.checks import check_architecture
 from verl_fn.backends.hf.config import ModelError, check_same_config, longest_row, quiet, read_config
 from verl_fn.backends.hf.lora import Lora, canonical
 from verl_fn.backends.hf.skeleton import Skeleton
-from verl_fn.state import Key
+from verl_fn.state import Key, isolated
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 __all__ = [
     "HEADS", "Hollow", "ModelError", "build", "check_same_config", "check_same_model", "hollow", "quiet",
@@ -27,6 +32,19 @@ __all__ = [
 # What transformers calls the output layers of language models, and those of classifiers.
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
 _UNFIT = "does not let its attention be chosen"
+
+
+# Making a model uses torch's global generator, and settings of torch and transformers.
+_making = threading.RLock()
+
+
+def _one_at_a_time(make: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(make)
+    def alone(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _making, isolated():
+            return make(*args, **kwargs)
+
+    return alone
 
 
 @attrs.frozen(eq=False)
@@ -46,6 +64,7 @@ class Hollow:
     new_head: bool
 
 
+@_one_at_a_time
 def build(
     folder: str | Path,
     head: str,
@@ -93,6 +112,7 @@ def build(
     return skeleton, params
 
 
+@_one_at_a_time
 def hollow(
     folder: str | Path, head: str, *, key: Key, checkpointing: bool = False, lora: Lora | None = None
 ) -> Hollow:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_fn.errors import UserError
-from verl_fn.state import Key, Params
+from verl_fn.state import Key, Params, isolated
 
 ABOUT = "lora.json"
 ALL = "all-linear"
@@ -134,7 +134,9 @@ class Adapters:
                 assert self.lora is not None
                 a, b = (params[f"{layer}.{part}.weight"] for part in ("lora_A", "lora_B"))
                 left, right = (whole(a).T, whole(b).T) if layer in self.transposed else (rows(b), whole(a))
-                yield name, torch.addmm(rows(t), left, right, alpha=self.lora.scale)
+                with isolated():
+                    whole_weight = torch.addmm(rows(t), left, right, alpha=self.lora.scale)
+                yield name, whole_weight
 
     def filed(
         self, params: Params, rows: Callable[[Tensor], Tensor] = _itself, whole: Callable[[Tensor], Tensor] = _itself

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.lora import Adapters, Lora, canonical, inject
-from verl_fn.state import Key, Params
+from verl_fn.state import Key, Params, SharedSetting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,15 +38,17 @@ def dtype_of(name: str, option: str) -> torch.dtype:
     return DTYPES[name]
 
 
+_deterministic = SharedSetting(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)
+
+
 @contextlib.contextmanager
 def repeatable(asked: bool) -> Iterator[None]:
     """Turns deterministic kernels on inside, if ``asked``; they stay on where they were on already."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(before or asked)
-    try:
+    if not asked:
         yield
-    finally:
-        torch.use_deterministic_algorithms(before)
+        return
+    with _deterministic.set_to(True):
+        yield
 
 
 class Skeleton(nn.Module):

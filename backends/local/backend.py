@@ -11,12 +11,14 @@ import attrs
 import torch
 from torch import Tensor
 
+from verl_fn.backends.arguments import expect, expect_params, expect_state, expect_update
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_outputs
-from verl_fn.backends.hf.skeleton import Skeleton, dtype_of, repeatable
+from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.memory import fits
+from verl_fn.backends.one_call import OneCall
 from verl_fn.backends.placing import beside
 from verl_fn.backends.tensor_file import Part
 from verl_fn.backends.weight_sync import Weights, specs_of
@@ -30,8 +32,11 @@ from verl_fn.state import (
     Sum,
     TokenOutputs,
     TrainState,
+    isolated,
     metrics,
+    refuse_derivatives,
     split_by_tokens,
+    taken,
     tree,
 )
 from verl_fn.state.serial import flatten
@@ -94,11 +99,12 @@ class Local:
         self.lora = lora
         self.device = torch.device(device)
         self.deterministic = deterministic
+        # Calls share the skeleton and the cached copies.
+        self._one_call = OneCall(deterministic)
         self._skeleton: Skeleton | None = None
         self._blank = Params({})
         self._cast: dict[str, Tensor] = {}
-        self._cast_params: weakref.ref[Params] | None = None
-        self._cast_frozen: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._cast_from: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     # Making states
 
@@ -114,6 +120,7 @@ class Local:
         """
         return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
+    @isolated()
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Writes the state into ``folder``, which is then also a Hugging Face model folder."""
         skeleton = self._built()
@@ -129,6 +136,7 @@ class Local:
 
         checkpoint.save_state(folder, model, others, scalars, describe)
 
+    @isolated()
     def restore(self, folder: str | Path) -> TrainState:
         """Returns the state that ``save`` wrote, bitwise."""
         skeleton = self._built()
@@ -141,6 +149,7 @@ class Local:
         weights, rest = checkpoint.read_state(folder, model, rest, device=self.device)
         return attrs.evolve(rest, params=adapters.joined(params, weights, rest.params))
 
+    @isolated()
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """Returns the same state with the parameters or the optimizer tree on another device."""
         return attrs.evolve(state, params=moved(state.params, params), optimizer=moved(state.optimizer, optimizer))
@@ -160,17 +169,21 @@ class Local:
 
     # The two steps
 
-    @torch.no_grad()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
         """Returns the outputs that ``needs`` names, without gradients, on the CPU.
 
         They are given for every token with ``response_mask``, or for every row.
+
+        Raises:
+            NotDifferentiable: a derivative of this function was taken.
         """
+        expect_params("forward", params, batch)
+        refuse_derivatives("forward", params, batch)
         wanted = check_needs(self.head, needs)
-        tensors = self._compute_tensors(params)
-        split = split_by_tokens(batch, self.max_tokens)
-        parts: list[TokenOutputs] = []
-        with repeatable(self.deterministic):
+        with self._one_call():
+            tensors = self._compute_tensors(params)
+            split = split_by_tokens(batch, self.max_tokens)
+            parts: list[TokenOutputs] = []
             for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
 
@@ -180,7 +193,7 @@ class Local:
                 with fits(part, i, len(split), self.max_tokens):
                     outputs = self._built().run(tensors, compute)
                 parts.append(tree.map_tensors(lambda t: t.cpu(), outputs))
-        return split.join_outputs(parts)
+            return split.join_outputs(parts)
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
         """Returns fp32 gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
@@ -190,33 +203,37 @@ class Local:
                 together, or a row or group is longer than the token budget.
             OutOfMemory: a micro-batch does not fit into the device's memory.
             DonatedError: the state was donated.
+            NotDifferentiable: a derivative of this function was taken.
         """
+        expect_state("forward_backward", state, batch)
+        refuse_derivatives("forward_backward", state, batch)
         check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
-        tensors = self._compute_tensors(state.params)
-        leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
-        tensors |= leaves
         reported: Metrics = {}
-        split = split_by_tokens(batch, self.max_tokens, loss.together)
-        with repeatable(self.deterministic):
+        with self._one_call(gradients=True):
+            tensors = self._compute_tensors(state.params)
+            leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
+            tensors |= leaves
+            split = split_by_tokens(batch.detached(), self.max_tokens, loss.together)
             for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
 
                 def backward(model: Skeleton, staged: Staged = staged) -> Metrics:
                     total, of_part = total_loss(loss, token_outputs(model, staged, wanted), staged.batch)
                     total.backward()
-                    return {"loss": Sum(total.detach().double()), **of_part}
+                    return tree.map_tensors(torch.Tensor.detach, {"loss": Sum(total.double()), **of_part})
 
                 with fits(part, i, len(split), self.max_tokens, keeps=not self.checkpointing):
                     reported = metrics.merge(reported, self._built().run(tensors, backward))
-        return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), reported
+            return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), reported
 
     def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
         """Returns the loss as a pure function of parameters, for ``torch.func``: grad, jvp, vjp, vmap, linearize.
 
         Its gradient is that of ``forward_backward``. It uses torch's own functions instead of fused kernels, holds
         the activations of the whole batch and all logits of a micro-batch, and never recomputes layers. Use it to
-        examine a loss, not to train.
+        examine a loss, not to train. A transformation's backward pass runs in the caller's settings of torch, so
+        transform it outside of autocast.
 
         Raises:
             ValueError: as ``forward_backward``.
@@ -225,19 +242,20 @@ class Local:
             ``torch.func.grad(backend.loss_fn(batch, loss), has_aux=True)(state.params)`` returns gradients, as
             ``Params``, and metrics.
         """
+        expect("loss_fn", Batch, batch)
         check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
         skeleton = self._built()
-        parts = [
-            Staged.of(part, self.device).plain() for part in split_by_tokens(batch, self.max_tokens, loss.together)
-        ]
+        with isolated(gradients=None):
+            split = split_by_tokens(batch, self.max_tokens, loss.together)
+            parts = [Staged.of(part, self.device).plain() for part in split]
 
         def fn(params: Params) -> tuple[Tensor, Metrics]:
-            leaves = self._completed(params)
-            tensors = {name: t.to(self.device, self.dtype) for name, t in leaves.items()}
             totals: list[Tensor] = []
             reported: list[Metrics] = []
-            with repeatable(self.deterministic), skeleton.transformable():
+            with self._one_call(gradients=None), skeleton.transformable():
+                leaves = self._completed(params)
+                tensors = {name: t.to(self.device, self.dtype) for name, t in leaves.items()}
                 for staged in parts:
 
                     def compute(model: Skeleton, staged: Staged = staged) -> tuple[Tensor, Metrics]:
@@ -246,8 +264,8 @@ class Local:
                     total, of_part = skeleton.run(tensors, compute)
                     totals.append(total)
                     reported.append({"loss": Sum(total.detach().double()), **of_part})
-            # Transformations of torch.func accept tensors only.
-            return torch.stack(totals).sum(), tree.map(torch.as_tensor, metrics.merge(*reported))
+                # Transformations of torch.func accept tensors only.
+                return torch.stack(totals).sum(), tree.map(torch.as_tensor, metrics.merge(*reported))
 
         return fn
 
@@ -255,16 +273,22 @@ class Local:
         """Returns the next state and metrics; see ``steps.apply_update``. Gradients move to the parameters' device.
 
         Raises:
-            ValueError: parameters and optimizer lie on different devices.
+            ArgumentError, ValueError: as ``steps.check_update``, or parameters and optimizer lie on different
+                devices; nothing was donated then.
         """
-        grads = beside(state, grads)
-        return apply_update(self.optimizer, state, grads, donate_inputs=donate)
+        expect_update(state, grads)
+        moved_grads = beside(state, grads)
+        new, reported = apply_update(self.optimizer, state, moved_grads, donate_inputs=donate)
+        if donate and moved_grads is not grads:
+            taken(grads, "apply_update")
+        return new, reported
 
     # What stays inside
 
     def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
-        params = self._build(folder, key, pretrained=pretrained)
-        return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0)
+        with self._one_call():
+            params = self._build(folder, key, pretrained=pretrained)
+            return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0)
 
     def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
         skeleton, params = build(
@@ -283,7 +307,8 @@ class Local:
 
     def _built(self) -> Skeleton:
         if self._skeleton is None:
-            self._build(self.folder, Key.from_seed(0), pretrained=False)
+            with self._one_call():
+                self._build(self.folder, Key.from_seed(0), pretrained=False)
         assert self._skeleton is not None
         return self._skeleton
 
@@ -297,26 +322,26 @@ class Local:
         if leaves.keys() != self._blank.keys():
             wrong = sorted(leaves.keys() ^ self._blank.keys())
             raise ValueError(f"the state's parameters are not this model's: {wrong[:5]}")
-        return leaves
+        # Autograd refuses tensors that were made in inference mode.
+        return {name: t.clone() if t.is_inference() else t for name, t in leaves.items()}
 
     def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
-        """Returns the parameters in compute dtype on the device: the state's own tensors, or the cached copies."""
+        """Returns the parameters in compute dtype on the device: the state's own tensors, or the cached copies.
+
+        A copy is used for every value that has the leaf, until the leaf is written.
+        """
         leaves = self._completed(params)
         if self.dtype == torch.float32:
             return {name: t.to(self.device) for name, t in leaves.items()}
-        if self._cast_params is None or self._cast_params() is not params:
-            trained, seen = set(params.trained()), self._cast_frozen
-            # Values that share a frozen leaf share its copy, until the leaf is written.
-            stale = {n: t for n, t in leaves.items() if n in trained or n not in seen or not _unchanged(seen[n], t)}
-            self._cast_params = None
-            for name, t in stale.items():
-                seen.pop(name, None)
-                if name not in self._cast:
-                    self._cast[name] = torch.empty_like(t, dtype=self.dtype, device=self.device)
-            if stale:
-                torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
-            seen.update({name: (weakref.ref(t), t._version) for name, t in stale.items() if name not in trained})
-            self._cast_params = weakref.ref(params)
+        copied = self._cast_from
+        stale = {name: t for name, t in leaves.items() if name not in copied or not _unchanged(copied[name], t)}
+        for name, t in stale.items():
+            copied.pop(name, None)
+            if name not in self._cast:
+                self._cast[name] = torch.empty_like(t, dtype=self.dtype, device=self.device)
+        if stale:
+            torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
+        copied.update({name: (weakref.ref(t), t._version) for name, t in stale.items()})
         return dict(self._cast)
 
 

@@ -6,6 +6,7 @@ millisecond a call, and fails on demand.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
+from verl_fn.backends.arguments import expect, expect_params, expect_state
 from verl_fn.backends.checkpoint.state_folder import MODEL, read_state, save_state
 from verl_fn.backends.tensor_file import Part
 from verl_fn.backends.weight_sync import Weights
@@ -31,7 +33,9 @@ from verl_fn.state import (
     Sum,
     TokenOutputs,
     TrainState,
+    isolated,
     metrics,
+    refuse_derivatives,
     split_by_tokens,
     tree,
 )
@@ -99,9 +103,11 @@ class Mock:
         if unknown := {method for method, _ in self.failures} - set(METHODS):
             raise ValueError(f"failures name {sorted(unknown)}; the methods are {', '.join(METHODS)}")
         self.calls: Counter[str] = Counter()
+        self._lock = threading.Lock()
 
     # Making states
 
+    @isolated()
     def init(self, key: Key) -> TrainState:
         """Returns a state with normally distributed tables drawn from ``key``."""
         self._called("init")
@@ -111,6 +117,7 @@ class Mock:
             {"logits": torch.randn(v, v, generator=stream), "values": torch.randn(v, generator=stream)}, key
         )
 
+    @isolated()
     def load_pretrained(self, folder: str | Path, key: Key) -> TrainState:
         """Returns a fresh state with the tables that ``save`` wrote."""
         self._called("load_pretrained")
@@ -123,6 +130,7 @@ class Mock:
         model, others = ({name: Part.whole(t) for name, t in tensors.items()} for tensors in (state.params, rest))
         save_state(folder, model, others, scalars)
 
+    @isolated()
     def restore(self, folder: str | Path) -> TrainState:
         """Returns the state that ``save`` wrote, bitwise."""
         self._called("restore")
@@ -130,6 +138,7 @@ class Mock:
         params, rest = read_state(folder, blank.params, attrs.evolve(blank, params=Params({})))
         return attrs.evolve(rest, params=Params(params))
 
+    @isolated()
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """Returns the same state with the parameters or the optimizer tree on another device."""
         self._called("place")
@@ -154,17 +163,20 @@ class Mock:
 
     # The two steps
 
-    @torch.no_grad()
+    @isolated()
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
         """Returns the outputs that ``needs`` names, without gradients.
 
         They are given for every token with ``response_mask``, or for every row.
         """
         self._called("forward")
+        expect_params("forward", params, batch)
+        refuse_derivatives("forward", params, batch)
         wanted = _check_needs(needs)
         split = split_by_tokens(batch, self.max_tokens)
         return split.join_outputs([TokenOutputs(_Lookup.of(params, part).outputs(wanted)) for part in split])
 
+    @isolated(gradients=True)
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
         """Returns gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
 
@@ -174,24 +186,30 @@ class Mock:
             DonatedError: the state was donated.
         """
         self._called("forward_backward")
+        expect_state("forward_backward", state, batch)
+        refuse_derivatives("forward_backward", state, batch)
         check_weights(loss, batch)
         wanted = _check_needs(loss.needs)
-        gathered = {name: torch.zeros_like(t) for name, t in state.params.items()}
+        params = tree.map_tensors(Tensor.detach, state.params)
+        gathered = {name: torch.zeros_like(t) for name, t in params.items()}
         reported: Metrics = {}
-        for part in split_by_tokens(batch, self.max_tokens, loss.together):
-            lookup = _Lookup.of(state.params, part)
+        for part in split_by_tokens(batch.detached(), self.max_tokens, loss.together):
+            lookup = _Lookup.of(params, part)
             leaves = {name: t.requires_grad_() for name, t in lookup.outputs(wanted).items()}
             total, of_part = total_loss(loss, TokenOutputs(leaves), part)
             wrt_outputs = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
             lookup.add_gradient(gathered, dict(zip(leaves, wrt_outputs, strict=True)))
-            reported = metrics.merge(reported, {"loss": Sum(total.detach().double()), **of_part})
+            of_part = {"loss": Sum(total.double()), **of_part}
+            reported = metrics.merge(reported, tree.map_tensors(Tensor.detach, of_part))
         return Grads({name: gathered[name] for name in state.params.trained()}), reported
 
     def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
         """Returns the loss as a pure function of parameters, for ``torch.func``, without the closed form."""
+        expect("loss_fn", Batch, batch)
         check_weights(loss, batch)
         wanted = _check_needs(loss.needs)
 
+        @isolated(gradients=None)
         def fn(params: Params) -> tuple[Tensor, Metrics]:
             total, reported = total_loss(loss, TokenOutputs(_Lookup.of(params, batch).outputs(wanted)), batch)
             return total, tree.map(torch.as_tensor, {"loss": Sum(total.detach().double()), **reported})
@@ -210,9 +228,11 @@ class Mock:
         return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0)
 
     def _called(self, method: str) -> None:
-        self.calls[method] += 1
-        if (method, self.calls[method]) in self.failures:
-            raise self.failures[method, self.calls[method]]
+        with self._lock:
+            self.calls[method] += 1
+            call = (method, self.calls[method])
+        if call in self.failures:
+            raise self.failures[call]
 
 
 @attrs.frozen(eq=False)

@@ -7,6 +7,7 @@ row, so that a step computes active rows and no others.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from verl_fn.backends.sampler.decoder import Decoder
 from verl_fn.backends.sampler.draws import Draws
 from verl_fn.backends.sampler.llama import decoder_for
 from verl_fn.backends.weight_sync import check_specs, receive
-from verl_fn.state import Batch, uniform_at
+from verl_fn.errors import ArgumentError
+from verl_fn.state import Batch, check_ids, isolated, uniform_at
 
 # How much the logits of a row may differ between batches of different sizes; draws within this are near ties.
 NOISE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -74,6 +76,8 @@ class Sampler:
         self.dtype = dtype_of(dtype, "dtype")
         self.slots = slots
         self.version: int | None = None
+        # Calls of several threads would share the cache.
+        self._lock = threading.RLock()
         self._compared = False
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
         self.max_length, self.end_tokens = _limits(self.folder)
@@ -87,22 +91,27 @@ class Sampler:
                 until a publication succeeds.
         """
         check_specs(weights.specs, self.decoder.shapes, self.folder)
-        self.version = None
-        with torch.inference_mode():
+        with self._lock, isolated(), torch.inference_mode():
+            self.version = None
             self.decoder.begin()
             receive(weights, self.decoder.write, checked=not self._compared)
             self.decoder.finish()
-        self._compared = True
-        self.version = version
+            self._compared = True
+            self.version = version
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
         """Returns the samples of ``requests``, on the CPU; see ``RolloutBackend``.
 
         Raises:
             StaleWeightsError: the engine holds another version than ``version``, or none.
-            ValueError: there are no requests, or a prompt is empty, too long for the model or holds unknown tokens.
+            ValueError: there are no requests, two have the same id, or a prompt is empty, too long for the model or
+                holds unknown tokens.
             NotFiniteError: the model's logits for a row are not finite.
         """
+        with self._lock, isolated():
+            return self._generate(requests, version)
+
+    def _generate(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         if self.version is None or (version is not None and version != self.version):
             requested = "any version" if version is None else f"version {version}"
             present = "none; publish them first" if self.version is None else f"version {self.version}"
@@ -117,10 +126,11 @@ class Sampler:
 
     def sleep(self, level: int = 2) -> None:
         """Frees the memory of caches at level 1, and that of weights too at level 2."""
-        self.decoder.drop_cache()
-        if level > 1:
-            self.decoder.drop_weights()
-            self.version = None
+        with self._lock:
+            self.decoder.drop_cache()
+            if level > 1:
+                self.decoder.drop_weights()
+                self.version = None
 
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Does nothing, since publishing and generating allocate the memory that they need."""
@@ -143,6 +153,13 @@ class Sampler:
     def _check(self, requests: Sequence[Request]) -> None:
         if not requests:
             raise ValueError("there are no requests: generate needs at least one")
+        for request in requests:
+            if not isinstance(request, Request):
+                raise ArgumentError(
+                    f"generate takes requests, not a {type(request).__name__}; make them with requests_for(prompts, "
+                    "sampling, key)"
+                )
+        check_ids([request.id for request in requests])
         for i, request in enumerate(requests):
             prompt, longest = request.prompt, request.sampling.max_tokens
             if not prompt:

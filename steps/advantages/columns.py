@@ -28,6 +28,16 @@ def whiten_masked(values: Float[Tensor, " T"], mask: Tensor) -> Float[Tensor, " 
     return torch.where(mask.bool(), (values - chosen.mean()) * torch.rsqrt(chosen.var() + 1e-8), 0.0)
 
 
+def real(values: Tensor) -> Tensor:
+    """Returns the values as floating-point numbers, since estimates from integers are not integers.
+
+    Example:
+        >>> real(torch.tensor([1, 2])).dtype, real(torch.zeros(1, dtype=torch.float64)).dtype
+        (torch.float32, torch.float64)
+    """
+    return values if values.is_floating_point() else values.float()
+
+
 def columns(batch: Batch, values: Tensor) -> Tensor:
     """Returns the values of each row's response tokens as a right-aligned table, ``[T] -> [B, longest response]``.
 

@@ -6,7 +6,7 @@ import torch
 
 from verl_fn.state import Batch
 
-from .columns import columns, uncolumn, whiten_masked
+from .columns import columns, real, uncolumn, whiten_masked
 
 
 def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> Batch:
@@ -28,7 +28,8 @@ def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = Tr
     Source: Schulman et al. 2016 (arXiv 1506.02438).
     """
     mask = batch["response_mask"].bool()
-    values = columns(batch, batch["values"])
+    given_values = real(batch["values"])
+    values = columns(batch, given_values)
     rewards = columns(batch, batch["token_level_rewards"])
     advantages = torch.zeros_like(values)
     running = next_value = torch.zeros(len(values), dtype=values.dtype, device=values.device)
@@ -38,5 +39,5 @@ def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = Tr
         next_value = values[:, t]
         advantages[:, t] = running
     flat = uncolumn(batch, advantages)
-    returns = torch.where(mask, flat + batch["values"], 0.0)
+    returns = torch.where(mask, flat + given_values, 0.0)
     return batch.with_tokens(advantages=whiten_masked(flat, mask) if whiten else flat, returns=returns)

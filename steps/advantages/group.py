@@ -7,6 +7,8 @@ from torch import Tensor
 
 from verl_fn.state import Batch
 
+from .columns import real
+
 
 def grpo(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1e-6) -> Batch:
     """Estimates group-relative advantages (GRPO).
@@ -76,6 +78,6 @@ def _group_mean(values: Tensor, groups: Tensor, count: Tensor) -> Tensor:
 
 def _outcome(batch: Batch, row_advantages: Tensor) -> Batch:
     """Writes each row's advantage to all of its response tokens, as advantages and as returns."""
-    spread = batch.spread(row_advantages).to(batch["token_level_rewards"].dtype)
+    spread = batch.spread(row_advantages).to(real(batch["token_level_rewards"]).dtype)
     spread = torch.where(batch["response_mask"].bool(), spread, 0.0)
     return batch.with_tokens(advantages=spread, returns=spread)

@@ -6,7 +6,7 @@ import torch
 
 from verl_fn.state import Batch
 
-from .columns import columns, uncolumn, whiten_masked
+from .columns import columns, real, uncolumn, whiten_masked
 
 
 def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Batch:
@@ -23,7 +23,7 @@ def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Batch:
 
     Source: Hu 2025 (arXiv 2501.03262).
     """
-    rewards = columns(batch, batch["token_level_rewards"])
+    rewards = columns(batch, real(batch["token_level_rewards"]))
     returns = torch.zeros_like(rewards)
     running = torch.zeros(len(rewards), dtype=rewards.dtype, device=rewards.device)
     for t in range(rewards.shape[1] - 1, -1, -1):

@@ -18,7 +18,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from verl_fn.state import Batch, Metrics, Sum, TokenOutputs, Weighted, metrics
+from verl_fn.errors import ArgumentError
+from verl_fn.state import PER_ROW, Batch, Metrics, Sum, TokenOutputs, Weighted, metrics
+
+from .guard import without_nan_gradients
 
 Level: TypeAlias = Literal["token", "row"]
 LossFn: TypeAlias = Callable[[TokenOutputs, Batch], tuple[Float[Tensor, " N"], Metrics]]
@@ -144,7 +147,7 @@ def loss(
 def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
     """Returns the scalar that a backend differentiates, which is the sum of weight times value, and the metrics.
 
-    Tokens and rows with weight zero are ignored, even if their values are not finite.
+    Tokens and rows with weight zero are ignored, even if their values or the derivatives of these are not finite.
 
     Args:
         loss: the loss.
@@ -152,6 +155,7 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
         batch: has the weights, ``loss_weight`` or ``row_weight``.
 
     Raises:
+        ArgumentError: ``loss`` is not a ``Loss``.
         ValueError: a term does not return one value per token, or per row, or the batch has no weights for it.
 
     Example:
@@ -160,7 +164,8 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
         >>> total_loss(minus, TokenOutputs({"logprobs": torch.tensor([float("nan"), -4.0])}), batch)[0].item()
         2.0
     """
-    check_weights(loss, batch)
+    check_fields(loss, batch)
+    outputs = _guarded(loss, outputs, batch)
     sums: dict[str, Tensor] = {}
     reported: list[Metrics] = []
     for term in loss.terms:
@@ -170,20 +175,50 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
         sums[term.level] = sums[term.level] + values if term.level in sums else values
         reported.append(of_term)
     totals = [_weighted(batch, values, level) for level, values in sums.items()]
-    return sum(totals[1:], totals[0]), metrics.merge(*reported)
+    total = sum(totals[1:], totals[0])
+    if not total.requires_grad:
+        # The gradient of a loss that does not depend on the outputs is zero, and not an error of autograd.
+        total = total + sum(t[:0].sum() for t in outputs.by_name.values())
+    return total, metrics.merge(*reported)
 
 
 def check_weights(loss: Loss, batch: Batch) -> None:
-    """Checks that the batch has the weights that the loss needs and the field that keeps rows together.
+    """Checks that the batch has the fields that the loss needs, and weights only where the model gives outputs.
 
     Raises:
-        ValueError: the batch lacks one of them; for weights the message names the function that writes them.
+        ArgumentError: ``loss`` is not a ``Loss``.
+        ValueError: the batch lacks weights or the field that keeps rows together, or a token has a ``loss_weight``
+            but no ``response_mask``; for missing weights the message names the function that writes them.
 
     Example:
         >>> check_weights(loss()(lambda outputs, batch: (outputs.logprobs, {})), Batch.from_rows([[1]]))
         Traceback (most recent call last):
         ValueError: the batch has no loss_weight; call steps.aggregate on the whole update batch first
     """
+    check_fields(loss, batch)
+    if "token" not in loss.levels or "response_mask" not in batch:
+        return
+    stray = (batch["loss_weight"] != 0) & (batch["response_mask"] == 0)
+    if bool(stray.any()):
+        row = int(batch.row_ids[stray][0])
+        raise ValueError(
+            f"row {row}: loss_weight is set on {int(stray.sum())} tokens of this batch where response_mask is 0, for "
+            "which the model gives no outputs; set response_mask first, then call steps.aggregate"
+        )
+
+
+def check_fields(loss: Loss, batch: Batch) -> None:
+    """Checks that the batch has the weights that the loss needs and the field that keeps rows together.
+
+    Raises:
+        ArgumentError: ``loss`` is not a ``Loss``.
+        ValueError: the batch lacks one of them.
+    """
+    if not isinstance(loss, Loss):
+        raise ArgumentError(
+            f"a loss is a Loss, not a {type(loss).__name__}; decorate a function with @loss(needs=[...]), and call a "
+            "function that makes a loss, such as ppo_clip()"
+        )
     for level in sorted(loss.levels):
         if WEIGHTS[level] not in batch:
             raise ValueError(
@@ -227,6 +262,33 @@ def _weighted(batch: Batch, values: Tensor, level: Level | str) -> Tensor:
     # The inner ``where`` keeps values that are not finite out of the gradient, where 0 * inf would be nan.
     live = weight != 0
     return torch.where(live, weight * torch.where(live, values, 0.0), 0.0).sum()
+
+
+def _guarded(loss: Loss, outputs: TokenOutputs, batch: Batch) -> TokenOutputs:
+    """Returns the outputs with gradients of 0 instead of nan at tokens and rows that no term gives a weight."""
+    guarded = {}
+    for name, t in outputs.by_name.items():
+        weightless = _weightless_rows(loss, batch) if name in PER_ROW else _weightless_tokens(loss, batch)
+        guarded[name] = without_nan_gradients(t, weightless)
+    return TokenOutputs(guarded)
+
+
+def _weightless_tokens(loss: Loss, batch: Batch) -> Tensor:
+    masks = []
+    if "token" in loss.levels:
+        masks.append(batch["loss_weight"] == 0)
+    if "row" in loss.levels:
+        masks.append(batch.spread(batch["row_weight"] == 0))
+    return torch.stack(masks).all(0)
+
+
+def _weightless_rows(loss: Loss, batch: Batch) -> Tensor:
+    masks = []
+    if "token" in loss.levels:
+        masks.append(batch.sum_rows((batch["loss_weight"] != 0).float()) == 0)
+    if "row" in loss.levels:
+        masks.append(batch["row_weight"] == 0)
+    return torch.stack(masks).all(0)
 
 
 def _check_shape(values: Tensor, batch: Batch, level: Level) -> None:

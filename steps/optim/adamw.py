@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import attrs
 import torch
 
 from verl_fn.state import Grads, Metrics, Node, Params, Slots, Weighted, node
 
-from .leaves import laid_out_as, tensors_of
-from .masks import Mask, as_mask
+from .leaves import check_slots, laid_out_as, tensors_of
+from .masks import ByName, Mask, as_mask
 from .schedules import Schedule, as_schedule
 from .transforms import Optimizer, Update
 
@@ -53,6 +54,16 @@ class AdamW(Optimizer):
         averages = [Slots({name: torch.zeros_like(params[name]) for name in params.trained()}) for _ in range(2)]
         return AdamState(0, *averages)
 
+    def check(self, params: Params, state: Any, position: int) -> None:
+        if not isinstance(state, AdamState):
+            raise ValueError(f"adamw did not make this state's optimizer tree, a {type(state).__name__}")
+        names = params.trained()
+        check_slots(state.exp_avg, names, params)
+        check_slots(state.exp_avg_sq, names, params)
+        if isinstance(self.weight_decay_mask, ByName):
+            self.weight_decay_mask.check(names)
+        self.schedule(position)
+
     def update(
         self, grads: Grads, state: AdamState, params: Params, update: Update
     ) -> tuple[Params, AdamState, Metrics]:
@@ -60,7 +71,7 @@ class AdamW(Optimizer):
         names = list(grads)
         if names:
             # ``full`` fills the scalar on the device. A copy from the host would first wait for the norm.
-            step = torch.full((), float(state.count + 1), device=grads[names[0]].device)
+            step = torch.full((), float(state.count + 1), dtype=torch.float32, device=grads[names[0]].device)
             for decay, group in self._groups(names, params).items():
                 weights = tensors_of(params, group)
                 torch._fused_adamw_(

@@ -8,25 +8,27 @@ import operator
 import attrs
 import torch
 
+from verl_fn.errors import ArgumentError
 from verl_fn.state import (
     Grads,
     Metrics,
-    Params,
     Sum,
     TrainState,
     Weighted,
     divided,
     divisible,
+    isolated,
     joined,
     owned,
     owned_parts,
+    refuse_derivatives,
     spare,
     sum_of_squares,
     taken,
 )
 
-from .leaves import tensors_of
-from .transforms import Frozen, Optimizer, Reduce, Update
+from .leaves import check_device, tensors_of
+from .transforms import Optimizer, Reduce, Update
 
 # The number of leaves in an update's first group, which is small because the device is idle until its kernel starts.
 # Each group has twice as many as the one before. On the CPU kernels run synchronously, so groups would save no time.
@@ -35,29 +37,35 @@ FIRST_GROUP, FIRST_GROUP_ON_CPU = 8, 0
 _SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
 
 
-def check_update(optimizer: Optimizer, params: Params, grads: Grads) -> None:
-    """Checks that gradients match the trained parameters, which the kernels do not check.
+def check_update(optimizer: Optimizer, state: TrainState, grads: Grads) -> None:
+    """Checks all that an update would refuse, before anything is donated; the kernels check nothing.
 
     Args:
         optimizer: the optimizer that will be applied.
-        params: the parameters.
+        state: the training state.
         grads: the gradients.
 
     Raises:
-        ValueError: names, shapes or dtypes differ, or the optimizer is ``frozen()``.
+        ArgumentError: the arguments are not a ``TrainState`` and ``Grads``.
+        ValueError: names, shapes, dtypes or devices of gradients and trained parameters differ, the optimizer did not
+            make the state's optimizer tree, or the optimizer is ``frozen()``.
 
     Example:
+        >>> from verl_fn.state import Key, Params
         >>> from verl_fn.steps import sgd
-        >>> check_update(sgd(0.1), Params({"w": torch.zeros(2)}), Grads({"w": torch.zeros(1)}))
+        >>> params = Params({"w": torch.zeros(2)})
+        >>> state = TrainState(params, sgd(0.1).init(params), 0, Key.from_seed(0), 0)
+        >>> check_update(sgd(0.1), state, Grads({"w": torch.zeros(1)}))
         Traceback (most recent call last):
         ValueError: the gradient of w is float32 [1], and the parameter is float32 [2]
     """
+    _check_kinds(state, grads)
+    params = state.params
     names = params.trained()
     if list(grads) != names:
         different = sorted(set(grads) ^ set(names))
         raise ValueError(f"gradients and trainable parameters differ in their names or order: {different[:5]}")
-    if isinstance(optimizer, Frozen):
-        optimizer.update(grads, None, params, Update.of(torch.zeros(()), 0))
+    optimizer.check(params, state.optimizer, state.scheduler)
     gradients, weights = tensors_of(grads, names), tensors_of(params, names)
     # A GPU may be idle until this check ends, so the comparison avoids a loop in Python.
     same_shapes = list(map(_SHAPE, gradients)) == list(map(_SHAPE, weights))
@@ -65,13 +73,28 @@ def check_update(optimizer: Optimizer, params: Params, grads: Grads) -> None:
         kinds = zip(names, map(_kind, gradients), map(_kind, weights), strict=True)
         name, gradient_kind, weight_kind = next(row for row in kinds if row[1] != row[2])
         raise ValueError(f"the gradient of {name} is {gradient_kind}, and the parameter is {weight_kind}")
+    check_device("the gradients lie", gradients, weights)
+    if any(map(torch.Tensor.is_inference, (*gradients, *weights))):
+        raise ValueError(
+            "some gradients or parameters were made in inference mode, where torch forbids later updates; make them "
+            "outside of it, or copy them there with snapshot(value)"
+        )
+
+
+def _check_kinds(state: object, grads: object) -> None:
+    if not isinstance(state, TrainState):
+        raise ArgumentError(f"apply_update takes a TrainState, not a {type(state).__name__}")
+    if not isinstance(grads, Grads):
+        raise ArgumentError(
+            f"apply_update takes the Grads that forward_backward returned, not a {type(grads).__name__}"
+        )
 
 
 def _kind(t: torch.Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
 
 
-@torch.no_grad()
+@isolated()
 def apply_update(
     optimizer: Optimizer,
     state: TrainState,
@@ -97,13 +120,16 @@ def apply_update(
         ``perf/residency_copies`` (the number of leaves that were copied because something else references them).
 
     Raises:
-        ValueError: the gradients are not those of the trainable parameters, by name, shape or dtype.
+        ArgumentError, ValueError: as ``check_update``; nothing was donated then.
         DonatedError: the state or the gradients were donated before.
+        NotDifferentiable: a derivative of this function was taken.
     """
+    _check_kinds(state, grads)
+    refuse_derivatives("apply_update", state, grads)
     # The norm is launched first, so that a device computes it while Python checks the arguments.
     norm = sum_of_squares(grads.leaves.values(), reduce).sqrt()
     # If the check fails, the arguments must not have been donated.
-    check_update(optimizer, state.params, grads)
+    check_update(optimizer, state, grads)
     update = Update.of(norm, state.scheduler, reduce)
     groups = _groups(optimizer, state, grads) if donate_inputs else []
     if donate_inputs:

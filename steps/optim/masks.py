@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import attrs
@@ -39,11 +40,24 @@ class ByName:
 
     decays: tuple[tuple[str, bool], ...]
 
+    @functools.cached_property
+    def _listed(self) -> dict[str, bool]:
+        return dict(self.decays)
+
     def __call__(self, name: str, tensor: Tensor) -> bool:
-        listed = dict(self.decays)
-        if name not in listed:
-            raise ValueError(f"weight_decay_mask has no value for {name}; give it one for every trained parameter")
-        return listed[name]
+        return self._listed[name]
+
+    def check(self, names: Iterable[str]) -> None:
+        """Raises an error for a trained parameter that the mapping lacks.
+
+        Raises:
+            ValueError: there is one.
+        """
+        for name in names:
+            if name not in self._listed:
+                raise ValueError(
+                    f"weight_decay_mask has no value for {name}; give it one for every trained parameter"
+                )
 
 
 def as_mask(mask: Mask | Mapping[str, bool] | None) -> Mask | None:

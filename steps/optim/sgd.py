@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 import torch
 
 from verl_fn.state import Grads, Metrics, Node, Params, Slots, Weighted, node
 
-from .leaves import laid_out_as, tensors_of
+from .leaves import check_slots, laid_out_as, tensors_of
 from .schedules import Schedule, as_schedule
 from .transforms import Optimizer, Update
 
@@ -37,6 +39,13 @@ class SGD(Optimizer):
     def init(self, params: Params) -> SGDState:
         names = params.trained() if self.momentum else []
         return SGDState(Slots({name: torch.zeros_like(params[name]) for name in names}))
+
+    def check(self, params: Params, state: Any, position: int) -> None:
+        if not isinstance(state, SGDState):
+            raise ValueError(f"sgd did not make this state's optimizer tree, a {type(state).__name__}")
+        if self.momentum:
+            check_slots(state.momentum, params.trained(), params)
+        self.schedule(position)
 
     def update(
         self, grads: Grads, state: SGDState, params: Params, update: Update

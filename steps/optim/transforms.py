@@ -86,6 +86,12 @@ class GradTransform:
         """Returns the state before the first update."""
         return ()
 
+    def check(self, params: Params, state: Any, position: int) -> None:
+        """Raises the errors of ``update`` that can be foreseen; it is called before anything is donated.
+
+        After an error of ``update`` itself, a donated training state is lost.
+        """
+
     def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Grads, Any, Update]:
         """Returns the transformed gradients, the next state, and the update as the following parts see it.
 
@@ -112,6 +118,15 @@ class Optimizer:
     def init(self, params: Params) -> Any:
         """Returns the optimizer's state before the first update."""
         raise NotImplementedError
+
+    def check(self, params: Params, state: Any, position: int) -> None:
+        """Raises the errors of ``update`` that can be foreseen, as that of a ``GradTransform`` does.
+
+        Args:
+            params: the parameters; on sharded backends, DTensors.
+            state: the optimizer's state.
+            position: the number of updates applied so far.
+        """
 
     def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Params, Any, Metrics]:
         """Returns the next parameters, the next state and metrics."""
@@ -190,6 +205,15 @@ class Chain(Optimizer):
     def init(self, params: Params) -> tuple[Any, ...]:
         return tuple(part.init(params) for part in self.parts)
 
+    def check(self, params: Params, state: Any, position: int) -> None:
+        if not isinstance(state, tuple) or len(state) != len(self.parts):
+            raise ValueError(
+                f"this chain has {len(self.parts)} parts, so a state's optimizer tree is a tuple of as many states; "
+                "this state was made with another optimizer"
+            )
+        for part, part_state in zip(self.parts, state, strict=True):
+            part.check(params, part_state, position)
+
     def update(
         self, grads: Grads, state: tuple[Any, ...], params: Params, update: Update
     ) -> tuple[Params, tuple[Any, ...], Metrics]:
@@ -243,6 +267,9 @@ def chain(*parts: GradTransform | Optimizer) -> Chain:
     return Chain(parts)
 
 
+_REFUSAL = "this state was made with the optimizer frozen(), so it cannot be updated"
+
+
 @attrs.frozen
 class Frozen(Optimizer):
     """An optimizer that refuses to update; ``frozen`` makes it."""
@@ -250,8 +277,11 @@ class Frozen(Optimizer):
     def init(self, params: Params) -> dict[str, Any]:
         return {}
 
+    def check(self, params: Params, state: Any, position: int) -> None:
+        raise ValueError(_REFUSAL)
+
     def update(self, grads: Grads, state: Any, params: Params, update: Update) -> tuple[Params, Any, Metrics]:
-        raise ValueError("this state was made with the optimizer frozen(), so it cannot be updated")
+        raise ValueError(_REFUSAL)
 
 
 def frozen() -> Frozen:

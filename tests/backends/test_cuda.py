@@ -6,7 +6,7 @@ import torch
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.state import Batch, tree
+from verl_fn.state import Batch, Grads, Params, is_donated, tree
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, cross_entropy, entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -111,6 +111,52 @@ def test_a_state_placed_on_the_cpu_means_the_same(model, batch):
     assert tree.first_difference(got, want) is None
     back = backend.place(away, params="cuda", optimizer="cuda")
     assert tree.equal(back, state)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_state_on_the_cpu_is_updated_with_gradients_of_the_gpu(model, batch, dtype):
+    """Both are spent, nothing is copied, and the next steps are those of a state that stays on the GPU."""
+    backend = Local(model, OPTIMIZER, device="cuda", compute_dtype=dtype, deterministic=True)
+    near = backend.load_pretrained()
+    away = backend.place(backend.load_pretrained(), params="cpu", optimizer="cpu")
+    where = {name: t.data_ptr() for name, t in away.params.items()}
+    for _ in range(3):
+        (near_grads, _), (grads, _) = (backend.forward_backward(s, batch, LOSS) for s in (near, away))
+        assert all(g.is_cuda for g in grads.values())
+        state, spent = away, grads
+        (near, want), (away, found) = backend.apply_update(near, near_grads), backend.apply_update(away, grads)
+        assert found["perf/residency_copies"].value == 0 and is_donated(spent) and is_donated(state)
+        assert found["grad_norm"].value == pytest.approx(want["grad_norm"].value, rel=1e-4)
+    assert {name: t.data_ptr() for name, t in away.params.items()} == where
+    moved = Params({name: t.cpu() for name, t in near.params.items()})
+    for name, t in away.params.items():
+        torch.testing.assert_close(t, moved[name], rtol=1e-2, atol=1e-4)
+    kept, _ = backend.forward_backward(away, batch, LOSS)
+    assert not is_donated(kept)
+    backend.apply_update(away, kept, donate=False)
+    assert not is_donated(kept) and not is_donated(away)
+
+
+def test_a_batch_comes_back_from_the_gpu_complete(batch):
+    """The host waits: it could read the tensors before the copies end."""
+    big = batch.with_tokens(values=torch.arange(batch.num_tokens * 4096.0).view(-1, 4096))
+    for _ in range(20):
+        assert tree.equal(big.to("cuda").to("cpu"), big)
+
+
+def test_the_norm_on_the_gpu_neither_overflows_nor_loses_digits():
+    values = torch.rand(5_000_001, generator=torch.Generator().manual_seed(0))
+    for scale in (1.0, 1e30):
+        exact = float((values * scale).double().square().sum().sqrt())
+        assert float(Grads({"w": (values * scale).cuda()}).global_norm()) == pytest.approx(exact, rel=1e-9)
+
+
+def test_autocast_on_the_gpu_changes_nothing(model, batch):
+    backend = Local(model, OPTIMIZER, device="cuda", deterministic=True)
+    state = backend.load_pretrained()
+    expected, _ = backend.forward_backward(state, batch, LOSS)
+    with torch.autocast("cuda", torch.bfloat16), torch.inference_mode():
+        assert tree.equal(backend.forward_backward(state, batch, LOSS)[0], expected)
 
 
 def test_sampler_on_the_gpu_agrees_with_the_trainer(model):

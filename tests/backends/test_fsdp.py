@@ -238,3 +238,25 @@ def test_the_benchmark_of_scaling(tmp_path, capsys):
     assert table.splitlines()[-1].startswith("held")
     assert {call: set(by_size) for call, by_size in results.items()} == {"logprobs": {"2"}, "update": {"2"}}
     assert results["update"]["2"]["efficiency"]["median"] == 1.0
+
+
+@pytest.mark.parametrize("options", [{}, {"compute_dtype": "bfloat16", "checkpointing": True}], ids=str)
+def test_the_callers_settings_change_nothing(two, folder, options):
+    for differences in two.run("rank_calls.settings", folder, options):
+        assert differences == dict.fromkeys(("autocast", "no_grad", "inference_mode", "default device"))
+
+
+def test_memory_that_is_held_and_gradients_that_were_moved(two, folder):
+    two.run("rank_calls.storages", folder)
+
+
+def test_calls_that_cannot_be_answered_are_refused(two, folder):
+    for says in two.run("rank_calls.refusals", folder):
+        optimizer, gradients, params, loss, derivative, thread = says
+        assert "this state's optimizer tree" in optimizer and "takes a Grads, not a dict" in gradients
+        assert "pass state.params" in params and "a loss is a Loss" in loss
+        assert "forward_backward has no derivative" in derivative and "make them from one thread" in thread
+
+
+def test_fields_of_a_batch_are_constants(two, folder):
+    two.run("rank_calls.constants", folder)

@@ -1,5 +1,6 @@
 """Packed batches keep rows apart, whatever is built, taken or joined."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -130,3 +131,46 @@ def test_a_missing_field_is_told_with_those_that_exist():
 def test_batches_of_other_fields_do_not_concatenate():
     with pytest.raises(ValueError, match=r"differ in their fields: \['weight'\]"):
         concatenate([batch_of([1]), batch_of([1]).without("weight")])
+
+
+@pytest.mark.parametrize("make", [lambda b, a: b.with_tokens(x=a), lambda b, a: b.with_rows(x=a)])
+def test_an_array_is_copied_into_a_batch(make):
+    array = np.ones(2, dtype=np.float32)
+    batch = make(batch_of([1, 1]), array)
+    array[:] = 7.0
+    assert batch["x"].tolist() == [1.0, 1.0] and batch["x"].dtype == torch.float32
+
+
+def test_no_tensor_has_two_names_in_a_batch():
+    batch, values = batch_of([1, 1]), torch.ones(2)
+    batch = batch.with_tokens(a=values, b=values)
+    batch = batch.with_tokens(c=batch["a"]).with_rows(d=batch["b"])
+    assert len({batch[name].data_ptr() for name in "abcd"}) == 4
+    assert all(batch[name].tolist() == [1.0, 1.0] for name in "abcd")
+
+
+def test_tokens_are_integers():
+    with pytest.raises(ValueError, match=r"row 1 holds numbers of torch\.float32; token ids are integers"):
+        Batch.from_rows([[1, 2], [1.5]])
+    assert Batch.from_rows([np.array([1, 2], dtype=np.int32), torch.tensor([3])]).tokens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("device", "asynchronous"), [("cpu", False), (torch.device("cpu"), False), ("meta", True)])
+def test_the_host_waits_for_a_copy_to_itself(device, asynchronous, monkeypatch):
+    """It could read the tensors before an asynchronous copy from a GPU has filled them."""
+    calls, move = [], torch.Tensor.to
+
+    def recorded(self, *args, **kwargs):
+        calls.append(kwargs.get("non_blocking", False))
+        return move(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", recorded)
+    batch_of([1, 2]).to(device)
+    assert calls == [asynchronous] * 5
+
+
+def test_detached_fields_are_constants_for_autograd():
+    weight = torch.ones(2, requires_grad=True)
+    batch = batch_of([1, 1]).with_tokens(weight=weight * 2.0)
+    assert batch["weight"].requires_grad and not batch.detached()["weight"].requires_grad
+    assert tree.equal(batch.detached(), batch)

@@ -205,6 +205,38 @@ def test_memory_that_torch_did_not_allocate_is_copied():
     assert copies == 1 and array.tolist() == [0.0, 0.0]
 
 
+STORAGES = {
+    "storage": lambda t: t.untyped_storage(),
+    "typed storage": lambda t: torch.storage.TypedStorage(
+        wrap_storage=t.untyped_storage(), dtype=t.dtype, _internal=True
+    ),
+    "storage in a list": lambda t: [t.untyped_storage()],
+    "slice of it": lambda t: t.untyped_storage()[0:4],
+    "capsule": lambda t: torch.utils.dlpack.to_dlpack(t),
+    "buffer": lambda t: memoryview(t.numpy()),
+}
+
+
+@pytest.mark.parametrize("kind", STORAGES)
+def test_memory_that_is_held_without_a_tensor_is_copied(kind):
+    for count in (1, 2):
+        value = Grads({name: torch.ones(2) for name in "ab"[:count]})
+        held, before = STORAGES[kind](value["a"]), value["a"].data_ptr()
+        new, copies = donate(value, "f")
+        assert copies == 1 and new["a"].data_ptr() != before
+        assert held is not None
+
+
+def test_a_held_storage_of_views_is_seen():
+    """Such as the buffer of all gradients of a layer."""
+    value = Grads(dict(zip("abc", flat_views(), strict=True)))
+    held = value["b"].untyped_storage()
+    new, copies = donate(value, "f")
+    overwrite(new)
+    assert copies == 3
+    assert torch.empty(0).set_(held, 0, (12,), (1,)).tolist() == [float(i) for i in range(12)]
+
+
 def test_a_pickled_value_outlives_the_donation():
     state = train_state()
     pickled = pickle.dumps(state)

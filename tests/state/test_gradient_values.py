@@ -100,3 +100,20 @@ def test_donated_outputs_say_so():
     for read in (lambda: outputs.logprobs, lambda: outputs.by_name):
         with pytest.raises(DonatedError, match="TokenOutputs was donated to consume"):
             read()
+
+
+@pytest.mark.parametrize("size", [1, 1000, 3_000_001])
+def test_the_norm_of_many_elements_is_exact(size):
+    """A sum of equal squares in fp32 is 0.2 % too high for 3 million of them, and 1.4 % too low for 25 million."""
+    values = torch.full((size,), 1e-3)
+    exact = float(values.double().square().sum().sqrt())
+    value = Grads({"a": values, "b": torch.zeros(3)})
+    assert float(value.global_norm()) == pytest.approx(exact, rel=1e-7)
+    assert torch.equal(value.global_norm(), value.global_norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1e30, 0.3])
+def test_squares_do_not_overflow(scale, dtype):
+    value = Grads({"a": torch.full((3, 2), scale, dtype=dtype).t(), "b": torch.zeros(0, dtype=dtype)})
+    assert float(value.global_norm()) == pytest.approx(float(value["a"][0, 0]) * math.sqrt(6.0), rel=1e-6)

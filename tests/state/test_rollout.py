@@ -1,10 +1,14 @@
 """Requests, samples and the batch of samples."""
 
+import collections
+
 import attrs
+import numpy as np
 import pytest
 import torch
 
-from verl_fn.state import Key, Sample, Sampling, pack, requests_for, unpack
+from verl_fn.errors import ArgumentError
+from verl_fn.state import Key, Request, Sample, Sampling, pack, requests_for, unpack
 
 FIELDS = ("prompt", "tokens", "log_probs", "full_log_probs", "mask", "versions")
 
@@ -72,3 +76,49 @@ def test_keys_follow_ids():
     assert (second.id, second.prompt, second.key.bits) == (5, (2, 3), key.fold_in(5).bits)
     with pytest.raises(ValueError, match="2 prompts with 1 ids"):
         requests_for([[1], [2]], sampling, key, ids=[1])
+
+
+class Encoding(collections.UserDict):
+    """As a tokenizer returns it."""
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("12", "not the string '12'; tokenize it first"),
+        (b"12", "tokenize it first"),
+        (Encoding(input_ids=[1, 2]), r"not a Encoding with \['input_ids'\]; pass its input_ids"),
+        ({"input_ids": [1, 2]}, "pass its input_ids"),
+        ([1.5, 2.0], "a sequence of integers"),
+        (np.array([1.0]), "a sequence of integers"),
+        (torch.tensor([1.0]), "a sequence of integers"),
+        (["1"], "a sequence of integers"),
+        ([[1, 2]], "a sequence of integers"),
+        (7, "a sequence of integers"),
+    ],
+    ids=str,
+)
+def test_prompts_are_token_ids(prompt, message):
+    with pytest.raises(ArgumentError, match=message):
+        requests_for([prompt], Sampling(8), Key.from_seed(0))
+    with pytest.raises(ArgumentError, match=message):
+        Request(0, prompt, Sampling(8), Key.from_seed(0))
+
+
+@pytest.mark.parametrize("prompt", [[1, 2], (1, 2), np.array([1, 2]), torch.tensor([1, 2]), range(1, 3)], ids=str)
+def test_sequences_of_integers_are_prompts(prompt):
+    assert requests_for([prompt], Sampling(8), Key.from_seed(0))[0].prompt == (1, 2)
+
+
+def test_one_string_is_not_a_list_of_prompts():
+    with pytest.raises(ArgumentError, match="it is a string"):
+        requests_for("12", Sampling(8), Key.from_seed(0))
+
+
+def test_two_prompts_of_one_id_are_refused():
+    with pytest.raises(ValueError, match=r"the id 3 is given to 2 prompts; .*Sampling\(n=\.\.\.\)"):
+        requests_for([[1], [2]], Sampling(8), Key.from_seed(0), ids=[3, 3])
+
+
+def test_stop_tokens_can_be_a_list():
+    assert hash(Sampling(8, stop_token_ids=[2, 3])) == hash(Sampling(8, stop_token_ids=(2, 3)))

@@ -1,0 +1,53 @@
+"""Checks the kinds of the values that a backend is called with, where another kind would fail obscurely."""
+
+from __future__ import annotations
+
+from verl_fn.errors import ArgumentError
+from verl_fn.state import Batch, Grads, Params, TrainState
+
+_INSTEAD = {
+    (Params, TrainState): "pass state.params",
+    (TrainState, Params): "pass the whole state, which has the parameters",
+    (Grads, tuple): "forward_backward returns the gradients and metrics",
+}
+
+
+def expect(function: str, kind: type, value: object) -> None:
+    """Raises an error for an argument of another kind.
+
+    Args:
+        function: the name of the function that was called.
+        kind: the class that it takes.
+        value: what it was given.
+
+    Raises:
+        ArgumentError: ``value`` is not a ``kind``.
+
+    Example:
+        >>> expect("forward", Batch, [[1, 2]])
+        Traceback (most recent call last):
+        verl_fn.errors.ArgumentError: forward takes a Batch, not a list
+    """
+    if not isinstance(value, kind):
+        hint = _INSTEAD.get((kind, type(value)))
+        raise ArgumentError(
+            f"{function} takes a {kind.__name__}, not a {type(value).__name__}" + (f": {hint}" if hint else "")
+        )
+
+
+def expect_params(function: str, params: object, batch: object) -> None:
+    """Checks the arguments of ``forward``."""
+    expect(function, Params, params)
+    expect(function, Batch, batch)
+
+
+def expect_state(function: str, state: object, batch: object) -> None:
+    """Checks the arguments of ``forward_backward``."""
+    expect(function, TrainState, state)
+    expect(function, Batch, batch)
+
+
+def expect_update(state: object, grads: object) -> None:
+    """Checks the arguments of ``apply_update``."""
+    expect("apply_update", TrainState, state)
+    expect("apply_update", Grads, grads)

@@ -1,0 +1,41 @@
+"""Runs the calls of a backend one at a time, and each in the same settings of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from verl_fn.backends.hf.skeleton import repeatable
+from verl_fn.state import isolated
+
+
+class OneCall:
+    """Lets one thread at a time compute with a backend, whose model all calls share.
+
+    Args:
+        deterministic: use bitwise repeatable kernels.
+        refusal: is raised while another thread computes; None waits for it instead.
+
+    Example:
+        >>> one_call = OneCall(deterministic=False)
+        >>> with one_call(gradients=True):
+        ...     pass
+    """
+
+    def __init__(self, deterministic: bool, refusal: Exception | None = None) -> None:
+        self.deterministic = deterministic
+        self.refusal = refusal
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def __call__(self, *, gradients: bool | None = False) -> Iterator[None]:
+        """Computes inside; ``gradients`` is as for ``isolated``."""
+        if not self._lock.acquire(blocking=self.refusal is None):
+            assert self.refusal is not None
+            raise self.refusal
+        try:
+            with isolated(gradients=gradients), repeatable(self.deterministic):
+                yield
+        finally:
+            self._lock.release()

@@ -1,0 +1,81 @@
+"""Settings of torch that a caller may have changed, and that a step must not depend on."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+AUTOCAST_DEVICES = ("cpu", "cuda")
+
+
+class SharedSetting(Generic[T]):
+    """A setting of the whole process that calls in several threads change together.
+
+    The first call to begin saves the caller's value, and the last one to end restores it.
+
+    Args:
+        read: returns the current value.
+        write: sets the value.
+    """
+
+    def __init__(self, read: Callable[[], T], write: Callable[[T], None]) -> None:
+        self._read, self._write = read, write
+        self._lock = threading.Lock()
+        self._before: list[T] = []
+        self._users = 0
+
+    @contextlib.contextmanager
+    def set_to(self, value: T) -> Iterator[None]:
+        """Sets the value inside."""
+        with self._lock:
+            if not self._users:
+                self._before = [self._read()]
+            self._users += 1
+            self._write(value)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._write(self._before.pop())
+
+
+_default_dtype = SharedSetting(torch.get_default_dtype, torch.set_default_dtype)
+
+
+@contextlib.contextmanager
+def isolated(*, gradients: bool | None = False) -> Iterator[None]:
+    """Runs a step in the same settings of torch, whatever the caller's are.
+
+    Inside, tensors are ordinary ones, not those of inference mode; autocast is off; the default dtype is float32 and
+    the default device the CPU.
+
+    Args:
+        gradients: whether autograd records; None leaves this and inference mode as they are, for ``torch.func``.
+
+    Example:
+        >>> with torch.autocast("cpu"), torch.inference_mode():
+        ...     with isolated():
+        ...         product = torch.ones(2, 2) @ torch.ones(2, 2)
+        >>> product.dtype, product.is_inference()
+        (torch.float32, False)
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_default_dtype.set_to(torch.float32))
+        for device in AUTOCAST_DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        # A default device slows every call of torch down, so it is set only where the caller has set another.
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        if gradients is not None:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.set_grad_enabled(gradients))
+        yield

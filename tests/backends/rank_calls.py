@@ -1,0 +1,129 @@
+"""What the ranks of test_fsdp.py do to call a backend in unusual ways; each function runs on all of them together."""
+
+import contextlib
+import threading
+
+import torch
+from rank_cases import KEY, optimizer
+
+from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.fsdp import backend as fsdp_module
+from verl_fn.backends.fsdp.torch_private import local_of
+from verl_fn.errors import ArgumentError
+from verl_fn.state import NotDifferentiable, is_donated, tree
+from verl_fn.steps import loss, ppo_clip, sgd
+from verl_fn.testing import tiny_batch
+
+
+def told(call, kind):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError("no error")
+
+
+def settings(folder, options):
+    """The first leaf that differs when a caller's settings do, by the kind of setting."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24, **options), tiny_batch()
+
+    def steps(around):
+        with around:
+            state = backend.init(KEY)
+            first, _ = backend.forward_backward(state, batch, ppo_clip())
+            state, _ = backend.apply_update(state, first)
+        second, reported = backend.forward_backward(state, batch, ppo_clip())
+        with around:
+            outputs = backend.forward(state.params, batch)
+            kept, _ = backend.apply_update(state, second, donate=False)
+        return outputs, second, reported, kept
+
+    expected = steps(contextlib.nullcontext())
+    surroundings = {
+        "autocast": torch.autocast("cpu", torch.bfloat16),
+        "no_grad": torch.no_grad(),
+        "inference_mode": torch.inference_mode(),
+        "default device": torch.device("meta"),
+    }
+    return {name: tree.first_difference(steps(around), expected) for name, around in surroundings.items()}
+
+
+def storages(folder):
+    """The memory of a shard that somebody holds is copied; gradients that had to be moved are spent."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+    state = backend.init(KEY)
+    grads, _ = backend.forward_backward(state, batch, ppo_clip())
+    held = local_of(state.params["model.norm.weight"]).untyped_storage()
+    before = bytes(held)
+    state, found = backend.apply_update(state, grads)
+    assert bytes(held) == before and found["perf/residency_copies"].value == 1
+    grads, _ = backend.forward_backward(state, batch, ppo_clip())
+    beside, fsdp_module.beside = fsdp_module.beside, lambda state, grads, move: tree.snapshot(grads)
+    try:
+        state, found = backend.apply_update(state, grads)
+    finally:
+        fsdp_module.beside = beside
+    assert is_donated(grads) and found["perf/residency_copies"].value == 0
+
+
+def refusals(folder):
+    """Errors before anything is donated, and before ranks wait for each other."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+    state = backend.init(KEY)
+    grads, _ = backend.forward_backward(state, batch, ppo_clip())
+    other = Fsdp(folder, sgd(0.1), max_tokens=24)
+
+    def by_advantages(values):
+        return backend.forward_backward(state, batch.with_tokens(advantages=values), ppo_clip())[1]["loss"].total
+
+    says = [
+        told(lambda: other.apply_update(state, grads), ValueError),
+        told(lambda: backend.apply_update(state, {}), ArgumentError),
+        told(lambda: backend.forward(state, batch), ArgumentError),
+        told(lambda: backend.forward_backward(state, batch, ppo_clip), ArgumentError),
+        told(
+            lambda: torch.func.grad(
+                lambda a: (
+                    backend.forward_backward(state, batch.with_tokens(advantages=a), ppo_clip())[1]["loss"].total
+                )
+            )(batch["advantages"]),
+            NotDifferentiable,
+        ),
+        beside_another_thread(backend, state, batch),
+    ]
+    assert not is_donated(state) and not is_donated(grads)
+    return says
+
+
+def beside_another_thread(backend, state, batch):
+    began, end = threading.Event(), threading.Event()
+
+    def other():
+        with backend._one_call():
+            began.set()
+            assert end.wait(30)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert began.wait(30)
+    try:
+        return told(lambda: backend.forward(state.params, batch), ValueError)
+    finally:
+        end.set()
+        thread.join(30)
+
+
+def constants(folder):
+    """A loss that ignores the outputs has zero gradients, and a batch's fields are constants."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
+    state, source = backend.init(KEY), batch["advantages"].clone().requires_grad_()
+    tracked = batch.with_tokens(advantages=source * 1.0)
+
+    @loss(needs=["logprobs"])
+    def constant(outputs, batch):
+        return batch["advantages"], {}
+
+    zeros, reported = backend.forward_backward(state, tracked, constant)
+    assert not any(local_of(g).any() for g in zeros.values()) and reported["loss"].value != 0.0
+    expected, found = (backend.forward_backward(state, b, ppo_clip()) for b in (batch, tracked))
+    assert tree.equal(found, expected) and source.grad is None
