@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from verl_fn.backends.hf.skeleton import repeatable
 from verl_fn.state import isolated
+
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class OneCall:
@@ -39,3 +46,15 @@ class OneCall:
                 yield
         finally:
             self._lock.release()
+
+
+def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Makes a method run as one call of its backend, whose ``_one_call`` is a ``OneCall``."""
+
+    @functools.wraps(method)
+    def alone(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+        backend: Any = self
+        with backend._one_call():
+            return method(self, *args, **kwargs)
+
+    return alone

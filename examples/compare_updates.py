@@ -13,7 +13,7 @@ import torch
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.state import Key, tree
-from verl_fn.steps import adamw, aggregate, constant, cross_entropy, kl_to_reference, ppo_clip
+from verl_fn.steps import adamw, aggregate, cross_entropy, kl_to_reference, ppo_clip
 from verl_fn.testing import tiny_batch
 
 
@@ -33,7 +33,7 @@ def change(before, after):
 
 def case(folder):
     """Returns a backend, a state a few updates after its reference, and a batch with the log-probs of both."""
-    backend = Local(folder, adamw(constant(1e-3)))
+    backend = Local(folder, adamw(1e-3))
     reference, batch = backend.init(Key.from_seed(0)), tiny_batch(rows=32)
     state = reference
     for _ in range(3):

@@ -93,13 +93,13 @@ def main(steps=40, prompts=16, answers=16, seed=0):
     from verl_fn.backends.sampler import Sampler
     from verl_fn.data.tasks import TASKS
     from verl_fn.rewards import Reward, by_rules
-    from verl_fn.steps import adamw, chain, clip_by_global_norm, constant
+    from verl_fn.steps import adamw, chain, clip_by_global_norm
 
     task, algorithm, key = TASKS["count"], raft(Raft()), Key.from_seed(seed)
     tokenizer = char_tokenizer(task.alphabet)
     with tempfile.TemporaryDirectory() as folder:
         new_model(folder, chars=task.alphabet, seed=seed)
-        actor = Local(folder, chain(clip_by_global_norm(1.0), adamw(constant(3e-3), betas=(0.9, 0.95))))
+        actor = Local(folder, chain(clip_by_global_norm(1.0), adamw(3e-3, betas=(0.9, 0.95))))
         workers = Workers(
             trainers={"actor": actor},
             rollout=Sampler(folder, slots=256),

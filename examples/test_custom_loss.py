@@ -7,7 +7,7 @@ import pytest
 
 from verl_fn.backends.protocol import Sampling
 from verl_fn.state import Key, pack, requests_for
-from verl_fn.steps import adamw, aggregate, constant, loss, rloo, token_mean
+from verl_fn.steps import adamw, aggregate, loss, rloo, token_mean
 from verl_fn.testing import LawViolation, Mock, MockRollout, check_loss, sample_table
 
 
@@ -49,7 +49,7 @@ def test_a_denominator_inside_the_loss_is_caught():
 
 def test_the_algorithm_learns():
     """A mock is a table of logits; ``sample_table`` draws from the table that was published."""
-    backend, engine = Mock(8, adamw(constant(0.3))), MockRollout(sample_table)
+    backend, engine = Mock(8, adamw(0.3)), MockRollout(sample_table)
     state, key, shares = backend.init(Key.from_seed(0)), Key.from_seed(1), []
     for _ in range(20):
         state, share = step(state, [[1], [2], [3]], backend, engine, key)
@@ -60,7 +60,7 @@ def test_the_algorithm_learns():
 def test_scripted_answers_give_the_expected_update():
     """Only the answer 5 is rewarded, so the table learns 5 after the prompt 1, and nothing else changes."""
     backend, engine = (
-        Mock(8, adamw(constant(0.3), weight_decay=0.0)),
+        Mock(8, adamw(0.3, weight_decay=0.0)),
         MockRollout(lambda request: [5 - request.sample % 2]),
     )
     state = backend.init(Key.from_seed(0))
@@ -71,7 +71,7 @@ def test_scripted_answers_give_the_expected_update():
 
 
 def test_a_failed_update_leaves_the_state_as_it_was():
-    backend = Mock(8, adamw(constant(0.3)), failures={("apply_update", 1): RuntimeError("out of memory")})
+    backend = Mock(8, adamw(0.3), failures={("apply_update", 1): RuntimeError("out of memory")})
     state = backend.init(Key.from_seed(0))
     with pytest.raises(RuntimeError, match="out of memory"):
         step(state, [[1]], backend, MockRollout(sample_table), Key.from_seed(1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -91,7 +91,7 @@ class FixedKL(Node):
         return self
 
 
-def _positive(controller: Node, field: attrs.Attribute[float], value: float) -> None:
+def _positive(controller: Node, field: attrs.Attribute[Any], value: float) -> None:
     if not value > 0:
         raise ValueError(f"{field.name} of an adaptive KL coefficient is {value}; it must be above 0")
 

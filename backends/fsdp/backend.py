@@ -42,7 +42,7 @@ from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_o
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.memory import fits
-from verl_fn.backends.one_call import OneCall
+from verl_fn.backends.one_call import OneCall, one_at_a_time
 from verl_fn.backends.placing import beside
 from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
@@ -55,7 +55,6 @@ from verl_fn.state import (
     Sum,
     TokenOutputs,
     TrainState,
-    isolated,
     metrics,
     refuse_derivatives,
     taken,
@@ -154,7 +153,7 @@ class Fsdp:
         """
         return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
-    @isolated()
+    @one_at_a_time
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Writes the files that ``Local`` would write; each rank writes its own shards, and nothing is gathered."""
         self.layout.check(state.params)
@@ -174,7 +173,7 @@ class Fsdp:
 
         checkpoint.save_state(folder, model, others, scalars, describe, gather=gathered, rank=self.layout.rank)
 
-    @isolated()
+    @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:
         """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads its own shards."""
         skeleton = self._built()
@@ -192,7 +191,7 @@ class Fsdp:
         specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
         return with_specs(attrs.evolve(rest, params=adapters.joined(params, weights, rest.params)), specs)
 
-    @isolated()
+    @one_at_a_time
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """Returns the same state with the parameters or the optimizer tree on another device.
 
@@ -324,7 +323,7 @@ class Fsdp:
 
     # What stays inside
 
-    @isolated()
+    @one_at_a_time
     def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
         require_same({"key": str(key)})
         drawn = key.fold_in("init")

@@ -18,7 +18,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.memory import fits
-from verl_fn.backends.one_call import OneCall
+from verl_fn.backends.one_call import OneCall, one_at_a_time
 from verl_fn.backends.placing import beside
 from verl_fn.backends.tensor_file import Part
 from verl_fn.backends.weight_sync import Weights, specs_of
@@ -65,10 +65,10 @@ class Local:
 
     Example:
         >>> import tempfile
-        >>> from verl_fn.steps import adamw, constant, cross_entropy, aggregate
+        >>> from verl_fn.steps import adamw, cross_entropy, aggregate
         >>> from verl_fn.backends.hf.new_model import new_model
         >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
-        >>> backend = Local(folder, adamw(constant(1e-3)))
+        >>> backend = Local(folder, adamw(1e-3))
         >>> state = backend.init(Key.from_seed(0))
         >>> batch = aggregate(Batch.from_rows([[1, 3, 4, 2]], {"response_mask": [[0.0, 1.0, 1.0, 1.0]]}))
         >>> grads, metrics = backend.forward_backward(state, batch, cross_entropy())
@@ -120,7 +120,7 @@ class Local:
         """
         return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
-    @isolated()
+    @one_at_a_time
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Writes the state into ``folder``, which is then also a Hugging Face model folder."""
         skeleton = self._built()
@@ -136,7 +136,7 @@ class Local:
 
         checkpoint.save_state(folder, model, others, scalars, describe)
 
-    @isolated()
+    @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:
         """Returns the state that ``save`` wrote, bitwise."""
         skeleton = self._built()
@@ -149,7 +149,7 @@ class Local:
         weights, rest = checkpoint.read_state(folder, model, rest, device=self.device)
         return attrs.evolve(rest, params=adapters.joined(params, weights, rest.params))
 
-    @isolated()
+    @one_at_a_time
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """Returns the same state with the parameters or the optimizer tree on another device."""
         return attrs.evolve(state, params=moved(state.params, params), optimizer=moved(state.optimizer, optimizer))
@@ -285,10 +285,10 @@ class Local:
 
     # What stays inside
 
+    @one_at_a_time
     def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
-        with self._one_call():
-            params = self._build(folder, key, pretrained=pretrained)
-            return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0)
+        params = self._build(folder, key, pretrained=pretrained)
+        return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0)
 
     def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
         skeleton, params = build(

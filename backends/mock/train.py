@@ -74,8 +74,8 @@ class Mock:
         ValueError: ``failures`` names an unknown method.
 
     Example:
-        >>> from verl_fn.steps import adamw, aggregate, constant, cross_entropy
-        >>> backend = Mock(4, adamw(constant(0.1)), failures={("apply_update", 2): RuntimeError("boom")})
+        >>> from verl_fn.steps import adamw, aggregate, cross_entropy
+        >>> backend = Mock(4, adamw(0.1), failures={("apply_update", 2): RuntimeError("boom")})
         >>> state = backend.init(Key.from_seed(0))
         >>> batch = aggregate(Batch.from_rows([[1, 3, 2]], {"response_mask": [[0.0, 1.0, 1.0]]}))
         >>> grads, before = backend.forward_backward(state, batch, cross_entropy())
