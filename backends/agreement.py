@@ -132,9 +132,9 @@ def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> 
 def of_batch(batch: Batch) -> bytes:
     """Returns a hash of all tensors of a batch."""
     h = hashlib.blake2b(digest_size=8)
-    for name in sorted({"tokens", "positions", "cu_seqlens", *batch.per_token, *batch.per_row}):
-        h.update(name.encode())
-        h.update(batch[name].contiguous().view(torch.uint8).numpy().data)
+    for path, t in sorted(tree.paths(batch).items()):
+        h.update(path.encode())
+        h.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return h.digest()
 
 

@@ -11,7 +11,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from verl_fn.backends.hf.skeleton import repeatable
 from verl_fn.state import isolated
 
-
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -52,7 +51,7 @@ def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenat
     """Makes a method run as one call of its backend, whose ``_one_call`` is a ``OneCall``."""
 
     @functools.wraps(method)
-    def alone(self: S, *args: P.args, **kwargs: P.kwargs) -> T:
+    def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         backend: Any = self
         with backend._one_call():
             return method(self, *args, **kwargs)

@@ -10,6 +10,7 @@ from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, Named, Node, mapping, named, node, static
 from .outputs import PER_ROW, TokenOutputs
 from .ownership import divided, divisible, donate, is_donated, joined, owned, owned_parts, spare, taken
+from .ragged import Ragged
 from .rollout import FinishReason, Request, Sample, Sampling, check_ids, pack, requests_for, unpack
 from .split import Split, deal, groups_of, split_by_count, split_by_tokens
 from .train import Buffers, Grads, Params, Slots, TrainState, sum_of_squares
@@ -33,6 +34,7 @@ __all__ = [
     "Node",
     "NotDifferentiable",
     "Params",
+    "Ragged",
     "Request",
     "Sample",
     "Sampling",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from . import tree
 from .node import Node, mapping, node
+from .ragged import Ragged, entries_of, joined_fields, offsets_of
 
 CORE = ("tokens", "positions", "cu_seqlens")
 
@@ -29,6 +30,7 @@ class Batch(Node):
         cu_seqlens: the index of each row's first token, followed by T, ``[B + 1]``.
         per_token: fields of shape ``[T, ...]`` by name.
         per_row: fields of shape ``[B, ...]`` by name.
+        ragged: fields with any number of entries per row, such as images, by name.
 
     Example:
         >>> batch = Batch.from_rows([[5, 6, 7], [8]], per_row={"score": [1.0, 0.0]})
@@ -43,6 +45,7 @@ class Batch(Node):
     cu_seqlens: Int[Tensor, " B1"]
     per_token: Mapping[str, Tensor] = mapping(factory=dict)
     per_row: Mapping[str, Tensor] = mapping(factory=dict)
+    ragged: Mapping[str, Ragged] = mapping(factory=dict)
 
     @classmethod
     def from_rows(
@@ -66,8 +69,7 @@ class Batch(Node):
         lengths = torch.tensor([len(row) for row in packed], dtype=torch.int64)
         if not len(packed) or bool((lengths == 0).any()):
             raise ValueError("a batch needs at least one row, and every row at least one token")
-        cu_seqlens = torch.zeros(len(packed) + 1, dtype=torch.int32)
-        cu_seqlens[1:] = lengths.cumsum(0)
+        cu_seqlens = offsets_of(lengths, torch.zeros(0, dtype=torch.int32))
         batch = cls(torch.cat(packed), torch.cat([torch.arange(n) for n in lengths.tolist()]), cu_seqlens)
         fields = {}
         for name, values in (per_token or {}).items():
@@ -105,26 +107,53 @@ class Batch(Node):
         return self.cu_seqlens[1:].long() - 1
 
     def __contains__(self, name: str) -> bool:
-        return name in self.per_token or name in self.per_row or name in CORE
+        return name in self.per_token or name in self.per_row or name in self.ragged or name in CORE
 
     def __getitem__(self, name: str) -> Tensor:
+        """Returns a field; of a ragged one the entries of all rows, which ``rows(name)`` returns by row."""
         if name in self.per_token:
             return self.per_token[name]
         if name in self.per_row:
             return self.per_row[name]
+        if name in self.ragged:
+            return self.ragged[name].values
         if name in CORE:
             return getattr(self, name)
-        raise KeyError(f"the batch has no field {name!r}; it has {sorted((*CORE, *self.per_token, *self.per_row))}")
+        names = sorted((*CORE, *self.per_token, *self.per_row, *self.ragged))
+        raise KeyError(f"the batch has no field {name!r}; it has {names}")
 
     def with_tokens(self, **fields: Any) -> Batch:
         """Returns this batch with per-token fields added or replaced."""
-        merged = self._merged("per_token", self.per_token, self.per_row, self.num_tokens, fields)
+        merged = self._merged("per_token", self.num_tokens, fields)
         return attrs.evolve(self, per_token=merged)
 
     def with_rows(self, **fields: Any) -> Batch:
         """Returns this batch with per-row fields added or replaced."""
-        merged = self._merged("per_row", self.per_row, self.per_token, len(self), fields)
+        merged = self._merged("per_row", len(self), fields)
         return attrs.evolve(self, per_row=merged)
+
+    def with_ragged(self, **fields: Sequence[Any] | Ragged) -> Batch:
+        """Returns this batch with fields added or replaced that have any number of entries per row.
+
+        Args:
+            fields: for each field one sequence of entries per row, or a ``Ragged``.
+
+        Raises:
+            ValueError: a field has another number of rows than the batch, or its entries are not alike.
+
+        Example:
+            >>> batch = Batch.from_rows([[1, 2], [3]]).with_ragged(images=[[], [[0.5, 0.5], [1.0, 1.0]]])
+            >>> batch.take([1, 0]).ragged["images"].counts.tolist()
+            [2, 0]
+        """
+        merged = dict(self.ragged)
+        for name, entries in fields.items():
+            field = entries if isinstance(entries, Ragged) else Ragged.of(entries)
+            if len(field) != len(self):
+                raise ValueError(f"ragged field {name!r} has {len(field)} rows; the batch has {len(self)}")
+            self._check_free(name, "ragged")
+            merged[name] = field
+        return attrs.evolve(self, ragged=merged)
 
     def without(self, *names: str) -> Batch:
         """Returns this batch without the fields of these names; names that it does not have are ignored."""
@@ -132,14 +161,13 @@ class Batch(Node):
             self,
             per_token={name: t for name, t in self.per_token.items() if name not in names},
             per_row={name: t for name, t in self.per_row.items() if name not in names},
+            ragged={name: field for name, field in self.ragged.items() if name not in names},
         )
 
-    def _merged(
-        self, kind: str, own: Mapping[str, Tensor], other: Mapping[str, Tensor], size: int, fields: Mapping[str, Any]
-    ) -> dict[str, Tensor]:
-        """Returns the fields ``own``, of one kind, with ``fields`` added; ``other`` are those of the other kind."""
-        merged = dict(own)
-        held = {id(t) for t in (*own.values(), *other.values())}
+    def _merged(self, kind: str, size: int, fields: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the fields of one kind, with ``fields`` of this first size added."""
+        merged = dict(getattr(self, kind))
+        held = {id(t) for t in (*self.per_token.values(), *self.per_row.values())}
         for name, value in fields.items():
             # A copy of a numpy array, which the caller may write to; tensors are values and are kept as they are.
             tensor = value if isinstance(value, Tensor) else torch.tensor(value)
@@ -147,19 +175,25 @@ class Batch(Node):
                 raise ValueError(
                     f"{kind} field {name!r} has shape {tuple(tensor.shape)}; its first size must be {size}"
                 )
-            if name in other or name in CORE:
-                raise ValueError(f"{name!r} is already a field of another kind in this batch")
+            self._check_free(name, kind)
             # No tensor has two names, so that an edit of one field in place changes no other.
             merged[name] = tensor.clone() if id(tensor) in held else tensor
             held.add(id(tensor))
         return merged
 
+    def _check_free(self, name: str, kind: str) -> None:
+        others = (getattr(self, other) for other in ("per_token", "per_row", "ragged") if other != kind)
+        if name in CORE or any(name in fields for fields in others):
+            raise ValueError(f"{name!r} is already a field of another kind in this batch")
+
     def rows(self, name: str = "tokens") -> list[Tensor]:
-        """Returns a per-token field as one tensor per row; the tensors are views.
+        """Returns a per-token or ragged field as one tensor per row; the tensors are views.
 
         Raises:
             KeyError: ``name`` is a per-row field, or no field of this batch.
         """
+        if name in self.ragged:
+            return self.ragged[name].rows()
         if name in self.per_row:
             raise KeyError(f"{name!r} is a per-row field; read it with batch[{name!r}]")
         return list(self[name].split(self.lengths.tolist()))
@@ -176,17 +210,14 @@ class Batch(Node):
         """
         chosen = torch.as_tensor(rows, device=self.cu_seqlens.device)
         index = chosen.nonzero()[:, 0] if chosen.dtype == torch.bool else chosen.long()
-        lengths = self.lengths[index]
-        cu_seqlens = self.cu_seqlens.new_zeros(len(index) + 1)
-        cu_seqlens[1:] = lengths.cumsum(0)
-        start = torch.repeat_interleave(self.cu_seqlens[:-1].long()[index] - cu_seqlens[:-1].long(), lengths)
-        token = start + torch.arange(int(cu_seqlens[-1]), device=start.device)
+        cu_seqlens, token = entries_of(self.cu_seqlens, index)
         return Batch(
             self.tokens[token],
             self.positions[token],
             cu_seqlens,
             {name: t[token] for name, t in self.per_token.items()},
             {name: t[index] for name, t in self.per_row.items()},
+            {name: field.take(index) for name, field in self.ragged.items()},
         )
 
     def padded(self, name: str = "tokens", fill: float = 0) -> Tensor:
@@ -223,13 +254,7 @@ class Batch(Node):
         def move(t: Tensor) -> Tensor:
             return t.to(device, non_blocking=asynchronous)
 
-        return Batch(
-            move(self.tokens),
-            move(self.positions),
-            move(self.cu_seqlens),
-            {n: move(t) for n, t in self.per_token.items()},
-            {n: move(t) for n, t in self.per_row.items()},
-        )
+        return tree.map_tensors(move, self)
 
 
 def _token_ids(row: Sequence[int] | Tensor, number: int) -> Tensor:
@@ -251,15 +276,18 @@ def concatenate(batches: Sequence[Batch]) -> Batch:
     """
     first = batches[0]
     for other in batches[1:]:
-        different = (set(first.per_token) ^ set(other.per_token)) | (set(first.per_row) ^ set(other.per_row))
+        different = [
+            name
+            for kind in ("per_token", "per_row", "ragged")
+            for name in set(getattr(first, kind)) ^ set(getattr(other, kind))
+        ]
         if different:
-            raise ValueError(f"batches to concatenate differ in their fields: {sorted(different)}")
-    cu_seqlens = first.cu_seqlens.new_zeros(sum(len(b) for b in batches) + 1)
-    cu_seqlens[1:] = torch.cat([b.lengths for b in batches]).cumsum(0)
+            raise ValueError(f"batches to concatenate differ in their fields: {sorted(set(different))}")
     return Batch(
         torch.cat([b.tokens for b in batches]),
         torch.cat([b.positions for b in batches]),
-        cu_seqlens,
+        offsets_of(torch.cat([b.lengths for b in batches]), first.cu_seqlens),
         {name: torch.cat([b.per_token[name] for b in batches]) for name in first.per_token},
         {name: torch.cat([b.per_row[name] for b in batches]) for name in first.per_row},
+        {name: joined_fields([b.ragged[name] for b in batches]) for name in first.ragged},
     )

@@ -87,7 +87,7 @@ def agree_on_batch(layout: Layout, batch: Batch) -> None:
 def _outline(batch: Batch, together: str | None) -> bytes:
     """Returns a hash of what decides which rank computes which rows: lengths, groups and the names of fields."""
     outline = hashlib.blake2b(batch.cu_seqlens.numpy().data, digest_size=8)
-    outline.update(repr((sorted(batch.per_token), sorted(batch.per_row))).encode())
+    outline.update(repr((sorted(batch.per_token), sorted(batch.per_row), sorted(batch.ragged))).encode())
     if together is not None:
         outline.update(repr(groups_of(batch, together)).encode())
     return outline.digest()
