@@ -74,9 +74,10 @@ def check_update(optimizer: Optimizer, state: TrainState, grads: Grads) -> None:
         name, gradient_kind, weight_kind = next(row for row in kinds if row[1] != row[2])
         raise ValueError(f"the gradient of {name} is {gradient_kind}, and the parameter is {weight_kind}")
     check_device("the gradients lie", gradients, weights)
-    if any(map(torch.Tensor.is_inference, (*gradients, *weights))):
+    # Values are made whole in one mode, so the first tensor of each tells.
+    if any(t.is_inference() for t in (*gradients[:1], *weights[:1])):
         raise ValueError(
-            "some gradients or parameters were made in inference mode, where torch forbids later updates; make them "
+            "the gradients or the parameters were made in inference mode, where torch forbids later updates; make them "
             "outside of it, or copy them there with snapshot(value)"
         )
 
