@@ -41,6 +41,7 @@ from verl_fn.state import (
 )
 from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
+from verl_fn.steps.losses.contract import check_fields
 
 T = TypeVar("T")
 
@@ -243,7 +244,8 @@ class Local:
             ``Params``, and metrics.
         """
         expect("loss_fn", Batch, batch)
-        check_weights(loss, batch)
+        # Weights may be traced, so their values are not checked.
+        check_fields(loss, batch)
         wanted = check_needs(self.head, loss.needs)
         skeleton = self._built()
         with isolated(gradients=None):
