@@ -6,7 +6,7 @@ import torch
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.state import Batch, Grads, Params, is_donated, tree
+from verl_fn.state import Batch, Grads, is_donated, tree
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, cross_entropy, entropy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -113,24 +113,24 @@ def test_a_state_placed_on_the_cpu_means_the_same(model, batch):
     assert tree.equal(back, state)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_state_on_the_cpu_is_updated_with_gradients_of_the_gpu(model, batch, dtype):
+@pytest.mark.parametrize(("dtype", "of_norm", "of_updates"), [("float32", 1e-4, 1e-2), ("bfloat16", 1e-2, 0.1)])
+def test_a_state_on_the_cpu_is_updated_with_gradients_of_the_gpu(model, batch, dtype, of_norm, of_updates):
     """Both are spent, nothing is copied, and the next steps are those of a state that stays on the GPU."""
     backend = Local(model, OPTIMIZER, device="cuda", compute_dtype=dtype, deterministic=True)
     near = backend.load_pretrained()
     away = backend.place(backend.load_pretrained(), params="cpu", optimizer="cpu")
     where = {name: t.data_ptr() for name, t in away.params.items()}
+    start = Grads({name: t.clone() for name, t in away.params.items()})
     for _ in range(3):
         (near_grads, _), (grads, _) = (backend.forward_backward(s, batch, LOSS) for s in (near, away))
         assert all(g.is_cuda for g in grads.values())
         state, spent = away, grads
         (near, want), (away, found) = backend.apply_update(near, near_grads), backend.apply_update(away, grads)
         assert found["perf/residency_copies"].value == 0 and is_donated(spent) and is_donated(state)
-        assert found["grad_norm"].value == pytest.approx(want["grad_norm"].value, rel=1e-4)
+        assert found["grad_norm"].value == pytest.approx(want["grad_norm"].value, rel=of_norm)
     assert {name: t.data_ptr() for name, t in away.params.items()} == where
-    moved = Params({name: t.cpu() for name, t in near.params.items()})
-    for name, t in away.params.items():
-        torch.testing.assert_close(t, moved[name], rtol=1e-2, atol=1e-4)
+    ours, theirs = (Grads({n: t.cpu() - start[n] for n, t in s.params.items()}) for s in (away, near))
+    assert gap(ours, theirs) < of_updates
     kept, _ = backend.forward_backward(away, batch, LOSS)
     assert not is_donated(kept)
     backend.apply_update(away, kept, donate=False)
