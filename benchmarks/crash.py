@@ -73,20 +73,21 @@ def run(plan: Plan, kill_after: float | None = None) -> tuple[bool, float, bool]
     if kill_after is not None:
         time.sleep(kill_after)
         os.kill(child, signal.SIGKILL)
-    _, found = os.waitpid(child, 0)
+    _, status = os.waitpid(child, 0)
     half = any(Path(plan.trainer.dir).glob("checkpoints/.writing_*"))
-    return found == 0, time.perf_counter() - began, half
+    return status == 0, time.perf_counter() - began, half
 
 
 def numbers(folder: Path) -> dict[str, Any]:
     """All of a run that must not depend on how often it was killed."""
     last = checkpoints(folder)[0]
-    found: dict[str, Any] = {str(p.relative_to(last)): p.read_bytes() for p in sorted(last.rglob("*")) if p.is_file()}
-    found |= {str(p.name): p.read_bytes() for p in sorted((folder / "samples").iterdir())}
+    files = [p for p in sorted(last.rglob("*")) if p.is_file()]
+    contents: dict[str, Any] = {str(p.relative_to(last)): p.read_bytes() for p in files}
+    contents |= {str(p.name): p.read_bytes() for p in sorted((folder / "samples").iterdir())}
     for name in ("metrics.jsonl", "journal.jsonl", "generations.jsonl"):
         rows = read_lines(folder / name)
-        found[name] = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
-    return found
+        contents[name] = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in rows]
+    return contents
 
 
 def trials(folder: Path, kills: int, seed: int) -> dict[str, Any]:
@@ -121,8 +122,8 @@ def trials(folder: Path, kills: int, seed: int) -> dict[str, Any]:
         if not ended:
             log = (folder / "killed.log").read_text().splitlines()
             result["failures"].append({"after_s": after, "why": log[-1] if log else "no output"})
-        elif odd := [k for k, v in numbers(folder / "killed").items() if wanted.get(k) != v]:
-            result["failures"].append({"after_s": after, "why": f"{odd[:3]} differ"})
+        elif different := [k for k, v in numbers(folder / "killed").items() if wanted.get(k) != v]:
+            result["failures"].append({"after_s": after, "why": f"{different[:3]} differ"})
         (folder / "killed.log").unlink(missing_ok=True)
     return result | {"steps": STEPS, "run_s": statistics.median(whole)}
 

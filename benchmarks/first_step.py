@@ -135,11 +135,16 @@ BACKENDS: dict[str, Callable[..., Any]] = {"local": Local, "fsdp": _fsdp}
 def ragged_batch(vocab: int, rows: int, longest: int) -> Batch:
     """Rows of 4 to ``longest`` tokens, half prompt, with everything that the losses read."""
     generator = torch.Generator().manual_seed(0)
-    draw = lambda low, high, n: torch.randint(low, high, (n,), generator=generator)  # noqa: E731
+
+    def draw(low: int, high: int, n: int) -> torch.Tensor:
+        return torch.randint(low, high, (n,), generator=generator)
+
+    def normal(n: int) -> torch.Tensor:
+        return torch.randn(n, generator=generator)
+
     lengths = draw(4, longest + 1, rows).tolist()
     tokens = [draw(4, vocab, n) for n in lengths]
     mask = [[0.0] * max(1, n // 3) + [1.0] * (n - max(1, n // 3)) for n in lengths]
-    normal = lambda n: torch.randn(n, generator=generator)  # noqa: E731
     fields = {"advantages": [normal(n) for n in lengths], "returns": [normal(n) for n in lengths]}
     batch = Batch.from_rows(tokens, {"response_mask": mask, **fields})
     return aggregate(batch, "token-mean")
@@ -158,10 +163,10 @@ def prepare(folder: Path, shape: str, text: str, losses: Sequence[str], batch: B
             grads, _ = backend.forward_backward(state, data, warm)
             state, _ = backend.apply_update(state, grads)
         need = "values" if head == "value" else "logprobs"
-        told = backend.forward(state.params, batch, [need]).by_name[need]
+        output = backend.forward(state.params, batch, [need]).by_name[need]
         # Ratios on both sides of the clip's bounds, and values off by about its range.
         name, scale = ("values", 0.5) if head == "value" else ("old_log_probs", 0.4)
-        batch = batch.with_tokens(**{name: told + scale * noise * batch["response_mask"]})
+        batch = batch.with_tokens(**{name: output + scale * noise * batch["response_mask"]})
         backend.save(state, folder / text / head)
     torch.save(batch, folder / text / "batch.pt")
 
@@ -181,27 +186,30 @@ def first_step(
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    grads, found = backend.forward_backward(state, batch, loss)
-    told: dict[str, Any] = {"loss": found["loss"].value, "seconds": time.perf_counter() - began}
+    grads, metrics = backend.forward_backward(state, batch, loss)
+    result: dict[str, Any] = {"loss": metrics["loss"].value, "seconds": time.perf_counter() - began}
     tensors = {f"gradient.{n}": t for n, t in _whole(grads).items()} | {f"before.{n}": before[n] for n in trained}
     reference = held / f"gradient_{loss_name}.safetensors"
     if not reference.exists():
         save_file(_whole(grads), reference)
     given = _as_given(backend, load_file(reference), state)
-    changed = lambda new: {n: t - before[n] for n, t in _whole(new.params).items() if n in trained}  # noqa: E731
+
+    def changed(new: Any) -> dict[str, torch.Tensor]:
+        return {n: t - before[n] for n, t in _whole(new.params).items() if n in trained}
+
     from_reference, _ = backend.apply_update(state, given, donate=False)
     tensors |= {f"from_reference.{n}": t for n, t in changed(from_reference).items()}
     del from_reference
     per_token, _ = loss(backend.forward(state.params, batch, loss.needs), batch)
-    told["scale"] = float((batch["loss_weight"] * per_token).abs().sum())
+    result["scale"] = float((batch["loss_weight"] * per_token).abs().sum())
     state, updated = backend.apply_update(state, grads)
-    told |= {"grad_norm": updated["grad_norm"].value, "copies": updated["perf/residency_copies"].value}
+    result |= {"grad_norm": updated["grad_norm"].value, "copies": updated["perf/residency_copies"].value}
     tensors |= {f"update.{n}": t for n, t in changed(state).items()}
-    told["second_loss"] = backend.forward_backward(state, batch, loss)[1]["loss"].value
-    told["clipped"] = found["actor/pg_clipfrac"].value if "actor/pg_clipfrac" in found else None
+    result["second_loss"] = backend.forward_backward(state, batch, loss)[1]["loss"].value
+    result["clipped"] = metrics["actor/pg_clipfrac"].value if "actor/pg_clipfrac" in metrics else None
     if device == "cuda":
-        told["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return told, tensors
+        result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return result, tensors
 
 
 def _whole(tree: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -233,8 +241,8 @@ def run_layout(folder: Path, shape: str, text: str, losses: Sequence[str], devic
             "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         }  # fmt: skip
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    told = [rank.communicate()[0] for rank in ranks]
-    for rank, (process, output) in enumerate(zip(ranks, told, strict=True)):
+    outputs = [rank.communicate()[0] for rank in ranks]
+    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
         if process.returncode:
             raise RuntimeError(f"{text}: rank {rank} failed\n{output[-3000:]}")
     return [
@@ -243,17 +251,17 @@ def run_layout(folder: Path, shape: str, text: str, losses: Sequence[str], devic
     ]
 
 
-def compare(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
+def compare(result: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
     """Errors of a layout against the reference."""
     scale = wanted["scale"]
     errors = {
-        "loss": abs(found["loss"] - wanted["loss"]) / scale,
-        "grad_norm": abs(found["grad_norm"] / wanted["grad_norm"] - 1),
-        "second_loss": abs(found["second_loss"] - wanted["second_loss"]) / scale,
+        "loss": abs(result["loss"] - wanted["loss"]) / scale,
+        "grad_norm": abs(result["grad_norm"] / wanted["grad_norm"] - 1),
+        "second_loss": abs(result["second_loss"] - wanted["second_loss"]) / scale,
     }
     for kind, name in (("gradient", "gradient"), ("update", "update"), ("from_reference", "update_from_reference")):
         ours, theirs = (
-            {n: t.double() for n, t in run["tensors"].items() if n.startswith(f"{kind}.")} for run in (found, wanted)
+            {n: t.double() for n, t in run["tensors"].items() if n.startswith(f"{kind}.")} for run in (result, wanted)
         )
         # A parameter whose gradient is rounding alone has no relative error of its own.
         floor = 1e-6 * float(sum(t.square().sum() for t in theirs.values())) ** 0.5
@@ -305,8 +313,8 @@ def main(argv: Sequence[str]) -> int:
             wanted = run_layout(folder, args.shape, reference, args.losses, args.device)
             _check_hard(dict(zip(args.losses, wanted, strict=True)))
             for layout in (one for one in layouts if one.reference == reference):
-                found = run_layout(folder, args.shape, layout.text, args.losses, args.device)
-                for loss, ours, theirs in zip(args.losses, found, wanted, strict=True):
+                measured = run_layout(folder, args.shape, layout.text, args.losses, args.device)
+                for loss, ours, theirs in zip(args.losses, measured, wanted, strict=True):
                     results.append(_row(layout, loss, ours, compare(ours, theirs)))
     about = {"lr": RATES[args.shape], "clip": CLIP, "shape": args.shape, "rows": args.rows, "bars": BARS}
     measure.write(args.json, "first-step", args.device, {**about, "results": results})
@@ -319,23 +327,23 @@ def _check_hard(wanted: Mapping[str, dict[str, Any]]) -> None:
     """Refuse a batch that does not exercise what is compared."""
     if "ppo" in wanted and wanted["ppo"]["clipped"] < 0.2:
         raise RuntimeError(f"only {wanted['ppo']['clipped']:.2f} of the tokens clip: the batch is too tame")
-    norms = {loss: found["grad_norm"] for loss, found in wanted.items()}
+    norms = {loss: result["grad_norm"] for loss, result in wanted.items()}
     if len(norms) == len(LOSSES) and max(norms.values()) <= CLIP:
         raise RuntimeError(f"no gradient is longer than {CLIP}, to which it would be clipped: {norms}")
 
 
-def _row(layout: Layout, loss: str, found: dict[str, Any], errors: dict[str, float]) -> dict[str, Any]:
+def _row(layout: Layout, loss: str, result: dict[str, Any], errors: dict[str, float]) -> dict[str, Any]:
     """A result, which is also printed."""
     missed = [k for k, bar in BARS[layout.dtype].items() if not errors[k] <= bar]
     print(
         f"{layout.text:<28}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
         f"{1 - errors['cosine']:12.1e}{errors['update']:10.1e}{errors['update_from_reference']:11.1e}"
-        f"{errors['second_loss']:10.1e}{found['seconds']:8.2f}s   "
+        f"{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
         f"{'MISSED ' + ', '.join(missed) if missed else 'held'}",
         flush=True,
     )
-    told = {k: v for k, v in found.items() if k not in ("tensors", "scale")}
-    return {"layout": layout.text, "loss": loss, "errors": errors, "found": told, "missed": missed}
+    numbers = {k: v for k, v in result.items() if k not in ("tensors", "scale")}
+    return {"layout": layout.text, "loss": loss, "errors": errors, "found": numbers, "missed": missed}
 
 
 def draw(results: list[dict[str, Any]], out: Path) -> None:
@@ -383,11 +391,11 @@ def rank_main(arguments: Sequence[str]) -> None:
 
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     for loss in losses:
-        told, tensors = first_step(folder, shape, layout, loss, device)
+        result, tensors = first_step(folder, shape, layout, loss, device)
         if rank == 0:
             (folder / "out").mkdir(exist_ok=True)
             save_file(tensors, folder / "out" / f"{loss}.safetensors")
-            (folder / "out" / f"{loss}.json").write_text(json.dumps(told))
+            (folder / "out" / f"{loss}.json").write_text(json.dumps(result))
     if layout.name != "local":
         dist.barrier()
         dist.destroy_process_group()

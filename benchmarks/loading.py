@@ -31,9 +31,9 @@ def memory(field: str) -> int:
         >>> memory("VmHWM") >= memory("VmRSS") > 0
         True
     """
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return 1024 * int(found[1])
+    line = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert line is not None
+    return 1024 * int(line[1])
 
 
 def _rank(rank: int, ranks: int, port: int, folder: str, way: str, pipe: Any) -> None:

@@ -51,8 +51,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
     """The median of paired ratios and its 95 % interval by bootstrap over the pairs.
 
     Example:
-        >>> found = ratio([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
-        >>> found["median"], found["low"], found["high"]
+        >>> result = ratio([2.0, 2.0, 2.0], [1.0, 1.0, 1.0])
+        >>> result["median"], result["low"], result["high"]
         (2.0, 2.0, 2.0)
     """
     pairs = [a / b for a, b in zip(ours, theirs, strict=True)]
@@ -71,10 +71,10 @@ def peak_bytes(fn: Callable[[], Any], device: str) -> int:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(profile_memory=True, acc_events=True, activities=activities) as found:
+    with torch.profiler.profile(profile_memory=True, acc_events=True, activities=activities) as profile:
         fn()
     held = peak = 0
-    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     for event in sorted(events, key=lambda e: e.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
@@ -83,14 +83,14 @@ def peak_bytes(fn: Callable[[], Any], device: str) -> int:
 
 def machine(device: str) -> dict[str, Any]:
     """Where and with what a result was measured."""
-    found: dict[str, Any] = {"python": platform.python_version(), "threads": torch.get_num_threads()}
-    found["device"] = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores, {_cpu()}"
+    about: dict[str, Any] = {"python": platform.python_version(), "threads": torch.get_num_threads()}
+    about["device"] = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores, {_cpu()}"
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            about[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return about
 
 
 def write(path: str | None, name: str, device: str, result: dict[str, Any]) -> None:

@@ -53,9 +53,9 @@ class Verl:
         from verl.workers.utils.padding import no_padding_2_padding
 
         data = self._data({}, calculate_entropy=True, compute_loss=False)
-        found = self.worker.infer_batch(data)
-        told = tensordict_utils.get(found, "log_probs").cpu().float()
-        self.old = no_padding_2_padding(told, data)
+        outputs = self.worker.infer_batch(data)
+        logprobs = tensordict_utils.get(outputs, "log_probs").cpu().float()
+        self.old = no_padding_2_padding(logprobs, data)
         mask = self.mask[:, workload.PROMPT :].bool()
         return {"mean": float(self.old[mask].mean())}
 
@@ -63,8 +63,8 @@ class Verl:
         from verl.utils import tensordict_utils
 
         fields = {"old_log_probs": self.old, "advantages": self.advantages}
-        found = self.worker.train_batch(self._data(fields, calculate_entropy=False))
-        return {"grad_norm": float(tensordict_utils.get(found, "metrics")["grad_norm"])}
+        outputs = self.worker.train_batch(self._data(fields, calculate_entropy=False))
+        return {"grad_norm": float(tensordict_utils.get(outputs, "metrics")["grad_norm"])}
 
     def _data(self, fields: dict[str, torch.Tensor], **meta: Any) -> Any:
         from verl import DataProto
@@ -82,6 +82,6 @@ class Verl:
         data = DataProto.from_single_dict(
             common | fields, meta_info={"temperature": 1.0, "global_token_num": tokens, **meta}
         )
-        found = left_right_2_no_padding(data.to_tensordict())
-        tensordict_utils.assign_non_tensor(found, global_batch_size=len(tokens))
-        return found
+        unpadded = left_right_2_no_padding(data.to_tensordict())
+        tensordict_utils.assign_non_tensor(unpadded, global_batch_size=len(tokens))
+        return unpadded

@@ -43,12 +43,12 @@ def compare(folder: Path, model: Path, steps: int, layout: Sequence[str]) -> lis
     train(local, lambda line: None)
     wanted = {row["step"]: row for row in read_metrics(folder / "local")}
     other = make_plan(load(overrides=[*settings, f"trainer.dir={folder / 'other'}", *layout]))
-    found = recorded_run(other, folder / "local")
+    reports = recorded_run(other, folder / "local")
     rows = []
-    for step, report in enumerate(found, 1):
-        told = {name: (wanted[step][name], report[name]) for name in METRICS}
-        errors = {name: abs(b - a) / max(abs(a), FLOOR) for name, (a, b) in told.items()}
-        rows.append({"step": step, "errors": errors, "local": {name: a for name, (a, _) in told.items()}})
+    for step, report in enumerate(reports, 1):
+        pairs = {name: (wanted[step][name], report[name]) for name in METRICS}
+        errors = {name: abs(b - a) / max(abs(a), FLOOR) for name, (a, b) in pairs.items()}
+        rows.append({"step": step, "errors": errors, "local": {name: a for name, (a, _) in pairs.items()}})
     return rows
 
 

@@ -227,5 +227,5 @@ def _result(seconds: dict[str, list[float]], memory: Mapping[str, float]) -> dic
         "control": measure.ratio(seconds["control"], seconds["plain"]),
         "memory": memory["ours"] / memory["plain"],
         "memory_mib": {name: round(value / 2**20, 1) for name, value in memory.items()},
-        "median_ms": {name: 1e3 * sorted(found)[len(found) // 2] for name, found in seconds.items()},
+        "median_ms": {name: 1e3 * sorted(calls)[len(calls) // 2] for name, calls in seconds.items()},
     }

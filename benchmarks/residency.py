@@ -42,9 +42,9 @@ def ours(folder: str, batch: Batch, device: str) -> Callable[[], None]:
     held = {"state": backend.load_pretrained()}
 
     def step() -> None:
-        grads, found = backend.forward_backward(held["state"], batch, ppo_clip())
+        grads, metrics = backend.forward_backward(held["state"], batch, ppo_clip())
         held["state"], updated = backend.apply_update(held["state"], grads)
-        assert found["loss"].value == found["loss"].value and updated["perf/residency_copies"].value == 0
+        assert metrics["loss"].value == metrics["loss"].value and updated["perf/residency_copies"].value == 0
 
     return step
 
@@ -71,9 +71,9 @@ def in_place(folder: str, batch: Batch, device: str) -> Callable[[], None]:
         total = 0.0
         for part in split_by_tokens(batch, workload.BUDGET):
             staged = Staged.of(part, torch.device(device))
-            found = skeleton(lambda model, s=staged: compute(model, s))
-            found.backward()
-            total = total + found.detach()
+            loss_of_part = skeleton(lambda model, s=staged: compute(model, s))
+            loss_of_part.backward()
+            total = total + loss_of_part.detach()
         nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -97,11 +97,11 @@ def peak(make: Callable[[], Callable[[], None]], device: str) -> float:
     """The most memory, in bytes, that a variant holds by itself during an update."""
     step = make()
     step()
-    found = measure.peak_bytes(step, device)
+    peak_bytes = measure.peak_bytes(step, device)
     held = torch.cuda.memory_allocated() if device == "cuda" else 0
     del step
     gc.collect()
-    return found + held
+    return peak_bytes + held
 
 
 def main(argv: Sequence[str]) -> int:
@@ -127,16 +127,16 @@ def main(argv: Sequence[str]) -> int:
         seconds = measure.interleave(variants, args.rounds, args.device)
     dist.destroy_process_group()
     time, control = (measure.ratio(seconds[name], seconds["in_place"]) for name in ("ours", "control"))
-    told = {
+    result = {
         "shape": args.shape, "bars": BARS, "time": time, "control": control,
         "memory": memory["ours"] / memory["in_place"],
         "peak_gib": {name: value / 2**30 for name, value in memory.items()}, "seconds": seconds,
     }  # fmt: skip
-    measure.write(args.json, "residency", args.device, told)
-    held = time["median"] <= BARS["time"] and told["memory"] <= BARS["memory"]
+    measure.write(args.json, "residency", args.device, result)
+    held = time["median"] <= BARS["time"] and result["memory"] <= BARS["memory"]
     print(
         f"{args.shape}: time {time['median']:.3f} [{time['low']:.3f}, {time['high']:.3f}] of the loop in place, "
-        f"the loop against itself {control['median']:.3f}, memory {told['memory']:.3f}: "
+        f"the loop against itself {control['median']:.3f}, memory {result['memory']:.3f}: "
         f"{'held' if held else 'MISSED'}"
     )
     return 0 if held else 1

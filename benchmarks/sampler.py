@@ -99,11 +99,11 @@ def with_transformers(model: Any, prompts: Sequence[Sequence[int]]) -> Callable[
     def generate(seed: int) -> list[int]:
         torch.manual_seed(seed)
         # Without top_k=0 transformers would cut to 50 tokens, which is more work and another distribution.
-        found: Tensor = model.generate(
+        responses: Tensor = model.generate(
             padded, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=LONGEST,
             eos_token_id=EOS, pad_token_id=PAD,
         )[:, longest:]  # fmt: skip
-        ended = found == EOS
+        ended = responses == EOS
         assert bool(ended.any(1).all())
         return (ended.int().argmax(1) + 1).tolist()
 
@@ -125,7 +125,7 @@ def compare(size: Size, pairs: int) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "speedup": speedup,
         "bar": size.bar,
-        "tokens_per_s": {name: sum(lengths) / statistics.median(found) for name, found in seconds.items()},
+        "tokens_per_s": {name: sum(lengths) / statistics.median(calls) for name, calls in seconds.items()},
         "lengths": {"mean": statistics.mean(lengths), "min": min(lengths), "max": max(lengths)},
     }
 

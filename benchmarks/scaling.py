@@ -196,8 +196,8 @@ def summary(seconds: dict[str, dict[int, list[float]]], tokens: int) -> dict[str
     """Returns tokens a second a rank, and the efficiency of each size against one rank, round by round.
 
     Example:
-        >>> found = summary({"update": {1: [1.0, 1.0], 2: [1.25, 1.25]}}, tokens=100)
-        >>> found["update"]["2"]["tokens_a_second_a_rank"], found["update"]["2"]["efficiency"]["median"]
+        >>> result = summary({"update": {1: [1.0, 1.0], 2: [1.25, 1.25]}}, tokens=100)
+        >>> result["update"]["2"]["tokens_a_second_a_rank"], result["update"]["2"]["efficiency"]["median"]
         (80, 0.8)
     """
     result: dict[str, Any] = {}

@@ -51,14 +51,14 @@ class Ours:
         self.logprobs()
 
     def logprobs(self) -> dict[str, float]:
-        found = self.backend.forward(self.state.params, self.batch, ("logprobs", "entropy"))
-        self.batch = self.batch.with_tokens(old_log_probs=found.by_name["logprobs"])
-        return {"mean": float(found.by_name["logprobs"].sum() / self.batch["response_mask"].sum())}
+        outputs = self.backend.forward(self.state.params, self.batch, ("logprobs", "entropy"))
+        self.batch = self.batch.with_tokens(old_log_probs=outputs.by_name["logprobs"])
+        return {"mean": float(outputs.by_name["logprobs"].sum() / self.batch["response_mask"].sum())}
 
     def update(self) -> dict[str, float]:
         grads, _ = self.backend.forward_backward(self.state, self.batch, ppo_clip())
-        self.state, found = self.backend.apply_update(self.state, grads)
-        return {"grad_norm": found["grad_norm"].value, "copies": found["perf/residency_copies"].value}
+        self.state, metrics = self.backend.apply_update(self.state, grads)
+        return {"grad_norm": metrics["grad_norm"].value, "copies": metrics["perf/residency_copies"].value}
 
 
 def peer(folder: str, shape: str, checkpointing: bool, device: str) -> Any:
@@ -88,12 +88,12 @@ def _timed(call: Callable[[], dict[str, float]], device: str) -> dict[str, float
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    told = call()
+    result = call()
     if device == "cuda":
         torch.cuda.synchronize()
-    told["seconds"] = time.perf_counter() - began
-    told["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
-    return told
+    result["seconds"] = time.perf_counter() - began
+    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else 0.0
+    return result
 
 
 class Process:
@@ -108,16 +108,16 @@ class Process:
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, name, port, device, arguments), daemon=True)
         self.process.start()
-        self._hear()
+        self._receive()
 
     def call(self, what: str) -> dict[str, float]:
-        """What the engine tells of one ``update`` or ``logprobs``.
+        """Returns what the engine reports of one ``update`` or ``logprobs``.
 
         Raises:
             RuntimeError: it failed; its traceback is in the message.
         """
         self.pipe.send(what)
-        return self._hear()
+        return self._receive()
 
     def stop(self) -> None:
         """End the process."""
@@ -125,16 +125,16 @@ class Process:
         self.process.join(20)
         self.process.kill()
 
-    def _hear(self) -> dict[str, float]:
-        told = self.pipe.recv()
-        if "error" in told:
-            raise RuntimeError(f"the engine {self.name} failed\n{told['error']}")
-        return told
+    def _receive(self) -> dict[str, float]:
+        reply = self.pipe.recv()
+        if "error" in reply:
+            raise RuntimeError(f"the engine {self.name} failed\n{reply['error']}")
+        return reply
 
 
 def measured(shape: str, names: Sequence[str], checkpointing: bool, device: str, rounds: int) -> dict[str, Any]:
     """Seconds, memory and check values of every engine, call by call, its turn changing from round to round."""
-    found: dict[str, Any] = {name: {"update": [], "logprobs": []} for name in names}
+    calls: dict[str, Any] = {name: {"update": [], "logprobs": []} for name in names}
     with tempfile.TemporaryDirectory() as folder:
         workload.write_model(Path(folder), shape, device)
         engines = {name: Process(name, device, folder, shape, checkpointing) for name in names}
@@ -142,31 +142,31 @@ def measured(shape: str, names: Sequence[str], checkpointing: bool, device: str,
             for i in range(-WARM_UPS, rounds):
                 order = list(names) if i % 2 else list(reversed(names))
                 for name in order:
-                    told = engines[name].call(what)
+                    result = engines[name].call(what)
                     if i >= 0 or (what == "update" and i == -WARM_UPS):
-                        found[name][what].append(told)
+                        calls[name][what].append(result)
         for engine in engines.values():
             engine.stop()
-    return found
+    return calls
 
 
-def summary(shape: str, found: dict[str, Any]) -> dict[str, Any]:
+def summary(shape: str, measured: dict[str, Any]) -> dict[str, Any]:
     """Tokens a second, MFU and memory of each engine, and our ratios to the other."""
     parameters, tokens = _sizes(shape)
-    told: dict[str, Any] = {"parameters": parameters, "tokens": tokens}
-    for name, by_kind in found.items():
+    result: dict[str, Any] = {"parameters": parameters, "tokens": tokens}
+    for name, by_kind in measured.items():
         # The first update is kept for its gradient norm alone.
         first, *updates = by_kind["update"]
-        mine: dict[str, Any] = {"first_grad_norm": first["grad_norm"]}
+        engine: dict[str, Any] = {"first_grad_norm": first["grad_norm"]}
         for what, calls, factor in (("update", updates, 6), ("logprobs", by_kind["logprobs"], 2)):
             seconds = [call["seconds"] for call in calls]
             speed = tokens / statistics.median(seconds)
-            mine[what] = {
+            engine[what] = {
                 "tokens_a_second": round(speed), "mfu": factor * parameters * speed / workload.H200_FLOPS,
                 "peak_gib": max(call["peak_gib"] for call in calls), "seconds": seconds,
             }  # fmt: skip
-        told[name] = mine
-    return told
+        result[name] = engine
+    return result
 
 
 def _sizes(shape: str) -> tuple[int, int]:
@@ -232,10 +232,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _peer() -> dict[str, str]:
-    found = {}
+    versions = {}
     for package in ("verl", "liger-kernel", "flash-attn", "triton"):
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
