@@ -48,6 +48,7 @@ from verl_fn.steps import (
     value_clip,
 )
 
+from . import first_step_chart as chart
 from . import measure
 
 CLIP = 0.3
@@ -319,7 +320,7 @@ def main(argv: Sequence[str]) -> int:
     about = {"lr": RATES[args.shape], "clip": CLIP, "shape": args.shape, "rows": args.rows, "bars": BARS}
     measure.write(args.json, "first-step", args.device, {**about, "results": results})
     if args.png:
-        draw(results, Path(args.png))
+        chart.draw(results, BARS, {layout.text: layout.dtype for layout in layouts}, Path(args.png))
     return 1 if any(r["missed"] for r in results) else 0
 
 
@@ -344,39 +345,6 @@ def _row(layout: Layout, loss: str, result: dict[str, Any], errors: dict[str, fl
     )
     numbers = {k: v for k, v in result.items() if k not in ("tensors", "scale")}
     return {"layout": layout.text, "loss": loss, "errors": errors, "found": numbers, "missed": missed}
-
-
-def draw(results: list[dict[str, Any]], out: Path) -> None:
-    """The errors of every layout and loss on a log axis, with the bars."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    kinds, least = list(BARS["float32"]), 1e-10
-    layouts = list(dict.fromkeys(r["layout"] for r in results))
-    losses = list(dict.fromkeys(r["loss"] for r in results))
-    figure, axes = pyplot.subplots(1, len(kinds), figsize=(3.0 * len(kinds) + 2, 0.36 * len(layouts) + 1.5), dpi=150,
-                                   layout="constrained", sharey=True)  # fmt: skip
-    for axis, kind in zip(axes, kinds, strict=True):
-        for i, loss in enumerate(losses):
-            rows = [r for r in results if r["loss"] == loss]
-            at = [layouts.index(r["layout"]) + 0.24 * (i - (len(losses) - 1) / 2) for r in rows]
-            axis.plot([max(r["errors"][kind], least) for r in rows], at, f"C{i}o", ms=5, label=loss)
-        for dtype in {Layout.parse(text).dtype for text in layouts}:
-            if (bar := BARS[dtype].get(kind)) is not None:
-                axis.axvline(bar, color="C3", lw=1.2, ls="-" if dtype == "float32" else "--", label=f"bar, {dtype}")
-        axis.set(xscale="log", xlim=(least / 3, 1), title=kind.replace("_", " "), xlabel="relative error")
-        axis.set_xticks([least, 1e-8, 1e-6, 1e-4, 1e-2, 1], ["≤1e-10", "1e-8", "1e-6", "1e-4", "1e-2", "1"])
-        axis.minorticks_off()
-        axis.grid(axis="x", alpha=0.25)
-        for line in range(len(layouts) - 1):
-            axis.axhline(line + 0.5, color="0.85", lw=0.6)
-    axes[0].set_yticks(range(len(layouts)), layouts)
-    axes[0].set_ylim(len(layouts) - 0.5, -0.5)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper")
-    figure.savefig(out)
-    pyplot.close(figure)
 
 
 def rank_main(arguments: Sequence[str]) -> None:
