@@ -47,12 +47,13 @@ def imitate(outputs, batch):
 
 def best_of_group(batch, only_best=True):
     """The estimator: 1 for the best answer to each prompt, 0 for all others, and 0 if all are equally good."""
-    score = batch.sum_rows(batch["token_level_rewards"] * batch["response_mask"])
+    mask = batch["response_mask"].bool()
+    score = batch.sum_rows(torch.where(mask, batch["token_level_rewards"], 0.0))
     same = batch["group"][:, None] == batch["group"]
     best = torch.where(same, score, -torch.inf).amax(1)
     worst = torch.where(same, score, torch.inf).amin(1)
     chosen = (score > worst) & ((score == best) | (not only_best))
-    advantages = batch.spread(chosen.float()) * batch["response_mask"]
+    advantages = torch.where(mask, batch.spread(chosen.to(score.dtype)), 0.0)
     return batch.with_tokens(advantages=advantages, returns=advantages)
 
 

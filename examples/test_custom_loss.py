@@ -4,11 +4,12 @@
 """
 
 import pytest
+import torch
 
 from verl_fn.backends.protocol import Sampling
 from verl_fn.state import Key, pack, requests_for
 from verl_fn.steps import adamw, aggregate, loss, rloo, token_mean
-from verl_fn.testing import LawViolation, Mock, MockRollout, check_loss, sample_table
+from verl_fn.testing import LawViolation, Mock, MockRollout, check_loss, compare_loss, sample_table
 
 
 @loss(needs=["logprobs"])
@@ -39,6 +40,21 @@ def step(state, prompts, backend, engine, key):
 
 def test_the_loss_obeys_the_laws():
     check_loss(truncated)
+
+
+def formula(outputs, row):
+    """The loss once more, for one row and as plainly as possible."""
+    values = []
+    for t in range(len(row.tokens)):
+        ratio = (outputs.logprobs[t] - row["old_log_probs"][t]).exp()
+        values.append(-min(float(ratio), 2.0) * row["advantages"][t] * outputs.logprobs[t])
+    return torch.stack(values)
+
+
+def test_the_loss_is_its_formula():
+    compare_loss(truncated, formula)
+    with pytest.raises(LawViolation, match="another sign"):
+        compare_loss(-1.0 * truncated, formula)
 
 
 def test_a_denominator_inside_the_loss_is_caught():

@@ -106,6 +106,47 @@ def divides_by_spread(batch):
     return batch.with_tokens(advantages=spread, returns=spread)
 
 
+def in_float32(batch):
+    """The mean of equal rewards is not quite that reward."""
+    scores = batch.sum_rows(torch.where(batch["response_mask"].bool(), batch["token_level_rewards"], 0.0))
+    _, ids, counts = batch["group"].unique(return_inverse=True, return_counts=True)
+    mean = scores.new_zeros(len(counts)).index_add(0, ids, scores / counts[ids])
+    return outcome(batch, scores - mean[ids])
+
+
+def never_zero(batch):
+    """An epsilon inside the numerator."""
+    new = rloo(batch)
+    advantages = torch.where(new["token_level_rewards"].any(), new["advantages"] + 1e-6, 0.0)
+    return new.with_tokens(advantages=advantages * batch["response_mask"])
+
+
+def divides_by_lengths(batch):
+    """The lengths of prompts and responses together."""
+    new = rloo(batch)
+    return new.with_tokens(advantages=new["advantages"] / batch.spread(batch.lengths))
+
+
+def multiplies_by_the_mask(batch):
+    """Infinity times 0 is no number."""
+    return outcome(batch, batch.sum_rows(batch["token_level_rewards"] * batch["response_mask"]))
+
+
+def keeps_a_graph(batch):
+    new = rloo(batch)
+    return new.with_tokens(advantages=new["advantages"].clone().requires_grad_())
+
+
+def rounds_to_bf16(batch):
+    new = gae(batch)
+    return new.with_tokens(advantages=new["advantages"].bfloat16().to(new["advantages"].dtype))
+
+
+def outcome(batch, advantages):
+    spread = torch.where(batch["response_mask"].bool(), batch.spread(advantages), 0.0)
+    return batch.with_tokens(advantages=spread, returns=spread)
+
+
 ADVANTAGES = [
     (writes_to_rewards, "Purity"),
     (explores, "Purity"),
@@ -123,4 +164,10 @@ ADVANTAGES = [
     (forgets_returns, "Signature"),
     (overwrites_rewards, "Signature"),
     (divides_by_spread, "Signature"),
+    (in_float32, "Zero"),
+    (never_zero, "Zero"),
+    (divides_by_lengths, "Zero"),
+    (multiplies_by_the_mask, "Zero"),
+    (keeps_a_graph, "Signature"),
+    (rounds_to_bf16, "Precision"),
 ]

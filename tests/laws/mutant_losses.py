@@ -121,10 +121,10 @@ def pulls_without_advantage(outputs, batch):
 
 
 @loss(needs=["logprobs"])
-def not_finite_without_response(outputs, batch):
-    """Divides by the length of a response, which may be 0."""
-    length = batch.spread(batch.sum_rows(batch["response_mask"]))
-    return -batch["advantages"] * outputs.logprobs / length, {}
+def not_finite_for_one_token(outputs, batch):
+    """Divides by the standard deviation of a row, which may have one token."""
+    others = batch.spread(batch.sum_rows(batch["response_mask"])) - 1.0
+    return -batch["advantages"] * outputs.logprobs / others, {}
 
 
 @loss(needs=["logprobs"])
@@ -149,6 +149,74 @@ def mean_over_rows(outputs, batch):
     return outputs.row_values.square() / len(batch), {}
 
 
+@loss(needs=["logprobs"])
+def divides_by_lengths(outputs, batch):
+    """The lengths of prompts and responses together."""
+    return -batch["advantages"] * outputs.logprobs / batch.spread(batch.lengths), {}
+
+
+@loss(needs=["logprobs"])
+def discounts_by_position(outputs, batch):
+    return -batch["advantages"] * outputs.logprobs * 0.9**batch.positions, {}
+
+
+@loss(needs=["logprobs"])
+def applies_weights(outputs, batch):
+    return -batch["advantages"] * outputs.logprobs * batch["loss_weight"], {}
+
+
+@loss(needs=["row_values"], level="row")
+def applies_row_weights(outputs, batch):
+    return outputs.row_values.square() * batch["row_weight"], {}
+
+
+@loss(needs=["logprobs"])
+def multiplies_by_the_mask(outputs, batch):
+    """Infinity times 0 is no number."""
+    kl = (outputs.logprobs - batch["ref_log_prob"]) * batch["response_mask"]
+    return kl, {"actor/kl": Sum(kl.detach().sum())}
+
+
+@loss(needs=["logprobs"], level="row")
+def sums_rows_times_the_mask(outputs, batch):
+    return -batch.sum_rows(batch["advantages"] * outputs.logprobs * batch["response_mask"]), {}
+
+
+@loss(needs=["logprobs"])
+def is_constant(outputs, batch):
+    return batch["advantages"] * (outputs.logprobs - batch["old_log_probs"]).sign(), {}
+
+
+@loss(needs=["entropy"])
+def is_detached(outputs, batch):
+    return outputs.entropy.detach() + 0.0 * outputs.entropy, {}
+
+
+def depends_on_a_parameter():
+    weight = torch.ones((), requires_grad=True)
+
+    @loss(needs=["logprobs"])
+    def learns_by_itself(outputs, batch):
+        return weight * batch["advantages"], {}
+
+    return learns_by_itself
+
+
+@loss(needs=["logprobs"])
+def returns_bf16(outputs, batch):
+    return (-batch["advantages"] * outputs.logprobs).bfloat16(), {}
+
+
+@loss(needs=["logprobs"])
+def rounds_to_bf16(outputs, batch):
+    return -batch["advantages"] * outputs.logprobs.bfloat16().to(outputs.logprobs.dtype), {}
+
+
+@loss(needs=["hidden"])
+def reads_what_no_backend_serves(outputs, batch):
+    return outputs.hidden.sum(-1), {}
+
+
 LOSSES = [
     (compares_with_the_next_row, "Split invariance"),
     (mean_over_rows, "Split invariance"),
@@ -171,5 +239,17 @@ LOSSES = [
     (drops_out, "Purity"),
     (keeps_a_baseline(), "Purity"),
     (does_not_clamp, "Finite"),
-    (not_finite_without_response, "Finite"),
+    (not_finite_for_one_token, "Finite"),
+    (divides_by_lengths, "Zero"),
+    (discounts_by_position, "Zero"),
+    (multiplies_by_the_mask, "Zero"),
+    (sums_rows_times_the_mask, "Zero"),
+    (applies_weights, "Signature"),
+    (applies_row_weights, "Signature"),
+    (is_constant, "Signature"),
+    (ppo_clip() + is_detached, "Signature"),
+    (depends_on_a_parameter(), "Signature"),
+    (returns_bf16, "Signature"),
+    (rounds_to_bf16, "Precision"),
+    (reads_what_no_backend_serves, "Signature"),
 ]

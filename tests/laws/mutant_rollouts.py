@@ -1,60 +1,13 @@
-"""Broken rollout engines, each with the promise that it breaks."""
+"""Rollout engines with wrong versions, weights or samples, each with the promise that it breaks."""
 
 from functools import partial
-from typing import ClassVar
 
 import attrs
 import torch
+from mock_rollouts import resampled, rollout
 
-from verl_fn.backends.mock.rollout import MockRollout, Response, sample_table
-from verl_fn.backends.protocol import Capabilities
+from verl_fn.backends.mock.rollout import MockRollout
 from verl_fn.backends.weight_sync import IncompleteWeights
-from verl_fn.state import Key
-
-
-def rollout(cls=MockRollout, script=sample_table, **options):
-    return cls(script, **options)
-
-
-def rekeyed(requests, key):
-    """The same requests with other keys, ``key(place, request)``."""
-    return [attrs.evolve(request, key=key(i, request)) for i, request in enumerate(requests)]
-
-
-def resampled(requests, **changes):
-    return [attrs.evolve(r, sampling=attrs.evolve(r.sampling, **changes)) for r in requests]
-
-
-class SeedsFromPosition(MockRollout):
-    """Request i draws the numbers of request i, whichever prompt it holds."""
-
-    def generate(self, requests, *, version=None):
-        return super().generate(rekeyed(requests, lambda i, r: Key.from_seed(i)), version=version)
-
-
-class SeedsFromCount(MockRollout):
-    """Other draws where more samples are asked for."""
-
-    def generate(self, requests, *, version=None):
-        keyed = rekeyed(requests, lambda i, r: r.key.fold_in(r.sampling.n))
-        return super().generate(keyed, version=version)
-
-
-class SeedsFromGlobalGenerator(MockRollout):
-    def generate(self, requests, *, version=None):
-        seed = int(torch.randint(2**31, ()))
-        keyed = rekeyed(requests, lambda i, r: Key.from_seed(seed).fold_in(r.id))
-        return super().generate(keyed, version=version)
-
-
-class IgnoresKey(MockRollout):
-    def generate(self, requests, *, version=None):
-        return super().generate(rekeyed(requests, lambda i, r: Key.from_seed(r.id)), version=version)
-
-
-class OneDrawAPrompt(MockRollout):
-    def _key(self, request, number):
-        return super()._key(request, 0)
 
 
 class ServesStaleWeights(MockRollout):
@@ -113,7 +66,7 @@ class CountsRowsOnly(IgnoresWhatIsMissing):
         self.version = version
 
 
-class TellsItsVersionEarly(MockRollout):
+class ReportsItsVersionEarly(MockRollout):
     def publish(self, version, weights):
         try:
             super().publish(version, weights)
@@ -159,7 +112,7 @@ class Edits(MockRollout):
         return [self.edit(sample) for sample in super().generate(requests, version=version)]
 
 
-class SaysAnotherVersion(Edits):
+class ReportsAnotherVersion(Edits):
     def edit(self, sample):
         return attrs.evolve(sample, versions=torch.full_like(sample.versions, 3))
 
@@ -177,7 +130,7 @@ class NumbersGroupsByPosition(MockRollout):
 
 
 class DropsSamples(MockRollout):
-    """Without saying that an environment does."""
+    """Though no environment takes part."""
 
     def generate(self, requests, *, version=None):
         return super().generate(requests, version=version)[:-1]
@@ -227,69 +180,7 @@ class ForgetsTemperature(Edits):
         return attrs.evolve(sample, temperature=1.0)
 
 
-class PassesOver(MockRollout):
-    """Promises a cut, and draws from all tokens; the log-probs are those of its draws."""
-
-    changes: ClassVar = {}
-
-    def generate(self, requests, *, version=None):
-        samples = super().generate(resampled(requests, **self.changes), version=version)
-        cuts = {request.id: request.sampling.cuts for request in requests}
-        return [self._told(s) if cuts[s.request] else s for s in samples]
-
-    def _told(self, s):
-        return s if s.full_log_probs is not None else attrs.evolve(s, full_log_probs=s.log_probs)
-
-
-class PassesOverTopK(PassesOver):
-    changes: ClassVar = {"top_k": -1}
-
-
-class PassesOverTopP(PassesOver):
-    changes: ClassVar = {"top_p": 1.0}
-
-
-class AnswersWhatItDoesNotPromise(MockRollout):
-    """Says that it has no top_k, and passes a request for it over."""
-
-    def generate(self, requests, *, version=None):
-        return super().generate(resampled(requests, top_k=-1), version=version)
-
-
-def _said(turn, tokens, temperature, **cuts):
-    """The log-probs of ``tokens`` at another temperature."""
-    table = (turn.weights["logits"].double() / temperature).log_softmax(-1)
-    return table[[turn.prompt[-1], *tokens[:-1]], list(tokens)].tolist()
-
-
-def raw_log_probs(turn):
-    """Log-probs before the temperature."""
-    answer = sample_table(turn)
-    raw = _said(turn, answer.tokens, 1.0)
-    return Response(answer.tokens, raw, raw, answer.finished)
-
-
-def draws_colder(turn):
-    """The right log-probs of the wrong draws."""
-    temperature = turn.sampling.temperature
-    answer = sample_table(attrs.evolve(turn, sampling=attrs.evolve(turn.sampling, temperature=0.5 * temperature)))
-    if not temperature:
-        return answer
-    full = _said(turn, answer.tokens, temperature)
-    return Response(answer.tokens, full, full, answer.finished)
-
-
-def does_not_renormalise(turn):
-    answer = sample_table(turn)
-    return Response(answer.tokens, answer.full_log_probs, answer.full_log_probs, answer.finished)
-
-
-ROLLOUTS = [
-    (partial(rollout, SeedsFromPosition), "Purity"),
-    (partial(rollout, SeedsFromCount), "Purity"),
-    (partial(rollout, SeedsFromGlobalGenerator), "Purity"),
-    (partial(rollout, IgnoresKey), "Purity"),
-    (partial(rollout, OneDrawAPrompt), "Purity"),
+SAMPLES = [
     (partial(rollout, ServesStaleWeights), "Version"),
     (partial(rollout, SleepsLightly), "Version"),
     (partial(rollout, KeepsFirstWeights), "Log-probs"),
@@ -297,10 +188,10 @@ ROLLOUTS = [
     (partial(rollout, WritesToPublished), "Version"),
     (partial(rollout, IgnoresWhatIsMissing), "Version"),
     (partial(rollout, CountsRowsOnly), "Version"),
-    (partial(rollout, TellsItsVersionEarly), "Version"),
+    (partial(rollout, ReportsItsVersionEarly), "Version"),
     (partial(rollout, FallsBackToOldWeights), "Version"),
     (partial(rollout, NeverCompares), "Version"),
-    (partial(rollout, SaysAnotherVersion), "Version"),
+    (partial(rollout, ReportsAnotherVersion), "Version"),
     (partial(rollout, InterleavesSamples), "Signature"),
     (partial(rollout, NumbersGroupsByPosition), "Signature"),
     (partial(rollout, DropsSamples), "Signature"),
@@ -311,13 +202,4 @@ ROLLOUTS = [
     (partial(rollout, RunsPastStops), "Signature"),
     (partial(rollout, SpeaksOfPrompt), "Signature"),
     (partial(rollout, ForgetsTemperature), "Signature"),
-    (partial(rollout, PassesOverTopK), "Capabilities"),
-    (partial(rollout, PassesOverTopP), "Capabilities"),
-    (
-        partial(rollout, AnswersWhatItDoesNotPromise, capabilities=Capabilities(top_k=False)),
-        "Capabilities",
-    ),
-    (partial(rollout, script=raw_log_probs), "Log-probs"),
-    (partial(rollout, script=draws_colder), "Log-probs"),
-    (partial(rollout, script=does_not_renormalise), "Log-probs"),
 ]

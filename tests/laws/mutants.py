@@ -1,19 +1,31 @@
 """Broken backends, losses, estimators and rollout engines: each check must catch every one of its kind.
 
 Every list pairs a mutant with the law that it breaks, so that a check which fails for the wrong reason is noticed
-too. ``LAYOUTS`` are broken only beside a right backend.
+too. ``LAYOUTS`` pairs mutants with right backends, beside which they are broken.
 """
 
+from mock_backends import VOCAB, mock, optimizer
+from mock_rollouts import rollout
 from mutant_advantages import ADVANTAGES
-from mutant_backends import BACKENDS, LAYOUTS, VOCAB, StaleLocal, mock, optimizer
+from mutant_draws import DRAWS
+from mutant_folders import FOLDERS
+from mutant_gradients import GRADIENTS
+from mutant_layouts import LAYOUTS
 from mutant_losses import LOSSES
-from mutant_rollouts import ROLLOUTS, rollout
+from mutant_outputs import OTHER_OUTPUTS, OUTPUTS
+from mutant_purity import PURITY, StaleLocal
+from mutant_rollouts import SAMPLES
+from mutant_updates import UPDATES
+
+ROLLOUTS = [*SAMPLES, *DRAWS]
+BACKENDS = [*PURITY, *GRADIENTS, *OUTPUTS, *UPDATES, *FOLDERS]
 
 __all__ = [
     "ADVANTAGES",
     "BACKENDS",
     "LAYOUTS",
     "LOSSES",
+    "OTHER_OUTPUTS",
     "ROLLOUTS",
     "VOCAB",
     "StaleLocal",

@@ -9,8 +9,18 @@ from properties import KEYS, examples
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.mock.train import Mock
-from verl_fn.steps import chain, clip_by_global_norm, constant, cross_entropy, entropy, ppo_clip, sgd, value_clip
-from verl_fn.testing import check_backend, tiny_batch
+from verl_fn.steps import (
+    bradley_terry,
+    chain,
+    clip_by_global_norm,
+    constant,
+    cross_entropy,
+    entropy,
+    ppo_clip,
+    sgd,
+    value_clip,
+)
+from verl_fn.testing import check_backend, tiny_batch, tiny_pairs
 
 pytestmark = pytest.mark.filterwarnings("error:the backend took the batch as one")
 
@@ -72,6 +82,14 @@ def test_local_with_a_value_head(folders, options):
     one = local(folders["tied"], head="value", **options)
     other = local(folders["tied"], head="value", max_tokens=16, **options)
     check_backend(one, other, loss=value_clip(), tolerance=tolerance)
+
+
+def test_pairs_stay_together_in_small_micro_batches(folders):
+    """A loss of pairs and one of tokens: each pair fits the budget, and all pairs do not."""
+    both, batch = bradley_terry() + 0.5 * value_clip(), tiny_pairs()
+    check_backend(mutants.mock(max_tokens=30), mutants.mock(max_tokens=40), loss=both, batch=batch)
+    one, other = (local(folders["tied"], head="value", max_tokens=n) for n in (30, 40))
+    check_backend(one, other, loss=both, batch=batch, tolerance=FP32)
 
 
 @given(key=KEYS, rows=st.integers(5, 9))

@@ -71,9 +71,9 @@ def test_a_loss_of_pairs_is_whole_where_pairs_stay_together():
 
     @loss(needs=["logprobs"], level="row", together="pair")
     def dpo(outputs, batch):
-        gain = batch.sum_rows((outputs.logprobs - batch["ref_log_prob"]) * batch["response_mask"])
+        gain = batch.sum_rows(torch.where(batch["response_mask"] != 0, outputs.logprobs - batch["ref_log_prob"], 0.0))
         _, pair = batch["pair"].unique(return_inverse=True)
-        margin = torch.zeros(int(pair.max()) + 1).index_add(0, pair, gain * (2.0 * batch["chosen"] - 1.0))
+        margin = gain.new_zeros(int(pair.max()) + 1).index_add(0, pair, gain * (2.0 * batch["chosen"] - 1.0))
         return torch.nn.functional.softplus(-margin)[pair], {}
 
     check_loss(dpo)

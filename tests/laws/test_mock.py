@@ -27,17 +27,17 @@ from verl_fn.testing import tiny_batch
 def by_autograd(tables, batch, loss):
     """The same model in plain torch, a token at a time."""
     leaves = {name: t.double().requires_grad_() for name, t in tables.items()}
-    found = {
+    by_token = {
         name: [torch.zeros((), dtype=torch.float64)] * batch.num_tokens for name in ("logprobs", "entropy", "values")
     }
     temperature = batch.spread(batch["temperature"])
     for t in batch["response_mask"].nonzero()[:, 0].tolist():
         last = batch.tokens[t - 1]
         log_probs = (leaves["logits"][last] / temperature[t]).log_softmax(0)
-        found["logprobs"][t] = log_probs[batch.tokens[t]]
-        found["entropy"][t] = -(log_probs.exp() * log_probs).sum()
-        found["values"][t] = leaves["values"][last]
-    outputs = TokenOutputs({name: torch.stack(column) for name, column in found.items()})
+        by_token["logprobs"][t] = log_probs[batch.tokens[t]]
+        by_token["entropy"][t] = -(log_probs.exp() * log_probs).sum()
+        by_token["values"][t] = leaves["values"][last]
+    outputs = TokenOutputs({name: torch.stack(column) for name, column in by_token.items()})
     total_loss(loss, outputs, batch)[0].backward()
     return outputs, {name: t.grad if t.grad is not None else torch.zeros_like(t) for name, t in leaves.items()}
 
@@ -57,13 +57,15 @@ def test_gradients_in_closed_form_are_those_of_autograd(loss):
     backend, batch = mutants.mock(), tiny_batch()
     state = backend.init(Key.from_seed(3))
     outputs, expected = by_autograd(state.params, batch, loss)
-    grads, found = backend.forward_backward(state, batch, loss)
-    told = backend.forward(state.params, batch, loss.needs)
+    grads, metrics = backend.forward_backward(state, batch, loss)
+    actual = backend.forward(state.params, batch, loss.needs)
     for name in loss.needs:
-        torch.testing.assert_close(told.by_name[name].double(), outputs.by_name[name].detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            actual.by_name[name].double(), outputs.by_name[name].detach(), rtol=1e-5, atol=1e-6
+        )
     for name, g in grads.items():
         torch.testing.assert_close(g.double(), expected[name], rtol=1e-4, atol=1e-6)
-    assert "loss" in found
+    assert "loss" in metrics
 
 
 def test_a_target_without_a_token_before_it_is_refused():
@@ -124,6 +126,6 @@ def test_the_mock_makes_the_same_step_as_any_other_backend():
     state = backend.init(Key.from_seed(0))
     grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
     expected, _ = apply_update(mutants.optimizer(), state, grads, donate_inputs=False)
-    new, found = backend.apply_update(state, grads)
+    new, metrics = backend.apply_update(state, grads)
     assert torch.equal(new.params["logits"], expected.params["logits"])
-    assert found["perf/residency_copies"].value == 0
+    assert metrics["perf/residency_copies"].value == 0

@@ -37,9 +37,14 @@ def test_check_backend_catches(make, law):
     require_caught(check_backend, make(), law)
 
 
-@pytest.mark.parametrize("make", mutants.LAYOUTS, ids=name_of)
-def test_check_backend_catches_the_other(make):
-    require_caught(partial(check_backend, mutants.mock()), make(), "Layout")
+@pytest.mark.parametrize(("make", "loss"), mutants.OTHER_OUTPUTS, ids=name_of)
+def test_check_backend_catches_other_outputs(make, loss):
+    require_caught(partial(check_backend, loss=loss), make(), "Outputs")
+
+
+@pytest.mark.parametrize(("make", "right"), mutants.LAYOUTS, ids=name_of)
+def test_check_backend_catches_the_other(make, right):
+    require_caught(partial(check_backend, right()), make(), "Layout")
 
 
 def test_check_backend_catches_a_stale_copy_of_a_model(tmp_path):

@@ -94,11 +94,15 @@ class WithTools(MockRollout):
         def inserted(t, value):
             return torch.cat([t[:1], t.new_full((1,), value), t[1:]])
 
+        full = None if s.full_log_probs is None else inserted(s.full_log_probs, 0)
         return attrs.evolve(
-            s, tokens=inserted(s.tokens, 3), mask=inserted(s.mask, 0), log_probs=inserted(s.log_probs, 0),
-            full_log_probs=None if s.full_log_probs is None else inserted(s.full_log_probs, 0),
+            s,
+            tokens=inserted(s.tokens, 3),
+            mask=inserted(s.mask, 0),
+            log_probs=inserted(s.log_probs, 0),
+            full_log_probs=full,
             versions=inserted(s.versions, self.version),
-        )  # fmt: skip
+        )
 
 
 def test_masks_with_holes_and_unequal_numbers_of_samples():

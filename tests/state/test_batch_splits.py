@@ -6,7 +6,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from state_builders import MODEST, batch_of
 
-from verl_fn.state import split_by_count, split_by_tokens
+from verl_fn.state import deal, split_by_count, split_by_tokens
 
 LENGTHS = st.lists(st.integers(1, 9), min_size=1, max_size=10)
 SPLITS = {
@@ -66,6 +66,20 @@ def test_groups_stay_in_one_part(kind, data, lengths):
     assert sum(len(home) for home in homes) == len(set(groups))
     assert sorted(torch.cat(split.rows).tolist()) == list(range(len(lengths)))
     assert all((part.num_tokens if kind == "tokens" else len(part)) <= limit for part in split)
+
+
+@given(data=st.data(), lengths=LENGTHS, shares=st.integers(1, 4))
+@MODEST
+def test_groups_are_dealt_to_one_micro_batch_of_one_rank(data, lengths, shares):
+    groups = data.draw(st.lists(st.integers(-2, 2), min_size=len(lengths), max_size=len(lengths)))
+    largest = max(sum(n for n, other in zip(lengths, groups, strict=True) if other == g) for g in groups)
+    limit = data.draw(st.integers(largest, 2 * largest))
+    dealt = deal(batch_of(lengths).with_rows(pair=groups), shares, limit, "pair")
+    parts = [part for rank in dealt for part in rank]
+    assert len(dealt) == shares and len({len(rank) for rank in dealt}) == 1
+    assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+    assert sum(len({groups[row] for row in part}) for part in parts) == len(set(groups))
+    assert all(sum(lengths[row] for row in part) <= limit for part in parts)
 
 
 @pytest.mark.parametrize("kind", SPLITS)

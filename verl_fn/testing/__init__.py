@@ -16,8 +16,11 @@ usually causes the difference. The laws:
 * Restore: a restored state equals the saved one, and training continues identically.
 * Layout: a backend restores what another one saved.
 * Signature: names, shapes and dtypes are those of the protocol.
-* Losses also obey Finite, estimators Rows, and rollout engines Version, Log-probs and Capabilities; each check
-  describes its laws.
+* Backends also obey Outputs, Derivative and Update, losses Finite and Precision, estimators Rows and Precision, and
+  rollout engines Version, Log-probs and Capabilities; each check describes its laws.
+
+A formula that is wrong everywhere in the same way obeys the laws. ``compare_loss`` and ``compare_advantage`` compare
+with a formula that you write.
 
 ``Mock``, a training backend, and ``MockRollout``, an engine whose responses come from a script, test an algorithm
 without a model. The script ``sample_table`` draws responses from the weights of a ``Mock``.
@@ -30,6 +33,7 @@ from .advantages import check_advantage
 from .backends import check_backend
 from .builders import tiny_batch, tiny_outputs, tiny_pairs
 from .losses import check_loss
+from .reference import compare_advantage, compare_loss
 from .rollouts import check_rollout
 from .violation import LawViolation
 
@@ -43,6 +47,8 @@ __all__ = [
     "check_backend",
     "check_loss",
     "check_rollout",
+    "compare_advantage",
+    "compare_loss",
     "sample_table",
     "tiny_batch",
     "tiny_outputs",

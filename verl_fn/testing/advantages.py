@@ -9,11 +9,14 @@ from torch import Tensor
 
 from verl_fn.state import Batch, Key
 from verl_fn.state.batch import CORE
+from verl_fn.steps.aggregate import last_of_rows
 
-from .builders import scrambled, tiny_batch
+from .builders import scrambled, tiny_batch, with_longer_prompts
+from .precision import require_full_precision
 from .violation import LawViolation, repeatable, require, require_close, require_equal
 
 WRITTEN = ("advantages", "returns")
+EQUAL_REWARDS = (0.7, 100.1, 1e6, -3.3, 1 / 3, 1e-8)
 UNEQUAL = "a number of rows that is taken to be the same for all groups"
 
 
@@ -21,22 +24,29 @@ def check_advantage(
     estimator: Callable[[Batch], Batch],
     batch: Batch | None = None,
     *,
+    equal_rewards: bool = True,
     tolerance: float = 1e-5,
     key: Key | None = None,
 ) -> None:
     """Checks an estimator against the laws. An estimator gets the whole batch, so splits are not checked.
 
-    * Signature: ``advantages`` and ``returns``, one number a token in the dtype of the rewards; finite; all other
-      fields as they were.
+    * Signature: ``advantages`` and ``returns``, one number per token in the dtype of the rewards; finite, without a
+      graph; all other fields as they were.
     * Purity: twice the same, and its input as it was.
     * Rows: another order of rows gives the same in that order, and so do other ids of the groups. Groups may have any
       number of rows: with some rows dropped, as when problems are filtered, the signature still holds.
-    * Zero: both are 0 where ``response_mask`` is 0, whatever the fields hold there; without rewards and values
-      there is no advantage.
+    * Zero: both are 0 where ``response_mask`` is 0, whatever the fields hold there (nan and infinities too), and
+      longer prompts change nothing. Without rewards and values there is no advantage. Equal rewards in a group give
+      advantages of exactly 0, for an estimator that reads ``group``.
+    * Precision: no operation has a result in bfloat16 or float16.
+
+    A wrong formula can obey all of these; ``compare_advantage`` compares with one that you write.
 
     Args:
         estimator: batch -> batch; options are bound with a lambda or ``functools.partial``.
         batch: by default ``tiny_batch()``; add the fields that it lacks with ``tiny_batch().with_tokens(...)``.
+        equal_rewards: whether equal rewards in a group must give advantages of 0. Turn it off for an estimator that
+            reads ``group`` for another purpose than a baseline.
         tolerance: how far orders of rows may differ, relative to the largest value.
         key: other keys give other orders.
 
@@ -58,23 +68,80 @@ def check_advantage(
         whole = repeatable("Purity", "the estimator", lambda: _result(estimator, batch), batch=batch)
     except RuntimeError as error:
         raise LawViolation("Rows", f"the estimator raises: {error}", UNEQUAL) from error
+    _require_finite(whole, "")
     for name, t in whole.items():
         top = float(torch.where(batch["response_mask"] == 0, t, 0.0).abs().max())
         require(top == 0.0, "Zero", f"where response_mask is 0, {name} reaches {top:.3g}", "a missing mask")
     _rows(estimator, batch, whole, key, tolerance)
     _dropped(estimator, batch)
-    require_close(
-        "Zero",
-        "other numbers where response_mask is 0: the result",
-        whole,
-        _result(estimator, scrambled(batch, key)),
-        "a sum or a mean over rows that does not weigh with response_mask",
-        tolerance=tolerance,
-    )
-    sources = [name for name in ("token_level_rewards", "token_level_scores", "values") if name in batch]
-    still = batch.with_tokens(**{name: torch.zeros_like(batch[name]) for name in sources})
+    _holes(estimator, batch, whole, key, tolerance)
+    still = _with_rewards(batch, torch.zeros(len(batch)))
     top = float(_result(estimator, still)["advantages"].abs().max())
     require(top == 0.0, "Zero", f"with neither rewards nor values an advantage is {top:.3g}", "a constant added")
+    if equal_rewards and _reads_groups(estimator, batch):
+        _equal_rewards(estimator, batch)
+    require_full_precision("the estimator", lambda: estimator(batch))
+
+
+def _holes(
+    estimator: Callable[[Batch], Batch], batch: Batch, whole: dict[str, Tensor], key: Key, tolerance: float
+) -> None:
+    """Checks that tokens without ``response_mask`` do not count, whatever they hold and however many there are."""
+    for what, other in scrambled(batch, key).items():
+        require_close(
+            "Zero",
+            f"{what} where response_mask is 0: the result",
+            whole,
+            _result(estimator, other),
+            "a sum or a mean over rows that does not weigh with response_mask, or x * response_mask where x may "
+            "not be finite; torch.where(mask, x, 0) drops it",
+            tolerance=tolerance,
+        )
+    longer, old = with_longer_prompts(batch, key)
+    require_close(
+        "Zero",
+        "with longer prompts, the result",
+        whole,
+        {name: t[old] for name, t in _result(estimator, longer).items()},
+        "batch.lengths or positions, which count the prompt; count response_mask",
+        tolerance=tolerance,
+    )
+
+
+def _with_rewards(batch: Batch, rewards: Tensor) -> Batch:
+    """Returns the batch with these rewards of its rows, on their last response tokens, and with values of 0."""
+    last = last_of_rows(batch, batch["response_mask"])
+    fields = {
+        name: (batch.spread(rewards) * last).to(batch[name])
+        for name in ("token_level_rewards", "token_level_scores")
+        if name in batch
+    }
+    if "values" in batch:
+        fields["values"] = torch.zeros_like(batch["values"])
+    return batch.with_tokens(**fields)
+
+
+def _reads_groups(estimator: Callable[[Batch], Batch], batch: Batch) -> bool:
+    try:
+        estimator(batch.without("group"))
+    except KeyError:
+        return True
+    return False
+
+
+def _equal_rewards(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
+    """Checks groups of three and of seven, whose sizes float32 divides by with rounding, for rewards of all sizes."""
+    (answered,) = batch.sum_rows(batch["response_mask"].float()).nonzero(as_tuple=True)
+    grouped = batch.take(answered.repeat(10)[:10]).with_rows(group=[7] * 3 + [4] * 7)
+    for reward in EQUAL_REWARDS:
+        alike = _with_rewards(grouped, torch.full((10,), reward))
+        top = float(_result(estimator, alike)["advantages"].abs().max())
+        require(
+            top == 0.0,
+            "Zero",
+            f"where all rewards of a group are {reward:g}, an advantage is {top:.3g}",
+            "a mean or a standard deviation in float32, whose rounding is divided by itself; compute them in float64",
+        )
 
 
 def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tensor]:
@@ -97,12 +164,7 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
             f"{name} is {t.dtype}{tuple(t.shape)} where the rewards are {rewards.dtype}{tuple(rewards.shape)}",
             "a value for each row that was not spread, or a cast",
         )
-        require(
-            bool(t.isfinite().all()),
-            "Signature",
-            f"{name} is not finite",
-            "rows or groups of one, or without response",
-        )
+        require(not t.requires_grad, "Signature", f"{name} requires a gradient", "a missing detach() or no_grad()")
     names = [*CORE, *batch.per_token, *batch.per_row]
     unchanged = {name: new[name] for name in names if name in new}
     require_equal(
@@ -111,13 +173,20 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
     return {name: new[name] for name in WRITTEN}
 
 
+def _require_finite(result: dict[str, Tensor], when: str) -> None:
+    cause = "rows or groups of one, or without response"
+    for name, t in result.items():
+        require(bool(t.isfinite().all()), "Signature", f"{name} is not finite{when}", cause)
+
+
 def _dropped(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
     """Checks the estimator without each row in turn."""
     for row in range(len(batch) if len(batch) > 1 else 0):
         try:
-            _result(estimator, batch.take(torch.arange(len(batch)) != row))
+            fewer = _result(estimator, batch.take(torch.arange(len(batch)) != row))
         except RuntimeError as error:
             raise LawViolation("Rows", f"without row {row} the estimator raises: {error}", UNEQUAL) from error
+        _require_finite(fewer, f" without row {row}")
 
 
 def _rows(

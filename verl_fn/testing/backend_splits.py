@@ -134,5 +134,7 @@ def _with_pairs(batch: Batch, shift: int) -> Batch:
     if len(set(ids)) == len(batch):
         raise ValueError("no two rows of the batch are together as short as its longest row; add two short rows")
     # The ids are not valid indices, and the weights of rows differ.
-    paired = batch.with_rows(together=[1000 - 7 * i for i in ids])
-    return aggregate_rows(paired, "group-mean", group="together")
+    paired = aggregate_rows(batch.with_rows(together=[1000 - 7 * i for i in ids]), "group-mean", group="together")
+    # Weights of both signs show a backend that takes them for magnitudes.
+    sign = 1.0 - 2.0 * (paired["together"] % 2)
+    return paired.with_rows(row_weight=sign * paired["row_weight"])

@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from verl_fn.backends.protocol import Handle
-from verl_fn.state import DonatedError, TrainState, snapshot, tree
+from verl_fn.state import DonatedError, Grads, TrainState, snapshot, tree
 from verl_fn.steps import ppo_clip
 
 from .backend_case import BackendCase, require_no_copies, scaled
@@ -130,19 +130,38 @@ def check_zero(case: BackendCase, state: Handle[TrainState]) -> None:
         case.read(case.update(fresh, nothing, donate=False)[0]).params,
         "weight decay; give the backend under test an optimizer without",
     )
-    for donate in (False, True):
-        broken = case.made(scaled(float("nan")), case.gradients(state)[0])
-        skipped, reported = case.update(case.made(snapshot, state), broken, donate=donate)
-        before = case.read(state)
-        require_equal(
-            "Zero",
-            "an update with gradients that are not finite: the state",
-            attrs.evolve(before, step=before.step + 1),
-            case.read(skipped),
-            "an update that is not skipped, or that moves the schedule or the optimizer's count all the same",
-        )
-        counted = "update_skipped" in reported and reported["update_skipped"].value == 1.0
-        require(counted, "Zero", "update_skipped is not 1 after a skipped update", "a skip that is not reported")
+    for what, spoil in {"nan": scaled(float("nan")), "infinities in one tensor": _with_infinities}.items():
+        for donate in (False, True):
+            _skipped(case, state, what, spoil, donate=donate)
+
+
+def _skipped(
+    case: BackendCase,
+    state: Handle[TrainState],
+    what: str,
+    spoil: Callable[[Grads], Grads],
+    *,
+    donate: bool,
+) -> None:
+    """Checks that an update with gradients that are not finite changes the step alone."""
+    broken = case.made(spoil, case.gradients(state)[0])
+    skipped, reported = case.update(case.made(snapshot, state), broken, donate=donate)
+    before = case.read(state)
+    require_equal(
+        "Zero",
+        f"an update with gradients that are not finite ({what}): the state",
+        attrs.evolve(before, step=before.step + 1),
+        case.read(skipped),
+        "an update that is not skipped, or that moves the schedule or the optimizer's count all the same",
+    )
+    counted = "update_skipped" in reported and reported["update_skipped"].value == 1.0
+    require(counted, "Zero", "update_skipped is not 1 after a skipped update", "a skip that is not reported")
+
+
+def _with_infinities(grads: Grads) -> Grads:
+    """Returns the gradients with the last tensor filled with infinities, which are no nan."""
+    last = list(grads)[-1]
+    return Grads({name: g * 0.0 + torch.inf if name == last else g for name, g in grads.items()})
 
 
 def check_restore(case: BackendCase, state: Handle[TrainState]) -> None:

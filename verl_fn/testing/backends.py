@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import attrs
 import torch
 
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.protocol import Freed, Handle, TrainBackend
-from verl_fn.state import PER_ROW, Batch, Grads, Key, Params, TrainState, tree
-from verl_fn.steps import Loss, ppo_clip, total_loss
+from verl_fn.state import PER_ROW, Batch, Key, TrainState, tree
+from verl_fn.steps import Loss, Optimizer, ppo_clip, total_loss
 
-from .backend_case import BackendCase, require_agreement
+from .backend_case import BackendCase
+from .backend_gradients import check_gradients
+from .backend_layouts import check_layouts
+from .backend_outputs import check_outputs
 from .backend_splits import check_groups, check_splits
 from .backend_states import check_donation, check_persistence, check_restore, check_zero
+from .backend_threads import check_threads
+from .backend_updates import check_updates
 from .builders import tiny_batch
-from .violation import LawViolation, repeatable, require, require_close, require_equal, shared_folder, untouched
+from .violation import LawViolation, repeatable, require, require_close, require_equal
 
 
 def check_backend(
@@ -27,6 +31,7 @@ def check_backend(
     *,
     loss: Loss | None = None,
     batch: Batch | None = None,
+    optimizer: Optimizer | None = None,
     tolerance: float = 1e-4,
     key: Key | None = None,
     get: Callable[[Any], Any] = get_here,
@@ -36,17 +41,23 @@ def check_backend(
     The backend needs an optimizer without weight decay whose learning rate is above 0 from the first update on, and a
     token budget that splits the batch (``tiny_batch()`` has about 50 tokens, and its longest row at most 16).
 
-    * Signature, Purity, Split invariance, Persistence, Donation, Zero and Restore check the backend by itself.
-    * Derivative, if the backend has ``loss_fn``: the ``torch.func`` gradient of that function is the gradient of
-      ``forward_backward``, and so is its derivative along that gradient in forward mode.
+    * Signature, Purity, Split invariance, Persistence, Donation, Zero and Restore check the backend by itself. In one
+      process Purity includes calls from two threads.
+    * Outputs: those of a token depend on the tokens before it, log-probs on the token too, and nothing on later ones.
+      Logits are divided by the row's ``temperature``.
+    * Derivative: the gradient predicts how ``forward``'s outputs change when parameters do. If the backend has
+      ``loss_fn``, the ``torch.func`` gradient of that function is the gradient of ``forward_backward``, and so is its
+      derivative along that gradient in forward mode.
+    * Update, if the optimizer is known: updates are those of ``steps.apply_update``.
     * Layout, with ``other``, which has the same model on another backend, layout or number of ranks: outputs,
-      gradients and metrics agree, and each backend restores what the other one saved.
+      gradients, metrics and updates agree, and each backend restores what the other one saved.
 
     Args:
         backend: the backend under test.
         other: a second backend for the same model.
         loss: the loss that is differentiated, by default ``ppo_clip()``. For a critic, pass ``value_clip()``.
         batch: by default ``tiny_batch()``, whose token ids are below 8.
+        optimizer: the optimizer of the backend, by default its attribute ``optimizer``, if it has one.
         tolerance: how far splits and layouts may differ, relative to the largest value of each tensor. For bf16, pass
             about 0.05.
         key: other keys give other states and splits.
@@ -67,25 +78,33 @@ def check_backend(
     batch = tiny_batch() if batch is None else batch
     case = BackendCase(backend, loss or ppo_clip(), batch, tolerance, key or Key.from_seed(0), get)
     try:
-        _check_laws(case, None if other is None else attrs.evolve(case, backend=other))
+        _check_laws(
+            case,
+            None if other is None else attrs.evolve(case, backend=other),
+            getattr(backend, "optimizer", None) if optimizer is None else optimizer,
+        )
     except Freed as error:
         cause = "a value that is freed while a handle to it exists"
         raise LawViolation("Persistence", f"the value behind a handle is gone: {error}", cause) from error
 
 
-def _check_laws(case: BackendCase, other: BackendCase | None) -> None:
+def _check_laws(case: BackendCase, other: BackendCase | None, optimizer: Optimizer | None) -> None:
     _purity(case)
     first, second = case.trained("first"), case.trained("second")
     _signature(case, first)
     check_persistence(case, first, second)
+    check_threads(case, first, second)
     check_splits(case, first)
     check_groups(case, first)
-    _derivative(case, first)
+    check_outputs(case, first)
+    check_gradients(case, first)
     check_donation(case, first)
     check_zero(case, first)
+    if optimizer is not None:
+        check_updates(case, first, optimizer)
     check_restore(case, first)
     if other is not None:
-        _layout(case, other, first)
+        check_layouts(case, other, first)
 
 
 def _signature(case: BackendCase, state: Handle[TrainState]) -> None:
@@ -152,88 +171,4 @@ def _purity(case: BackendCase) -> None:
         read,
         state=state,
         grads=grads,
-    )
-
-
-def _derivative(case: BackendCase, state: Handle[TrainState]) -> None:
-    """Checks the gradients against those of the loss as a pure function of the parameters."""
-    if not hasattr(case.backend, "loss_fn"):
-        return
-    fn = case.backend.loss_fn(case.batch, case.loss)
-    grads, reported = case.gradients(state)
-    params = cast(Params, state.params)  # A backend with loss_fn has its parameters in this process.
-    with untouched("Purity", "loss_fn", params=params):
-        derived, of_fn = torch.func.grad(fn, has_aux=True)(params)
-    trained = Grads({name: derived[name] for name in params.trained()})
-    cause = "a gradient that is scaled, transposed, of the other sign, or of other parameters than those given"
-    require_agreement(
-        # loss_fn may compute log-probs by other operations, whose rounding differs more than that of splits.
-        attrs.evolve(case, tolerance=3 * case.tolerance),
-        "Derivative",
-        "forward_backward against torch.func.grad of loss_fn:",
-        (trained, of_fn),
-        (case.read(grads), reported),
-        cause,
-    )
-    along = attrs.evolve(
-        params, leaves={n: trained[n] if n in trained else torch.zeros_like(t) for n, t in params.items()}
-    )
-    slope = torch.func.jvp(lambda point: fn(point)[0], (params,), (along,))[1]
-    require_close(
-        "Derivative",
-        "the derivative of loss_fn along its gradient, in forward mode,",
-        float(trained.global_norm()) ** 2,
-        float(slope),
-        "an autograd function whose jvp is not its derivative",
-        tolerance=2 * case.tolerance,
-    )
-
-
-def _layout(case: BackendCase, others: BackendCase, state: Handle[TrainState]) -> None:
-    """Checks that two backends restore each other's states and compute the same."""
-    with shared_folder() as folder:
-        there, back = Path(folder) / "there", Path(folder) / "back"
-        case.backend.save(state, there)
-        moved = others.backend.restore(there)
-        others.backend.save(moved, back)
-        returned = case.backend.restore(back)
-    cause = "names, an order or a padding of the executor's own in the file"
-    named = [
-        {name: t.cpu() for name, t in dict(one.get(one.backend.named(one_state.params))).items()}
-        for one, one_state in ((case, state), (others, moved))
-    ]
-    require_equal("Layout", "a parameter in the other layout", named[0], named[1], cause)
-    came_back = "the state, saved by the other backend and restored,"
-    require_equal("Layout", came_back, case.read(state), case.read(returned), cause)
-    rounding = (
-        "a mapping that permutes or transposes wrongly, a rank whose gradient is lost, or a tolerance too tight"
-    )
-    require_close(
-        "Layout",
-        "forward on the other backend",
-        case.outputs(state.params).by_name,
-        others.outputs(moved.params).by_name,
-        rounding,
-        tolerance=case.tolerance,
-    )
-    results, other_results = case.gradients(state), others.gradients(moved)
-    require_agreement(
-        case,
-        "Layout",
-        "forward_backward on the other backend:",
-        case.read(results),
-        others.read(other_results),
-        rounding,
-    )
-    norms = [
-        one.update(one_state, grads, donate=False)[1]["grad_norm"].value
-        for one, one_state, (grads, _) in ((case, state, results), (others, moved, other_results))
-    ]
-    require_close(
-        "Layout",
-        "the norm that apply_update reports on the other backend",
-        norms[0],
-        norms[1],
-        "a norm of one rank's shards alone, or of replicated ones twice",
-        tolerance=case.tolerance,
     )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from verl_fn.state import PER_ROW, Batch, Key, Split, TokenOutputs, groups_of
+from verl_fn.state import PER_ROW, Batch, Key, Split, TokenOutputs, groups_of, tree
 from verl_fn.steps import aggregate, aggregate_rows
+
+T = TypeVar("T")
 
 
 def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) -> Batch:
@@ -134,8 +137,11 @@ def some_splits(batch: Batch, key: Key, together: str | None = None) -> dict[str
     }
 
 
-def scrambled(batch: Batch, key: Key) -> Batch:
-    """The batch with other numbers in its fields where ``response_mask`` is 0; they must not matter."""
+def scrambled(batch: Batch, key: Key) -> dict[str, Batch]:
+    """Makes batches with other numbers where ``response_mask`` is 0, which must not matter, by what these are.
+
+    Infinities and nan are among them: ``x * response_mask`` does not remove these, ``torch.where`` does.
+    """
     stream = key.fold_in("scramble").generator()
     hole = batch["response_mask"] == 0
     unchanged = ("response_mask", "loss_weight")
@@ -143,10 +149,51 @@ def scrambled(batch: Batch, key: Key) -> Batch:
         n: t for n, t in batch.per_token.items() if n not in unchanged and t.dtype.is_floating_point and t.ndim == 1
     }
 
-    def noise(t: Tensor) -> Tensor:
-        return torch.randn(len(t), generator=stream, dtype=torch.float32).to(t)
+    def filled(fill: Callable[[Tensor], Tensor]) -> Batch:
+        return batch.with_tokens(**{n: torch.where(hole.to(t.device), fill(t), t) for n, t in chosen.items()})
 
-    return batch.with_tokens(**{name: torch.where(hole.to(t.device), noise(t), t) for name, t in chosen.items()})
+    return {
+        "other numbers": filled(lambda t: torch.randn(len(t), generator=stream).to(t)),
+        "infinities": filled(lambda t: torch.full_like(t, torch.inf)),
+        "nan": filled(lambda t: torch.full_like(t, torch.nan)),
+    }
+
+
+def with_longer_prompts(batch: Batch, key: Key, zeros: Iterable[str] = ()) -> tuple[Batch, Tensor]:
+    """Puts one to three tokens before each row, under ``response_mask`` 0; they must not matter.
+
+    Args:
+        batch: the batch.
+        key: other keys give other numbers of tokens and other values.
+        zeros: the fields that are 0 for the new tokens, besides ``response_mask`` and ``loss_weight``.
+
+    Returns:
+        The longer batch, and the mask of the tokens that ``batch`` has as well.
+    """
+    stream = key.fold_in("longer prompts").generator()
+    counts = torch.randint(1, 4, (len(batch),), generator=stream).tolist()
+    zeros = {"response_mask", "loss_weight", *zeros}
+
+    def longer(name: str, row: Tensor, count: int) -> Tensor:
+        size = (count, *row.shape[1:])
+        if name in zeros or not row.dtype.is_floating_point:
+            return torch.cat([row.new_zeros(size), row])
+        return torch.cat([torch.randn(size, generator=stream).to(row), row])
+
+    fields = {
+        name: [longer(name, row, count) for row, count in zip(batch.rows(name), counts, strict=True)]
+        for name in ("tokens", *batch.per_token)
+    }
+    old = torch.cat([torch.arange(len(row)) >= count for row, count in zip(fields["tokens"], counts, strict=True)])
+    rows = dict(batch.per_row)
+    if "prompt_length" in rows:
+        rows["prompt_length"] = rows["prompt_length"] + torch.tensor(counts)
+    return Batch.from_rows(fields.pop("tokens"), fields, rows), old
+
+
+def in_float64(value: T) -> T:
+    """Returns a batch or outputs with all floating-point fields in float64."""
+    return tree.map_tensors(lambda t: t.double() if t.dtype.is_floating_point else t, value)
 
 
 def _groups(rows: int, dice: random.Random) -> list[int]:

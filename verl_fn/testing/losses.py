@@ -5,34 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.state import (
-    PER_ROW,
-    Batch,
-    Key,
-    Max,
-    Metrics,
-    Min,
-    Moments,
-    Split,
-    Sum,
-    TokenOutputs,
-    Weighted,
-    metrics,
-    tree,
-)
+from verl_fn.state import PER_ROW, Batch, Key, Metrics, Split, TokenOutputs, metrics
 from verl_fn.steps import Loss, Term, check_weights
 from verl_fn.steps.losses.contract import WEIGHTS
 
-from .builders import scrambled, some_splits, tiny_batch, tiny_outputs, tiny_pairs
+from .builders import (
+    scrambled,
+    some_splits,
+    tiny_batch,
+    tiny_outputs,
+    tiny_pairs,
+    with_longer_prompts,
+)
+from .loss_values import CARRIED, apart, carrying, computed, evaluate
+from .precision import require_full_precision
 from .violation import LawViolation, repeatable, require, require_close, require_equal
 
 KNOWN_OUTPUTS = frozenset({"logprobs", "entropy", "values", "row_values"})
 EXTREME = 100.0
-
-_PREFIX = "output of the model: "
 
 
 def check_loss(
@@ -46,13 +40,19 @@ def check_loss(
 ) -> None:
     """Checks a loss against the laws, with random outputs of a model; it takes some milliseconds.
 
-    * Signature: one number a token, or a row, as each term declares, and metrics that add up.
+    * Signature: one float32 number per token, or per row, as each term declares, metrics that add up, and outputs
+      that backends serve. Each term has a gradient, and its values do not depend on ``loss_weight`` or
+      ``row_weight``, which the backend applies.
     * Purity: twice the same, inputs as they were, no output read that ``needs`` does not name.
     * Split invariance: the weighted sum, its gradient with respect to the outputs, and every metric are the same
       for other splits and orders of the rows. Neither this check nor a backend splits rows that the loss keeps
       ``together``.
-    * Zero: tokens without ``response_mask`` take no part; zero advantages give a zero gradient.
+    * Zero: tokens without ``response_mask`` take no part, whatever their fields hold (nan and infinities too) and
+      however many of them a prompt has; zero advantages give a zero gradient.
     * Finite: so is everything where log-probs lie 100 nats apart.
+    * Precision: no operation has a result in bfloat16 or float16.
+
+    A wrong formula can obey all of these; ``compare_loss`` compares with one that you write.
 
     Args:
         loss: the loss.
@@ -78,6 +78,14 @@ def check_loss(
         Traceback (most recent call last):
         verl_fn.testing.violation.LawViolation: Split invariance: one batch against ... ['total'] by ...
     """
+    _check_declared(loss, together)
+    if batch is None:
+        batch = tiny_pairs() if loss.together == "pair" else tiny_batch()
+    check_weights(loss, batch)
+    _check_laws(loss, batch, zero_advantages, tolerance, key or Key.from_seed(0))
+
+
+def _check_declared(loss: Loss, together: str | None) -> None:
     if not isinstance(loss, Loss):
         raise TypeError(
             f"a {type(loss).__name__} is no Loss; decorate the function with verl_fn.steps.loss(needs=[...])"
@@ -89,78 +97,33 @@ def check_loss(
         "backend may split them",
         "a missing @loss(..., together=...)",
     )
-    if batch is None:
-        batch = tiny_pairs() if loss.together == "pair" else tiny_batch()
-    check_weights(loss, batch)
-    _check_laws(loss, batch, zero_advantages, tolerance, key or Key.from_seed(0))
+    unknown = sorted(loss.needs - KNOWN_OUTPUTS)
+    require(
+        not unknown,
+        "Signature",
+        f"the loss needs {unknown}, and backends serve {sorted(KNOWN_OUTPUTS)}",
+        "the name of a field of the batch, or of something inside the model, in needs=[...]",
+    )
 
 
 def _check_laws(loss: Loss, batch: Batch, zero_advantages: bool, tolerance: float, key: Key) -> None:
-    outputs = tiny_outputs(batch, KNOWN_OUTPUTS | loss.needs, key)
+    outputs = tiny_outputs(batch, KNOWN_OUTPUTS, key)
     declared = TokenOutputs({name: t for name, t in outputs.by_name.items() if name in loss.needs})
     whole = _pure(loss, outputs, declared, batch)
     _require_finite(whole, "on an ordinary batch", "a division by the length of a row without response")
     _splits(loss, declared, batch, whole, some_splits(batch, key, loss.together), tolerance)
+    _live(loss, batch, key)
+    _weights_apart(loss, declared, batch)
     _holes(loss, declared, batch, whole, key, tolerance)
+    _prompts(loss, declared, batch, whole, key, tolerance)
     if zero_advantages and _reads_advantages(loss, declared, batch):
         _zero(loss, declared, batch)
     _extremes(loss, declared, batch)
-
-
-def evaluate(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[dict[str, Any], Metrics]:
-    """The weighted sum with its gradient with respect to every output, and the metrics.
-
-    Raises:
-        LawViolation: the loss returns something else than its signature says.
-    """
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in outputs.by_name.items()}
-    total, reported = torch.zeros((), dtype=torch.float64), []
-    for term in loss.terms:
-        values, of_term = _computed(term, TokenOutputs(leaves), batch)
-        written = "an operation in place on what it was given"
-        require_equal("Purity", "after the loss, its argument outputs", outputs.by_name, leaves, written)
-        total = total + (batch[WEIGHTS[term.level]].double() * term.factor * values.double()).sum()
-        reported.append(of_term)
-    wrt = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-    return {"total": total.detach(), "gradient": dict(zip(leaves, wrt, strict=True))}, metrics.merge(*reported)
-
-
-def _computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    returned = term.fn(outputs, batch)
-    pair = isinstance(returned, tuple) and len(returned) == 2
-    require(pair, "Signature", "the loss does not return a pair", "losses or metrics returned alone")
-    values, reported = returned
-    count = batch.num_tokens if term.level == "token" else len(batch)
-    shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-    require(
-        shape == (count,),
-        "Signature",
-        f"the loss of level {term.level!r} is {shape} where the batch has {count} {term.level}s",
-        "a sum or a mean taken inside the loss, or another level than the one declared",
-    )
-    require(
-        values.requires_grad,
-        "Signature",
-        "the loss depends on no output of the model",
-        "a detach() too many, or outputs that are never read",
-    )
-    require(
-        isinstance(reported, dict), "Signature", f"the metrics are a {type(reported).__name__}", "a dict was expected"
-    )
-    for name, metric in reported.items():
-        require(
-            isinstance(metric, (Weighted, Sum, Max, Min, Moments)),
-            "Signature",
-            f"the metric {name!r} is a {type(metric).__name__}, which does not add up over micro-batches",
-            "a number where verl_fn.state has Weighted, Sum, Max, Min and Moments",
-        )
-        held = any(x.requires_grad for x in tree.leaves(metric) if isinstance(x, Tensor))
-        require(not held, "Signature", f"the metric {name!r} holds on to the graph", "a missing detach()")
-    return values, reported
+    require_full_precision("the loss", lambda: evaluate(loss, declared, batch))
 
 
 def _pure(loss: Loss, outputs: TokenOutputs, declared: TokenOutputs, batch: Batch) -> dict[str, Any]:
-    """What the loss gives for what it declares; more outputs than that make no difference."""
+    """Returns what the loss gives for the outputs that it declares; more outputs must make no difference."""
     more = repeatable(
         "Purity", "the loss", lambda: _flat(evaluate(loss, outputs, batch)), outputs=outputs, batch=batch
     )
@@ -188,31 +151,78 @@ def _splits(
     splits: dict[str, Split],
     tolerance: float,
 ) -> None:
-    carried, extra = batch, [_PREFIX + name for name in outputs.by_name]
-    for name, t in outputs.by_name.items():
-        carried = (carried.with_rows if name in PER_ROW else carried.with_tokens)(**{_PREFIX + name: t})
+    carried = carrying(batch, outputs)
     for name, split in splits.items():
-        parts = []
-        for rows in split.rows:
-            part = carried.take(rows)
-            of_part = TokenOutputs({name.removeprefix(_PREFIX): part[name] for name in extra})
-            parts.append(evaluate(loss, of_part, part.without(*extra)))
+        parts = [evaluate(loss, *apart(carried.take(rows), outputs)) for rows in split.rows]
         _compare("Split invariance", f"one batch against {name}:", whole, _joined(split, parts), tolerance)
 
 
 def _joined(split: Split, parts: Sequence[tuple[dict[str, Any], Metrics]]) -> dict[str, Any]:
-    """The parts' results, added up as a backend does."""
+    """Adds up the results of the parts as a backend does."""
     gradient = split.join_outputs([TokenOutputs(result["gradient"]) for result, _ in parts]).by_name
     total = torch.stack([result["total"] for result, _ in parts]).sum()
     return _flat(({"total": total, "gradient": gradient}, metrics.merge(*(reported for _, reported in parts))))
 
 
+def _live(loss: Loss, batch: Batch, key: Key) -> None:
+    """Checks that each term has a gradient for some of a few random outputs."""
+    draws = [tiny_outputs(batch, loss.needs, key.fold_in(i)) for i in range(3)]
+    for number, term in enumerate(loss.terms):
+        if term.factor == 0.0:
+            continue
+        alone = Loss((attrs.evolve(term, factor=1.0),))
+        gradients = [evaluate(alone, outputs, batch)[0]["gradient"].values() for outputs in draws]
+        require(
+            any(bool(g.any()) for of_draw in gradients for g in of_draw),
+            "Signature",
+            f"the gradient of term {number} ({term.fn.__name__}) is zero with respect to every output",
+            "a detach() too many, or a function that is constant, such as sign() or a comparison",
+        )
+
+
+def _weights_apart(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
+    """Checks that values stay the same with other weights, since a backend multiplies by the weights."""
+    other = batch
+    for name in (WEIGHTS[level] for level in loss.levels):
+        weight = batch[name] * torch.linspace(1.5, 2.5, len(batch[name]))
+        other = (other.with_rows if name in batch.per_row else other.with_tokens)(**{name: weight})
+    for term in loss.terms:
+        expected, actual = (_values(term, outputs, one) for one in (batch, other))
+        cause = f"{WEIGHTS[term.level]} applied inside the loss; the backend applies it to the values"
+        require_equal("Signature", f"with another {WEIGHTS[term.level]}, the value", expected, actual, cause)
+
+
+def _values(term: Term, outputs: TokenOutputs, batch: Batch) -> Tensor:
+    """Returns the values of a term, 0 where their weight is 0."""
+    leaves = TokenOutputs({name: t.detach().clone().requires_grad_() for name, t in outputs.by_name.items()})
+    values = computed(term, leaves, batch)[0].detach()
+    return torch.where(batch[WEIGHTS[term.level]] == 0, 0.0, values)
+
+
 def _holes(
     loss: Loss, outputs: TokenOutputs, batch: Batch, whole: dict[str, Any], key: Key, tolerance: float
 ) -> None:
-    other = _flat(evaluate(loss, outputs, scrambled(batch, key)))
-    what = "other numbers where response_mask is 0: the loss"
-    _compare("Zero", what, whole, other, tolerance, "a mean or a metric that does not weigh with response_mask")
+    for what, other in scrambled(batch, key).items():
+        _compare(
+            "Zero",
+            f"{what} where response_mask is 0: the loss",
+            whole,
+            _flat(evaluate(loss, outputs, other)),
+            tolerance,
+            "a mean or a metric that does not weigh with response_mask, or x * response_mask where x may not be "
+            "finite; torch.where(mask, x, 0) drops it",
+        )
+
+
+def _prompts(
+    loss: Loss, outputs: TokenOutputs, batch: Batch, whole: dict[str, Any], key: Key, tolerance: float
+) -> None:
+    names = [CARRIED + name for name in outputs.by_name]
+    longer, old = with_longer_prompts(carrying(batch, outputs), key, zeros=names)
+    result = _flat(evaluate(loss, *apart(longer, outputs)))
+    result["gradient"] = {name: g if name in PER_ROW else g[old] for name, g in result["gradient"].items()}
+    cause = "batch.lengths or positions, which count the prompt; count response_mask"
+    _compare("Zero", "with longer prompts, the loss", whole, result, tolerance, cause)
 
 
 def _zero(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:

@@ -59,10 +59,11 @@ class Case:
         sampling: Sampling | None = None,
         key: Key | None = None,
         version: int | None = None,
+        ids: Sequence[int] | None = None,
     ) -> list[Sample]:
-        """Returns the responses to some of the prompts; a prompt has the same id in every call."""
+        """Returns the responses to some of the prompts; without ``ids``, a prompt has the same id in every call."""
         rows = range(len(self.prompts)) if rows is None else rows
-        ids = [self.id(i) for i in rows]
+        ids = [self.id(i) for i in rows] if ids is None else ids
         asked = requests_for([self.prompts[i] for i in rows], sampling or self.sampling, key or self.key, ids)
         samples: list[Sample] = self.get(self.engine.generate(asked, version=version))
         return samples

@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
-from torch import Tensor
 
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend, UnsupportedSampling
-from verl_fn.state import Batch, Key, Params, Sample, pack
+from verl_fn.state import Key, Params, Sample, pack
 
 from . import publications
 from .rollout_case import Case
+from .rollout_draws import check_draws
 from .violation import LawViolation, require, require_close, seeded, untouched
 
 PROMPTS = ((1, 5), (4,), (5, 4, 6), (1, 5))
-DRAWS = 500
 
 
 def check_rollout(
@@ -37,8 +36,10 @@ def check_rollout(
       neither changed nor kept; a publication that lost, repeated or broke off a bucket leaves an engine that serves
       nothing.
     * Purity: what ``capabilities`` promises of draws: that they are repeated (``repeatable``), and that they depend
-      on nothing but the request's key and the sample's number (``batch_independent``).
+      on nothing but the request's key and the sample's number (``batch_independent``). With ``trainer``, that both
+      make a difference.
     * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
+      Responses come as often as their log-probs say, and temperature 0 takes the most likely token.
     * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused.
 
     Samples with ``near_ties`` are left out where draws are compared.
@@ -99,9 +100,7 @@ def _check_laws(case: Case) -> None:
     if engine.capabilities.batch_independent:
         _independent(case)
     if trainer is not None:
-        _random(case)
-        _frequencies(case)
-        _cut(case)
+        check_draws(case)
     _refused(case)
     _versions(case, first, second)
     if trainer is not None:
@@ -247,70 +246,6 @@ def _independent(case: Case) -> None:
     fewer = case.generate(sampling=attrs.evolve(case.sampling, n=1))
     cause = "a seed that depends on how many samples are drawn"
     case.require_same("Purity", "the first sample alone", whole, fewer, cause)
-
-
-def _random(case: Case) -> None:
-    """The key and the sample's number make a difference."""
-    whole, other = (
-        [s.tokens.tolist() for s in case.generate(key=key)] for key in (None, case.key.fold_in("another"))
-    )
-    require(whole != other, "Purity", "another key gives the same responses", "a key that is ignored")
-    first = {s.request: s.tokens.tolist() for s in reversed(case.generate())}
-    repeated = all(first[s.request] == s.tokens.tolist() for s in case.generate())
-    require(not repeated, "Purity", "all samples of a prompt are the same", "a seed without the sample's number")
-
-
-def _drawn(case: Case, sampling: Sampling) -> tuple[Batch, Tensor]:
-    """Many one-token samples of the first prompt, and the tokens."""
-    batch = pack(case.generate([0], sampling=sampling))
-    return batch, batch.tokens[batch.last]
-
-
-def _frequencies(case: Case) -> None:
-    """First tokens come as often as their log-probs say, within 5 standard deviations."""
-    plain = Sampling(1, n=DRAWS)
-    cut = [attrs.evolve(plain, temperature=1.5, top_k=3)] if case.engine.capabilities.top_k else []
-    for sampling in (plain, attrs.evolve(plain, temperature=0.5), *cut):
-        batch, drawn = _drawn(case, sampling)
-        probs = batch["rollout_log_probs"][batch.last].double().exp()
-        for token in drawn.unique():
-            chosen = drawn == token
-            share, probability = float(chosen.double().mean()), float(probs[chosen].mean())
-            sigma = max((probability * (1.0 - probability) / DRAWS) ** 0.5, 1.0 / DRAWS)
-            require(
-                abs(share - probability) <= 5.0 * sigma,
-                "Log-probs",
-                f"a token of probability {probability:.3g} was drawn in a share of {share:.3g} of {DRAWS} samples, "
-                f"with {sampling}",
-                "draws from another distribution than the one whose log-probs are given",
-            )
-
-
-def _cut(case: Case) -> None:
-    """Top-k and top-p leave out what they must, where the engine promises them."""
-    able = case.engine.capabilities
-    if able.top_k:
-        _, drawn = _drawn(case, Sampling(1, n=DRAWS, top_k=2))
-        kinds = len(drawn.unique())
-        require(
-            kinds <= 2,
-            "Capabilities",
-            f"with top_k=2 the engine drew {kinds} different tokens",
-            "capabilities that promise top_k where it is ignored",
-        )
-    if able.top_p:
-        top_p = 0.5
-        batch, drawn = _drawn(case, Sampling(1, n=DRAWS, top_p=top_p))
-        full = batch["rollout_full_log_probs"][batch.last].double().exp()
-        probs = {int(token): float(full[drawn == token].mean()) for token in drawn.unique()}
-        least = min(probs.values())
-        likelier = sum(p for p in probs.values() if p > least)
-        require(
-            likelier < top_p + case.tolerance,
-            "Capabilities",
-            f"with top_p={top_p} the engine drew a token below others of probability {likelier:.3g} together",
-            "capabilities that promise top_p where it is ignored",
-        )
 
 
 def _refused(case: Case) -> None:
