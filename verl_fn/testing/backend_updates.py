@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import TypeVar
 
 import attrs
 from torch import Tensor
@@ -15,6 +16,7 @@ from verl_fn.steps import Optimizer, apply_update
 from .backend_case import BackendCase, scaled
 from .violation import require_close
 
+T = TypeVar("T")
 LAW = "Update"
 LATER = 100
 TOLERANCE = 1e-2
@@ -71,5 +73,5 @@ def _at_position(state: TrainState, position: int) -> TrainState:
     return attrs.evolve(state, scheduler=position)
 
 
-def _on_cpu(value: object) -> object:
+def _on_cpu(value: T) -> T:
     return tree.map_tensors(lambda t: t.cpu(), value)
