@@ -40,13 +40,12 @@ def check_advantage(
       advantages of exactly 0, for an estimator that reads ``group``.
     * Precision: no operation has a result in bfloat16 or float16.
 
-    A wrong formula can obey all of these; ``compare_advantage`` compares with one that you write.
+    A wrong formula obeys these; ``compare_advantage`` compares with one that you write.
 
     Args:
         estimator: batch -> batch; options are bound with a lambda or ``functools.partial``.
         batch: by default ``tiny_batch()``; add the fields that it lacks with ``tiny_batch().with_tokens(...)``.
-        equal_rewards: whether equal rewards in a group must give advantages of 0. Turn it off for an estimator that
-            reads ``group`` for another purpose than a baseline.
+        equal_rewards: whether equal rewards in a group must give advantages of 0, if ``group`` is read.
         tolerance: how far orders of rows may differ, relative to the largest value.
         key: other keys give other orders.
 

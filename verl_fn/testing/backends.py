@@ -77,12 +77,9 @@ def check_backend(
     """
     batch = tiny_batch() if batch is None else batch
     case = BackendCase(backend, loss or ppo_clip(), batch, tolerance, key or Key.from_seed(0), get)
+    optimizer = getattr(backend, "optimizer", None) if optimizer is None else optimizer
     try:
-        _check_laws(
-            case,
-            None if other is None else attrs.evolve(case, backend=other),
-            getattr(backend, "optimizer", None) if optimizer is None else optimizer,
-        )
+        _check_laws(case, None if other is None else attrs.evolve(case, backend=other), optimizer)
     except Freed as error:
         cause = "a value that is freed while a handle to it exists"
         raise LawViolation("Persistence", f"the value behind a handle is gone: {error}", cause) from error

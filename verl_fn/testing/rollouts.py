@@ -36,10 +36,9 @@ def check_rollout(
       neither changed nor kept; a publication that lost, repeated or broke off a bucket leaves an engine that serves
       nothing.
     * Purity: what ``capabilities`` promises of draws: that they are repeated (``repeatable``), and that they depend
-      on nothing but the request's key and the sample's number (``batch_independent``). With ``trainer``, that both
-      make a difference.
+      on nothing but the request's key and the sample's number (``batch_independent``).
     * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
-      Responses come as often as their log-probs say, and temperature 0 takes the most likely token.
+      Responses come as often as these say, and temperature 0 takes the most likely token.
     * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused.
 
     Samples with ``near_ties`` are left out where draws are compared.
@@ -50,8 +49,7 @@ def check_rollout(
             Without one, nothing is published and the answers count as scripted.
         prompts: token ids.
         stop_token_ids: all ids that end a response, the model's own included.
-        environment: whether an environment takes part, which may write tokens into responses (their mask is 0) and
-            drop or branch samples, so that requests have unequal numbers of them.
+        environment: whether one may write tokens into responses (their mask is 0) and drop or branch samples.
         tolerance: how far log-probs may differ, relative to the largest or to 1.
         key: other keys give other draws.
         get: fetches the value behind a reference, for engines in other processes.
