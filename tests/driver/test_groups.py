@@ -31,7 +31,7 @@ def fsdp(two, model):
 
 
 def check(backend, two, other=None):
-    check_backend(backend, other, loss=LOSS, tolerance=FP32, get=two.get)
+    check_backend(backend, other, loss=LOSS, tolerance=FP32, get=two.get, optimizer=remote_mutants.optimizer())
 
 
 def test_laws_of_two_sharded_ranks(two, fsdp, model):

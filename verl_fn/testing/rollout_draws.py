@@ -15,6 +15,8 @@ from .rollout_case import Case
 from .violation import require
 
 DRAWS = 500
+# Enough to draw a token that should have been cut.
+CUT_DRAWS = 100
 COPIES = 6
 
 
@@ -25,8 +27,15 @@ def check_draws(case: Case) -> None:
         LawViolation: Purity, Log-probs or Capabilities is broken.
     """
     _keyed(case)
-    _frequencies(case)
-    _greedy(case)
+    plain = Sampling(2)
+    drawn = _draw(case, plain, DRAWS)
+    _frequencies(plain, drawn)
+    others = [attrs.evolve(plain, temperature=0.5)]
+    if case.engine.capabilities.top_k:
+        others.append(attrs.evolve(plain, temperature=1.5, top_k=3))
+    for sampling in others:
+        _frequencies(sampling, _draw(case, sampling, DRAWS))
+    _greedy(case, drawn)
     _cuts(case)
 
 
@@ -50,36 +59,33 @@ def _keyed(case: Case) -> None:
     )
 
 
-def _draw(case: Case, sampling: Sampling) -> list[Sample]:
-    """Draws many short responses to the first prompt."""
-    return case.generate([0], sampling=attrs.evolve(sampling, max_tokens=2, n=DRAWS))
+def _draw(case: Case, sampling: Sampling, number: int = CUT_DRAWS) -> list[Sample]:
+    """Draws many responses to the first prompt."""
+    return case.generate([0], sampling=attrs.evolve(sampling, n=number))
 
 
-def _frequencies(case: Case) -> None:
+def _frequencies(sampling: Sampling, samples: Sequence[Sample]) -> None:
     """Checks that responses come as often as their log-probs say, within 5 standard deviations.
 
     Responses have two tokens, since one draw for all positions has the right distribution at each of them.
     """
-    plain = Sampling(2)
-    cut = [attrs.evolve(plain, temperature=1.5, top_k=3)] if case.engine.capabilities.top_k else []
-    for sampling in (plain, attrs.evolve(plain, temperature=0.5), *cut):
-        log_probs: dict[tuple[int, ...], list[float]] = defaultdict(list)
-        for s in _draw(case, sampling):
-            log_probs[tuple(s.tokens.tolist())].append(float(s.log_probs.double().sum()))
-        for response, sums in log_probs.items():
-            share, probability = len(sums) / DRAWS, math.exp(sum(sums) / len(sums))
-            sigma = max((probability * (1.0 - probability) / DRAWS) ** 0.5, 1.0 / DRAWS)
-            require(
-                abs(share - probability) <= 5.0 * sigma,
-                "Log-probs",
-                f"the tokens {list(response)} of probability {probability:.3g} were drawn in a share of {share:.3g} "
-                f"of {DRAWS} samples, with {sampling}",
-                "draws from another distribution than the one whose log-probs are given, or one draw for all tokens",
-            )
+    log_probs: dict[tuple[int, ...], list[float]] = defaultdict(list)
+    for s in samples:
+        log_probs[tuple(s.tokens.tolist())].append(float(s.log_probs.double().sum()))
+    for response, sums in log_probs.items():
+        share, probability = len(sums) / len(samples), math.exp(sum(sums) / len(sums))
+        sigma = max((probability * (1.0 - probability) / len(samples)) ** 0.5, 1.0 / len(samples))
+        require(
+            abs(share - probability) <= 5.0 * sigma,
+            "Log-probs",
+            f"the tokens {list(response)} of probability {probability:.3g} were drawn in a share of {share:.3g} "
+            f"of {len(samples)} samples, with {sampling}",
+            "draws from another distribution than the one whose log-probs are given, or one draw for all tokens",
+        )
 
 
-def _greedy(case: Case) -> None:
-    """Checks that temperature 0 takes the most likely token."""
+def _greedy(case: Case, drawn: Sequence[Sample]) -> None:
+    """Checks that temperature 0 takes the most likely token of those that were drawn at temperature 1."""
     cause = "temperature 0 that samples, or that takes another token than the most likely one"
     samples = [s for s in case.generate(sampling=attrs.evolve(case.sampling, temperature=0.0)) if not s.near_ties]
     answers = {s.request: s.tokens.tolist() for s in samples}
@@ -88,8 +94,7 @@ def _greedy(case: Case) -> None:
     if case.id(0) not in answers:
         return
     taken = answers[case.id(0)][0]
-    (first,) = [tokens for before, tokens in _by_context(_draw(case, Sampling(2))).items() if not before]
-    log_probs = {token: sum(c.log_prob for c in choices) / len(choices) for token, choices in first.items()}
+    log_probs = {token: choices[0].log_prob for token, choices in _by_context(drawn)[()].items()}
     likeliest = max(log_probs, key=log_probs.__getitem__)
     require(
         log_probs.get(taken, -math.inf) >= log_probs[likeliest] - case.tolerance,
