@@ -19,11 +19,12 @@ from .builders import in_float64
 from .violation import require, require_close, untouched
 
 LAW = "Derivative"
-# The largest tolerance with which a random direction is compared: its slope is small, and bfloat16 drowns it.
+# The largest tolerance of a backend that computes in float32.
 PRECISE = 1e-3
-# The change of the loss in a step, relative to its size: it exceeds rounding, and the loss is nearly linear in it.
-STEP, STEP_PER_TOLERANCE = 1e-4, 0.5
-TOLERANCE = 0.01
+# The change of the loss in a step, relative to its size, and how far a slope may be off. Steps exceed rounding, and
+# the loss is nearly linear in them. In bfloat16 the slope along a random direction drowns in rounding.
+STEP, TOLERANCE = 3e-4, 0.01
+STEP_BF16, TOLERANCE_BF16 = 0.03, 0.2
 
 
 def check_gradients(case: BackendCase, state: Handle[TrainState]) -> None:
@@ -51,15 +52,16 @@ def _differences(case: BackendCase, state: Handle[TrainState]) -> None:
     require(norm > 0, LAW, "the gradient of the sum of all outputs is 0", "a pass that is not differentiated")
 
     slope = partial(_slope, case, state, grads, batch, probe)
+    precise = case.tolerance <= PRECISE
     require_close(
         LAW,
         "the change of the loss along its gradient, against the squared norm of the gradient,",
         norm**2,
-        slope(pattern=False, step=max(STEP, STEP_PER_TOLERANCE * case.tolerance) * scale / norm**2),
+        slope(pattern=False, step=(STEP if precise else STEP_BF16) * scale / norm**2),
         "a gradient that is scaled, transposed, of the other sign, of a part, or of the magnitudes of weights",
-        tolerance=max(TOLERANCE, 3.0 * case.tolerance),
+        tolerance=TOLERANCE if precise else TOLERANCE_BF16,
     )
-    if case.tolerance > PRECISE:
+    if not precise:
         return
     directions = {name: _pattern(params[name]).double() for name in gradient}
     expected = float(sum((g * directions[name]).sum() for name, g in gradient.items()))
@@ -118,11 +120,16 @@ def _sum_of_outputs(needs: frozenset[str]) -> Loss:
 
 
 def _with_signed_weights(case: BackendCase) -> Batch:
+    """Returns the batch with weights of both signs, and without token 0.
+
+    Token 0 is often the padding token, whose embedding has no gradient in models of transformers.
+    """
     batch, stream = case.batch, case.key.fold_in("weights").generator()
-    signed = torch.randn(batch.num_tokens, generator=stream) / batch.num_tokens
-    return batch.with_tokens(loss_weight=signed * batch["response_mask"]).with_rows(
-        row_weight=torch.randn(len(batch), generator=stream) / len(batch)
-    )
+    weights = torch.randn(batch.num_tokens, generator=stream) / batch.num_tokens
+    row_weights = torch.randn(len(batch), generator=stream) / len(batch)
+    tokens = batch.tokens.clamp(min=int(batch.tokens[batch.tokens > 0].min()))
+    signed = batch.with_tokens(loss_weight=weights * batch["response_mask"]).with_rows(row_weight=row_weights)
+    return attrs.evolve(signed, tokens=tokens)
 
 
 def _magnitude(outputs: TokenOutputs, batch: Batch) -> float:
