@@ -1,0 +1,121 @@
+"""Formulas written twice: what the laws cannot see, a comparison does."""
+
+import math
+
+import pytest
+import torch
+
+from verl_fn.steps import bradley_terry, gae, loss, ppo_clip, value_clip
+from verl_fn.testing import (
+    LawViolation,
+    check_advantage,
+    check_loss,
+    compare_advantage,
+    compare_loss,
+    tiny_pairs,
+)
+
+
+def clipped(outputs, row):
+    """PPO's loss, a token at a time."""
+    values = []
+    for t in range(len(row.tokens)):
+        advantage, ratio = row["advantages"][t], (outputs.logprobs[t] - row["old_log_probs"][t]).exp()
+        value = max(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        values.append(min(value, -3.0 * advantage) if advantage < 0 else value)
+    return torch.stack(values)
+
+
+def preferred(outputs, pair):
+    """The loss of a reward model, for one pair."""
+    winner = int(pair["chosen"].argmax())
+    margin = outputs.row_values[winner] - outputs.row_values[1 - winner]
+    return (1.0 + (-margin).exp()).log().expand(2)
+
+
+@loss(needs=["logprobs"])
+def shifted(outputs, batch):
+    """The advantage of the next token of the response."""
+    following = batch["advantages"].clone()
+    for row in range(len(batch)):
+        (response,) = torch.where((batch["response_mask"] != 0) & (batch.row_ids == row))
+        following[response] = following[response].roll(-1)
+    return -following * outputs.logprobs, {}
+
+
+@loss(needs=["logprobs"])
+def ascends(outputs, batch):
+    return batch["advantages"] * outputs.logprobs, {}
+
+
+def reinforce(outputs, row):
+    return -row["advantages"] * outputs.logprobs
+
+
+def returns_to_go(batch):
+    """GAE with gamma and lambda of 1, a token at a time."""
+    fields = {"advantages": [], "returns": []}
+    names = ("token_level_rewards", "values", "response_mask")
+    for rewards, values, mask in zip(*map(batch.rows, names), strict=True):
+        for t in range(len(mask)):
+            rest = math.fsum(float(r) for r, m in zip(rewards[t:], mask[t:], strict=True) if m)
+            fields["returns"].append(rest)
+            fields["advantages"].append(rest - float(values[t]))
+    return {name: torch.tensor(column, dtype=torch.float64) for name, column in fields.items()}
+
+
+def looks_back(batch):
+    """Sums the rewards up to a token instead of those from it on."""
+    backwards = [row.flip(0) for row in batch.rows("token_level_rewards")]
+    mirrored = batch.with_tokens(token_level_rewards=torch.cat(backwards))
+    new = gae(mirrored, whiten=False)
+    return batch.with_tokens(advantages=new["advantages"], returns=new["returns"])
+
+
+def test_built_in_losses_are_their_formulas():
+    compare_loss(ppo_clip(), clipped)
+    compare_loss(bradley_terry(), preferred, tiny_pairs)
+
+
+def test_a_built_in_estimator_is_its_formula():
+    compare_advantage(lambda batch: gae(batch, whiten=False), returns_to_go)
+
+
+@pytest.mark.parametrize("wrong", [shifted, ascends], ids=["shifted", "ascends"])
+def test_a_comparison_sees_what_the_laws_of_losses_do_not(wrong):
+    check_loss(wrong)
+    with pytest.raises(LawViolation, match="Reference"):
+        compare_loss(wrong, reinforce)
+
+
+def test_a_comparison_sees_what_the_laws_of_estimators_do_not():
+    def ascends(batch):
+        new = gae(batch, whiten=False)
+        return new.with_tokens(advantages=-new["advantages"])
+
+    check_advantage(ascends)
+    for wrong in (ascends, looks_back):
+        with pytest.raises(LawViolation, match="Reference"):
+            compare_advantage(wrong, returns_to_go)
+
+
+def test_gradients_are_compared_too():
+    @loss(needs=["logprobs"])
+    def detached(outputs, batch):
+        ratio = (outputs.logprobs - batch["old_log_probs"]).exp()
+        return -batch["advantages"] * ratio.detach() * outputs.logprobs, {}
+
+    def differentiated(outputs, row):
+        return -row["advantages"] * (outputs.logprobs - row["old_log_probs"]).exp() * outputs.logprobs
+
+    with pytest.raises(LawViolation, match="gradient"):
+        compare_loss(detached, differentiated)
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match="one at a time"):
+        compare_loss(value_clip() + bradley_terry(), reinforce, tiny_pairs)
+    with pytest.raises(ValueError, match="values of shape"):
+        compare_loss(ascends, lambda outputs, row: reinforce(outputs, row).sum())
+    with pytest.raises(ValueError, match="an estimator writes"):
+        compare_advantage(gae, lambda batch: {"values": batch["values"]})
