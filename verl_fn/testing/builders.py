@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -188,7 +189,7 @@ def with_longer_prompts(batch: Batch, key: Key, zeros: Iterable[str] = ()) -> tu
     rows = dict(batch.per_row)
     if "prompt_length" in rows:
         rows["prompt_length"] = rows["prompt_length"] + torch.tensor(counts)
-    return Batch.from_rows(fields.pop("tokens"), fields, rows), old
+    return attrs.evolve(Batch.from_rows(fields.pop("tokens"), fields, rows), ragged=batch.ragged), old
 
 
 def in_float64(value: T) -> T:
