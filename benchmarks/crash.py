@@ -25,7 +25,7 @@ from verl_fn.config import Plan, load, make_plan
 from verl_fn.data.tasks import TASKS
 from verl_fn.runs import loop as training
 from verl_fn.runs.checkpoints import checkpoints
-from verl_fn.runs.folder import TIMED, read_lines
+from verl_fn.runs.logs import TIMED, read_lines
 
 from . import measure
 

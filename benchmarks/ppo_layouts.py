@@ -17,8 +17,8 @@ import attrs
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import Plan, load, make_plan
 from verl_fn.data.tasks import TASKS
-from verl_fn.runs.folder import read_metrics
 from verl_fn.runs.journal import Recorded, read_samples
+from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import prepare, workers
 from verl_fn.runs.state import advance, algorithm_of, initial_state

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl_fn.config import load, make_plan
 from verl_fn.report.plots import reward_curves
-from verl_fn.runs.folder import read_metrics
+from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 
 METRIC = "val-core/reverse/acc/mean@1"

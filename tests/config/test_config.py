@@ -50,12 +50,61 @@ def test_recipes_load_and_round_trip(recipe):
             "algorithm.adv_estimator: must be gae, or an object of yours as FILE.py:NAME or MODULE:NAME (got 'rloo')",
         ),
         ("trainer.seed", "'trainer.seed' is not of the form key=value"),
+        ("trainer.stop_at=none", "expected a number, got 'none'; to unset the key, write nothing after its ="),
+        ("trainer.dir=", "trainer.dir: must not be empty"),
+        ("trainer.dir=~nosuchuser/x", "trainer.dir: '~nosuchuser/x' names the home of a user who does not exist"),
+        ('data.train_files=["a", "b\\u0000"]', "data.train_files: 'b\\x00' has a null byte"),
+        ("trainer.experiment_name=\udcff", "trainer.experiment_name: expected Unicode"),
+        ("trainer.stop_metric=loss", "trainer.stop_metric: must be in"),
     ],
 )
 def test_every_mistake_names_its_key(override, message):
     with pytest.raises(ConfigError) as error:
         load(overrides=[override])
     assert message in str(error.value)
+
+
+def test_all_unknown_keys_are_named_at_once(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text("[actor_rollout_ref.actor.optim]\nlr = 1\nbetas = [0.9, 0.9]\n[trainer]\nsede = 1\n")
+    with pytest.raises(ConfigError) as error:
+        load(file, ["data.tsk=count"])
+    for key in (
+        "actor_rollout_ref.actor.optim.lr",
+        "actor_rollout_ref.actor.optim.betas",
+        "trainer.sede",
+        "data.tsk",
+    ):
+        assert f"unknown key {key}; did you mean" in str(error.value)
+
+
+def test_an_empty_value_unsets_an_optional_key(tmp_path):
+    file = tmp_path / "a.toml"
+    file.write_text('[trainer]\nstop_at = 0.5\ntest_freq = 1\n[critic]\nstrategy = "fsdp"\n')
+    cfg = load(file, ["trainer.stop_at=", "critic.strategy="])
+    assert (cfg.trainer.stop_at, cfg.critic.strategy) == (None, None)
+    optional = [key for key in keys() if f"# {key.rpartition('.')[2]} =" in describe(Config(), {})]
+    assert load(file, [f"{key}=" for key in optional]).data.val_size is None and "data.val_size" in optional
+
+
+def test_a_goal_for_the_reward_may_be_any_number():
+    assert load(overrides=["trainer.stop_at=7", "trainer.stop_metric=reward", "trainer.test_freq=1"])
+    with pytest.raises(ConfigError, match=r"trainer.stop_at is 7.0, but acc is a share from 0 to 1"):
+        load(overrides=["trainer.stop_at=7", "trainer.test_freq=1"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "noted"),
+    [
+        (["algorithm.critic_warmup=100"], "algorithm.critic_warmup = 100 leaves no step to the actor"),
+        (["actor.optim.lr=0"], "actor.optim.lr is 0: the weights of the actor stay as they are"),
+        (["critic.optim.lr=0.0"], "critic.optim.lr is 0: the weights of the critic stay as they are"),
+        (["algorithm.name=sft", "trainer.journal=samples"], "keeps digests alone"),
+    ],
+)
+def test_settings_that_are_hardly_meant_are_noted(overrides, noted):
+    found = notes(None, overrides)
+    assert len(found) == 1 and noted in found[0]
 
 
 def test_a_group_estimator_needs_groups():

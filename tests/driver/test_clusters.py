@@ -13,7 +13,7 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.driver.ray import check_address, check_room, cluster_device, runtime_env, seating
 from verl_fn.runs.checks import check_ranks
-from verl_fn.runs.folder import read_metrics
+from verl_fn.runs.logs import read_metrics
 
 ROOT = Path(__file__).parents[2]
 SFT = [

@@ -13,7 +13,7 @@ from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver.ray import ActorDied, ray_workers
 from verl_fn.rewards.reward import pack_examples
-from verl_fn.runs.folder import read_metrics
+from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.state import DonatedError, Key, tree
 from verl_fn.steps import aggregate, cross_entropy

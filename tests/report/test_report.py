@@ -10,12 +10,13 @@ import pytest
 import tomli_w
 
 from verl_fn.config import load, to_table
-from verl_fn.report.curves import Axis, Curve, charts, smooth, ticks, window
+from verl_fn.errors import UserError
+from verl_fn.report.curves import Chart, Curve, charts, smooth, window
 from verl_fn.report.page import SHOWN, ReportError, names, report
-from verl_fn.report.plots import COLORS, svg
+from verl_fn.report.plots import COLORS, reward_curves, svg
 
 HOSTILE = """<script>alert("x")</script><img src='https://evil.example/x.png'>&amp;\x00\ud800"""
-VOID = {"meta", "line", "path", "circle", "rect"}
+VOID = {"meta", "path", "rect", "use"}
 
 
 class Page(HTMLParser):
@@ -39,8 +40,10 @@ class Page(HTMLParser):
             self.titles.append("")
 
     def handle_startendtag(self, tag, attrs):
-        assert tag in VOID
+        assert tag in VOID | {"g"}, "elsewhere in HTML such a tag stays open"
         self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -88,7 +91,8 @@ def test_a_page_says_what_a_run_did(tmp_path):
     run = write(tmp_path / "one", metrics(6), [answer(0, response="ab", acc=0.0), answer(6)])
     text, found = page(report([run], tmp_path / "new" / "page.html"))
     assert found.cells[9:18] == [
-        "one", "ppo (gae)", "reverse", "6of 100", "2 s", "1,000", "0.500step 6", "0.500step 2", "1.000",
+        "one", "ppo (gae)", "reverse", "6of 100", "2 s", "1,000", "0.500acc, step 6", "0.500acc, step 2",
+        "1.000",
     ]  # fmt: skip
     assert found.titles == ["Held-out accuracy", "Training reward", "Entropy", "Tokens a second", "Time by phase"]
     assert "one: from step 0 to step 6, +1 right" in text
@@ -99,8 +103,10 @@ def test_a_page_says_what_a_run_did(tmp_path):
 
 def test_the_page_asks_for_nothing_and_runs_nothing(tmp_path):
     _, found = page(report([write(tmp_path / "one", metrics(4), [answer(0), answer(4)])], tmp_path / "page.html"))
-    assert not {"script", "link", "img", "iframe", "object", "use"} & set(found.tags)
-    assert not {"src", "href", "style", "xlink:href"} & {name for name, _ in found.attributes}
+    assert not {"script", "link", "img", "iframe", "object"} & set(found.tags)
+    assert not {"src", "href"} & {name for name, _ in found.attributes}
+    assert all(value.startswith("#") for name, value in found.attributes if name == "xlink:href")
+    assert not [value for name, value in found.attributes if name == "style" and re.search(r"url\((?!#)", value)]
     assert ("content", "default-src 'none'; style-src 'unsafe-inline'") in found.attributes
 
 
@@ -192,7 +198,7 @@ def test_only_the_first_prompts_are_shown(tmp_path):
 )
 def test_little_or_odd_metrics_still_make_a_page(tmp_path, rows):
     text, _ = page(report([write(tmp_path / "a", rows)], tmp_path / "page.html"))
-    assert not re.search(r'(?:[xyd]|cx|cy|x1|y1|width)="[^"]*(?:nan|inf)', text)
+    assert not re.search(r'\s(?:[xyd]|width|height)="[^"]*(?:nan|inf)', text)
 
 
 def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
@@ -201,14 +207,15 @@ def test_values_that_are_not_finite_are_gaps_and_counted(tmp_path):
     text, _ = page(report([write(tmp_path / "a", rows)], tmp_path / "page.html"))
     assert "2 values are not finite, shown as gaps" in text
     drawing = svg(charts([rows])[2], ["a"], (0, 9), 1)
-    assert (drawing.count("<path"), drawing.count("<circle")) == (2, 7)
+    line = next(d for d in re.findall(r'd="([^"]*)"', drawing) if d.count("L") >= 5)
+    assert line.count("M") == 2 and drawing.count("<use") == 7
 
 
 def test_evaluations_are_drawn_as_they_were_however_many():
     rows = [{"step": i, "val-core/reverse/acc/mean@1": i % 2} for i in range(200)]
     drawing = svg(charts([rows])[0], ["a"], (0, 199), window([rows]))
-    assert "raw" not in drawing
-    assert drawing.count("<circle") == 200
+    assert "opacity" not in drawing
+    assert drawing.count("<use") == 200
 
 
 def test_a_damaged_last_line_is_left_out(tmp_path):
@@ -230,8 +237,8 @@ def test_folders_of_the_same_name_are_told_apart(tmp_path):
 def test_each_run_keeps_its_look(tmp_path):
     many = [metrics(3) for _ in range(len(COLORS) + 1)]
     drawing = svg(charts(many)[0], [str(i) for i in range(len(many))], (0, 3), 1)
-    assert 'class="run0"' in drawing
-    assert 'class="run0 dashed"' in drawing
+    assert drawing.count("stroke: var(--run0)") > 1
+    assert "stroke-dasharray" in drawing
 
 
 def test_what_cannot_be_reported_is_told(tmp_path):
@@ -244,11 +251,11 @@ def test_what_cannot_be_reported_is_told(tmp_path):
         ([tmp_path / "missing"], r"missing is no run: it has no config\.toml"),
         ([empty], "empty has no metrics yet"),
         ([broken], r"broken/config\.toml is not TOML"),
-        ([partial], r"partial/generations\.jsonl, line 1, has no 'data_source'"),
+        ([partial], r"partial/generations\.jsonl, line 1, is damaged: data_source is not a string"),
         ([run, run], "two runs are called"),
         ([], "name at least one folder"),
     ]:
-        with pytest.raises(ReportError, match=message):
+        with pytest.raises(UserError, match=message):
             report(runs, out)
     with pytest.raises(ReportError, match="2 labels for 1 runs"):
         report([run], out, labels=["a", "b"])
@@ -257,21 +264,46 @@ def test_what_cannot_be_reported_is_told(tmp_path):
     assert not out.exists()
 
 
-def test_ticks_are_round_and_inside():
-    for low, high in [(0, 1), (-3.2, 17), (1e-7, 9e-7), (0.99991, 0.99996), (0, 12345), (5, 5)]:
-        found = ticks(low, high)
-        assert 1 <= len(found) <= 8
-        assert all(low - 1e-12 <= t <= high + 1e-12 for t in found)
-        assert len(set(found)) == len(found)
+@pytest.mark.parametrize("name", ["actor/entropy", "train/grad_norm", "val-core/reverse/acc/mean@1"])
+def test_extremes_that_almost_agree_are_drawn(name):
+    """The log of their difference is out of range, or their ticks fall on one number."""
+    for low in (0.5, 1.0, 1e-300, 5e-324, 1e300, -3.0, 0.0):
+        for high in (low, math.nextafter(low, math.inf)):
+            rows = [{"step": 1, name: low}, {"step": 2, name: high}]
+            assert "var(--run0)" in svg(charts([rows])[0], ["a"], (1, 2), 1)
+
+
+def test_no_curve_hides_an_equal_one(tmp_path):
+    runs = [write(tmp_path / name, metrics(4)) for name in ("a", "b", "c")]
+    text, _ = page(report(runs, tmp_path / "page.html"))
+    assert "a, b and c have the same curve" in text
+    drawing = svg(charts([metrics(4)] * 3)[1], ["a", "b", "c"], (0, 4), 1)
+    dashes = re.findall(r"stroke-dasharray: ([0-9., ]+); stroke-dashoffset: ([0-9.]+)", drawing)
+    assert len(dashes) == 3 and len({pattern for pattern, _ in dashes}) == 1
+    assert len({offset for _, offset in dashes}) == 3, "the dashes take turns"
+    other = metrics(4, **{"perf/throughput": 5.0})
+    assert [chart.same for chart in charts([metrics(4), other]) if chart.metric == "perf/throughput"] == [[[0], [1]]]
+
+
+def test_a_run_whose_rewards_say_nothing_of_right_answers(tmp_path):
+    rows = [{"step": s, "val-core/mine/reward/mean@1": 3.0 + s} for s in (1, 2)]
+    run = write(tmp_path / "a", rows, [answer(1, acc=None), answer(2, acc=None)])
+    text, found = page(report([run], tmp_path / "page.html"))
+    assert "5.000reward, step 2" in found.cells and "Held-out reward" in found.titles
+    assert "✓ right" not in text and "✗ wrong" not in text and "a: from step 1 to step 2<" in text
 
 
 def test_a_log_axis_only_where_values_span_decades():
-    wide, narrow = np.array([1e-3, 1.0, 50.0]), np.array([1.0, 2.0])
-    assert Axis.of(wide, "log").log
-    assert not Axis.of(narrow, "log").log
-    assert not Axis.of(wide, "linear").log
-    assert not Axis.of(np.array([0.0, 50.0]), "log").log
-    assert Axis.of(wide, "log").smooth(np.array([1.0, 10.0, 100.0]), 3)[1] == pytest.approx(10.0)
+    def chart(values, scale):
+        return Chart("", "x", scale, {0: Curve(np.arange(len(values)), np.array(values))})
+
+    wide, narrow = [1e-3, 1.0, 50.0], [1.0, 2.0]
+    assert chart(wide, "log").log
+    assert not chart(narrow, "log").log
+    assert not chart(wide, "linear").log
+    assert not chart([0.0, 50.0], "log").log
+    smoothed = chart([1.0, 10.0, 1000.0], "log").smooth(Curve(np.arange(3), np.array([1.0, 10.0, 100.0])), 3)
+    assert smoothed.values[1] == pytest.approx(10.0)
 
 
 def test_smoothing_means_over_known_points_only():
@@ -289,5 +321,18 @@ def test_a_long_curve_is_thinned_but_keeps_its_spike():
     drawing = svg(chart, ["a"], (0, len(rows)), window([rows]))
     assert len(drawing) < 40_000
     assert Curve(np.arange(3.0), np.array([1.0, math.nan, 2.0])).gaps == 1
-    tops = [float(y) for y in re.findall(r",([0-9.]+)", drawing)]
-    assert min(tops) < 20
+    heights = [float(y) for y in re.findall(r"L [0-9.]+ ([0-9.]+)", drawing)]
+    assert max(heights) - min(heights) > 100, "the spike is there"
+
+
+def test_the_picture_of_the_demo_is_drawn_of_any_run(tmp_path):
+    runs = [write(tmp_path / "a", metrics(4)), write(tmp_path / "b", [{"step": 1, "train/loss": None}])]
+    assert reward_curves(runs, tmp_path / "p.png", labels=["$x^", "b"]).read_bytes().startswith(b"\x89PNG")
+
+
+def test_thinning_keeps_gaps_and_lonely_points():
+    values = np.where(np.arange(9000) % 100 == 50, np.nan, 1.0)
+    thinned = Curve(np.arange(9000.0), values).thinned()
+    assert thinned.gaps == 90 and thinned.steps[0] == 0 and thinned.steps[-1] == 8999
+    lonely = Curve(np.arange(4.0), np.array([1.0, math.nan, 2.0, 3.0]))
+    assert lonely.alone.tolist() == [True, False, False, False]

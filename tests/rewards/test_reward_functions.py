@@ -56,7 +56,7 @@ def scores(functions, *texts):
 
 def test_a_number_is_the_score_and_the_text_the_prediction(here):
     found = RewardFunctions(["mine.py:exact"])(answers("good", " bad\n"))
-    assert found == [{"score": 1.0, "acc": 1.0, "pred": "good"}, {"score": 0.0, "acc": 0.0, "pred": "bad"}]
+    assert found == [{"score": 1.0, "pred": "good"}, {"score": 0.0, "pred": "bad"}]
 
 
 def test_a_dict_gives_score_accuracy_prediction_and_metrics(here):
@@ -118,8 +118,8 @@ def test_the_total_is_weighted_and_each_function_has_its_metrics(here):
     ]  # fmt: skip
 
 
-def test_accuracy_is_of_the_first_function_unless_one_gives_it(here):
-    assert RewardFunctions(["mine.py:batched", "mine.py:exact"])(answers("x"))[0]["acc"] == 1.0
+def test_accuracy_is_of_the_first_function_that_gives_it(here):
+    assert "acc" not in RewardFunctions(["mine.py:batched", "mine.py:exact"])(answers("x"))[0]
     assert RewardFunctions(["mine.py:batched", "mine.py:full"])(answers("x"))[0]["acc"] == 0.0
 
 

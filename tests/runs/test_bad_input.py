@@ -16,7 +16,7 @@ from verl_fn.config import ConfigError
 from verl_fn.driver import build
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.errors import RunError
-from verl_fn.runs.folder import read_metrics
+from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 
 SILENT = lambda line: None  # noqa: E731
@@ -41,7 +41,8 @@ def start(model, folder, *more):
 
 
 def test_model_folders_that_cannot_be_used(refused, tiny, tmp_path):
-    assert "has no config.json" in refused(*start(tmp_path / "nowhere", tmp_path / "run"))
+    said = refused(*start(tmp_path / "org/name", tmp_path / "run"), status=2)
+    assert "model.path: there is no folder" in said and "hf download" in said
     bare = shutil.copytree(tiny, tmp_path / "bare")
     for file in bare.glob("tokenizer*"):
         file.unlink()
@@ -74,8 +75,8 @@ def write_rows(file, rows):
     return file
 
 
-def row(prompt="ab>", answer="ba"):
-    return {"data_source": "mine", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": answer}}
+def row(prompt="ab>", answer="ba", source="mine"):
+    return {"data_source": source, "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": answer}}
 
 
 def test_data_files_that_cannot_be_used(refused, tiny, tmp_path):
@@ -90,6 +91,48 @@ def test_data_files_that_cannot_be_used(refused, tiny, tmp_path):
     assert "chat template" in run(chat)
     strange = write_rows(tmp_path / "strange.jsonl", [row("xyz>")])
     assert "'xyz>'" in run(strange)
+
+
+def test_held_out_rows_without_a_rule_end_the_run_before_its_first_step(refused, tiny, tmp_path):
+    train = write_rows(tmp_path / "train.jsonl", [row(source="reverse")])
+    val = write_rows(tmp_path / "val.jsonl", [row(source="reverse"), row()])
+    for name in ("sft", "ppo"):
+        args = [f"data.train_files={train}", f"data.val_files={val}", "trainer.val_before_train=false"]
+        assert "'mine' has no rule" in refused(*start(tiny, tmp_path / name, *args, f"algorithm.name={name}"))
+        assert not (tmp_path / name / "metrics.jsonl").exists()
+
+
+def test_what_is_wrong_with_the_data_is_said_before_a_model_is_asked_for(refused, tmp_path):
+    args = [*start("", tmp_path / "run"), f"data.train_files={tmp_path}/a.jsonl"]
+    assert "a.jsonl" in refused(*args)
+    write_rows(tmp_path / "a.jsonl", [{"prompt": "ab>"}])
+    assert "data_source" in refused(*args)
+    write_rows(tmp_path / "a.jsonl", [row()])
+    assert "data from files needs model.path" in refused(*args, status=2)
+
+
+LENGTH = """
+def length(data_source, solution_str, ground_truth, extra_info=None):
+    return len(solution_str) + 1.0
+def judged(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": 5.0, "acc": solution_str == ground_truth}
+"""
+
+
+def test_a_reward_that_judges_nothing_has_no_accuracy(refused, tiny, tmp_path, capsys):
+    """A length is no accuracy, so a run does not end by it unless it is asked to."""
+    (tmp_path / "mine.py").write_text(LENGTH)
+    args = start(tiny, tmp_path / "a", "trainer.test_freq=1", "trainer.stop_at=0.9", "trainer.total_training_steps=1")
+    length = f"reward.functions={tmp_path}/mine.py:length"
+    said = refused(*args, length, status=2)
+    assert "trainer.stop_at is compared with acc" in said and "trainer.stop_metric=reward" in said
+    assert main([*args, length, "trainer.stop_metric=reward"]) == 0
+    assert "before training: held-out reward" in capsys.readouterr().out
+    assert {"val-core/reverse/reward/mean@1"} == {n for n in read_metrics(tmp_path / "a")[0] if n.startswith("val")}
+    more = [f"trainer.dir={tmp_path}/b", f"reward.functions={tmp_path}/mine.py:judged"]
+    assert main([*args, *more]) == 0
+    assert {"val-core/reverse/acc/mean@1", "val-aux/reverse/reward/mean@1"} < read_metrics(tmp_path / "b")[0].keys()
+    assert read_metrics(tmp_path / "b")[-1]["step"] == 1
 
 
 def test_a_source_without_a_rule(refused, tiny, tmp_path):
@@ -148,7 +191,7 @@ def test_gradients_that_are_never_finite_end_the_run(tiny, tmp_path, monkeypatch
 
     assert right is cross_entropy
     monkeypatch.setattr(sft, "cross_entropy", breaks)
-    with pytest.raises(RunError, match="gradients of train were not finite in any update of the last 3 steps, up to"):
+    with pytest.raises(RunError, match="gradients of the actor were not finite in any update of the last 3 steps"):
         train(cfg, SILENT)
     rows = read_metrics(tmp_path)
     assert [row["train/update_skipped"] for row in rows[1:]] == [0.0, 0.0, 1.0, 1.0, 1.0]
@@ -215,6 +258,9 @@ def test_new_model_and_export_and_eval(tmp_path, capsys):
         assert torch.equal(a, b.to(torch.bfloat16))
     more = ["data.val_size=8", "rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0", "driver.num_threads=1"]
     assert main(["eval", str(model), "data.task=count", *more, "--json", str(tmp_path / "f.json")]) == 0
+    answers = json.loads((tmp_path / "f.json").read_text())["answers"]
+    assert len(answers) == 8 * 4, "all of them, not only those that a run would log"
+    assert len({answer["prompt"] for answer in answers}) == 8
     found = json.loads((tmp_path / "f.json").read_text())["metrics"]
     assert {"val-core/count/acc/mean@4", "val-core/count/acc/best@4/mean", "val-core/count/acc/maj@4/mean"} <= set(
         found
@@ -273,6 +319,14 @@ def test_a_random_model_with_a_damaged_note_is_made_anew(tmp_path):
         assert (folder / "config.json").is_file()
 
 
+def test_a_random_model_is_not_written_through_a_link(tmp_path):
+    for name in ("run", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "run/.new_model.writing").symlink_to(tmp_path / "elsewhere")
+    build.make_model_folder(tiny_run("", tmp_path / "run"))
+    assert not list((tmp_path / "elsewhere").iterdir()) and (tmp_path / "run/new_model/config.json").is_file()
+
+
 def test_weights_that_are_not_finite(refused, tiny, tmp_path):
     from safetensors.torch import load_file, save_file
 
@@ -292,7 +346,7 @@ def test_what_fits_is_known_before_the_first_step(refused, tiny, tmp_path):
     run = lambda *more: refused(*start(tiny, tmp_path / "run", *more), status=2)  # noqa: E731
     assert "up to 10 tokens, more than data.max_prompt_length = 9" in run("data.max_prompt_length=9")
     assert "19 tokens (prompt, answer and end token)" in run("actor.ppo_max_token_len_per_gpu=18")
-    long = write_rows(tmp_path / "long.jsonl", [row(answer="a" * 300), row()])
+    long = write_rows(tmp_path / "long.jsonl", [row(answer="a" * 300, source="reverse")])
     files = [f"data.train_files={long}", f"data.val_files={long}"]
     assert "305 tokens (prompt, answer and end token), but" in run(*files)
     assert "has only 256 positions" in run(*files)

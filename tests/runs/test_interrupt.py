@@ -10,7 +10,7 @@ import pytest
 from run_configs import TINY
 
 from verl_fn.runs.checkpoints import checkpoints
-from verl_fn.runs.folder import read_metrics
+from verl_fn.runs.logs import read_metrics
 
 
 def start(folder, model, *more):

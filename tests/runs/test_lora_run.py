@@ -11,9 +11,10 @@ from test_train import config, files, model, numbers  # noqa: F401
 
 from verl_fn.cli import main
 from verl_fn.config import load, make_plan
+from verl_fn.runs.continuing import changes
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run
-from verl_fn.runs.loop import _changes, train
+from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import workers
 
 LORA = ["actor.lora_rank=8", "actor.lora_alpha=32", "algorithm.use_kl_loss=true"]
@@ -75,12 +76,12 @@ def test_adapters_come_up_only_where_some_role_has_them(tmp_path):
     _, before = continued("grpo")
     (tmp_path / "config.toml").write_text(tomli_w.dumps(before.table))
     (tmp_path / "checkpoints/step_1").mkdir(parents=True)
-    lines = _changes(*continued("grpo", "actor.lora_alpha=32", "critic.lora_rank=3"))
+    lines = changes(*continued("grpo", "actor.lora_alpha=32", "critic.lora_rank=3"))
     assert "actor.lora_alpha" in lines[0] and "critic.lora_rank" in lines[1]
     with pytest.raises(
         RunError, match=r"actor.lora_rank .*\(0 -> 4\): the state is without adapters.*actor's model is"
     ):
-        _changes(*continued("grpo", "actor.lora_rank=4"))
+        changes(*continued("grpo", "actor.lora_rank=4"))
 
 
 def test_a_fork_with_other_adapters_is_refused_in_one_line(run, capsys):

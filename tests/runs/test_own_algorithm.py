@@ -15,7 +15,7 @@ from run_configs import TINY
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.runs.checkpoints import checkpoints
-from verl_fn.runs.folder import read_metrics
+from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay
 

@@ -58,7 +58,9 @@ def batch_report(batch: Batch) -> Report:
         if name.startswith("reward/"):
             metrics[f"{name}/mean"] = Weighted.of(values, rows)
     report = {name: metric.value for name, metric in metrics.items()}
-    return report | {"training/acc": float(batch["acc"].mean()), "perf/total_num_tokens": float(batch.num_tokens)}
+    if "acc" in batch:
+        report["training/acc"] = float(batch["acc"].mean())
+    return report | {"perf/total_num_tokens": float(batch.num_tokens)}
 
 
 def _rollout_agreement(batch: Batch, mask: torch.Tensor, rows: torch.Tensor) -> Metrics:

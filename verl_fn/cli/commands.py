@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from verl_fn.config import (
 from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, KL_TYPES
 from verl_fn.config.loading import algorithm_options
 from verl_fn.errors import UsageError
+from verl_fn.runs.screen import complain, say
 
 
 def train(args: argparse.Namespace) -> int:
@@ -44,21 +46,21 @@ def fork(args: argparse.Namespace) -> int:
 def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
     from verl_fn.runs.loop import Interrupted, train
 
-    def say(line: str) -> None:
+    def show(line: str) -> None:
         if not args.quiet:
-            print(line, flush=True)
+            say(line)
 
     for line in hints:
-        say(f"note: {line}")
+        show(f"note: {line}")
     if args.check:
         from verl_fn.runs.check_run import check_run
 
-        print(check_run(plan))
+        say(check_run(plan))
         return 0
     try:
-        train(plan, say, live=sys.stdout.isatty() and not args.quiet)
+        train(plan, show, live=sys.stdout.isatty() and not args.quiet)
     except Interrupted as error:
-        print(error, file=sys.stderr)
+        complain(error)
         return 130
     return 0
 
@@ -76,13 +78,14 @@ def evaluate(args: argparse.Namespace) -> int:
     out = Path(args.json) if args.json else None
     if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
         raise ConfigError(f"--json: {out} cannot be written; name a file in an existing folder")
-    print(f"evaluating {model} on {_evaluation_summary(plan)}", flush=True)
-    report, answers = evaluate_model(plan, print)
+    say(f"evaluating {model} on {_evaluation_summary(plan)}")
+    with _pruning(model):
+        report, answers = evaluate_model(plan, say)
     for name, value in report.items():
-        print(f"{name:<48} {value:.4f}")
-    for answer in answers[:3]:
+        say(f"{name:<48} {value:.4f}")
+    for answer in answers[:: max(1, plan.rollout.validation.n)][:3]:
         verdict = f"reward {answer['score']:.3g}; expected {answer['answer']!r}"
-        print(f"{answer['prompt']!r} -> {answer['response']!r} ({verdict})")
+        say(f"{answer['prompt']!r} -> {answer['response']!r} ({verdict})")
     if out is not None:
         out.write_text(json.dumps({"model": str(model), "metrics": report, "answers": answers}, indent=1))
     return 0
@@ -109,9 +112,9 @@ def config(args: argparse.Namespace) -> int:
     if file is not None and "=" in file and not Path(file).exists():
         file, overrides = None, [file, *overrides]
     cfg, set_by = load(file, overrides), origins(file, overrides)
-    print(describe(cfg, set_by), end="")
+    say(describe(cfg, set_by).rstrip("\n"))
     for line in notes(file, overrides):
-        print(f"note: {line}", file=sys.stderr)
+        complain(f"note: {line}")
     return 0
 
 
@@ -120,7 +123,7 @@ def report(args: argparse.Namespace) -> int:
     from verl_fn.report.page import report
 
     page = report([Path(run) for run in args.runs], Path(args.out))
-    print(f"wrote {page} and {page.with_suffix('.png')}")
+    say(f"wrote {page} and {page.with_suffix('.png')}")
     return 0
 
 
@@ -130,12 +133,12 @@ def replay(args: argparse.Namespace) -> int:
 
     replayed = replay(args.run, args.step, recorded=args.recorded)
     if replayed.difference is not None:
-        print(f"step {replayed.step} differs; first in {replayed.difference}")
+        say(f"step {replayed.step} differs; first in {replayed.difference}")
         return 1
     kinds = ", ".join(f"{count} {kind}" for kind, count in replayed.compared.items())
-    print(f"step {replayed.step} comes out bitwise the same: {kinds}")
+    say(f"step {replayed.step} comes out bitwise the same: {kinds}")
     if "state leaves" not in replayed.compared:
-        print("the state itself was not compared: the run kept no journal (trainer.journal) and no checkpoint of it")
+        say("the state itself was not compared: the run kept no journal (trainer.journal) and no checkpoint of it")
     return 0
 
 
@@ -161,7 +164,7 @@ def new_model(args: argparse.Namespace) -> int:
         )
     except ModelError as error:
         raise ConfigError(str(error)) from error
-    print(f"wrote {folder}")
+    say(f"wrote {folder}")
     return 0
 
 
@@ -181,7 +184,9 @@ def export(args: argparse.Namespace) -> int:
 
     model, _ = _model_of(args.model)
     write = export_adapter if args.adapter else export_model
-    print(f"wrote {write(model, args.out, args.dtype)}")
+    with _pruning(model):
+        folder = write(model, args.out, args.dtype)
+    say(f"wrote {folder}")
     return 0
 
 
@@ -192,7 +197,7 @@ def prepare(args: argparse.Namespace) -> int:
     if args.dataset == "smollm2":
         from verl_fn.backends.hf.smollm2 import prepare_smollm2
 
-        print(f"wrote {prepare_smollm2(args.out)}")
+        say(f"wrote {prepare_smollm2(args.out)}")
         return 0
     if args.dataset == "arithmetic":
         from verl_fn.data.arithmetic import prepare_arithmetic
@@ -202,14 +207,14 @@ def prepare(args: argparse.Namespace) -> int:
         from verl_fn.data.prepare import prepare_gsm8k
 
         rows = prepare_gsm8k(args.source, args.out)
-    print(f"wrote {args.out}: " + ", ".join(f"{split}.parquet with {count} rows" for split, count in rows.items()))
+    say(f"wrote {args.out}: " + ", ".join(f"{split}.parquet with {count} rows" for split, count in rows.items()))
     return 0
 
 
 def show_choices(args: argparse.Namespace) -> int:
     """Lists the available tasks, algorithms and so on, or the options of one algorithm."""
     if args.algorithm:
-        print(_algorithm_page(args.algorithm))
+        say(_algorithm_page(args.algorithm))
         return 0
     from verl_fn.data.tasks import TASKS
     from verl_fn.rewards.rules import SOURCES
@@ -228,7 +233,7 @@ def show_choices(args: argparse.Namespace) -> int:
         ("rewards by data source", SOURCES),
         ("loggers", ("metrics.jsonl", "tensorboard", "wandb")),
     ):
-        print(f"{kind:<24}{', '.join(names)}")
+        say(f"{kind:<24}{', '.join(names)}")
     return 0
 
 
@@ -270,15 +275,34 @@ def _model_of(path: str) -> tuple[Path, Path | None]:
     """Returns the model folder that a path stands for, and the run that it belongs to, if any."""
     from verl_fn.runs.checkpoints import MANIFEST, checkpoints
     from verl_fn.runs.errors import RunError
+    from verl_fn.runs.state import run_of
 
     folder = Path(path)
     if (folder / "config.toml").is_file():
-        if not checkpoints(folder):
+        saved = checkpoints(folder)
+        if not saved:
             raise RunError(f"the run {folder} has no checkpoint yet")
         # The link points nowhere if somebody has removed the newest checkpoint.
         link = folder / "model"
-        return link.resolve() if link.exists() else checkpoints(folder)[0] / "actor", folder
+        return link.resolve() if link.exists() else saved[0] / "actor", folder
     if (folder / MANIFEST).is_file():
-        run = folder.absolute().parents[1]
-        return folder / "actor", run if (run / "config.toml").is_file() else None
+        run = run_of(folder)
+        return folder / "actor", run if run is not None and (run / "config.toml").is_file() else None
     return folder, None
+
+
+@contextlib.contextmanager
+def _pruning(model: Path) -> Iterator[None]:
+    """Explains an error that comes of a model that was there and is gone: a run in training removes checkpoints."""
+    existed = model.is_dir()
+    try:
+        yield
+    except Exception as error:
+        if existed and not model.is_dir():
+            from verl_fn.runs.errors import RunError
+
+            raise RunError(
+                f"{model} was removed meanwhile: a run in training keeps only its last trainer.max_ckpt_to_keep "
+                "checkpoints; run the command again for the newest one"
+            ) from error
+        raise

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from verl_fn import __version__
 from verl_fn.errors import UsageError, UserError
+from verl_fn.runs.screen import OutputClosed, complain
 
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
+CLOSED = 141  # the exit status of a program that SIGPIPE ends
 
 
-path = os.path.expanduser  # shells do not expand the ~ in --out=~/x
+def path(argument: str) -> str:
+    """Reads a path; shells do not expand the ~ in --out=~/x."""
+    from verl_fn.config.fields import check_path, home
+
+    try:
+        return check_path(home(argument))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,7 +35,9 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, doc: str, **kwargs: object) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".", **kwargs)  # type: ignore[arg-type]
+        added = commands.add_parser(name, help=doc, description=doc[0].upper() + doc[1:] + ".", **kwargs)  # type: ignore[arg-type]
+        added.add_argument("--debug", action="store_true", help="show an error with its traceback")
+        return added
 
     _add_run_commands(command)
     _add_model_commands(command)
@@ -151,23 +164,42 @@ def main(argv: Sequence[str] | None = None) -> int:
         from verl_fn.cli.commands import COMMANDS
 
         return COMMANDS[args.command](args)
-    except UsageError as error:
-        return _refuse(error, 2)
+    except OutputClosed:
+        return _end_without_output(args.command)
     except Exception as error:
-        if isinstance(error, UserError):
-            return _refuse(error, 1)
-        # An OSError that names a file is the user's to fix; one without a file name is a bug.
-        if isinstance(error, OSError) and error.filename is not None:
-            return _refuse(f"{error.filename}: {error.strerror}", 1)
-        raise
+        if not isinstance(error, UserError) and not _names_a_file(error):
+            raise
+        if args.debug:
+            complain(traceback.format_exc())
+        return _refuse(error, 2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
+        if args.debug:
+            complain(traceback.format_exc())
         return _refuse("stopped at once; the same command continues from the last checkpoint, if there is one", 130)
 
 
+def _names_a_file(error: Exception) -> bool:
+    """Returns whether an error is an OSError about a file, which is the user's to fix; any other one is a bug."""
+    return isinstance(error, OSError) and error.filename is not None
+
+
 def _refuse(error: object, status: int) -> int:
+    message = error
+    if isinstance(error, OSError) and not isinstance(error, UserError):
+        message = f"{error.filename}: {error.strerror}"
     # An error's notes name the process that raised it.
-    print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+    with contextlib.suppress(OutputClosed):
+        complain("\n".join([f"error: {message}", *getattr(error, "__notes__", ())]))
     return status
+
+
+def _end_without_output(command: str) -> int:
+    # Python would fail once more when it flushes its output at the end.
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if command in ("train", "fork"):
+        _refuse("nobody reads the output any more; the same command continues from the last checkpoint", CLOSED)
+    return CLOSED
 
 
 def run_rank() -> NoReturn:

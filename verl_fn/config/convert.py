@@ -58,6 +58,8 @@ def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
     def hook(value: Any, _: Any) -> Any:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise TypeError(f"expected {_KINDS[kind]}, got {value!r}")
+        if kind is str and not _is_unicode(cast(str, value)):
+            raise TypeError(f"expected Unicode, got {value!r}")
         if kind is float and not -sys.float_info.max <= cast(float, value) <= sys.float_info.max:
             raise TypeError(f"expected a finite number, got {value!r}")
         if kind is int and not -(2**63) <= cast(int, value) < 2**63:
@@ -67,9 +69,19 @@ def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
     return hook
 
 
+def _is_unicode(value: str) -> bool:
+    """Returns whether a string can be written to a file; bytes of the command line may be no UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
 def _optional(value: Any, hint: Any) -> Any:
     inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
-    return None if value is None else _CONVERTER.structure(value, inner)
+    try:
+        return None if value is None else _CONVERTER.structure(value, inner)
+    except TypeError as error:
+        if value in ("", "none", "None", "null"):
+            raise TypeError(f"{error}; to unset the key, write nothing after its =") from None
+        raise
 
 
 def _tuple(value: Any, hint: Any) -> Any:

@@ -44,13 +44,51 @@ def home(value: Any) -> Any:
         return tuple(map(home, value))
     try:
         return os.path.expanduser(value) if isinstance(value, str) else value
-    except ValueError:  # no user has such a name
+    except ValueError:  # the name has a null byte, which check_path reports
         return value
 
 
-def paths(default: Any, doc: str) -> Any:
-    """Declares a field of one or several paths."""
-    return attrs.field(default=default, converter=home, metadata={"doc": doc})
+def check_path(value: str) -> str:
+    """Returns a path whose ``~`` was replaced, if a file can have it.
+
+    Raises:
+        ValueError: it has a null byte or is not Unicode, or its ``~name`` is of no user.
+
+    Example:
+        >>> check_path("~nobody_of_this_name/x")
+        Traceback (most recent call last):
+        ValueError: '~nobody_of_this_name/x' names the home of a user who does not exist; write ./~ for such a name
+    """
+    if "\0" in value:
+        raise ValueError(f"{value!r} has a null byte, which no path may have")
+    if value.startswith("~"):
+        raise ValueError(f"{value!r} names the home of a user who does not exist; write ./~ for such a name")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{value!r} is not Unicode; rename the file") from None
+    return value
+
+
+def paths(default: Any, doc: str, *, required: bool = False) -> Any:
+    """Declares a field of one or several paths.
+
+    Args:
+        default: the default value.
+        doc: the documentation that ``verl-fn config`` prints.
+        required: whether an empty path is an error.
+    """
+
+    def check(instance: Any, attribute: Any, value: Any) -> None:
+        try:
+            for item in value if isinstance(value, tuple) else () if value is None else (value,):
+                check_path(item)
+        except ValueError as error:
+            raise RangeError(attribute.name, str(error)) from error
+        if required and not value:
+            raise RangeError(attribute.name, "must not be empty")
+
+    return attrs.field(default=default, converter=home, validator=check, metadata={"doc": doc})
 
 
 def all_or_some(instance: Any, attribute: Any, value: int) -> None:

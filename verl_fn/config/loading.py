@@ -167,9 +167,9 @@ def _unknown_keys(table: Mapping[str, Any], cls: type, prefix: str, options: typ
     for name, value in table.items():
         key = f"{prefix}{name}"
         if name not in hints:
-            # The first key inside an unknown table shows better than the table's name what was meant.
-            inner = next(iter(flat(value)), "") if isinstance(value, Mapping) else ""
-            yield f"{key}.{inner}".rstrip(".")
+            # The keys inside an unknown table show better than the table's name what was meant.
+            inner = list(flat(value)) if isinstance(value, Mapping) else []
+            yield from [f"{key}.{below}" for below in inner] or [key]
         elif attrs.has(hints[name]):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{key} is a table of keys, not {value!r}")

@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from .fields import ConfigError
+from .fields import ConfigError, check_path, home
 
 
 def is_reference(value: str) -> bool:
@@ -31,6 +31,9 @@ def is_reference(value: str) -> bool:
 def absolute(reference: str, folder: Path) -> str:
     """Makes the file of a reference absolute; all other strings are returned unchanged.
 
+    Raises:
+        ConfigError: no file can have this path.
+
     Example:
         >>> absolute("mine.py:raft", Path("/a")), absolute("ppo", Path("/a"))
         ('/a/mine.py:raft', 'ppo')
@@ -38,7 +41,10 @@ def absolute(reference: str, folder: Path) -> str:
     file, _, name = reference.rpartition(":")
     if not file.endswith(".py"):
         return reference
-    return f"{(folder / Path(file).expanduser()).resolve()}:{name}"
+    try:
+        return f"{(folder / check_path(home(file))).resolve()}:{name}"
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def load_object(reference: str, key: str) -> Any:
@@ -103,7 +109,7 @@ def _load_module(module: str, key: str) -> ModuleType:
 
 def _load_file(file: Path) -> ModuleType:
     """Imports a file once. Its module name is made of its path and contents, and is the same in every process."""
-    file = file.expanduser().resolve()
+    file = Path(check_path(home(str(file)))).resolve()
     digest = hashlib.blake2b(str(file).encode() + b"\0" + file.read_bytes(), digest_size=6).hexdigest()
     name = f"_verl_fn_user_{file.stem}_{digest}"
     if name in sys.modules:

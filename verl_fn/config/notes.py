@@ -1,7 +1,8 @@
-"""Notes about keys that are set but have no effect."""
+"""Notes about settings that are allowed, but hardly meant: keys without effect, and models that never learn."""
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,9 +19,10 @@ Rule = tuple[str, bool, str]
 
 
 def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
-    """Returns a sentence for each key that is set but has no effect.
+    """Returns a sentence for each key that is set but has no effect, and for settings that are hardly meant.
 
-    A key at its default is not reported, nor is a key of the file that loses its effect only by an override.
+    A key at its default is not reported as without effect, nor is a key of the file that loses its effect only by an
+    override.
 
     Example:
         >>> notes(None, ["algorithm.name=sft", "algorithm.lam=0.9"])
@@ -29,14 +31,28 @@ def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
     cfg = load(path, overrides)
     sentences = _without_effect(cfg, flat(raw_table(None, overrides)))
     if path is not None:
-        try:
+        with contextlib.suppress(ConfigError):
             file_alone = load(path)
-        except ConfigError:
-            return list(sentences.values())
-        table = flat(raw_table(path, ()))
-        ignored_in_file = _without_effect(file_alone, table)
-        sentences = _without_effect(cfg, {key: table[key] for key in ignored_in_file}) | sentences
-    return list(sentences.values())
+            table = flat(raw_table(path, ()))
+            ignored_in_file = _without_effect(file_alone, table)
+            sentences = _without_effect(cfg, {key: table[key] for key in ignored_in_file}) | sentences
+    return [*sentences.values(), *_hardly_meant(cfg)]
+
+
+def _hardly_meant(cfg: Config) -> Iterator[str]:
+    """Yields sentences about values that are allowed but leave a model or a file as it is."""
+    options, steps = cfg.algorithm.options, cfg.trainer.total_training_steps
+    if isinstance(options, PPO) and options.critic_warmup >= steps:
+        yield (
+            f"algorithm.critic_warmup = {options.critic_warmup} leaves no step to the actor: "
+            f"trainer.total_training_steps is {steps}"
+        )
+    for name, role in outline(cfg).roles.items():
+        table, settings = ("critic", cfg.critic) if role.head == "value" else ("actor", cfg.actor)
+        if role.trained and settings.optim.lr == 0:
+            yield f"{table}.optim.lr is 0: the weights of the {name} stay as they are"
+    if cfg.algorithm.name == "sft" and cfg.trainer.journal == "samples":
+        yield 'trainer.journal = "samples" keeps digests alone with algorithm.name = "sft", which samples nothing'
 
 
 def _without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
@@ -129,5 +145,6 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     yield "data.shuffle", bool(data.train_files), "without data.train_files"
     for name in ("weights", "timeout", "num_workers"):
         yield f"reward.{name}", bool(reward.functions), "without reward.functions"
+    yield "trainer.stop_metric", cfg.trainer.stop_at is not None, "without trainer.stop_at"
     for name in ("project_name", "experiment_name"):
         yield f"trainer.{name}", "wandb" in cfg.trainer.logger, "without wandb in trainer.logger"

@@ -231,7 +231,7 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
     """
 
     def path(name: str) -> str:
-        return str((folder / Path(name).expanduser()).resolve()) if name else name
+        return str((folder / name).resolve()) if name else name
 
     d, t, a = cfg.data, cfg.trainer, cfg.algorithm
     references = {

@@ -23,7 +23,12 @@ class OptimConfig:
     weight_decay: float = opt(0.01, "decoupled weight decay", ge(0), le(MOST))
     clip_grad: float = opt(1.0, "global gradient norm above which gradients are clipped", gt(0), le(1e30))
     lr_scheduler_type: str = opt("constant", "constant, linear or cosine", in_(("constant", "linear", "cosine")))
-    lr_warmup_steps: int = opt(0, "updates of linear warm-up from 0", ge(0))
+    lr_warmup_steps: int = opt(
+        0,
+        "updates of linear warm-up from 0; a step has ppo_epochs * ceil(train_batch_size / ppo_mini_batch_size) of "
+        "them, and verl's key counts steps",
+        ge(0),
+    )
     min_lr_ratio: float = opt(0.0, "share of the learning rate left at the end of a decay", ge(0), le(1))
 
 
@@ -180,7 +185,7 @@ class RayConfig:
 class TrainerConfig:
     """The run: its folder, its length, its evaluations, checkpoints and logs."""
 
-    dir: str = paths("runs/run", "the run's folder")
+    dir: str = paths("runs/run", "the run's folder", required=True)
     seed: int = opt(0, "the seed of all random numbers", ge(0), le(2**63 - 1))
     total_training_steps: int = opt(100, "steps of the run", ge(1))
     val_before_train: bool = opt(True, "evaluate before the first step")
@@ -191,7 +196,10 @@ class TrainerConfig:
         "auto", "auto continues the folder's last checkpoint; disable starts over", in_(("auto", "disable"))
     )
     resume_from_path: str | None = paths(None, "checkpoint of this or another run to start from (a fork)")
-    stop_at: float | None = opt(None, "end the run when held-out exact match reaches this", ge(0), le(1))
+    stop_at: float | None = opt(None, "end the run when the held-out stop_metric reaches this", ge(-MOST), le(MOST))
+    stop_metric: str = opt(
+        "acc", "acc, the share of right answers, or reward; means over all held-out answers", in_(("acc", "reward"))
+    )
     log_freq: int = opt(1, "steps between lines on the screen", ge(1))
     logger: tuple[str, ...] = opt(
         (), "loggers beside metrics.jsonl: tensorboard, wandb", each_in("tensorboard", "wandb")
@@ -251,12 +259,21 @@ class Config:
         from_files = data.train_files or data.val_files
         if not from_files and data.val_size is not None and data.val_size > LARGEST_VAL_SIZE:
             raise ConfigError(f"data.val_size is {data.val_size}; a generated task gives at most {LARGEST_VAL_SIZE}")
-        if from_files and not self.model.path:
-            raise ConfigError("data from files needs model.path: a random model knows only a task's characters")
         if validation.n > 1 and validation.temperature == 0:
             raise ConfigError(
                 f"rollout.val_kwargs.n is {validation.n} at temperature 0, where all answers are the same; "
                 f"set rollout.val_kwargs.temperature"
             )
-        if self.trainer.stop_at is not None and self.trainer.test_freq < 1:
+        self._check_goal()
+
+    def _check_goal(self) -> None:
+        t = self.trainer
+        if t.stop_at is None:
+            return
+        if t.test_freq < 1:
             raise ConfigError("trainer.stop_at needs evaluations during the run; set trainer.test_freq")
+        if t.stop_metric == "acc" and not 0 <= t.stop_at <= 1:
+            raise ConfigError(
+                f"trainer.stop_at is {t.stop_at}, but acc is a share from 0 to 1; for the reward, set "
+                "trainer.stop_metric=reward"
+            )

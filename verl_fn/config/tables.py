@@ -22,7 +22,7 @@ def read_table(path: str | Path | None) -> Table:
     if path is None:
         return {}
     try:
-        return tomllib.loads(Path(path).read_text())
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -84,7 +84,12 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _value(key: str, string: str, kind: Any) -> Any:
-    """Parses the value of an override as TOML; returns the string itself if it is not TOML."""
+    """Parses the value of an override as TOML; returns the string itself if it is not TOML.
+
+    An empty value unsets an optional key: TOML has no null, and ``verl-fn config`` shows such a key without a value.
+    """
+    if not string.strip() and type(None) in typing.get_args(kind):
+        return None
     try:
         parsed = tomllib.loads(f"value = {string}")
         value = parsed["value"] if list(parsed) == ["value"] else string

@@ -59,6 +59,8 @@ def make_model_folder(plan: Plan) -> None:
         return
     # The folder is written under a temporary name and renamed, so that it is never incomplete.
     aside = folder.with_name(".new_model.writing")
+    if aside.is_symlink():  # rmtree leaves it, and the model would be written where it points
+        aside.unlink()
     shutil.rmtree(aside, ignore_errors=True)
     try:
         new_model(aside, **settings)

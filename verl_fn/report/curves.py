@@ -27,12 +27,13 @@ CHARTS = (
     ("Response length", "response_length/mean", "linear"),
     ("Explained variance of values", "critic/vf_explained_var", "linear"),
     ("Rollout against trainer, probability", "training/rollout_probs_diff_max", "log"),
+    ("Rollout against trainer, KL", "rollout_corr/k3_kl", "log"),
     ("Tokens a second", "perf/throughput", "linear"),
 )
 
 FEW_POINTS = 40  # curves with at most this many points on the width of a chart get dots and are not smoothed
 _LARGEST = 1e300  # larger values cannot be drawn and count as infinite
-_SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+_STRETCHES = 300  # a long curve is reduced to the extremes of so many stretches, about one a pixel
 
 
 @attrs.frozen(eq=False)
@@ -52,54 +53,29 @@ class Curve:
         """Returns how many values are not finite."""
         return int(np.isnan(self.values).sum())
 
+    @property
+    def alone(self) -> np.ndarray:
+        """Returns which points have no neighbour that is finite, so that no line shows them."""
+        known = np.concatenate([[False], ~np.isnan(self.values), [False]])
+        return known[1:-1] & ~known[:-2] & ~known[2:]
 
-@attrs.frozen
-class Axis:
-    """The vertical axis of a chart.
+    def thinned(self) -> Curve:
+        """Returns a long curve with the lowest and the highest point of each stretch alone; spikes and gaps stay.
 
-    Attributes:
-        low, high: its ends.
-        log: whether it is logarithmic.
-        ticks: the values that have a tick, with their labels.
-        factor: the power of ten by which the labels are to be multiplied, as HTML; empty for 1.
-    """
-
-    low: float
-    high: float
-    log: bool
-    ticks: list[tuple[float, str]]
-    factor: str
-
-    @classmethod
-    def of(cls, values: np.ndarray, scale: str) -> Axis:
-        """Returns the axis that shows ``values`` on a scale of ``CHARTS``."""
-        low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-        if scale == "share" and low >= 0 and high <= 1:
-            low, high = 0.0, 1.0
-        elif scale == "log" and 0 < low * 100 < high:
-            powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-            shown = [p for p in powers if p % math.ceil(len(powers) / 6) == 0]
-            marks = [(10.0**p, f"10{str(p).translate(_SUPERSCRIPT)}") for p in shown]
-            return cls(10.0 ** powers[0], 10.0 ** powers[-1], True, marks, "")
-        else:
-            pad = (high - low) * 0.06 or abs(high) * 0.1 or 0.5
-            low, high = low - pad, high + pad
-        power = math.floor(math.log10(max(abs(low), abs(high))))
-        power = 0 if -2 <= power < 5 else power
-        at = ticks(low / 10.0**power, high / 10.0**power)
-        digits = max(0, -math.floor(math.log10(at[1] - at[0]) + 1e-9))
-        factor = f"&times;10{str(power).translate(_SUPERSCRIPT)}" if power else ""
-        return cls(low, high, False, [(t * 10.0**power, f"{t:,.{digits}f}") for t in at], factor)
-
-    def place(self, value: Any) -> Any:
-        """Returns the place of a value on the axis, 0 at the lower end and 1 at the upper."""
-        if self.log:
-            return np.log(value / self.low) / math.log(self.high / self.low)
-        return (value - self.low) / (self.high - self.low)
-
-    def smooth(self, values: np.ndarray, width: int) -> np.ndarray:
-        """Returns the mean of the ``width`` points around each one, or their geometric mean on a log axis."""
-        return np.exp(smooth(np.log(values), width)) if self.log else smooth(values, width)
+        Example:
+            >>> Curve(np.arange(9000.0), np.sin(np.arange(9000.0))).thinned().steps.size < 1500
+            True
+        """
+        if len(self.values) <= 4 * _STRETCHES:
+            return self
+        kept = {0, len(self.values) - 1}
+        for stretch in np.array_split(np.arange(len(self.values)), _STRETCHES):
+            gap = np.isnan(self.values[stretch])
+            kept |= {int(k) for k in stretch[gap][:1]}
+            if len(known := stretch[~gap]):
+                kept |= {int(known[pick(self.values[known])]) for pick in (np.argmin, np.argmax)}
+        order = sorted(kept)
+        return Curve(self.steps[order], self.values[order])
 
 
 @attrs.frozen
@@ -119,10 +95,34 @@ class Chart:
     curves: Mapping[int, Curve]
 
     @property
-    def axis(self) -> Axis:
-        """Returns the vertical axis for all curves."""
+    def limits(self) -> tuple[float, float] | None:
+        """Returns the ends of the vertical axis where they are given: those of shares are 0 and 1."""
+        values = self._values()
+        shares = self.scale == "share" and len(values) and values.min() >= 0 and values.max() <= 1
+        return (0.0, 1.0) if shares else None
+
+    @property
+    def log(self) -> bool:
+        """Returns whether the vertical axis is logarithmic."""
+        values = self._values()
+        return bool(self.scale == "log" and len(values) and 0 < values.min() * 100 < values.max())
+
+    @property
+    def same(self) -> list[list[int]]:
+        """Returns the runs by equal curves."""
+        groups: dict[tuple[bytes, bytes], list[int]] = {}
+        for run, c in self.curves.items():
+            groups.setdefault((c.steps.tobytes(), c.values.tobytes()), []).append(run)
+        return list(groups.values())
+
+    def smooth(self, curve: Curve, width: int) -> Curve:
+        """Returns the mean of the ``width`` points around each one, or their geometric mean on a log axis."""
+        values = np.exp(smooth(np.log(curve.values), width)) if self.log else smooth(curve.values, width)
+        return Curve(curve.steps, values)
+
+    def _values(self) -> np.ndarray:
         values = np.concatenate([c.values for c in self.curves.values()])
-        return Axis.of(values[~np.isnan(values)], self.scale)
+        return values[~np.isnan(values)]
 
     def is_plain(self, curve: Curve, steps: tuple[float, float]) -> bool:
         """Returns whether a curve is drawn as logged, with dots.
@@ -178,19 +178,3 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
     total = np.convolve(np.where(finite, values, 0.0), kernel)[half : half + n]
     count = np.convolve(finite.astype(float), kernel)[half : half + n]
     return np.where(finite, total / np.maximum(count, 1.0), np.nan)
-
-
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Returns round numbers between ``low`` and ``high``, at most about ``most`` of them.
-
-    Example:
-        >>> ticks(0.0, 1.0), ticks(0, 400, 4)
-        ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.0, 100.0, 200.0, 300.0, 400.0])
-    """
-    if high <= low:
-        return [low]
-    unit = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(m * unit for m in (1, 2, 5, 10, 20) if (high - low) / (m * unit) <= most + 1e-9)
-    digits = max(0, 2 - math.floor(math.log10(step)))
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [round(k * step, digits) for k in range(first, last + 1)]

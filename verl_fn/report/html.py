@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from html import escape
 
 from verl_fn.report import plots
+from verl_fn.runs.screen import printable
 
 MISSING = "–"  # noqa: RUF001  (an en dash, as typography has it for an empty cell)
-_VISIBLE = {c: 0x2400 + c for c in range(32) if chr(c) not in "\n\t"}  # control characters as visible symbols
 
 
 def escaped(value: str) -> str:
@@ -19,7 +19,7 @@ def escaped(value: str) -> str:
         >>> escaped("a < b")
         'a &lt; b'
     """
-    return escape(str(value).translate(_VISIBLE))
+    return escape(printable(str(value)))
 
 
 def block(content: str) -> str:
@@ -57,14 +57,14 @@ def card(title: str, metric: str, drawing: str, note: str) -> str:
 
 def swatch(run: int) -> str:
     """Returns a short line in the colour of a run's number."""
-    line = f'<line class="{plots.line_class(run)}" x2="22" y1="5" y2="5"/>'
-    return f'<svg class="swatch" viewBox="0 0 22 10" aria-hidden="true">{line}</svg>'
+    return f'<span class="swatch {plots.line_class(run)}" aria-hidden="true"></span>'
 
 
 def colors() -> str:
     """Returns the CSS of the runs' colours for light and dark pages; the PNG uses the same list."""
-    light, dark = ("".join(f".run{i}{{--run:{c[k]}}}" for i, c in enumerate(plots.COLORS)) for k in (0, 1))
-    return f"{light}\n@media (prefers-color-scheme: dark){{{dark}}}\n"
+    light, dark = ("".join(f"--run{i}:{c[k]};" for i, c in enumerate(plots.COLORS)) for k in (0, 1))
+    runs = "".join(f".run{i}{{border-color:var(--run{i})}}" for i in range(len(plots.COLORS)))
+    return f":root{{{light}}}\n@media (prefers-color-scheme: dark){{:root{{{dark}}}}}\n{runs}\n"
 
 
 def date(timestamp: float) -> str:

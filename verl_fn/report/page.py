@@ -19,13 +19,13 @@ from typing import Any
 import attrs
 
 from verl_fn import __version__
-from verl_fn.config import flat
+from verl_fn.config import ConfigError, flat
 from verl_fn.config.loading import default_table
 from verl_fn.errors import UserError
 from verl_fn.report import html, plots
 from verl_fn.report.curves import Chart, charts, window
-from verl_fn.runs.evaluate import accuracy
-from verl_fn.runs.folder import read_lines, read_metrics
+from verl_fn.runs.evaluate import held_out_value
+from verl_fn.runs.logs import read_answers, read_metrics
 
 SHOWN = 32  # prompts in the table of held-out answers
 _SUMMARY_COLUMNS = (
@@ -138,18 +138,27 @@ def _read(folder: Path, label: str) -> RunRecord:
         toml = file.read_text(encoding="utf-8")
         table = tomllib.loads(toml)
         config = flat(default_table(table)) | flat(table)
-    except ValueError as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{file} is not TOML: {error}") from error
+    _check_shown(config, file)
     rows = read_metrics(folder)
     if not rows:
         raise ReportError(f"{folder} has no metrics yet; wait for its first step")
     answers: dict[int, dict[tuple[str, str], Mapping[str, Any]]] = {}
-    for number, line in enumerate(read_lines(folder / "generations.jsonl"), start=1):
-        try:
-            answers.setdefault(line["step"], {})[line["data_source"], line["prompt"]] = line
-        except KeyError as error:
-            raise ReportError(f"{folder / 'generations.jsonl'}, line {number}, has no {error}") from error
+    for line in read_answers(folder):
+        answers.setdefault(line["step"], {})[line["data_source"], line["prompt"]] = line
     return RunRecord(label, folder, toml, config, rows, answers)
+
+
+def _check_shown(config: Mapping[str, Any], file: Path) -> None:
+    """Checks the values that the page formats. Others are shown as they are, also those of older versions."""
+    kinds = {"algorithm.name": str, "data.task": str, "data.train_files": list, "trainer.total_training_steps": int}
+    for key, kind in kinds.items():
+        value = list(config[key]) if isinstance(config[key], tuple) else config[key]
+        if not isinstance(value, kind) or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
+            raise ReportError(f"{file}: {key} has a value of another kind, {value!r:.60}")
 
 
 def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
@@ -179,7 +188,8 @@ def _summary(runs: Sequence[RunRecord]) -> str:
         name = config["algorithm.name"]
         estimator = config.get("algorithm.adv_estimator", _ESTIMATORS.get(name, ""))
         data = ", ".join(Path(file).name for file in config["data.train_files"]) or config["data.task"]
-        held_out = [(value, row["step"]) for row in run.rows if (value := accuracy(_finite(row))) is not None]
+        metric = "acc" if any(held_out_value(row, "acc") is not None for row in run.rows) else "reward"
+        held_out = [(value, row["step"]) for row in run.rows if (value := held_out_value(row, metric)) is not None]
         best = max(held_out, key=lambda pair: (pair[0], -pair[1]), default=None)
         cells = [
             f'<th scope="row">{html.swatch(i)}{html.escaped(run.label)}</th>',
@@ -188,8 +198,8 @@ def _summary(runs: Sequence[RunRecord]) -> str:
             html.number_cell(f"{run.rows[-1]['step']:,}", f"of {config['trainer.total_training_steps']:,}"),
             html.number_cell(_median(run.rows, "timing_s/step", "{:.3g} s")),
             html.number_cell(_median(run.rows, "perf/throughput", "{:,.0f}")),
-            _at_step(held_out[-1] if held_out else None),
-            _at_step(best),
+            _at_step(held_out[-1] if held_out else None, metric),
+            _at_step(best, metric),
             html.number_cell(_latest(run.rows, "critic/score/mean")),
         ]
         rows.append("".join(cells))
@@ -197,9 +207,11 @@ def _summary(runs: Sequence[RunRecord]) -> str:
     return f'{table}<p class="soft">Times and tokens are medians over steps.</p>\n'
 
 
-def _at_step(pair: tuple[float, int] | None) -> str:
-    """Returns a cell with a value and its step, or with a dash."""
-    return html.number_cell(html.MISSING) if pair is None else html.number_cell(f"{pair[0]:.3f}", f"step {pair[1]:,}")
+def _at_step(pair: tuple[float, int] | None, metric: str) -> str:
+    """Returns a cell with a value, its metric and its step, or with a dash."""
+    if pair is None:
+        return html.number_cell(html.MISSING)
+    return html.number_cell(f"{pair[0]:.3f}", f"{metric}, step {pair[1]:,}")
 
 
 def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[float, float], width: int) -> str:
@@ -212,7 +224,8 @@ def _charts(runs: Sequence[RunRecord], drawn: Sequence[Chart], steps: tuple[floa
             for i, curve in chart.curves.items()
             if curve.gaps
         ]
-        if chart.axis.log:
+        notes += [f"{_listed(runs, same)} have the same curve" for same in chart.same if len(same) > 1]
+        if chart.log:
             notes.insert(0, "log scale, geometric mean" if width > 1 else "log scale")
         drawing = plots.svg(chart, labels, steps, width)
         cards.append(html.card(chart.title, chart.metric, drawing, "; ".join(notes)))
@@ -272,7 +285,8 @@ def _change(run: RunRecord, last: int, prompts: Iterable[tuple[str, str]]) -> st
         if key in before and key in after
     ]
     gained = sum(_is_right(after[key]) - _is_right(before[key]) for key in before if key in after)
-    title = f"{run.label}: from step {first:,} to step {last:,}, {gained:+} right"
+    judged = any(answer.get("acc") is not None for answer in after.values())
+    title = f"{run.label}: from step {first:,} to step {last:,}" + (f", {gained:+} right" if judged else "")
     table = html.table(("prompt", "expected", f"step {first:,}", f"step {last:,}"), rows, "samples", title)
     return f"<details><summary>{html.escaped(title)}</summary>\n{table}</details>\n"
 
@@ -287,7 +301,8 @@ def _differences(runs: Sequence[RunRecord]) -> str:
     rows = []
     for key in dict.fromkeys(key for column in columns for key in column):
         values = [
-            json.dumps(column[key], ensure_ascii=False) if key in column else html.MISSING for column in columns
+            json.dumps(column[key], ensure_ascii=False, default=str) if key in column else html.MISSING
+            for column in columns
         ]
         if len(set(values)) > 1:
             cells = "".join(f"<td><code>{html.escaped(value)}</code></td>" for value in values)
@@ -326,8 +341,10 @@ def _phases(runs: Sequence[RunRecord]) -> dict[str, dict[int, float]]:
     return dict(sorted(phases.items(), key=lambda item: -max(item[1].values())))
 
 
-def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {metric: value for metric, value in row.items() if value is not None}
+def _listed(runs: Sequence[RunRecord], numbers: Sequence[int]) -> str:
+    """Returns the names of some runs, as HTML."""
+    names = [html.escaped(runs[i].label) for i in numbers]
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _values(rows: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
@@ -345,7 +362,7 @@ def _latest(rows: Sequence[Mapping[str, Any]], metric: str) -> str:
 
 
 def _is_right(answer: Mapping[str, Any]) -> bool:
-    return answer["acc"] is not None and answer["acc"] >= 1
+    return answer.get("acc") is not None and answer["acc"] >= 1
 
 
 def _answer(answer: Mapping[str, Any] | None) -> str:
@@ -354,6 +371,8 @@ def _answer(answer: Mapping[str, Any] | None) -> str:
     right = (
         '<span class="mark right">✓ right</span>' if _is_right(answer) else '<span class="mark wrong">✗ wrong</span>'
     )
-    reward = html.MISSING if answer["score"] is None else f"{answer['score']:.3g}"
+    if answer.get("acc") is None:
+        right = ""
+    reward = html.MISSING if answer.get("score") is None else f"{answer['score']:.3g}"
     cut = "" if answer["finished"] else ", cut off"
     return f'<td>{html.block(answer["response"])}{right} <span class="soft">reward {reward}{cut}</span></td>'

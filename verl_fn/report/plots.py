@@ -1,17 +1,24 @@
-"""Drawings of charts: SVG for the report page, and PNG with matplotlib."""
+"""Charts of runs, drawn with matplotlib: SVG for the report page, and PNG."""
 
 from __future__ import annotations
 
+import io
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl_fn.report.curves import Chart, Curve, ticks
-from verl_fn.runs.folder import read_metrics
+from verl_fn.report.curves import Chart, Curve, curve
+from verl_fn.runs.logs import read_metrics
+from verl_fn.runs.screen import printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # One colour for each run, on a light and on a dark background, chosen so that colour-blind readers can tell them
 # apart. Further runs reuse the colours with a dashed line.
@@ -23,14 +30,15 @@ COLORS = (
     ("#553a04", "#fcce1b"),
     ("#2a2a28", "#8a8a8a"),
 )
-
-WIDTH, HEIGHT = 344, 184
-_BOTTOM, _RIGHT = 22, 12
-_PIXELS = 300  # a longer curve is reduced to the extremes of about so many stretches
+# The colours of labels and rules on a light page. The SVG has report.css's variables in their place.
+SOFT, RULE = "#59636e", "#d9dee4"
+_VARIABLES = {SOFT: "var(--soft)", RULE: "var(--rule)"} | {c[0]: f"var(--run{i})" for i, c in enumerate(COLORS)}
+_WIDTH, _HEIGHT, _FONT = 344, 184, 11  # of a chart on the page, in its own units
+_DASH = 5.0
 
 
 def svg(chart: Chart, labels: Sequence[str], steps: tuple[float, float], width: int) -> str:
-    """Draws a chart as SVG with the classes of report.css: raw curves faint, means over ``width`` points strong.
+    """Draws a chart as SVG with the colours of report.css: raw curves faint, means over ``width`` points strong.
 
     Args:
         chart: the chart.
@@ -38,36 +46,11 @@ def svg(chart: Chart, labels: Sequence[str], steps: tuple[float, float], width: 
         steps: the ends of the horizontal axis.
         width: how many points a smoothed curve averages.
     """
-    axis = chart.axis
-    left = max(34.0, 9 + 6.4 * max(len(label) for _, label in axis.ticks))
-    top, bottom = 18 if axis.factor else 8, HEIGHT - _BOTTOM
-    first, last = steps if steps[0] < steps[1] else (steps[0] - 1, steps[0] + 1)
-
-    def x(step: Any) -> Any:
-        return left + (step - first) / (last - first) * (WIDTH - _RIGHT - left)
-
-    def y(value: Any) -> Any:
-        return bottom - axis.place(value) * (bottom - top)
-
-    parts = []
-    for value, label in axis.ticks:
-        parts.append(
-            f'<line class="rule" x1="{left:.0f}" x2="{WIDTH - _RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-        )
-        parts.append(f'<text class="end" x="{left - 5:.0f}" y="{y(value) + 3.8:.1f}">{label}</text>')
-    if axis.factor:
-        parts.append(f'<text x="{left - 5:.0f}" y="10">{axis.factor}</text>')
-    for step in (t for t in ticks(*steps, most=4) if t == int(t)):
-        parts.append(f'<text class="middle" x="{x(step):.1f}" y="{HEIGHT - 7}">{step:,.0f}</text>')
-    for i, c in chart.curves.items():
-        if not chart.is_plain(c, steps):
-            parts.extend(_strokes(x(c.steps), y(c.values), f'class="{line_class(i)} raw"', dots=False))
-    for i, c in chart.curves.items():
-        values = c.values if chart.is_plain(c, steps) else axis.smooth(c.values, width)
-        parts.extend(_strokes(x(c.steps), y(values), f'class="{line_class(i)}"', dots=chart.is_plain(c, steps)))
+    figure = _figure(_WIDTH / 72, _HEIGHT / 72)
+    axes = figure.add_subplot()
+    _draw(axes, chart, steps, width, _FONT)
     last_values = "; ".join(f"{labels[i]}: last {_last(c)}" for i, c in chart.curves.items())
-    description = escape(f"{chart.title}, {chart.metric}, over steps. {last_values}")
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{description}">{"".join(parts)}</svg>'
+    return _inline(figure, chart.metric, f"{chart.title}, {chart.metric}, over steps. {last_values}")
 
 
 def bars(groups: Mapping[str, Mapping[int, float]]) -> str:
@@ -76,21 +59,25 @@ def bars(groups: Mapping[str, Mapping[int, float]]) -> str:
     Args:
         groups: for each name the seconds of each run, by the run's number.
     """
-    left = 12 + 6.4 * max(len(name) for name in groups)
-    longest = max(value for group in groups.values() for value in group.values()) or 1.0
-    parts, top = [], 2.0
-    for name, group in groups.items():
-        middle = top + 6.5 * len(group) + 3.8
-        parts.append(f'<text class="end" x="{left - 6:.0f}" y="{middle:.1f}">{escape(name)}</text>')
-        for i, value in group.items():
-            length = max(1.0, value / longest * (WIDTH - left - 58))
-            parts.append(
-                f'<rect class="{line_class(i)}" x="{left:.0f}" y="{top + 2:.1f}" width="{length:.1f}" height="9"/>'
-            )
-            parts.append(f'<text x="{left + length + 5:.1f}" y="{top + 10.3:.1f}">{value:.3g} s</text>')
-            top += 13
-        top += 6
-    return f'<svg viewBox="0 0 {WIDTH} {top:.0f}" role="img" aria-label="Seconds by phase">{"".join(parts)}</svg>'
+    rows = sum(map(len, groups.values()))
+    figure = _figure(_WIDTH / 72, (13 * rows + 7 * len(groups) + 6) / 72)
+    axes = figure.add_subplot()
+    top, middles = 0.0, []
+    for group in groups.values():
+        middles.append(top + (len(group) - 1) / 2)
+        for i, seconds in group.items():
+            axes.barh(top, seconds, height=0.7, color=_color(i), alpha=1.0 if i < len(COLORS) else 0.45)
+            axes.annotate(f"{seconds:.3g} s", (seconds, top), (4, 0), textcoords="offset points", va="center",
+                          fontsize=_FONT, color=SOFT, annotation_clip=False)  # fmt: skip
+            top += 1
+        top += 0.5
+    axes.set_yticks(middles, labels=list(map(printable, groups)), parse_math=False, fontsize=_FONT, color=SOFT)
+    axes.set_xticks([])
+    axes.set_xlim(0, (max(value for group in groups.values() for value in group.values()) or 1.0) * 1.25)
+    axes.set_ylim(top - 0.5, -0.75)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    return _inline(figure, "bars", "Seconds by phase")
 
 
 def line_class(run: int) -> str:
@@ -107,39 +94,20 @@ def png(
     drawn: Sequence[Chart], labels: Sequence[str], out: str | Path, *, steps: tuple[float, float], width: int
 ) -> Path:
     """Draws charts as one figure into the file ``out``, two in a row, with one legend."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     down, columns = max(1, math.ceil(len(drawn) / 2)), min(3, len(labels))
-    figure = Figure(
-        figsize=(9.6, 2.7 * down + 0.25 * math.ceil(len(labels) / columns)), dpi=120, layout="constrained"
-    )
-    FigureCanvasAgg(figure)
-    styles: list[dict[str, Any]] = [
-        {"color": COLORS[i % len(COLORS)][0], "ls": "-" if i < len(COLORS) else "--"} for i in range(len(labels))
-    ]
+    figure = _figure(9.6, 2.7 * down + 0.25 * math.ceil(len(labels) / columns))
     for n, chart in enumerate(drawn):
-        axes, axis = figure.add_subplot(down, 2, n + 1), chart.axis
-        for i, c in chart.curves.items():
-            if chart.is_plain(c, steps):
-                axes.plot(c.steps, c.values, lw=1.7, marker="o", ms=3.5, **styles[i])
-            else:
-                axes.plot(c.steps, c.values, lw=0.8, alpha=0.3, **styles[i])
-                axes.plot(c.steps, axis.smooth(c.values, width), lw=1.7, **styles[i])
-        axes.set_yscale("log" if axis.log else "linear")
-        if not axis.log:
-            margin = (axis.high - axis.low) * 0.02
-            axes.set_ylim(axis.low - margin, axis.high + margin)
-        axes.set_title(f"{chart.title} ({chart.metric})", fontsize=9, loc="left", parse_math=False)
-        axes.tick_params(labelsize=8)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    handles = [Line2D([], [], lw=2.5, **style) for style in styles]
-    legend = figure.legend(handles, list(labels), loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
+        axes = figure.add_subplot(down, 2, n + 1)
+        _draw(axes, chart, steps, width, 8)
+        axes.set_title(printable(f"{chart.title} ({chart.metric})"), fontsize=9, loc="left", parse_math=False)
+    handles = [Line2D([], [], lw=2.5, **_style(i)) for i in range(len(labels))]
+    names = list(map(printable, labels))
+    legend = figure.legend(handles, names, loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
     for label in legend.get_texts():
         label.set_parse_math(False)
-    figure.savefig(out)
+    figure.savefig(out, dpi=120)
     return Path(out)
 
 
@@ -147,47 +115,121 @@ def reward_curves(
     folders: Sequence[str | Path], out: str | Path, *, title: str = "", labels: Sequence[str] = ()
 ) -> Path:
     """Draws training reward and held-out exact match of runs into the file ``out``, one colour for each run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6.4, 3.6), dpi=150, layout="constrained")
+    figure = _figure(6.4, 3.6)
+    axes = figure.add_subplot()
     names = labels or [Path(folder).name for folder in folders]
     for i, (folder, name) in enumerate(zip(folders, names, strict=True)):
-        rows, color = read_metrics(folder), f"C{i}"
-        reward = [(r["step"], r["critic/score/mean"]) for r in rows if r.get("critic/score/mean") is not None]
-        axes.plot(*zip(*reward, strict=True), color=color, lw=1, alpha=0.5, label=f"{name}: training reward")
-        exact = [(r["step"], v) for r in rows for k, v in r.items() if k.startswith("val-core/") and "/acc/" in k]
-        label = f"{name}: held-out exact match"
-        axes.plot(*zip(*exact, strict=True), color=color, lw=1.8, marker="o", ms=4, label=label)
+        rows = read_metrics(folder)
+        reward = curve(rows, "critic/score/mean")
+        axes.plot(reward.steps, reward.values, lw=1, alpha=0.5, label=f"{name}: training reward", **_style(i))
+        for metric in sorted({m for row in rows for m in row if m.startswith("val-core/") and "/acc/mean@" in m}):
+            exact = curve(rows, metric)
+            label = f"{name}: held-out exact match"
+            axes.plot(exact.steps, exact.values, lw=1.8, marker="o", ms=4, label=label, **_style(i))
     axes.set(xlabel="step", ylim=(0, 1.02), title=title)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7, loc="lower right", frameon=False)
-    figure.savefig(out)
-    pyplot.close(figure)
+    figure.savefig(out, dpi=150)
     return Path(out)
 
 
-def _strokes(xs: np.ndarray, ys: np.ndarray, style: str, *, dots: bool) -> Iterator[str]:
-    """Yields a path for each stretch without gaps, and dots for points that no path shows."""
-    finite = np.flatnonzero(~np.isnan(ys))
-    for stretch in np.split(finite, np.flatnonzero(np.diff(finite) > 1) + 1):
-        points = _thin(stretch, ys, len(ys))
-        if len(points) > 1:
-            yield f'<path {style} d="M{"L".join(f"{xs[k]:.1f},{ys[k]:.1f}" for k in points)}"/>'
-        if dots or len(points) == 1:
-            yield from (f'<circle {style} cx="{xs[k]:.1f}" cy="{ys[k]:.1f}" r="2.4"/>' for k in points)
+def _figure(width: float, height: float) -> Figure:
+    """Makes a figure without the state of pyplot, in inches."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def _thin(stretch: np.ndarray, ys: np.ndarray, total: int) -> Sequence[int]:
-    """Returns the lowest and highest point of each pixel's share of a stretch, so that spikes stay visible."""
-    if total <= 2 * _PIXELS or len(stretch) < 3:
-        return [int(k) for k in stretch]
-    parts = np.array_split(stretch, max(1, len(stretch) * _PIXELS // total))
-    ends = {int(part[pick(ys[part])]) for part in parts for pick in (np.argmin, np.argmax)}
-    return sorted(ends | {int(stretch[0]), int(stretch[-1])})
+def _draw(axes: Axes, chart: Chart, steps: tuple[float, float], width: int, font: float) -> None:
+    """Draws the curves of a chart.
+
+    Args:
+        axes: where to draw.
+        chart: the chart.
+        steps: the ends of the horizontal axis.
+        width: how many points a smoothed curve averages.
+        font: the size of labels, in points.
+    """
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+    for i, c in chart.curves.items():
+        if not chart.is_plain(c, steps):
+            raw = c.thinned()
+            axes.plot(raw.steps, raw.values, lw=0.9, alpha=0.32, color=_color(i))
+    for i, style, size in _styles(chart):
+        c, plain = chart.curves[i], chart.is_plain(chart.curves[i], steps)
+        shown = c if plain else chart.smooth(c, width).thinned()
+        axes.plot(shown.steps, shown.values, lw=1.8, marker="o" if plain else "", ms=size, **style)
+        if not plain:
+            axes.plot(
+                shown.steps[shown.alone], shown.values[shown.alone], ls="", marker="o", ms=size, color=_color(i)
+            )
+    axes.set_yscale("log" if chart.log else "linear")
+    if chart.log:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+    if chart.limits is not None:
+        axes.set_ylim(chart.limits[0] - 0.03, chart.limits[1] + 0.03)
+    pad = (steps[1] - steps[0]) * 0.02 or 1.0
+    axes.set_xlim(steps[0] - pad, steps[1] + pad)
+    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: f"{step:,.0f}"))
+    axes.tick_params(which="both", length=0, labelsize=font, labelcolor=SOFT)
+    axes.yaxis.get_offset_text().set(fontsize=font, color=SOFT)
+    axes.grid(axis="y", color=RULE)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+
+
+def _styles(chart: Chart) -> Iterator[tuple[int, dict[str, Any], float]]:
+    """Yields each run with its line style and the size of its dots; of equal curves none hides another.
+
+    The dashes of equal curves take turns, and the dots of earlier ones stand out behind those of later ones.
+    """
+    for runs in chart.same:
+        for place, i in enumerate(runs):
+            style, count = _style(i), len(runs)
+            if count > 1:
+                style["ls"] = (_DASH * (count - place), (_DASH, _DASH * (count - 1)))
+            yield i, style, 3.6 + 2.4 * (count - 1 - place)
+
+
+def _style(run: int) -> dict[str, Any]:
+    return {"color": _color(run), "ls": "-" if run < len(COLORS) else "--"}
+
+
+def _color(run: int) -> str:
+    return COLORS[run % len(COLORS)][0]
+
+
+def _inline(figure: Figure, name: str, description: str) -> str:
+    """Returns a figure as an SVG element for the page.
+
+    Args:
+        figure: the figure.
+        name: makes the ids of this drawing different from those of others on the page.
+        description: what it shows, for screen readers.
+    """
+    from matplotlib import rc_context
+
+    out, nothing = io.StringIO(), dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+    drawing = out.getvalue()
+    drawing = drawing[drawing.index("<svg") :]
+    drawing = re.sub(r"<style.*?</style>|<metadata.*?</metadata>|<!--.*?-->", "", drawing, flags=re.DOTALL)
+    drawing = re.sub(r'<g id="[^"]*"', "<g", drawing)
+    # Two decimals are more than a screen shows, and halve the page.
+    drawing = re.sub(r'\bd="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), drawing)
+    for color, variable in _VARIABLES.items():
+        drawing = drawing.replace(color, variable)
+    box = re.search(r'viewBox="[^"]*"', drawing)
+    label = escape(printable(description))
+    start = f'<svg {box[0] if box else ""} role="img" aria-label="{label}">'
+    return re.sub(r"<svg.*?>", lambda _: start, drawing, count=1, flags=re.DOTALL)
 
 
 def _last(curve: Curve) -> str:

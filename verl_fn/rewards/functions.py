@@ -66,7 +66,7 @@ class RewardFunctions:
         self._start(1)
 
     def __call__(self, answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        """Returns ``score``, ``acc``, ``pred`` and metrics of each answer.
+        """Returns ``score``, ``pred`` and metrics of each answer, and ``acc`` if a function returns it.
 
         Raises:
             RewardError: a function raised, hung, ended its process, or returned neither a number nor a dict with
@@ -162,9 +162,11 @@ class RewardFunctions:
     def _combined(self, answer: Answer, results: Sequence[Judged]) -> dict[str, Any]:
         """Combines what the functions returned for an answer; each function's metrics carry its name."""
         score = sum(weight * result[0] for weight, result in zip(self._weights, results, strict=True))
-        acc = next((result[1] for result in results if result[1] is not None), float(results[0][0] >= 1.0))
         pred = next((result[2] for result in results if result[2] is not None), answer.text.strip())
-        combined = {"score": score, "acc": acc, "pred": pred}
+        combined: dict[str, Any] = {"score": score, "pred": pred}
+        # As in verl, only a function that returns acc says which answers are right.
+        if (acc := next((result[1] for result in results if result[1] is not None), None)) is not None:
+            combined["acc"] = acc
         if len(results) == 1:
             return combined | results[0][3]
         for name, (own_score, _, _, metrics) in zip(self._names, results, strict=True):

@@ -39,7 +39,8 @@ class Answer:
 
 
 Judge = Callable[[Sequence[Answer]], list[dict[str, Any]]]
-"""Maps answers to ``score``, ``acc``, ``pred`` (the final answer as a string) and further numbers for metrics."""
+"""Maps answers to ``score``, ``pred`` (the final answer as a string), ``acc`` if it is known which answers are right,
+and further numbers for metrics."""
 
 
 class Reward:
@@ -65,8 +66,9 @@ class Reward:
     def __call__(self, batch: Batch, problems: Sequence[Problem]) -> Batch:
         """Returns the batch with the judge's results for each row, and the score on each row's last response token.
 
-        Row fields are ``score``, ``acc``, ``pred`` (an int64 hash of the string) and ``reward/*``, one for each
-        further number. Token fields are ``token_level_scores`` and ``token_level_rewards``.
+        Row fields are ``score``, ``acc`` if the judge gives it, ``pred`` (an int64 hash of the string) and
+        ``reward/*``, one for each further number. Token fields are ``token_level_scores`` and
+        ``token_level_rewards``.
 
         Args:
             batch: rows with ``response_mask`` and ``finished``.

@@ -12,6 +12,7 @@ from verl_fn.driver import ranks
 
 from .checks import row_lengths
 from .prepare import prepare
+from .screen import say
 
 GIB = 2**30
 FLOAT32, ADAM = 4, 8
@@ -26,7 +27,7 @@ def check_run(plan: Plan) -> str:
     Raises:
         UserError: the run could not start.
     """
-    source = prepare(plan, print)
+    source = prepare(plan, say)
     tokenizer = read_tokenizer(plan.model)
     size = ranks.training_ranks(plan)
     d, r, t = plan.data, plan.rollout, plan.trainer

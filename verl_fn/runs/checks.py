@@ -11,8 +11,11 @@ import torch
 from verl_fn.backends.hf.folder import ModelError, read_config
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.config import ConfigError, Plan, RolePlan
+from verl_fn.data.files import FileData
 from verl_fn.data.tasks import Source, Task
 from verl_fn.driver import ranks
+from verl_fn.rewards.reward import Answer
+from verl_fn.rewards.rules import by_rules
 
 
 def check(plan: Plan, source: Source, tokenizer: Any) -> None:
@@ -22,12 +25,14 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
         ModelError: the tokenizer's vocabulary is larger than a model's.
         ConfigError: the longest row does not fit the token budget or the model's positions, prompts are longer
             than allowed, the device does not exist, or ``trainer.stop_at`` can never be reached.
+        RewardError: problems have no reward.
     """
     data = plan.data
     _check_device(plan)
     check_ranks(plan, ranks.training_ranks(plan))
     if plan.trainer.stop_at is not None and data.train_files and not data.val_files:
         raise ConfigError("trainer.stop_at needs held-out problems; set data.val_files")
+    _check_rules(plan, source)
     longest, trained, parts = row_lengths(plan, source, tokenizer)
     for role in plan.roles.values():
         check_vocabulary(role.folder, tokenizer)
@@ -80,6 +85,35 @@ def _refuse_budget(role: RolePlan, tokens: int, parts: str) -> None:
         f"a row may have {tokens} tokens ({parts}), more than {role.table}.ppo_max_token_len_per_gpu = "
         f"{role.max_tokens // shared}{together}; raise that budget"
     )
+
+
+def check_model_folders(plan: Plan) -> None:
+    """Checks that the folders of models exist; nothing is downloaded.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    for role in plan.roles.values():
+        if role.folder == plan.model and plan.new_model is not None:
+            continue
+        if not Path(role.folder).is_dir():
+            key = "critic.path" if role.table == "critic" and role.folder != plan.model else "model.path"
+            raise ConfigError(
+                f"{key}: there is no folder {role.folder}. Models are not downloaded: a name of the Hugging Face hub "
+                "is no folder, so download it first (hf download NAME --local-dir FOLDER) and set the folder"
+            )
+
+
+def _check_rules(plan: Plan, source: Source) -> None:
+    """Checks that the rules can score the problems of files, before any step is paid for.
+
+    Raises:
+        RewardError: a data source has no rule, or its rule does not fit a problem.
+    """
+    if plan.reward.functions or not isinstance(source, FileData):
+        return
+    sampled = () if plan.algorithm == "sft" else source.training
+    by_rules([Answer(problem, "") for problem in (*source.held_out(plan.data.val_size), *sampled)])
 
 
 def check_ranks(plan: Plan, size: int) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from verl_fn.state import Batch, Key, pack, requests_for
 
 from .prepare import prepare, workers
 from .progress import Say
+from .screen import text_of
 from .state import RunState
 
 Evaluation = tuple[Report, list[dict[str, Any]]]
@@ -28,21 +30,23 @@ def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Pla
     """Returns metrics of the actor's answers to held-out problems, and the first answers themselves."""
     # Every evaluation uses the same random numbers, so that results differ only by the weights.
     key = state.key.fold_in("evaluation")
-    return _answers(state.role("actor"), state.step, key, problems, w, plan)
+    logged = plan.trainer.log_val_generations
+    return _answers(state.role("actor"), state.step, key, problems, w, plan, logged)
 
 
-def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
+def _answers(
+    actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan, logged: int | None
+) -> Evaluation:
     w.wait(publish(w, actor, version))
     sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
     prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
     requests = requests_for(prompts, sampling, key, [p.id for p in problems])
     batch = w.call(pack, w.rollout.generate(requests, version=version))
-    logged = plan.trainer.log_val_generations
     return w.get(w.call(judged, w.reward(batch, problems), problems, w.tokenizer, logged, returns=2))
 
 
 def evaluate_model(plan: Plan, say: Say) -> Evaluation:
-    """Evaluates a plan's model on its held-out problems and returns metrics and answers.
+    """Evaluates a plan's model on its held-out problems and returns metrics and all answers.
 
     Args:
         plan: a plan made by ``verl_fn.config.evaluation_plan``.
@@ -57,38 +61,44 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
     key = Key.from_seed(plan.trainer.seed)
     with workers(plan) as w:
         actor = w.trainers["actor"].load_pretrained(plan.roles["actor"].folder, key.fold_in("actor"))
-        return _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan)
+        return _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan, None)
 
 
-def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, logged: int) -> Evaluation:
-    """Returns accuracy and reward by data source, and the decoded first answer to each of the first problems.
+def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, logged: int | None) -> Evaluation:
+    """Returns accuracy and reward by data source, and decoded answers.
+
+    As in verl, the reward is the core metric where the reward functions return no ``acc``.
 
     Args:
         batch: scored rows, the same number for each problem.
         problems: the held-out problems.
         tokenizer: decodes the answers.
-        logged: how many problems' answers to return.
+        logged: the first answer to each of so many problems is returned; None returns all answers to all problems.
     """
     n = len(batch) // len(problems)
-    score, acc, pred = (batch[name].reshape(-1, n) for name in ("score", "acc", "pred"))
+    score, pred = (batch[name].reshape(-1, n) for name in ("score", "pred"))
+    acc = batch["acc"].reshape(-1, n) if "acc" in batch else None
     report: dict[str, float] = {}
     for source in dict.fromkeys(p.data_source for p in problems):
         rows = torch.tensor([p.data_source == source for p in problems])
-        report |= spread(f"val-core/{source}/acc", acc[rows], pred[rows])
-        report |= spread(f"val-aux/{source}/reward", score[rows])
-    first_rows = batch.take(list(range(0, logged * n, n)[: len(problems)])) if logged else None
-    responses = response_texts(first_rows, tokenizer) if first_rows is not None else []
+        if acc is not None:
+            report |= spread(f"val-core/{source}/acc", acc[rows], pred[rows])
+            report |= spread(f"val-aux/{source}/reward", score[rows])
+        else:
+            report |= spread(f"val-core/{source}/reward", score[rows], pred[rows])
+    shown = range(len(batch)) if logged is None else range(0, len(batch), n)[:logged]
+    texts = response_texts(batch.take(list(shown)), tokenizer) if shown else []
     answers = [
         {
-            "data_source": problem.data_source,
-            "prompt": text_of(problem.prompt),
+            "data_source": problems[i // n].data_source,
+            "prompt": text_of(problems[i // n].prompt),
             "response": response,
-            "answer": problem.answer,
-            "score": float(score[i, 0]),
-            "acc": float(acc[i, 0]),
-            "finished": bool(batch["finished"][i * n]),
+            "answer": problems[i // n].answer,
+            "score": float(batch["score"][i]),
+            "acc": float(batch["acc"][i]) if acc is not None else None,
+            "finished": bool(batch["finished"][i]),
         }
-        for i, (problem, response) in enumerate(zip(problems, responses, strict=False))
+        for i, response in zip(shown, texts, strict=True)
     ]
     return report, answers
 
@@ -120,17 +130,44 @@ def spread(name: str, values: torch.Tensor, pred: torch.Tensor | None = None) ->
     return report
 
 
-def text_of(prompt: Any) -> str:
-    """Returns a prompt as a string for people to read.
+def held_out_value(report: Mapping[str, Any], metric: str) -> float | None:
+    """Returns the held-out ``acc`` or ``reward``, averaged over data sources; None where it was not evaluated.
 
     Example:
-        >>> text_of(({"role": "user", "content": "2+2?"},))
-        'user: 2+2?'
+        >>> held_out_value({"val-core/count/acc/mean@1": 0.5, "val-core/reverse/acc/mean@1": 1.0}, "acc")
+        0.75
     """
-    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
-
-
-def accuracy(report: dict[str, float]) -> float | None:
-    """Returns the held-out accuracy, averaged over data sources; None for a step without an evaluation."""
-    values = [v for k, v in report.items() if k.startswith("val-core/") and "/acc/mean@" in k]
+    name = re.compile(rf"val-(core|aux)/.+/{metric}/mean@\d+", re.DOTALL)
+    values = [value for key, value in report.items() if name.fullmatch(key) and value is not None]
     return sum(values) / len(values) if values else None
+
+
+def evaluation_line(report: Report, metric: str = "acc") -> str:
+    """Formats the held-out ``metric``, or the other one if there is none; empty for a step without an evaluation.
+
+    Example:
+        >>> evaluation_line({"val-core/mine/reward/mean@1": 2.0})
+        'held-out reward 2.000'
+    """
+    for name in (metric, "acc", "reward"):
+        if (value := held_out_value(report, name)) is not None:
+            return f"held-out {name} {value:.3f}"
+    return ""
+
+
+def has_held_out(plan: Plan) -> bool:
+    """Returns whether a plan has held-out problems: a generated task has, and files have with ``data.val_files``."""
+    return not plan.data.train_files or bool(plan.data.val_files)
+
+
+def check_goal(plan: Plan, report: Report) -> None:
+    """Checks that an evaluation has the metric that ``trainer.stop_at`` is compared with.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if plan.trainer.stop_at is not None and held_out_value(report, plan.trainer.stop_metric) is None:
+        raise ConfigError(
+            "trainer.stop_at is compared with acc, which the reward functions do not return; return it "
+            '({"score": ..., "acc": ...}), or set trainer.stop_metric=reward'
+        )

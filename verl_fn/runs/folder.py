@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
-import math
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,10 +23,9 @@ from verl_fn.driver import ranks
 
 from .checkpoints import aside_of, checkpoints, save_roles, step_of, write_manifest, write_text
 from .errors import RunError
+from .inputs import write_inputs
+from .logs import GENERATIONS, LOGS, METRICS, Row, last_evaluation, metrics_row, read_lines
 from .state import RunState, run_of
-
-LOGS = ("metrics.jsonl", "generations.jsonl", "journal.jsonl")
-TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput")
 
 
 class Run:
@@ -39,6 +39,9 @@ class Run:
         self.folder = Path(plan.trainer.dir)
         self._keep = plan.trainer.max_ckpt_to_keep
         self._plan = plan
+        # The newest line of metrics.jsonl, and where it begins.
+        self._row: Row = {}
+        self._row_at = 0
         with self.written("the run's folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -49,7 +52,9 @@ class Run:
         Raises:
             RunError: another process trains in it.
         """
-        with self.written("the run's folder"), (self.folder / ".lock").open("w") as file:
+        with contextlib.ExitStack() as stack:
+            with self.written("the run's folder"):
+                file = stack.enter_context(open(self.folder / ".lock", "a", opener=_no_link))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -61,7 +66,7 @@ class Run:
     @property
     def metrics_file(self) -> Path:
         """Returns the path of ``metrics.jsonl``."""
-        return self.folder / "metrics.jsonl"
+        return self.folder / METRICS
 
     def start(self, step: int, *, origin: Path | None) -> None:
         """Prepares the folder for a run that continues after ``step``.
@@ -87,25 +92,48 @@ class Run:
                 (self.folder / "configs").mkdir(exist_ok=True)
                 shutil.copy(self.folder / "config.toml", self.folder / "configs" / f"until_step_{step}.toml")
             write_text(self.folder / "config.toml", tomli_w.dumps(self._plan.table))
-            for sample in self.folder.glob("samples/step_*.safetensors"):
-                if int(sample.stem.removeprefix("step_")) > step:
+            write_inputs(self.folder, self._plan)
+            for sample, at in _numbered(self.folder, "samples/step_*.safetensors", "step_"):
+                if at > step:
                     sample.unlink()
             if newest is not None:
                 self._point_at(newest / "actor")
-            for name in LOGS:
-                source = run_of(origin) / name if origin is not None else None
-                rows = [row for row in read_lines(source) if row["step"] <= step] if source is not None else []
-                if rows or name == LOGS[0] or (self.folder / name).exists():
-                    write_text(self.folder / name, "".join(json.dumps(row) + "\n" for row in rows))
+            self._start_logs(step, run_of(origin) if origin is not None else None)
+
+    def _start_logs(self, step: int, source: Path | None) -> None:
+        """Writes the lines of the logs in ``source`` up to ``step``; without a source, the logs begin empty."""
+        evaluated = bool(last_evaluation(source, step))
+        for name in LOGS:
+            # A run that was killed in an evaluation repeats it, and writes its answers again.
+            end = step if name != GENERATIONS or evaluated else step - 1
+            rows = [row for row in read_lines(source / name) if row["step"] <= end] if source is not None else []
+            if rows or name == METRICS or (self.folder / name).exists():
+                write_text(self.folder / name, "".join(map(_line, rows)))
+            if rows and name == METRICS:
+                self._row, self._row_at = rows[-1], len("".join(map(_line, rows[:-1])).encode())
 
     def log(self, step: int, report: Mapping[str, float]) -> None:
         """Appends a step's metrics to ``metrics.jsonl``; values that are not finite become null."""
-        self.append("metrics.jsonl", metrics_row(step, report))
+        self._row = metrics_row(step, report)
+        self._row_at = self.append(METRICS, self._row)
 
-    def append(self, name: str, *rows: Mapping[str, Any]) -> None:
-        """Appends lines to a file of the folder."""
-        with self.written(name), (self.folder / name).open("a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows))
+    def amend(self, step: int, report: Mapping[str, float]) -> None:
+        """Adds further metrics of the step that was logged last, so that ``metrics.jsonl`` has one line for it."""
+        if self._row.get("step") != step:
+            self.log(step, report)
+            return
+        values = self._row | metrics_row(step, report)
+        self._row = {"step": step} | dict(sorted(item for item in values.items() if item[0] != "step"))
+        with self.written(METRICS), open(self.metrics_file, "r+b", opener=_no_link) as file:
+            # The longer line replaces the shorter one in a single write, so that a kill leaves one of them.
+            os.pwrite(file.fileno(), _line(self._row).encode(), self._row_at)
+
+    def append(self, name: str, *rows: Mapping[str, Any]) -> int:
+        """Appends lines to a file of the folder, and returns where they begin, in bytes."""
+        with self.written(name), open(self.folder / name, "a", opener=_no_link) as file:
+            start = file.tell()
+            file.write("".join(map(_line, rows)))
+        return start
 
     def latest(self) -> Path | None:
         """Returns the newest checkpoint, or None."""
@@ -147,6 +175,8 @@ class Run:
         try:
             yield
         except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise RunError(f"{error.filename} is a symbolic link; remove it") from error
             last = self.latest()
             intact = f"the last intact checkpoint is {last}" if last is not None else "there is no checkpoint yet"
             raise RunError(
@@ -178,7 +208,10 @@ class Follower(Run):
     def start(self, step: int, *, origin: Path | None) -> None:
         pass
 
-    def append(self, name: str, *rows: Mapping[str, Any]) -> None:
+    def append(self, name: str, *rows: Mapping[str, Any]) -> int:
+        return 0
+
+    def amend(self, step: int, report: Mapping[str, float]) -> None:
         pass
 
     def save(self, state: RunState, w: Workers) -> Path:
@@ -190,16 +223,6 @@ class Follower(Run):
             with ranks.together():
                 pass
         return final
-
-
-def metrics_row(step: int, report: Mapping[str, float]) -> dict[str, Any]:
-    """Returns a step's report as a line of ``metrics.jsonl``; values that are not finite become null.
-
-    Example:
-        >>> metrics_row(3, {"loss": 0.5, "kl": math.nan})
-        {'step': 3, 'kl': None, 'loss': 0.5}
-    """
-    return {"step": step} | {k: v if math.isfinite(v) else None for k, v in sorted(report.items())}
 
 
 def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int]:
@@ -215,46 +238,53 @@ def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int
     folder = Path(folder)
     if not (folder / "config.toml").is_file():
         raise RunError(f"{folder} is not a run's folder: it has no config.toml")
-    ends = sorted(int(p.stem.removeprefix("until_step_")) for p in folder.glob("configs/until_step_*.toml"))
+    earlier = dict(_numbered(folder, "configs/until_step_*.toml", "until_step_"))
+    ends = sorted(earlier.values())
     later = [end for end in ends if step is not None and end >= step]
     file = folder / "configs" / f"until_step_{later[0]}.toml" if later else folder / "config.toml"
-    cfg = load(file)
+    try:
+        cfg = load(file)
+    except ConfigError as error:
+        raise RunError(f"{file} does not fit this version of verl_fn: {error}; change the file") from error
     forked = step_of(Path(cfg.trainer.resume_from_path)) if cfg.trainer.resume_from_path else None
     since = max((end for end in ends if not later or end < later[0]), default=forked or 0)
     return attrs.evolve(cfg, trainer=attrs.evolve(cfg.trainer, dir=str(folder))), since
 
 
 def changed_keys(folder: Path, table: Table) -> dict[str, str]:
-    """Returns the keys that differ from the config that the folder was last trained with, and both values."""
+    """Returns the keys that differ from the config that the folder was last trained with, and both values.
+
+    Raises:
+        RunError: the folder has checkpoints, but its config cannot be read, so that nobody knows what has changed.
+    """
     try:
         before = flat(to_table(run_config(folder)[0]))
-    except (RunError, ConfigError):
-        return {}
+    except RunError as error:
+        if not checkpoints(folder):
+            return {}
+        raise RunError(
+            f"{error}. Without it nobody knows which settings have changed; restore the file, or fork a checkpoint "
+            f"into another trainer.dir (trainer.resume_from_path={checkpoints(folder)[0]})"
+        ) from error
     now = flat(table)
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "trainer.dir"]
     return {key: f"{before.get(key)!r} -> {now.get(key)!r}" for key in keys}
 
 
-def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
-    """Reads the rows of ``metrics.jsonl``, without a last line that a killed process left incomplete."""
-    return read_lines(Path(folder) / "metrics.jsonl")
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row) + "\n"
 
 
-def read_lines(file: Path) -> list[dict[str, Any]]:
-    """Reads the rows of a JSONL file, without an incomplete last line; returns no rows if there is no file.
+def _numbered(folder: Path, pattern: str, prefix: str) -> Iterator[tuple[Path, int]]:
+    """Yields the files of a pattern with the number in each name; files without a number are passed over."""
+    for file in folder.glob(pattern):
+        if (number := file.stem.removeprefix(prefix)).isdecimal():
+            yield file, int(number)
 
-    Raises:
-        RunError: another line is damaged.
-    """
-    rows: list[dict[str, Any]] = []
-    lines = file.read_bytes().splitlines() if file.exists() else []
-    for i, line in enumerate(lines):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            if i < len(lines) - 1:
-                raise RunError(f"{file}, line {i + 1}, is damaged: {error}; fix or remove the line") from error
-    return rows
+
+def _no_link(path: str, flags: int) -> int:
+    """Opens a file unless it is a symbolic link, which somebody else may have put there."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _free(folder: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from verl_fn.algorithms.workers import Workers
@@ -111,15 +112,18 @@ class Recorded:
         self.version = version
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
-        """The recorded samples.
+        """Returns the recorded samples.
 
         Raises:
-            ValueError: the prompts are not those that were recorded.
+            RunError: the prompts are not those that were recorded.
         """
         prompts = {request.id: request.prompt for request in requests}
         for i, sample in enumerate(self._samples):
             if tuple(sample.prompt.tolist()) != prompts.get(sample.request):
-                raise ValueError(f"the recorded samples are of other prompts, row {i} first")
+                raise RunError(
+                    f"the recorded samples are of other prompts, row {i} first: the data or the tokenizer has "
+                    "changed, or the samples are damaged; replay without --recorded"
+                )
         return self._samples
 
     def sleep(self, level: int = 2) -> None:
@@ -141,7 +145,7 @@ def entry(state: RunState, seen: Recorder, w: Workers, plan: Plan) -> dict[str, 
 
 
 def keep_samples(run: Run, step: int, seen: Recorder, w: Workers) -> None:
-    """Write the samples of a step, as the engine gave them, into the run's folder."""
+    """Writes the samples of a step, as the engine gave them, into the run's folder."""
     if seen.samples is None:
         return
     batch = pack(w.get(seen.samples))
@@ -150,6 +154,7 @@ def keep_samples(run: Run, step: int, seen: Recorder, w: Workers) -> None:
     tensors |= {f"row.{name}": t for name, t in batch.per_row.items()}
     with run.written(f"the samples of step {step}"), disk_errors(run.folder):
         (run.folder / "samples").mkdir(exist_ok=True)
+        _file(run.folder, step).unlink(missing_ok=True)
         save_file({name: t.contiguous() for name, t in tensors.items()}, _file(run.folder, step))
 
 
@@ -157,18 +162,24 @@ def read_samples(folder: Path, step: int) -> Batch:
     """Returns the samples of a step that ``keep_samples`` wrote.
 
     Raises:
-        RunError: they were not kept.
+        RunError: they were not kept, or are damaged.
     """
-    if not _file(folder, step).is_file():
+    file = _file(folder, step)
+    if not file.is_file():
         raise RunError(f"{folder} has no samples of step {step}: they are kept with trainer.journal=samples")
-    # Copies: what a file gave may lie where kernels round otherwise.
-    tensors = {name: t.clone() for name, t in load_file(_file(folder, step)).items()}
-    fields = {
-        kind: {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
-        for kind in ("token.", "row.")
-    }
-    tokens, positions, cu_seqlens = (tensors[name] for name in CORE)
-    return Batch(tokens, positions, cu_seqlens, fields["token."], fields["row."])
+    try:
+        # Copies: what a file gave may lie where kernels round otherwise.
+        tensors = {name: t.clone() for name, t in load_file(file).items()}
+        fields = {
+            kind: {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
+            for kind in ("token.", "row.")
+        }
+        tokens, positions, cu_seqlens = (tensors[name] for name in CORE)
+        batch = Batch(tokens, positions, cu_seqlens, fields["token."], fields["row."])
+        unpack(batch)
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
+        raise RunError(f"{file} is damaged: {error}; replay without --recorded") from error
+    return batch
 
 
 def _file(folder: Path, step: int) -> Path:

@@ -11,6 +11,8 @@ from verl_fn.config import ConfigError
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.config.tables import Table
 
+from .errors import RunError
+
 Log = Callable[[int, Mapping[str, float]], None]
 
 
@@ -29,18 +31,42 @@ def loggers(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterato
 
     Raises:
         ConfigError: a logger is not installed.
+        RunError: a logger failed.
     """
     makers = {"tensorboard": _tensorboard, "wandb": _wandb}
     with contextlib.ExitStack() as stack:
         logs: list[Log] = []
         for name in t.logger:
             try:
-                logs.append(stack.enter_context(makers[name](t, table, folder, start)))
+                with _failures(name):
+                    logs.append(_guarded(name, stack.enter_context(makers[name](t, table, folder, start))))
             except ImportError as error:
                 raise ConfigError(
                     f"trainer.logger asks for {name}, which is not installed: pip install {name}"
                 ) from error
         yield logs
+
+
+def _guarded(name: str, log: Log) -> Log:
+    def guarded(step: int, report: Mapping[str, float]) -> None:
+        with _failures(name):
+            log(step, report)
+
+    return guarded
+
+
+@contextlib.contextmanager
+def _failures(name: str) -> Iterator[None]:
+    """Replaces any error of a logger, such as a lost connection, by one that names it."""
+    try:
+        yield
+    except ImportError:
+        raise
+    except Exception as error:
+        raise RunError(
+            f"the logger {name} failed: {type(error).__name__}: {error}; repair it or take it out of trainer.logger, "
+            "then run the same command to continue from the last checkpoint"
+        ) from error
 
 
 @contextlib.contextmanager

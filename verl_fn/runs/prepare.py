@@ -7,28 +7,39 @@ import contextlib
 from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.folder import read_config
 from verl_fn.backends.hf.tokenizer import read_tokenizer
-from verl_fn.config import Plan
-from verl_fn.data.files import file_data
+from verl_fn.config import ConfigError, Plan
+from verl_fn.data.files import file_data, read_problems
 from verl_fn.data.tasks import TASKS, Source
 from verl_fn.driver import build
 
-from .checks import check
+from .checks import check, check_model_folders
+from .notices import data_notices
 from .progress import Say
 
 
 def prepare(plan: Plan, say: Say) -> Source:
     """Makes the model's folder if the plan asks for one, reads the problems, and checks plan, models and data.
 
+    Data that is allowed but hardly meant is reported.
+
     Raises:
         UserError: something cannot be used; the message names it and the key.
     """
+    from_files = plan.data.train_files or plan.data.val_files
+    if from_files and plan.new_model is not None:
+        # What is wrong with the data is worth more than a sentence about a model that is still to be chosen.
+        for files in (plan.data.train_files, plan.data.val_files):
+            read_problems(files, prompt_key=plan.data.prompt_key)
+        raise ConfigError("data from files needs model.path: a random model knows only a task's characters")
+    check_model_folders(plan)
     build.make_model_folder(plan)
     read_config(plan.model)
-    from_files = plan.data.train_files or plan.data.val_files
     tokenizer = read_tokenizer(plan.model)
     answers = plan.algorithm == "sft" and any(role.optim is not None for role in plan.roles.values())
     source: Source = file_data(plan.data, tokenizer, say, answers=answers) if from_files else TASKS[plan.data.task]
     check(plan, source, tokenizer)
+    for notice in data_notices(plan, source, tokenizer):
+        say(f"note: {notice}")
     return source
 
 

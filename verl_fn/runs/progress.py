@@ -11,7 +11,11 @@ Say = Callable[[str], None]
 NUMBERS = (
     ("critic/score/mean", "reward", ".3f"),
     ("train/loss", "loss", ".3f"),
-    ("actor/ppo_kl", "kl", ".4f"),
+    # ppo_kl compares with the policy that sampled: it is 0 where a batch is one update. The other two compare with
+    # the reference policy.
+    ("actor/ppo_kl", "ppo_kl", ".4f"),
+    ("actor/kl_loss", "ref_kl", ".4f"),
+    ("actor/reward_kl_penalty", "ref_kl", ".4f"),
     ("actor/grad_norm", "grad", ".2f"),
     ("perf/throughput", "tok/s", ",.0f"),
 )

@@ -15,18 +15,13 @@ from verl_fn.driver.ranks import torchrun_size
 from .checkpoints import checkpoints, step_of
 from .errors import RunError
 from .evaluate import validate
-from .folder import (
-    TIMED,
-    changed_keys,
-    metrics_row,
-    read_lines,
-    read_metrics,
-    run_config,
-)
+from .folder import changed_keys, run_config
 from .journal import Recorded, Recorder, digests, entry, first_difference, read_samples
+from .logs import TIMED, metrics_row, read_journal, read_metrics
 from .loop import restored_state
 from .prepare import prepare, workers
 from .progress import Say
+from .screen import say as print_line
 from .state import RANKS, RunState, advance, algorithm_of, initial_state, run_of
 
 
@@ -74,7 +69,7 @@ class Replayed:
     compared: dict[str, int]
 
 
-def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = print) -> Replayed:
+def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = print_line) -> Replayed:
     """Executes a run's steps again, from its last checkpoint before ``step``, and compares them with the log.
 
     Args:
@@ -94,7 +89,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
         raise RunError(
             f"{folder} has no step {step} to replay; its metrics.jsonl ends at step {max(rows, default=0)}"
         )
-    journal = {line["step"]: line for line in read_lines(folder / "journal.jsonl")}
+    journal = read_journal(folder)
     if recorded and plan.algorithm == "sft":
         raise RunError("sft draws no samples, so there are none to take from the journal")
     origin = _origin(folder, plan.trainer.resume_from_path, step, since)
@@ -177,7 +172,7 @@ def _origin(folder: Path, resume_from: str | None, step: int, since: int) -> Pat
     """
     forked = Path(resume_from) if resume_from else None
     if forked is not None and step <= (step_of(forked) or 0):
-        raise RunError(f"step {step} is of the run that was forked: replay it in {run_of(forked)}")
+        raise RunError(f"step {step} is of the run that was forked: replay it in {run_of(forked) or forked}")
     for checkpoint in (*checkpoints(folder), *([forked] if forked is not None else [])):
         if since <= (step_of(checkpoint) or 0) < step and checkpoint.is_dir():
             return checkpoint

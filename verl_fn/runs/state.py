@@ -127,11 +127,12 @@ def advance(
     return RunState(after, state.cursor + len(problems)), report | ({RANKS: size} if size > 1 else {})
 
 
-def run_of(checkpoint: Path) -> Path:
-    """Returns the folder of the run that a checkpoint belongs to.
+def run_of(checkpoint: Path) -> Path | None:
+    """Returns the folder of the run that a checkpoint belongs to; None for one that was copied elsewhere.
 
     Example:
-        >>> run_of(Path("/runs/a/checkpoints/step_20"))
-        PosixPath('/runs/a')
+        >>> run_of(Path("/runs/a/checkpoints/step_20")), run_of(Path("/step_20"))
+        (PosixPath('/runs/a'), None)
     """
-    return checkpoint.absolute().parents[1]
+    parent = checkpoint.absolute().parent
+    return parent.parent if parent.name == "checkpoints" else None

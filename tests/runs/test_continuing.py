@@ -1,0 +1,174 @@
+"""A run that goes on: where it begins, what has changed since, and what an evaluation that fails may cost."""
+
+import importlib
+import json
+import shutil
+
+import pytest
+from run_configs import tiny_run
+
+from verl_fn.config import ConfigError
+from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.logs import TIMED, read_answers, read_metrics
+from verl_fn.runs.loop import train
+
+SILENT = lambda line: None  # noqa: E731
+loop = importlib.import_module("verl_fn.runs.loop")
+SFT = ("algorithm.name=sft", "trainer.total_training_steps=2")
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """A finished run of two steps from a file, saved after each."""
+    folder = tmp_path_factory.mktemp("run")
+    rows = [{"data_source": "reverse", "prompt": f"{a}b>", "reward_model": {"ground_truth": f"b{a}"}} for a in "abcd"]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(plan(tiny, folder), SILENT)
+    return folder
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "copy", symlinks=True)
+
+
+def plan(tiny, folder, *more):
+    data = [f"data.{name}_files={folder / 'data.jsonl'}" for name in ("train", "val")]
+    return tiny_run(tiny, folder / "a", *SFT, *data, "data.train_batch_size=4", *more)
+
+
+def said(tiny, folder, *more):
+    lines = []
+    train(plan(tiny, folder, *more), lines.append)
+    return lines
+
+
+def numbers(folder):
+    return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(folder)]
+
+
+def test_a_finished_run_says_so_before_it_loads_anything(tiny, copy, monkeypatch):
+    for name in ("prepare", "workers"):
+        monkeypatch.setattr(loop, name, lambda *args: pytest.fail("there is nothing to prepare"))
+    lines = said(tiny, copy)
+    assert lines == ["finished before: 2 steps of 2; nothing was done or changed"]
+
+
+def test_an_evaluation_that_fails_costs_nothing(tiny, copy, run, monkeypatch):
+    """The checkpoint of its step is written before; the same command repeats the evaluation and ends alike."""
+    shutil.rmtree(copy / "a")
+    validate = loop.validate
+
+    def fails(state, *args):
+        if state.step == 2:
+            raise MemoryError("no room for so many answers")
+        return validate(state, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(loop, "validate", fails)
+        train(plan(tiny, copy), SILENT)
+    assert checkpoints(copy / "a")[0].name == "step_2"
+    assert "train/loss" in read_metrics(copy / "a")[-1]
+    assert not any(name.startswith("val-") for name in read_metrics(copy / "a")[-1])
+    evaluation = train(plan(tiny, copy), SILENT)
+    assert numbers(copy / "a") == numbers(run / "a")
+    assert read_answers(copy / "a") == read_answers(run / "a")
+    assert evaluation.items() <= read_metrics(run / "a")[-1].items()
+
+
+def test_a_kill_between_answers_and_metrics_leaves_no_answer_twice(tiny, copy, run):
+    file = copy / "a/metrics.jsonl"
+    rows = read_metrics(copy / "a")
+    rows[-1] = {name: value for name, value in rows[-1].items() if not name.startswith("val-")}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train(plan(tiny, copy), SILENT)
+    assert numbers(copy / "a") == numbers(run / "a")
+    assert read_answers(copy / "a") == read_answers(run / "a")
+
+
+def test_changed_data_is_reported(tiny, copy):
+    more = "trainer.total_training_steps=3"
+    with (copy / "data.jsonl").open("a") as file:
+        file.write((copy / "data.jsonl").read_text().splitlines()[0] + "\n")
+    # The copied run was made from the file of the original, which is another path.
+    first = said(tiny, copy, more)
+    assert not any("another content" in line for line in first)
+    with (copy / "data.jsonl").open("a") as file:
+        file.write((copy / "data.jsonl").read_text().splitlines()[0] + "\n")
+    second = said(tiny, copy, "trainer.total_training_steps=4")
+    assert f"continuing with another content of {copy / 'data.jsonl'}" in second
+
+
+def test_a_run_without_its_config_is_not_continued_blindly(tiny, copy):
+    more = ("trainer.total_training_steps=3", "trainer.seed=5")
+    text = (copy / "a/config.toml").read_text()
+    (copy / "a/config.toml").unlink()
+    with pytest.raises(RunError, match=r"no config.toml. Without it nobody knows .*trainer.resume_from_path="):
+        train(plan(tiny, copy, *more), SILENT)
+    (copy / "a/config.toml").write_text(text.replace("seed = 0", "sede = 0"))
+    with pytest.raises(RunError, match=r"unknown key trainer.sede.*; change the file. Without it"):
+        train(plan(tiny, copy, *more), SILENT)
+
+
+@pytest.mark.parametrize(("kept", "lost"), [(2, "step 2 is"), (1, "steps 1 to 2 are"), (0, "steps 1 to 2 are")])
+def test_lost_lines_of_the_log_are_reported(tiny, copy, kept, lost):
+    file = copy / "a/metrics.jsonl"
+    file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:kept]))
+    if not kept:
+        file.unlink()
+    lines = said(tiny, copy, "trainer.total_training_steps=3")
+    assert any(f"has lost lines: {lost} in the checkpoint step_2" in line for line in lines)
+    assert read_metrics(copy / "a")[-1]["step"] == 3
+
+
+def test_nothing_is_said_of_a_run_that_is_refused(tiny, copy):
+    lines = []
+    with pytest.raises(RunError, match="is of sft with actor"):
+        train(plan(tiny, copy, "algorithm.name=ppo", "trainer.total_training_steps=3"), lines.append)
+    assert not any("continuing" in line for line in lines)
+
+
+def test_what_is_no_checkpoint_is_told_apart(tiny, run, tmp_path):
+    newest = run / "a/checkpoints/step_2"
+    for path, advice in (
+        (run / "a", f"name one of its run, such as {newest}"),
+        (run / "a/checkpoints", f"name one of its run, such as {newest}"),
+        (newest / "actor", f"it is a model in one: name {newest}"),
+        (tiny, f"it is a model: set model.path={tiny}"),
+        (tmp_path, "it has no checkpoint.json"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            train(tiny_run(tiny, tmp_path / "fork", *SFT, f"trainer.resume_from_path={path}"), SILENT)
+        assert f"{path} is not a checkpoint; {advice}" in str(error.value)
+
+
+def test_a_damaged_checkpoint_is_not_forked(tiny, copy, tmp_path):
+    (copy / "a/checkpoints/step_2/actor/config.json").unlink()
+    more = ("trainer.total_training_steps=3", f"trainer.resume_from_path={copy}/a/checkpoints/step_2")
+    with pytest.raises(RunError, match=r"config.json is missing; .*step_1 is whole: fork from that step instead"):
+        train(tiny_run(tiny, tmp_path / "fork", "algorithm.name=sft", *more), SILENT)
+
+
+def test_a_checkpoint_that_was_copied_elsewhere_is_still_one(tiny, run, tmp_path, monkeypatch):
+    """Its folder has no run around it, and may have any name."""
+    shutil.copytree(run / "a/checkpoints/step_2", tmp_path / "kept")
+    more = ("trainer.total_training_steps=3", f"trainer.resume_from_path={tmp_path}/kept")
+    lines = []
+    train(tiny_run(tiny, tmp_path / "fork", "algorithm.name=sft", *more), lines.append)
+    assert any("after step 2" in line for line in lines)
+    assert [row["step"] for row in read_metrics(tmp_path / "fork")] == [3]
+
+
+def test_nothing_is_written_through_links(tiny, copy, tmp_path):
+    """Somebody who may write into the folder must not choose which files this user overwrites."""
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (copy / "a/.config.toml.writing").symlink_to(target)
+    train(plan(tiny, copy, "trainer.total_training_steps=3"), SILENT)
+    assert target.read_text() == "precious" and "[trainer]" in (copy / "a/config.toml").read_text()
+    (copy / "a/.lock").unlink()
+    (copy / "a/.lock").symlink_to(target)
+    with pytest.raises(RunError, match=r"\.lock is a symbolic link; remove it"):
+        train(plan(tiny, copy, "trainer.total_training_steps=4"), SILENT)
+    assert target.read_text() == "precious"

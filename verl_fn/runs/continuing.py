@@ -1,0 +1,158 @@
+"""The checkpoint that a run begins at: its own last one, or another run's; and what has changed since."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import attrs
+
+from verl_fn.algorithms import Report
+from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.config import ConfigError, Plan, make_plan
+
+from .checkpoints import MANIFEST, checkpoints, read_manifest, saved_step
+from .errors import RunError
+from .evaluate import has_held_out, held_out_value
+from .folder import Follower, Run, changed_keys, run_config
+from .inputs import changed_inputs
+from .logs import last_evaluation, read_metrics
+from .state import differing_fields, run_of
+
+SEED = "trainer.seed"
+
+
+@attrs.frozen
+class Finished:
+    """A run that has nothing left to do.
+
+    Attributes:
+        step: the last step.
+        evaluation: the metrics of the evaluation after it.
+    """
+
+    step: int
+    evaluation: Report
+
+
+def find_origin(plan: Plan, run: Run) -> Path | None:
+    """Returns the checkpoint to start from: the folder's newest, or the one to fork; None for a new run.
+
+    Raises:
+        RunError: the folder has checkpoints that a fork would overwrite, or ``trainer.resume_from_path`` is not a
+            checkpoint.
+    """
+    newest, path = run.latest(), plan.trainer.resume_from_path
+    if newest is not None and plan.trainer.resume_mode == "auto":
+        return newest
+    if path is None:
+        return None
+    if newest is not None:
+        raise RunError(f"{run.folder} holds checkpoints already, up to {newest.name}; choose another trainer.dir")
+    origin = Path(path)
+    if not origin.is_dir():
+        raise ConfigError(f"trainer.resume_from_path: {origin} is not a folder")
+    if not (origin / MANIFEST).is_file():
+        raise ConfigError(f"trainer.resume_from_path: {origin} is not a checkpoint; {_meant(origin)}")
+    return origin
+
+
+def _meant(folder: Path) -> str:
+    """Returns a sentence that names the checkpoint that was probably meant by a folder that is none."""
+    if (folder.parent / MANIFEST).is_file():
+        return f"it is a model in one: name {folder.parent}"
+    of_run = checkpoints(folder) or checkpoints(folder.parent)
+    if whole := [checkpoint for checkpoint in of_run if (checkpoint / MANIFEST).is_file()]:
+        return f"name one of its run, such as {whole[0]}"
+    if (folder / "config.json").is_file():
+        return f"it is a model: set model.path={folder} to start from its weights"
+    return f"it has no {MANIFEST}"
+
+
+def finished(plan: Plan, origin: Path | None) -> Finished | None:
+    """Returns how a run ended that would begin at ``origin``; None if there is something left to do.
+
+    A run that was killed in its last evaluation still has that to do.
+    """
+    if origin is None:
+        return None
+    try:
+        step = saved_step(origin)
+        if read_manifest(origin)["algorithm"] != plan.algorithm:
+            return None
+    except CheckpointError:
+        return None
+    evaluation = last_evaluation(run_of(origin), step)
+    unevaluated = has_held_out(plan) and not evaluation and run_of(origin) == Path(plan.trainer.dir)
+    ended = step >= plan.trainer.total_training_steps and not unevaluated
+    return Finished(step, evaluation) if ended or goal_reached(plan, evaluation) else None
+
+
+def goal_reached(plan: Plan, evaluation: Report) -> bool:
+    """Returns whether an evaluation reaches ``trainer.stop_at``."""
+    t = plan.trainer
+    value = held_out_value(evaluation, t.stop_metric)
+    return t.stop_at is not None and value is not None and value >= t.stop_at
+
+
+def changes(run: Run, plan: Plan) -> list[str]:
+    """Returns sentences about what has changed since the run was last trained: settings, inputs and logs.
+
+    Raises:
+        RunError: a changed setting is part of the saved state, so changing it would have no effect.
+    """
+    newest = run.latest()
+    if newest is None or plan.trainer.resume_mode != "auto":
+        return []
+    changed = changed_keys(run.folder, plan.table)
+    if changed:
+        _refuse_parts_of_state(run, plan, changed)
+    sentences = [f"continuing with another setting: {key}: {values}" for key, values in changed.items()]
+    if isinstance(run, Follower):
+        return sentences
+    sentences += [f"continuing with another content of {file}" for file in changed_inputs(run.folder, plan)]
+    return sentences + _lost_lines(run, newest)
+
+
+def _lost_lines(run: Run, newest: Path) -> list[str]:
+    try:
+        step = saved_step(newest)
+    except CheckpointError:
+        return []
+    last = max((row["step"] for row in read_metrics(run.folder)), default=0)
+    if last >= step:
+        return []
+    lost = f"step {step} is" if step == last + 1 else f"steps {last + 1} to {step} are"
+    return [f"{run.metrics_file} has lost lines: {lost} in the checkpoint {newest.name}, but not in the log"]
+
+
+def _refuse_parts_of_state(run: Run, plan: Plan, changed: dict[str, str]) -> None:
+    before = make_plan(run_config(run.folder)[0])
+    stored = _part_of_state(before, plan, list(changed))
+    for key, values in changed.items():
+        if key in stored:
+            raise RunError(
+                f"{key} cannot change in a run that is continued ({values}): the state holds it. "
+                f"Fork the run (verl-fn fork {run.folder} --step N {key}=...), or choose another trainer.dir"
+            )
+        role, _, setting = key.partition(".")
+        if role in plan.roles and setting in ("lora_rank", "lora_alpha", "target_modules"):
+            had, has = (role in p.roles and p.roles[role].lora is not None for p in (before, plan))
+            if had or has:
+                reason, model = ("holds the adapters", "merged model") if had else ("is without adapters", "model")
+                raise RunError(
+                    f"{key} cannot change in a run that is continued ({values}): the state {reason}. Choose another "
+                    f"trainer.dir; {role}'s {model} is in {run.latest()}/{role}"
+                )
+
+
+def _part_of_state(before: Plan, now: Plan, changed: list[str]) -> list[str]:
+    """Returns the changed keys that are part of the algorithm's state: the seed, and options that it stores."""
+    if before.algorithm != now.algorithm or before.roles.keys() != now.roles.keys():
+        return []
+    stored = [SEED] if SEED in changed else []
+    same_seed = attrs.evolve(now, trainer=attrs.evolve(now.trainer, seed=before.trainer.seed))
+    if differing_fields(before, same_seed):
+        # The options of a nested table become one field of the state, such as those of kl_ctrl the field kl.
+        stored += [key for key in changed if key.startswith("algorithm.") and key.count(".") > 1]
+        stored = stored or [key for key in changed if key.startswith("algorithm.")]
+    return stored

@@ -1,0 +1,48 @@
+"""What a run reads beside its config: a continued run reports which of these files have changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_fn.config import Plan
+from verl_fn.config.names import source_file
+
+from .checkpoints import crc_of, write_text
+
+INPUTS = "inputs.json"
+
+
+def write_inputs(folder: Path, plan: Plan) -> None:
+    """Writes the size and the checksum of every input of a run into its folder."""
+    write_text(folder / INPUTS, json.dumps(_fingerprints(plan), indent=1))
+
+
+def changed_inputs(folder: Path, plan: Plan) -> list[str]:
+    """Returns the inputs that are not what they were when the folder was last trained in.
+
+    Files that the run did not read then are not among them, nor are files that are gone.
+    """
+    try:
+        before = json.loads((folder / INPUTS).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return []
+    before = before if isinstance(before, dict) else {}
+    return [file for file, now in _fingerprints(plan).items() if before.get(file, now) != now]
+
+
+def _fingerprints(plan: Plan) -> dict[str, str]:
+    files = dict.fromkeys(file for file in _files(plan) if file.is_file())
+    return {str(file): f"{file.stat().st_size} bytes, CRC {crc_of(file):08x}" for file in files}
+
+
+def _files(plan: Plan) -> Iterator[Path]:
+    """Yields the data, the user's code, and the tokenizer of a model that the run did not make itself."""
+    yield from map(Path, (*plan.data.train_files, *plan.data.val_files))
+    # Modules of rewards are found from the processes that run them.
+    for reference in (*plan.code, *(name for name in plan.reward.functions if ".py:" in name)):
+        if (file := source_file(reference)) is not None:
+            yield file
+    if plan.new_model is None:
+        yield from sorted(Path(plan.model).glob("tokenizer*"))
