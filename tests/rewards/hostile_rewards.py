@@ -271,6 +271,12 @@ def writes_without_end(info):
         _write_everywhere(b"x" * 2**16)
 
 
+def writes_slowly(info):
+    while True:
+        _write_everywhere(b"x")
+        time.sleep(0.01)
+
+
 def writes_from_a_thread(info):
     return _in_background(lambda: [_write_everywhere(b"x\n") for _ in range(1000)])
 

@@ -84,6 +84,7 @@ PROCESSES = {
     "writes_deep_json": SENT,
     "writes_beginnings": SENT,
     "writes_without_end": f"{SENT}|{LATE}",
+    "writes_slowly": LATE,
     "writes_from_a_thread": SENT,
     "raises_later": f"raised Unique: later|{SENT}",
     "replaces_builtins": "ended its process with exit code|raised TypeError",
@@ -167,3 +168,24 @@ def test_processes_end_in_a_score_or_a_line(functions, folder, capfd, name):
         assert "problem 7 of 'src'" in message and "\n" not in message and len(message) < 1000
     assert_nothing_holds(pipe)
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("os._exit(3)", "ended its process with exit code 3"),
+        ("os.closerange(3, 256)", "closed the connection of its process"),
+        ("hostile_rewards.writes_garbage(None)", SENT),
+        ("os.fork()", None),
+    ],
+)
+def test_modules_that_do_harm_when_they_are_imported(folder, capfd, line, expected):
+    (folder / "harm.py").write_text(f"import os, hostile_rewards\nrun = hostile_rewards.run\n{line}\n")
+    message = ""
+    try:
+        functions = RewardFunctions(["harm.py:run"], timeout=TIMEOUT, folder=folder)
+        assert functions([Answer(Problem("q", "", 7, "src"), "number")])[0]["score"] == 0.5
+    except RewardError as error:
+        message = str(error)
+    assert re.match(f"importing reward.functions {expected}" if expected else "$", message), message
+    assert "\n" not in message and "Traceback" not in capfd.readouterr().err
