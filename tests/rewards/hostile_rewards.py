@@ -206,10 +206,14 @@ def registers_an_exit(info):
 exits = lambda info: os._exit(0)  # noqa: E731
 aborts = lambda info: os.kill(os.getpid(), signal.SIGABRT)  # noqa: E731
 stops_itself = lambda info: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
-kills_its_keeper = lambda info: os.kill(os.getppid(), signal.SIGKILL)  # noqa: E731
 sleeps = lambda info: _forever()  # noqa: E731
 reads_null = lambda info: ctypes.string_at(0)  # noqa: E731
 endless_mapping = lambda info: Endless()  # noqa: E731
+
+
+def kills_its_keeper(info):
+    os.kill(os.getppid(), signal.SIGKILL)
+    _forever()
 
 
 def kills_its_group(info):
