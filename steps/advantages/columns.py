@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -36,6 +38,16 @@ def real(values: Tensor) -> Tensor:
         (torch.float32, torch.float64)
     """
     return values if values.is_floating_point() else values.float()
+
+
+def warn_of_ignored_rewards(batch: Batch) -> None:
+    """Warns if a token with ``response_mask`` 0 has a reward, as where a tool's output ends a response."""
+    if bool(batch["token_level_rewards"][batch["response_mask"] == 0].any()):
+        warnings.warn(
+            "rewards on tokens with response_mask 0 are ignored; write a row's reward on its last token with "
+            "response_mask 1 (verl_fn.steps.aggregate.last_of_rows)",
+            stacklevel=3,
+        )
 
 
 def columns(batch: Batch, values: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 
 from verl_fn.state import Batch
 
-from .columns import columns, real, uncolumn, whiten_masked
+from .columns import columns, real, uncolumn, warn_of_ignored_rewards, whiten_masked
 
 
 def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> Batch:
@@ -27,6 +27,7 @@ def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = Tr
 
     Source: Schulman et al. 2016 (arXiv 1506.02438).
     """
+    warn_of_ignored_rewards(batch)
     mask = batch["response_mask"].bool()
     given_values = real(batch["values"])
     values = columns(batch, given_values)

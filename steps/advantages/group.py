@@ -7,7 +7,7 @@ from torch import Tensor
 
 from verl_fn.state import Batch
 
-from .columns import real
+from .columns import real, warn_of_ignored_rewards
 
 
 def grpo(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1e-6) -> Batch:
@@ -29,6 +29,7 @@ def grpo(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1e-6) -
 
     Source: Shao et al. 2024 (arXiv 2402.03300); Dr. GRPO, Liu et al. 2025 (arXiv 2503.20783).
     """
+    warn_of_ignored_rewards(batch)
     scores, groups, count = _group_scores(batch)
     alone = count[groups] == 1
     mean = _group_mean(scores, groups, count)
@@ -55,6 +56,7 @@ def rloo(batch: Batch) -> Batch:
 
     Source: Ahmadian et al. 2024 (arXiv 2402.14740).
     """
+    warn_of_ignored_rewards(batch)
     scores, groups, count = _group_scores(batch)
     n = count[groups]
     others = (_group_mean(scores, groups, count)[groups] * n - scores) / (n - 1).clamp(min=1)

@@ -6,7 +6,7 @@ import torch
 
 from verl_fn.state import Batch
 
-from .columns import columns, real, uncolumn, whiten_masked
+from .columns import columns, real, uncolumn, warn_of_ignored_rewards, whiten_masked
 
 
 def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Batch:
@@ -23,6 +23,7 @@ def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Batch:
 
     Source: Hu 2025 (arXiv 2501.03262).
     """
+    warn_of_ignored_rewards(batch)
     rewards = columns(batch, real(batch["token_level_rewards"]))
     returns = torch.zeros_like(rewards)
     running = torch.zeros(len(rewards), dtype=rewards.dtype, device=rewards.device)

@@ -1,5 +1,6 @@
 """Data from files: what is read, what each mistake is told, how prompts are encoded, and the stream of problems."""
 
+import datetime
 import json
 from collections import Counter
 
@@ -16,6 +17,7 @@ from verl_fn.data.files import FileData, encode_prompts, file_data, read_problem
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import TASKS, Problem
 from verl_fn.rewards.reward import pack_examples
+from verl_fn.runs.screen import text_of
 from verl_fn.state import Key
 
 # Pads of another length for each role, so that a role that is lost or mixed up shows in the tokens.
@@ -98,16 +100,53 @@ def test_ground_truths_that_are_no_text_are_json(tmp_path, truth, answer):
         assert read_problems([file])[0].answer == answer
 
 
-def test_keys_that_only_other_rows_have_are_left_out(tmp_path):
+def test_keys_that_only_other_rows_have_are_none_in_extra_info_and_left_out_of_messages(tmp_path):
     rows = [
         row([{"role": "user", "content": "a", "name": "x"}], extra_info={"index": 1, "tools": [{"a": 1}, {"b": 2}]}),
         row([{"role": "user", "content": "b"}], extra_info={"hint": "h"}),
     ]
     first, second = read_problems([parquet(tmp_path / "a.parquet", *rows)])
-    assert first.extra_info == {"index": 1, "tools": [{"a": 1}, {"b": 2}]}
+    assert first.extra_info == {"index": 1, "tools": [{"a": 1, "b": None}, {"a": None, "b": 2}], "hint": None}
     assert first.prompt == ({"role": "user", "content": "a", "name": "x"},)
-    assert second.extra_info == {"hint": "h"}
+    assert second.extra_info == {"hint": "h", "index": None, "tools": None}
     assert second.prompt == ({"role": "user", "content": "b"},)
+
+
+def test_null_stays_null_in_extra_info_and_in_what_a_line_of_json_says(tmp_path):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"limit": None}}}
+    prompt = [*messages("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (problem,) = read_problems(
+        [jsonl(tmp_path / "a.jsonl", row(prompt, extra_info={"hint": None, "deep": {"x": None}}))]
+    )
+    assert problem.extra_info == {"hint": None, "deep": {"x": None}}
+    assert problem.prompt[1]["tool_calls"] == [call]
+
+
+@pytest.mark.parametrize("write", [parquet, jsonl])
+def test_tool_calls_need_no_content(tmp_path, write):
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asks = {"role": "assistant", "content": None, "tool_calls": [call]}
+    without = {"role": "assistant", "tool_calls": [call]}
+    answers = {"role": "tool", "content": "b"}
+    name = "a.parquet" if write is parquet else "a.jsonl"
+    for message in (asks, without):
+        (problem,) = read_problems([write(tmp_path / name, row([*messages("a"), message, answers]))])
+        assert problem.prompt == (*messages("a"), asks, answers)
+    assert text_of(problem.prompt).startswith("user: a\nassistant: [{'type': 'function'")
+    for bad in ({"role": "assistant", "content": None}, asks | {"role": "user"}, asks | {"tool_calls": []}):
+        with pytest.raises(DataError, match="prompt must be a string or a list of messages"):
+            read_problems([write(tmp_path / name, row([*messages("a"), bad]))])
+
+
+def test_extra_info_is_what_json_has(tmp_path):
+    file = parquet(tmp_path / "a.parquet", row(extra_info={"day": datetime.date(2024, 2, 29)}))
+    with pytest.raises(DataError, match=r"a\.parquet, row 0: extra_info cannot be JSON \(.*date.*\); write strings"):
+        read_problems([file])
+
+
+def test_ability_does_not_replace_what_extra_info_has(tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", row(ability="math", extra_info={"ability": "algebra"}))
+    assert read_problems([file])[0].extra_info == {"ability": "algebra"}
 
 
 def test_lines_end_at_newlines_alone(tmp_path):
@@ -122,8 +161,8 @@ def test_lines_end_at_newlines_alone(tmp_path):
     [
         ("a.parquet", None, r"a\.parquet: there is no such file"),
         ("a.csv", b"a,b", r"a\.csv: the name of a data file must end in \.parquet, \.jsonl, \.json"),
-        ("a.parquet", b"not parquet at all", r"a\.parquet is not a whole parquet file"),
-        ("a.parquet", b"", r"a\.parquet is not a whole parquet file"),
+        ("a.parquet", b"not parquet at all", r"a\.parquet cannot be read as parquet \(at row 0\): "),
+        ("a.parquet", b"", r"a\.parquet cannot be read as parquet \(at row 0\): "),
         ("a.jsonl", b"", r"a\.jsonl has no rows"),
         ("a.jsonl", b"\n \n", r"a\.jsonl has no rows"),
         ("a.jsonl", json.dumps(row()).encode() + b"\n\n{oops", r"a\.jsonl, line 3 is not JSON, one object a line"),
@@ -253,7 +292,8 @@ def test_a_prompt_may_be_as_long_as_the_limit_and_no_longer():
 
 
 def config(train, val=(), **data):
-    overrides = {"train_files": [str(f) for f in train], "val_files": [str(f) for f in val], **data}
+    files = {"train_files": [str(f) for f in train], "val_files": [str(f) for f in val]}
+    overrides = files | {"train_batch_size": 1} | data
     return load(overrides=["model.path=m", *(f"data.{k}={json.dumps(v)}" for k, v in overrides.items())]).data
 
 

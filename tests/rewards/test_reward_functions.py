@@ -6,6 +6,8 @@ import select
 import shutil
 import subprocess
 import sys
+import time
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -81,6 +83,39 @@ def test_a_file_elsewhere_finds_its_neighbours(here, monkeypatch):
 def test_files_in_the_folder_do_not_stand_in_for_the_workers_own_libraries(here):
     (here / "difflib.py").write_text("raise RuntimeError('not this one')\n")
     assert scores(RewardFunctions(["mine.py:exact"]), "good") == [1.0]
+
+
+def test_rows_of_one_problem_share_nothing(here):
+    (here / "grows.py").write_text(
+        "def grows(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    extra_info['seen'].append(solution_str)\n"
+        "    return len(extra_info['seen'])\n"
+    )
+    problem = Problem("q", "good", 10, "src", {"seen": []})
+    rows = [Answer(problem, text) for text in "abc"]
+    assert [one["score"] for one in RewardFunctions(["grows.py:grows"])(rows)] == [1.0, 1.0, 1.0]
+
+
+def test_extra_info_that_cannot_be_json_is_named(here):
+    rows = [Answer(Problem("q", "good", 10, "src", {"set": {1}}), "bad")]
+    with pytest.raises(RewardError, match=r"extra_info cannot be JSON .*set.*, judging problem 10 of 'src'"):
+        RewardFunctions(["mine.py:exact"])(rows)
+
+
+def test_workers_get_no_keys_but_those_that_are_named(here, monkeypatch):
+    (here / "env.py").write_text(
+        "import os\n"
+        "def env(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 1, **{name: 1 for name in os.environ if 'KEY' in name or name in ('HOME', 'PATH')}}\n"
+    )
+    for name in ("WANDB_API_KEY", "JUDGE_KEY"):
+        monkeypatch.setenv(name, "secret")
+    usual = {"HOME", "PATH"}
+    for names in ((), ("JUDGE_KEY",)):
+        found = RewardFunctions(["env.py:env"], env=names)(answers("a"))[0]
+        assert found.keys() - {"score", "acc", "pred"} == usual | set(names)
+    with pytest.raises(RewardError, match=r"reward\.env names NO_SUCH_KEY, which is not set in the environment"):
+        RewardFunctions(["env.py:env"], env=("NO_SUCH_KEY",))
 
 
 def test_what_functions_print_does_not_mix_with_results(here, capfd):
@@ -269,16 +304,20 @@ def test_scores_may_be_any_kind_of_number(score):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (float("nan"), 'returned nan; it must return a finite number, or a dict with "score"'),
+        (float("nan"), 'returned nan; it must return a number between -1e+30 and 1e+30, or a dict with "score"'),
         (-float("inf"), "returned -inf; it must"),
         (10**400, "returned 1000"),
+        (1e31, "returned 1e+31; it must"),
+        (Decimal("0.5"), "returned a Decimal, Decimal('0.5'); it must"),
         (None, "returned None; it must"),
         ("1.0", "returned '1.0'; it must"),
         ([1.0], "returned [1.0]; it must"),
         (1j, "returned 1j; it must"),
         ({"acc": 1}, "returned {'acc': 1}; it must"),
         ({"score": "1"}, "returned {'score': '1'}; it must"),
-        ({"score": float("nan")}, 'returned nan as "score"; it must be finite'),
+        ({"score": float("nan")}, 'returned nan as "score"; it must be finite and smaller than 1e+30'),
+        ({"score": 1, 7: 2}, "returned a dict with the key 7; keys must be strings"),
+        ({"score": 1, "words": {"a"}}, "returned {'a'} as \"words\"; it must be a number, or else a string, list"),
         ({"score": 1, "acc": "yes"}, "returned 'yes' as \"acc\"; it must be a number"),
         ({"score": 1, "length": float("inf")}, 'returned inf as "length"; it must be finite'),
     ],
@@ -291,9 +330,7 @@ def test_results_that_are_no_scores_are_refused(value, message):
 def test_a_refused_result_is_told_with_its_row(here, value):
     text = failure(RewardFunctions(["mine.py:returns"]), "good", "bad", truth=value)
     assert text.startswith("the reward function mine.py:returns returned ")
-    assert text.endswith(
-        "; it must return a finite number, or a dict with \"score\", judging problem 11 of 'src', response 'bad'"
-    )
+    assert text.endswith("1e+30, or a dict with \"score\", judging problem 11 of 'src', response 'bad'")
 
 
 def test_a_long_response_is_shortened_in_errors(here):
@@ -325,7 +362,8 @@ def test_a_worker_that_was_killed_between_batches_is_replaced(here):
     functions = RewardFunctions(["mine.py:process"])
     pid = int(functions(answers("a"))[0]["pid"])
     os.kill(pid, 9)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    while functions._workers[0].is_ready():
+        time.sleep(0.01)
     assert functions(answers("a"))[0]["pid"] != pid
 
 

@@ -1,5 +1,7 @@
 """Rewards: what a judge says of texts becomes fields of the batch."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from verl_fn.driver import build
 from verl_fn.rewards.reward import Reward, RewardError, pack_examples, response_texts
 from verl_fn.rewards.rules import by_rules
 from verl_fn.state import Batch
+from verl_fn.steps import grpo
 
 PROBLEM = Problem("abc>", "cba", id=3, data_source="reverse")
 
@@ -41,6 +44,20 @@ def test_scores_sit_on_the_last_response_token():
         rows = found.rows(name)
         assert [row.nonzero().flatten().tolist() for row in rows] == [[8], [8], [6]]
         assert [float(row.sum()) for row in rows] == pytest.approx([1.0, 1 / 3, 1 / 6])
+
+
+def test_a_score_sits_on_the_last_token_that_the_model_drew_and_is_lost_without_one():
+    batch, tokenizer = responses("cba", "cba")
+    tool_last = batch["response_mask"].clone()
+    tool_last[batch.cu_seqlens[1] - 2 : batch.cu_seqlens[1]] = 0.0
+    judge = lambda answers: [{"score": 1.0, "acc": 1.0, "pred": ""}] * 2  # noqa: E731
+    with warnings.catch_warnings(action="error"):
+        found = Reward(judge, tokenizer)(batch.with_tokens(response_mask=tool_last), [PROBLEM])
+    assert found.rows("token_level_rewards")[0].nonzero().flatten().tolist() == [6]
+    assert grpo(found.with_rows(group=[0, 1]))["advantages"].sum() != 0
+    no_token = torch.where(batch.row_ids == 0, 0.0, batch["response_mask"])
+    with pytest.warns(UserWarning, match="1 of 2 responses have no token that the model drew"):
+        Reward(judge, tokenizer)(batch.with_tokens(response_mask=no_token), [PROBLEM])
 
 
 def test_the_judge_sees_texts_their_problems_and_which_did_not_end():
@@ -105,7 +122,7 @@ def test_a_config_with_functions_takes_those_of_its_folder(tiny, tmp_path):
         "def length(data_source, solution_str, ground_truth, extra_info=None):\n    return len(solution_str)\n"
     )
     batch, _ = responses("cba", "ab")
-    table = RewardConfig(functions=("mine.py:length",), weights=(0.5,))
+    table = RewardConfig(functions=("mine.py:length",), weights=(0.5,), env=("HOME",))
     assert build.reward(table, tiny, str(tmp_path))(batch, [PROBLEM])["score"].tolist() == [1.5, 1.0]
 
 

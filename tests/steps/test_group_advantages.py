@@ -1,6 +1,7 @@
 """GRPO and RLOO compare a row with the others of its group."""
 
 import statistics
+import warnings
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from step_builders import MODEST, MULTI_TURN, SEEDS, assert_rows, pack, rows_of
 
 from verl_fn.state import Batch, tree
-from verl_fn.steps import grpo, rloo
+from verl_fn.steps import gae, grpo, reinforce_plus_plus, rloo
 
 ESTIMATORS = {"grpo": grpo, "dr_grpo": lambda batch: grpo(batch, norm_adv_by_std=False), "rloo": rloo}
 GROUPS = st.lists(st.sampled_from([-3, 0, 7, 2**40]), min_size=1, max_size=10)
@@ -107,6 +108,17 @@ def test_a_fully_masked_row_counts_in_its_group_and_gets_nothing(kind):
     assert ESTIMATORS[kind](batch)["advantages"].tolist() == pytest.approx(
         [expected[0], 0.0, 0.0, expected[2]], rel=1e-5
     )
+
+
+@pytest.mark.parametrize("estimator", [grpo, rloo, gae, reinforce_plus_plus])
+def test_a_reward_on_a_masked_token_is_ignored_with_a_warning(estimator):
+    batch, _ = pack([[1, 0], [1, 1]], 0, "values", group=[0, 0])
+    drawn, lost = ([0.0, 0.0, 0.0, 1.0], [0.0, 2.0, 0.0, 1.0])
+    with warnings.catch_warnings(action="error"):
+        expected = estimator(batch.with_tokens(token_level_rewards=drawn))
+    with pytest.warns(UserWarning, match="rewards on tokens with response_mask 0 are ignored; write a row's reward"):
+        found = estimator(batch.with_tokens(token_level_rewards=lost))
+    assert found["advantages"].tolist() == expected["advantages"].tolist()
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)

@@ -143,7 +143,7 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     for name in ("prompt_key", "filter_overlong_prompts"):
         yield f"data.{name}", bool(data.train_files or data.val_files), "without data.train_files"
     yield "data.shuffle", bool(data.train_files), "without data.train_files"
-    for name in ("weights", "timeout", "num_workers"):
+    for name in ("weights", "timeout", "num_workers", "env"):
         yield f"reward.{name}", bool(reward.functions), "without reward.functions"
     yield "trainer.stop_metric", cfg.trainer.stop_at is not None, "without trainer.stop_at"
     for name in ("project_name", "experiment_name"):

@@ -128,6 +128,7 @@ class RewardConfig:
     weights: tuple[float, ...] = opt((), "weight of each function, by default 1")
     timeout: float = opt(30.0, "seconds that one call of a function may take", gt(0), le(MOST))
     num_workers: int = opt(1, "processes that run the functions", ge(1), le(4096))
+    env: tuple[str, ...] = opt((), "environment variables that the functions get, such as the key of a judge's API")
 
 
 @attrs.frozen(kw_only=True)

@@ -14,6 +14,7 @@ import torch
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.rows import DataError, Row, read_rows
 from verl_fn.data.tasks import Problem
+from verl_fn.data.truths import truth
 from verl_fn.state import Key
 
 
@@ -198,64 +199,84 @@ def read_problems(files: Sequence[str | Path], *, prompt_key: str = "prompt") ->
     """Reads the problems of parquet and JSONL files in verl's columns, and numbers them from 0 over all files.
 
     Each row has ``data_source``, a prompt (chat messages or a string) and ``reward_model`` with its
-    ``ground_truth``. ``extra_info`` is optional, and so is ``ability``, which becomes a part of ``extra_info``.
+    ``ground_truth``, which ``truth`` makes a string. ``extra_info`` is optional, and so is ``ability``, which becomes
+    a part of ``extra_info``.
 
     Args:
         files: the files, in order.
         prompt_key: the column of prompts.
 
     Raises:
-        DataError: a file cannot be read, is empty or lacks a column, or a row lacks its prompt or ground truth.
+        DataError: a file cannot be read, is empty or lacks a column, a row lacks its prompt or ground truth, or a
+            value has a type that cannot be used.
     """
     problems: list[Problem] = []
     required, optional = ("data_source", prompt_key, "reward_model"), ("ability", "extra_info")
     hint = f"required are {', '.join(required)}, and data.prompt_key names the prompts' column"
     for file in files:
+        padded = Path(file).suffix == ".parquet"
         for place, row in read_rows(file, required, optional, hint=hint):
-            problems.append(_problem(place, row, prompt_key, len(problems)))
+            problems.append(_problem(place, row, prompt_key, len(problems), padded))
     return tuple(problems)
 
 
-def _problem(place: str, row: Row, prompt_key: str, number: int) -> Problem:
-    source, extra = row["data_source"], row.get("extra_info")
+def _problem(place: str, row: Row, prompt_key: str, number: int, padded: bool) -> Problem:
+    source = row["data_source"]
     if not isinstance(source, str):
         raise DataError(f"{place}: data_source must be a string, not {source!r:.80}")
-    if not isinstance(extra, Mapping | None):
-        raise DataError(f"{place}: extra_info must map names to values, not {extra!r:.80}")
     ability = {} if row.get("ability") is None else {"ability": row["ability"]}
     return Problem(
-        prompt=_prompt(place, row[prompt_key], prompt_key),
+        prompt=_prompt(place, row[prompt_key], prompt_key, padded),
         answer=_answer(place, row["reward_model"]),
         id=number,
         data_source=source,
-        extra_info=_without_nulls(extra or {}) | ability,
+        extra_info=ability | _extra_info(place, row.get("extra_info")),
     )
 
 
-def _prompt(place: str, value: Any, prompt_key: str) -> str | tuple[Mapping[str, str], ...]:
+def _extra_info(place: str, extra: Any) -> dict[str, Any]:
+    if not isinstance(extra, dict | None):
+        raise DataError(f"{place}: extra_info must map names to values, not {extra!r:.80}")
+    try:
+        # Reward functions get it as JSON.
+        json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DataError(f"{place}: extra_info cannot be JSON ({error}); write strings or numbers instead") from error
+    return extra or {}
+
+
+def _prompt(place: str, value: Any, prompt_key: str, padded: bool) -> str | tuple[Mapping[str, Any], ...]:
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value and all(map(_is_message, value)):
-        return tuple(_without_nulls(value))
+        messages = _without_nulls(value) if padded else value
+        # Templates look at the content of every message. Only tool calls can be without.
+        return tuple(m if "content" in m else m | {"content": None} for m in messages)
     raise DataError(
-        f"{place}: {prompt_key} must be a string or a list of messages with strings as role and content, "
-        f"not {value!r:.80}"
+        f"{place}: {prompt_key} must be a string or a list of messages with strings as role and content (an "
+        f"assistant's message with tool_calls needs no content), not {value!r:.80}"
     )
 
 
 def _is_message(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(value.get(key), str) for key in ("role", "content"))
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    calls = value["role"] == "assistant" and bool(value.get("tool_calls"))
+    return isinstance(value.get("content"), str) or (calls and value.get("content") is None)
 
 
 def _answer(place: str, reward_model: Any) -> str:
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
-    if truth is None:
+    value = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    if value is None:
         raise DataError(f"{place}: reward_model has no ground_truth")
-    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False, default=str)
+    try:
+        return truth(value)
+    except ValueError as error:
+        raise DataError(f"{place}: reward_model.ground_truth {error}") from error
 
 
 def _without_nulls(value: Any) -> Any:
-    """Removes keys without a value: parquet gives each row all keys of the column, with null for those it lacked."""
+    """Removes keys without a value: parquet gives a message all keys of its column, with null for those it lacked."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

@@ -50,7 +50,7 @@ def write_splits(out: str | Path, tables: Mapping[str, pa.Table]) -> dict[str, i
     try:
         out.mkdir(parents=True, exist_ok=True)
         for split, table in tables.items():
-            pq.write_table(table, _aside(out, split))
+            pq.write_table(table, _aside(out, split), write_page_checksum=True)
         for split in tables:
             _aside(out, split).replace(_target(out, split))
     except OSError as error:

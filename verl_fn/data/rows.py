@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +57,46 @@ def read_rows(
 def _parquet(path: Path, required: Sequence[str], optional: Sequence[str], hint: str) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
-        with pq.ParquetFile(path) as file:
-            columns = file.schema_arrow.names
-            _check_columns(str(path), columns, required, hint)
-            for batch in file.iter_batches(columns=[name for name in (*required, *optional) if name in columns]):
-                for row in batch.to_pylist():
-                    yield f"{path}, row {number}", row
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            schema = file.schema_arrow
+            _check_columns(str(path), schema.names, required, hint)
+            names = [name for name in (*required, *optional) if name in schema.names]
+            if twice := [name for name in names if schema.names.count(name) > 1]:
+                raise DataError(f"{path} has several columns {twice[0]!r}; leave one")
+            types = {name: schema.field(name).type for name in names}
+            narrow = {name: kind for name, kind in types.items() if re.search(r"\b(half)?float\b", str(kind))}
+            for batch in file.iter_batches(columns=names):
+                for row in batch.to_pylist(maps_as_pydicts="strict"):
+                    yield f"{path}, row {number}", row | {n: _shortest(row[n], kind) for n, kind in narrow.items()}
                     number += 1
-    except pa.ArrowException as error:
-        raise DataError(f"{path} is not a whole parquet file: {error}") from error
+    except (DataError, GeneratorExit):
+        raise
+    # A damaged file makes the library raise nearly anything.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"{path} cannot be read as parquet (at row {number}): {reason:.300}") from error
+
+
+def _shortest(value: Any, kind: pa.DataType) -> Any:
+    """Replaces numbers of 16 and 32 bits by those with the digits that were written.
+
+    Example:
+        >>> _shortest({"a": [0.10000000149011612]}, pa.struct({"a": pa.list_(pa.float32())}))
+        {'a': [0.1]}
+    """
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if value is None:
+        return None
+    if pa.types.is_float32(kind) or pa.types.is_float16(kind):
+        return float(str(kind.to_pandas_dtype()(value)))
+    if pa.types.is_struct(kind):
+        return {field.name: _shortest(value[field.name], field.type) for field in kind}
+    if pa.types.is_map(kind):
+        return {key: _shortest(inner, kind.item_type) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shortest(inner, kind.value_type) for inner in value]
+    return value
 
 
 def _json_lines(path: Path, required: Sequence[str], optional: Sequence[str], hint: str) -> Iterator[tuple[str, Row]]:
@@ -73,7 +106,7 @@ def _json_lines(path: Path, required: Sequence[str], optional: Sequence[str], hi
                 continue
             place = f"{path}, line {number}"
             try:
-                row = json.loads(line)
+                row = json.loads(line, object_pairs_hook=_object, parse_float=_float)
             except (ValueError, RecursionError) as error:
                 raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}") from error
             if not isinstance(row, dict):
@@ -83,6 +116,27 @@ def _json_lines(path: Path, required: Sequence[str], optional: Sequence[str], hi
             if "\\ud" in line.lower():
                 _check_characters(place, row)
             yield place, row
+
+
+class Inexact(float):
+    """A number that was written with more digits than a float has."""
+
+
+def _float(written: str) -> float:
+    value = float(written)
+    try:
+        exact = Decimal(written) == Decimal(repr(value))
+    except ArithmeticError:  # an exponent beyond all limits
+        exact = False
+    return value if exact else Inexact(value)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has the key {next(name for name in names if names.count(name) > 1)!r} twice")
+    return values
 
 
 def _check_characters(place: str, row: Row) -> None:

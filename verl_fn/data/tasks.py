@@ -29,7 +29,7 @@ class Problem:
         extra_info: further fields of the data.
     """
 
-    prompt: str | tuple[Mapping[str, str], ...]
+    prompt: str | tuple[Mapping[str, Any], ...]
     answer: str
     id: int = 0
     data_source: str = ""

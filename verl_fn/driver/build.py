@@ -167,5 +167,5 @@ def reward(table: RewardConfig, model: str, folder: str | None = None) -> Reward
     """
     judge: Any = by_rules
     if table.functions:
-        judge = RewardFunctions(table.functions, table.weights, table.timeout, table.num_workers, folder)
+        judge = RewardFunctions(table.functions, table.weights, table.timeout, table.num_workers, folder, table.env)
     return Reward(judge, read_tokenizer(model))

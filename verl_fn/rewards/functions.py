@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from verl_fn.rewards.process import RewardProcess
+from verl_fn.rewards.process import GarbledError, RewardProcess, environment, garbled
 from verl_fn.rewards.reward import Answer, RewardError, describe, fingerprint
 from verl_fn.rewards.worker import Judged, Row, late
 
@@ -28,7 +30,8 @@ class RewardFunctions:
     parameters have verl's batched names (``data_sources`` and so on) is called once, with lists.
 
     Processes serve many calls and are replaced after a failure. They end with this object or with the process that
-    made it. Subprocesses that a function starts end with them, unless they create a session of their own.
+    made it, and so does every process that a function has started. A process answers in JSON, and gets neither the
+    keys nor most of the other variables of the environment. That is no sandbox: a function may do what the user may.
 
     Scores are repeatable, whatever the number of workers and the order of rows. Before each call ``random`` and
     ``numpy.random`` are seeded from the problem's id, its source and the response (a batched call from those of all
@@ -42,9 +45,10 @@ class RewardFunctions:
         timeout: seconds that one call may take.
         num_workers: processes that share the rows.
         folder: the folder that modules and files are looked up from, by default the current one.
+        env: environment variables that the functions get beside those in ``process.ENVIRONMENT``.
 
     Raises:
-        RewardError: a function does not exist or cannot be called with these keywords.
+        RewardError: a function does not exist or cannot be called with these keywords, or a variable is not set.
     """
 
     def __init__(
@@ -54,11 +58,13 @@ class RewardFunctions:
         timeout: float = 30.0,
         num_workers: int = 1,
         folder: str | os.PathLike[str] | None = None,
+        env: Sequence[str] = (),
     ) -> None:
         self._functions, self._names = tuple(functions), _names(functions)
         self._weights = tuple(weights) or (1.0,) * len(functions)
         self._timeout, self._num_workers = timeout, num_workers
         self._folder = str(Path(folder or ".").resolve())
+        self._environment = environment(env)
         self._workers: list[RewardProcess] = []
         self._kinds: list[str] = []
         weakref.finalize(self, _stop, self._workers)
@@ -72,15 +78,7 @@ class RewardFunctions:
             RewardError: a function raised, hung, ended its process, or returned neither a number nor a dict with
                 ``score``; the message names the function and the answer.
         """
-        rows = [
-            {
-                "data_source": a.problem.data_source,
-                "solution_str": a.text,
-                "ground_truth": a.problem.answer,
-                "extra_info": dict(a.problem.extra_info),
-            }
-            for a in answers
-        ]
+        rows = [_row(answer) for answer in answers]
         seeds = [fingerprint(f"{a.problem.id} {a.problem.data_source} {a.text}") % 2**32 for a in answers]
         results: list[list[Judged]] = [[(0.0, None, None, {})] * len(rows) for _ in self._functions]
         try:
@@ -108,38 +106,50 @@ class RewardFunctions:
     ) -> None:
         self._start(min(self._num_workers, len(calls)))
         idle, pending = list(self._workers), deque(calls)
-        busy: dict[Connection, tuple[RewardProcess, _Call]] = {}
+        busy: dict[socket.socket, tuple[RewardProcess, _Call]] = {}
         while pending or busy:
             while idle and pending:
                 worker, call = idle.pop(), pending.popleft()
                 busy[worker.connection] = worker, call
                 self._extend(call)
                 try:
-                    worker.connection.send((call.function, [(rows[i], seeds[i]) for i in call.rows]))
+                    worker.send([call.function, [[rows[i], seeds[i]] for i in call.rows]], self._timeout)
+                except TimeoutError:
+                    raise self._failure(call, self._late(call), answers) from None
                 except OSError:
                     raise self._failure(call, worker.death(), answers) from None
             first = min(call.deadline for _, call in busy.values())
             ready = wait(list(busy), max(first - time.monotonic(), 0.0))
             for connection, (worker, call) in list(busy.items()):
-                if connection not in ready:
-                    if call.deadline < time.monotonic():
-                        raise self._failure(call, self._late(call), answers)
-                    continue
-                try:
-                    i, outcome = connection.recv()
-                except (EOFError, OSError):
-                    raise self._failure(call, worker.death(), answers) from None
-                self._extend(call)
-                if isinstance(outcome, str):
-                    raise self._failure(call, outcome, answers, i)
-                if outcome is None:
-                    call.unfinished[i] = True
-                else:
-                    results[call.function][call.rows[i]] = outcome
-                    del call.unfinished[i]
+                if connection in ready:
+                    self._read(worker, call, answers, results)
                 if not call.unfinished:
                     del busy[connection]
                     idle.append(worker)
+                elif call.deadline < time.monotonic():
+                    raise self._failure(call, self._late(call), answers)
+
+    def _read(
+        self, worker: RewardProcess, call: _Call, answers: Sequence[Answer], results: list[list[Judged]]
+    ) -> None:
+        """Reads what a worker has reported of a call."""
+        try:
+            for row, outcome in worker.reports():
+                if isinstance(outcome, str):
+                    raise self._failure(call, outcome, answers, row)
+                # A row that began for ever would extend the time limit for ever.
+                if row is None or row not in call.unfinished or (outcome is None and call.unfinished[row]):
+                    raise GarbledError(garbled(f"row {row}, {outcome}".encode()))
+                self._extend(call)
+                if outcome is None:
+                    call.unfinished[row] = True
+                else:
+                    results[call.function][call.rows[row]] = outcome
+                    del call.unfinished[row]
+        except (EOFError, OSError):
+            raise self._failure(call, worker.death(), answers) from None
+        except GarbledError as error:
+            raise self._failure(call, str(error), answers) from None
 
     def _extend(self, call: _Call) -> None:
         # A worker itself reports a late coroutine. The grace period is for one that blocks the worker's event loop.
@@ -151,7 +161,7 @@ class RewardFunctions:
         return late(self._timeout) + blocks
 
     def _failure(self, call: _Call, problem: str, answers: Sequence[Answer], row: int | None = None) -> RewardError:
-        suspects = call.suspects() if row is None else [row]
+        suspects = call.suspects() if row is None or row >= len(call.rows) else [row]
         judged = describe(answers[call.rows[suspects[0]]])
         if self._kinds[call.function] == "batched" and len(call.rows) > 1:
             judged = f"a batch of {len(call.rows)} with {judged}"
@@ -175,11 +185,11 @@ class RewardFunctions:
 
     def _start(self, count: int) -> None:
         """Starts processes until ``count`` live ones have loaded the functions."""
-        for worker in [w for w in self._workers if not w.is_alive()]:
+        for worker in [w for w in self._workers if not w.is_ready()]:
             self._workers.remove(worker)
             worker.stop()
         try:
-            started = [RewardProcess(self._folder) for _ in range(count - len(self._workers))]
+            started = [RewardProcess(self._folder, self._environment) for _ in range(count - len(self._workers))]
             self._workers += started
             for worker in started:
                 self._kinds = worker.load(self._functions, self._folder, self._timeout)
@@ -210,6 +220,25 @@ class _Call:
     def suspects(self) -> list[int]:
         """Returns the rows that may have stopped the worker from responding."""
         return [i for i, begun in self.unfinished.items() if begun] or list(self.unfinished)[:1]
+
+
+def _row(answer: Answer) -> Row:
+    """Returns what a function gets, as values of JSON.
+
+    Raises:
+        RewardError: the problem's ``extra_info`` cannot be JSON.
+    """
+    problem, extra = answer.problem, dict(answer.problem.extra_info)
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RewardError(f"extra_info cannot be JSON ({error}), judging {describe(answer)}") from error
+    return {
+        "data_source": problem.data_source,
+        "solution_str": answer.text,
+        "ground_truth": problem.answer,
+        "extra_info": extra,
+    }
 
 
 def _stop(workers: list[RewardProcess]) -> None:

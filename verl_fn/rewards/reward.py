@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +13,9 @@ import torch
 from verl_fn.data.files import encode_answers, encode_prompts
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
-from verl_fn.rewards.worker import short
+from verl_fn.rewards.worker import LARGEST, short
 from verl_fn.state import Batch
 from verl_fn.steps.aggregate import last_of_rows
-
-LARGEST = 1e30
 
 
 class RewardError(UserError, RuntimeError):
@@ -68,7 +67,8 @@ class Reward:
 
         Row fields are ``score``, ``acc`` if the judge gives it, ``pred`` (an int64 hash of the string) and
         ``reward/*``, one for each further number. Token fields are ``token_level_scores`` and
-        ``token_level_rewards``.
+        ``token_level_rewards``. The last response token is the last one with ``response_mask`` set, also where a
+        tool's output ends the response.
 
         Args:
             batch: rows with ``response_mask`` and ``finished``.
@@ -87,6 +87,11 @@ class Reward:
         )
         answers = [Answer(problem, text, bool(finished)) for problem, text, finished in rows]
         fields = _columns(answers, self.judge(answers))
+        if empty := int((batch.sum_rows(batch["response_mask"]) == 0).sum()):
+            warnings.warn(
+                f"{empty} of {len(batch)} responses have no token that the model drew; their scores are ignored",
+                stacklevel=2,
+            )
         on_last = batch.spread(fields["score"]) * last_of_rows(batch, batch["response_mask"])
         return batch.with_rows(**fields).with_tokens(token_level_scores=on_last, token_level_rewards=on_last)
 

@@ -1,15 +1,15 @@
 """Runs reward functions in a process that its parent may kill; the parent starts this file as a script.
 
 The parent sends the names of the functions, then one message for each call: a function's number and its rows. The
-worker reports every row twice, at its start and at its end, so that the parent knows which rows may hang. This module
-does not import torch.
+worker reports every row twice, at its start and at its end, so that the parent knows which rows may hang. Messages
+are lines of JSON. This module does not import torch.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
-import fcntl
 import importlib
 import importlib.util
 import inspect
@@ -18,14 +18,13 @@ import math
 import numbers
 import os
 import random
-import select
-import signal
+import socket
 import sys
 import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
-from multiprocessing.connection import Connection
+from json import dumps, loads
 from pathlib import Path
 from types import ModuleType, coroutine
 from typing import Any
@@ -34,8 +33,13 @@ import numpy as np
 
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-EXPECTED = 'it must return a finite number, or a dict with "score"'
+KINDS = ("plain", "async", "batched")
+LARGEST = 1e30
+LONGEST = 2**24
+EXPECTED = f'it must return a number between -{LARGEST:g} and {LARGEST:g}, or a dict with "score"'
 CONCURRENT_ROWS = 256
+DISCONNECTED = os.EX_IOERR
+NO_METRICS = (str, list, tuple, Mapping, type(None))
 LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 Row = Mapping[str, Any]
@@ -124,25 +128,36 @@ def judged(value: Any) -> Outcome:
     Example:
         >>> judged({"score": True, "pred": 7, "length": 3, "note": "x"})
         (1.0, None, '7', {'length': 3.0})
-        >>> judged([0.5])
-        'returned [0.5]; it must return a finite number, or a dict with "score"'
+        >>> judged(None)
+        'returned None; it must return a number between -1e+30 and 1e+30, or a dict with "score"'
     """
     if not isinstance(value, Mapping):
         score = _number(value)
-        if score is None or not math.isfinite(score):
-            return f"returned {short(repr(value))}; {EXPECTED}"
+        if score is None or not _fits(score):
+            return f"returned {_shown(value)}; {EXPECTED}"
         return score, None, None, {}
-    numeric = {str(key): number for key, entry in value.items() if (number := _number(entry)) is not None}
-    if "score" not in numeric:
-        return f"returned {short(repr(dict(value)))}; {EXPECTED}"
-    if "acc" in value and "acc" not in numeric:
-        return f'returned {short(repr(value["acc"]))} as "acc"; it must be a number'
-    for key, number in numeric.items():
-        if key != "pred" and not math.isfinite(number):
-            return f'returned {number} as "{key}"; it must be finite'
+    numbers_by_key: dict[str, float] = {}
+    for key, entry in value.items():
+        if not isinstance(key, str):
+            return f"returned a dict with the key {_shown(key)}; keys must be strings"
+        if (number := _number(entry)) is not None:
+            numbers_by_key[str.__str__(key)] = number
+        elif not isinstance(entry, NO_METRICS):
+            return f'returned {_shown(entry)} as "{key}"; it must be a number, or else a string, list or dict'
+    if "score" not in numbers_by_key:
+        return f"returned {_shown(dict(value))}; {EXPECTED}"
+    if value.get("acc") is not None and "acc" not in numbers_by_key:
+        return f'returned {_shown(value["acc"])} as "acc"; it must be a number'
+    for key, number in numbers_by_key.items():
+        if key != "pred" and not _fits(number):
+            return f'returned {number} as "{key}"; it must be finite and smaller than {LARGEST:g}'
     pred = None if value.get("pred") is None else str(value["pred"])
-    extra = {key: number for key, number in numeric.items() if key not in ("score", "acc", "pred")}
-    return numeric["score"], numeric.get("acc"), pred, extra
+    metrics = {key: number for key, number in numbers_by_key.items() if key not in ("score", "acc", "pred")}
+    return numbers_by_key["score"], numbers_by_key.get("acc"), pred, metrics
+
+
+def _fits(number: float) -> bool:
+    return -LARGEST < number < LARGEST
 
 
 def _number(value: Any) -> float | None:
@@ -151,8 +166,16 @@ def _number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError):
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
         return None
+
+
+def _shown(value: Any) -> str:
+    """Returns a short form of a value, with its type unless the form shows it."""
+    shown = short(repr(value))
+    return shown if type(value).__module__ == "builtins" else f"a {type(value).__name__}, {shown}"
 
 
 def _file(path: Path) -> ModuleType:
@@ -233,7 +256,7 @@ class Server:
         send: reports a row to the parent: its index with None at its start, and with its outcome at its end.
     """
 
-    def __init__(self, timeout: float, runner: asyncio.Runner, send: Callable[[tuple[int, Outcome | None]], None]):
+    def __init__(self, timeout: float, runner: asyncio.Runner, send: Callable[[list[Any]], None]):
         self._timeout, self._runner, self._send = timeout, runner, send
 
     def answer(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> None:
@@ -242,13 +265,13 @@ class Server:
             case "async":
                 self._runner.run(self._together(function, rows))
             case "batched":
-                self._send((0, None))
+                self._send([0, None])
                 for i, outcome in enumerate(self._batched(function, rows)):
-                    self._send((i, outcome))
+                    self._send([i, outcome])
             case _:
                 for i, (row, seed) in enumerate(rows):
-                    self._send((i, None))
-                    self._send((i, self._one(function, row, seed)))
+                    self._send([i, None])
+                    self._send([i, self._one(function, row, seed)])
 
     def _one(self, function: Callable[..., Any], row: Row, seed: int) -> Outcome:
         _seed(seed)
@@ -278,12 +301,12 @@ class Server:
 
         async def one(i: int, row: Row, seed: int) -> None:
             async with places:
-                self._send((i, None))
+                self._send([i, None])
                 # A coroutine may ignore its cancellation, so the parent ends the process instead.
-                alarm = asyncio.get_running_loop().call_later(self._timeout, self._send, (i, late(self._timeout)))
+                alarm = asyncio.get_running_loop().call_later(self._timeout, self._send, [i, late(self._timeout)])
                 outcome = await self._awaited(function, row, seed)
                 alarm.cancel()
-                self._send((i, outcome))
+                self._send([i, outcome])
 
         await asyncio.gather(*(one(i, row, seed) for i, (row, seed) in enumerate(rows)))
 
@@ -299,53 +322,77 @@ def late(timeout: float) -> str:
     return f"took longer than reward.timeout ({timeout:g} s)"
 
 
-def _die_with(lifeline: int) -> None:
-    """Makes the kernel end this process and its group when the other end of a pipe closes.
-
-    The kernel does so even while the process runs C code that never returns to Python, such as a regex.
-    """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
-    # Only Linux can choose the signal; elsewhere it is SIGIO, which ends processes that do not handle it.
-    if hasattr(fcntl, "F_SETSIG"):
-        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:
-        sys.exit()
+def _close(descriptor: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
-def main(connection: int, lifeline: int) -> None:
-    """Serves the parent, which made this process the leader of a process group.
+class Parent:
+    """The connection to the parent: lines of JSON in both directions."""
 
-    Args:
-        connection: file descriptor of the connection to the parent.
-        lifeline: file descriptor of a pipe whose other end closes when the parent ends.
-    """
-    _die_with(lifeline)
-    # A subprocess that inherited the connection would keep it open after the end of this process.
-    for end in (connection, lifeline):
-        os.set_inheritable(end, False)
-    # With line buffering, a kill loses no line that a function has printed.
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)
-    with Connection(connection) as parent, asyncio.Runner() as runner:
-        folder, specs, timeout = parent.recv()
-        sys.path.insert(0, folder)
-        _seed(0)
+    def __init__(self, descriptor: int) -> None:
+        self._owner = os.getpid()
+        self._socket = socket.socket(fileno=descriptor)
+        # Programs and forks that a function starts would keep the connection open after the end of this process.
+        self._socket.set_inheritable(False)
+        os.register_at_fork(after_in_child=partial(_close, descriptor))
+        self._lines = self._socket.makefile("rb")
+
+    def receive(self) -> Any:
+        """Returns the next message, or None if the parent has closed the connection."""
+        line = self._lines.readline()
+        return loads(line) if line else None
+
+    def send(self, message: Any) -> None:
+        """Sends a message; ends the process if it is a fork or if a function has closed the connection."""
+        if os.getpid() != self._owner:
+            os._exit(0)  # a function has forked, and the copy has returned from it too
+        line = dumps(message).encode()
+        if len(line) > LONGEST:
+            line = dumps([message[0], f"returned {len(line)} bytes of JSON, more than {LONGEST}"]).encode()
         try:
-            functions = [load(spec, folder) for spec in specs]
-        except LoadError as error:
-            parent.send(str(error))
-            return
-        parent.send([kind(function) for function in functions])
+            self._socket.sendall(line + b"\n")
+        except OSError:
+            os._exit(DISCONNECTED)
+
+
+def serve(parent: Parent) -> None:
+    """Loads the functions that the parent names, and answers its calls until it closes the connection."""
+    folder, specs, timeout = parent.receive()
+    sys.path.insert(0, folder)
+    _seed(0)
+    try:
+        functions = [load(spec, folder) for spec in specs]
+    except LoadError as error:
+        parent.send(str(error))
+        return
+    parent.send([kind(function) for function in functions])
+    with asyncio.Runner() as runner:
         server = Server(timeout, runner, parent.send)
-        while True:
-            try:
-                number, rows = parent.recv()
-            except EOFError:
-                os.killpg(os.getpid(), signal.SIGKILL)
-                return
+        while call := parent.receive():
+            number, rows = call
             server.answer(functions[number], rows)
 
 
+def main(connection: int) -> None:
+    """Serves the parent.
+
+    Args:
+        connection: file descriptor of the connection to the parent.
+    """
+    # With line buffering, a kill loses no line that a function has printed.
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
+    parent = Parent(connection)
+    try:
+        serve(parent)
+    except BaseException as error:
+        # What a function has left behind, such as a signal handler or a task, may raise at any time.
+        parent.send(_raised(error))
+    finally:
+        # Threads that functions have left behind would delay a usual end.
+        os._exit(0)
+
+
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(int(sys.argv[1]))

@@ -8,12 +8,12 @@ from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.folder import read_config
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import ConfigError, Plan
-from verl_fn.data.files import file_data, read_problems
+from verl_fn.data.files import FileData, file_data, read_problems
+from verl_fn.data.notices import notices
 from verl_fn.data.tasks import TASKS, Source
 from verl_fn.driver import build
 
 from .checks import check, check_model_folders
-from .notices import data_notices
 from .progress import Say
 
 
@@ -38,8 +38,9 @@ def prepare(plan: Plan, say: Say) -> Source:
     answers = plan.algorithm == "sft" and any(role.optim is not None for role in plan.roles.values())
     source: Source = file_data(plan.data, tokenizer, say, answers=answers) if from_files else TASKS[plan.data.task]
     check(plan, source, tokenizer)
-    for notice in data_notices(plan, source, tokenizer):
-        say(f"note: {notice}")
+    if isinstance(source, FileData):
+        for notice in notices(source.training, source.validation, plan.data, tokenizer, answers=answers):
+            say(f"note: {notice}")
     return source
 
 

@@ -38,7 +38,9 @@ def text_of(prompt: Any) -> str:
         >>> text_of(({"role": "user", "content": "2+2?"},))
         'user: 2+2?'
     """
-    return prompt if isinstance(prompt, str) else "\n".join(f"{m['role']}: {m['content']}" for m in prompt)
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{m['role']}: {m['tool_calls'] if m['content'] is None else m['content']}" for m in prompt)
 
 
 def say(line: object = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -149,7 +150,10 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
     Raises:
         LawViolation: the fields do not match the signature.
     """
-    new = estimator(batch)
+    with warnings.catch_warnings():
+        # The batches have numbers in all tokens, to show that those with response_mask 0 do not matter.
+        warnings.filterwarnings("ignore", "rewards on tokens with response_mask 0")
+        new = estimator(batch)
     require(
         isinstance(new, Batch), "Signature", f"the estimator returns a {type(new).__name__}", "a batch was expected"
     )

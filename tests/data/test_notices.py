@@ -1,0 +1,69 @@
+"""Notices about data: one line for each unusual property, and none for usual data."""
+
+import pytest
+
+from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.config.schema import DataConfig
+from verl_fn.data.notices import notices
+from verl_fn.data.tasks import Problem
+
+
+def problems(*prompts, source="a", answer="b"):
+    return [Problem(prompt, answer, i, source) for i, prompt in enumerate(prompts)]
+
+
+def lines(training, validation=(), answers=False, **table):
+    table = DataConfig(**{"train_batch_size": 1} | table)
+    return list(notices(training, list(validation), table, char_tokenizer("abc"), answers=answers))
+
+
+def chat(content):
+    return ({"role": "user", "content": content},)
+
+
+def test_usual_data_get_no_notice():
+    assert lines(problems("a", "b"), problems("c", chat("a")), train_batch_size=2, val_size=1, answers=True) == []
+    assert lines([], problems("a", "a"), train_batch_size=9) == []
+
+
+@pytest.mark.parametrize("prompt", ["a", chat("a")])
+def test_prompts_that_are_there_twice(prompt):
+    assert lines(problems(prompt, "b", prompt, prompt)) == ["data.train_files: 2 of 4 prompts repeat an earlier one"]
+    assert lines(problems(prompt, "b"), problems(prompt, prompt, "c")) == [
+        "data.val_files: 2 of 3 held-out prompts are also in data.train_files"
+    ]
+
+
+def test_a_batch_larger_than_the_data():
+    assert lines(problems("a", "b"), train_batch_size=3) == [
+        "data.train_batch_size is 3, but data.train_files has only 2 prompts: "
+        "a step takes some of them more than once"
+    ]
+
+
+def test_sources_that_are_not_evaluated():
+    validation = [*problems("a", "b"), *problems("c", source="z"), *problems("ab", source="y")]
+    assert lines(problems("ac"), validation, val_size=2) == [
+        "data.val_size = 2 leaves out all held-out problems of 'y', 'z'; raise it, or mix the rows of data.val_files"
+    ]
+    assert lines(problems("ac"), validation, val_size=4) == []
+
+
+def test_empty_answers_to_train_on():
+    training = [*problems("a", answer=""), *problems("b")]
+    assert lines(training, answers=True) == [
+        "data.train_files: 1 of 2 ground truths are empty: the model learns to say nothing"
+    ]
+    assert lines(training) == []
+
+
+def test_special_tokens_inside_texts():
+    assert lines(problems("a", chat("b<eos>"), "<pad>c"), problems("<bos>b")) == [
+        "data.train_files: 2 of 3 problems have special tokens in their texts, such as '<eos>' in problem 1 of 'a'; "
+        "they become control tokens",
+        "data.val_files: 1 of 1 problems have special tokens in their texts, such as '<bos>' in problem 0 of 'a'; "
+        "they become control tokens",
+    ]
+    in_answer = problems("a", answer="b<eos>")
+    assert lines(in_answer) == []
+    assert "such as '<eos>' in problem 0" in lines(in_answer, answers=True)[0]

@@ -1,0 +1,81 @@
+"""Notices about problems from files: what a run can be trained on, but its user may not have meant."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from verl_fn.config.schema import DataConfig
+from verl_fn.data.tasks import Problem
+
+
+def notices(
+    training: Sequence[Problem], validation: Sequence[Problem], table: DataConfig, tokenizer: Any, *, answers: bool
+) -> Iterator[str]:
+    """Yields a line for each unusual property of the problems.
+
+    Args:
+        training: the training problems.
+        validation: the held-out problems.
+        table: the config's ``[data]`` table.
+        tokenizer: the model's tokenizer.
+        answers: whether the run trains on the answers.
+    """
+    different = {_hashable(problem.prompt) for problem in training}
+    if repeated := len(training) - len(different):
+        yield f"data.train_files: {repeated} of {len(training)} prompts repeat an earlier one"
+    if known := sum(_hashable(problem.prompt) in different for problem in validation):
+        yield f"data.val_files: {known} of {len(validation)} held-out prompts are also in data.train_files"
+    if 0 < len(training) < table.train_batch_size:
+        yield (
+            f"data.train_batch_size is {table.train_batch_size}, but data.train_files has only {len(training)} "
+            "prompts: a step takes some of them more than once"
+        )
+    evaluated = {problem.data_source for problem in validation[: table.val_size]}
+    if left_out := sorted({problem.data_source for problem in validation} - evaluated):
+        yield (
+            f"data.val_size = {table.val_size} leaves out all held-out problems of {', '.join(map(repr, left_out))}; "
+            "raise it, or mix the rows of data.val_files"
+        )
+    if answers and (empty := sum(not problem.answer for problem in training)):
+        yield f"data.train_files: {empty} of {len(training)} ground truths are empty: the model learns to say nothing"
+    yield from _special("data.train_files", training, tokenizer, answers)
+    yield from _special("data.val_files", validation, tokenizer, False)
+
+
+def _special(key: str, problems: Sequence[Problem], tokenizer: Any, answers: bool) -> Iterator[str]:
+    """Yields a line if texts contain special tokens, which the tokenizer reads as control tokens, not as text."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    if not special:
+        return
+    pattern = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
+    places = []
+    for problem in problems:
+        texts = _strings(problem.prompt) + ([problem.answer] if answers else [])
+        if match := next(filter(None, map(pattern.search, texts)), None):
+            places.append((problem, match[0]))
+    if places:
+        first, token = places[0]
+        yield (
+            f"{key}: {len(places)} of {len(problems)} problems have special tokens in their texts, such as {token!r} "
+            f"in problem {first.id} of {first.data_source!r}; they become control tokens"
+        )
+
+
+def _strings(value: Any) -> list[str]:
+    """Returns all strings in a prompt.
+
+    Example:
+        >>> _strings(({"role": "user", "content": "hi"},))
+        ['user', 'hi']
+    """
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [string for one in inner for string in _strings(one)]
+
+
+def _hashable(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else json.dumps(prompt, sort_keys=True)
