@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -114,6 +114,15 @@ class MockRollout:
             raise StaleWeightsError(f"{asked}, but this engine holds {holds}")
         check_sampling(requests, self.capabilities)
         return [self._sample(request, number) for request in requests for number in range(request.sampling.n)]
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        """Returns an iterator over the same samples, the last request's first; see ``RolloutBackend``.
+
+        Raises:
+            StaleWeightsError: as ``generate``.
+        """
+        samples = self.generate(requests, version=version)
+        return reversed(samples)
 
     def sleep(self, level: int = 2) -> None:
         """Drops the weights at level 2."""

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from ray_ranks import start_ranks
 
 from verl_fn.driver import cluster
-from verl_fn.driver.cluster import _runs
 from verl_fn.driver.errors import ActorDied, ActorHangs
 from verl_fn.driver.host import Host
 from verl_fn.driver.parcels import flattened
+from verl_fn.driver.processes import runs
 from verl_fn.driver.watch import Watch, ask
 from verl_fn.state import Key
 from verl_fn.steps import cross_entropy, loss
@@ -59,7 +59,7 @@ def case(request, ray_cluster, model):
     members = ranks.group.members
     yield kind, ranks
     ranks.cluster.stop()
-    assert not [member.pid for member in members if _runs(member.pid)]
+    assert not [member.pid for member in members if runs(member.pid)]
     assert rooms() == before
 
 

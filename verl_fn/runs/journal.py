@@ -6,7 +6,7 @@ the rollout engine and the reward, and passes everything through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,12 @@ class _Listening:
         self._recorder.samples = self._inner.generate(requests, version=version)
         return self._recorder.samples
 
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
+        self._recorder.samples = []
+        for sample in self._inner.stream(requests, version=version):
+            self._recorder.samples.append(sample)
+            yield sample
+
     def sleep(self, level: int = 2) -> Ref[None]:
         return self._inner.sleep(level)
 
@@ -121,6 +127,10 @@ class Recorded:
             if tuple(sample.prompt.tolist()) != prompts.get(sample.request):
                 raise ValueError(f"the recorded samples are of other prompts, row {i} first")
         return self._samples
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        """The recorded samples, one by one; see ``generate``."""
+        return iter(self.generate(requests, version=version))
 
     def sleep(self, level: int = 2) -> None:
         self.version = None
