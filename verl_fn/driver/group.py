@@ -79,7 +79,7 @@ class Group:
         return [results[0] for results in self._call(dict(zip(members, parts, strict=True)), method, 1)]
 
     def stream(self, parts: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls ``Host.stream`` on the first members, each with its own arguments; returns Ray's generator of each."""
+        """Calls ``Host.stream`` on the first members, each with its own arguments; returns their generators."""
         self._send_drops()
         members = self.members[: len(parts)]
         streams = [
