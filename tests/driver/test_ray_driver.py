@@ -39,7 +39,7 @@ def numbers(folder):
 
 
 def test_ray_and_one_process_are_the_same_run(ray_cluster, model, tmp_path):
-    """Every metric of every step, and every byte of the checkpoint, resumed on the other driver halfway."""
+    """Every metric of every step and every byte of the checkpoint, also with two engines that share the prompts."""
     for kind in ("local", "ray"):
         train(
             make_plan(
@@ -47,6 +47,7 @@ def test_ray_and_one_process_are_the_same_run(ray_cluster, model, tmp_path):
                     overrides=[
                         *OVERRIDES,
                         f"driver.kind={kind}",
+                        f"rollout.engines={2 if kind == 'ray' else 1}",
                         f"model.path={model}",
                         f"trainer.dir={tmp_path / kind}",
                     ]

@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray._private import worker as ray_worker
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # its types lack them
 
 from .errors import ActorDied
 from .processes import await_end, kill, with_descendants
