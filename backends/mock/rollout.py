@@ -10,7 +10,16 @@ import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol import Capabilities, Chunk, Sampling, StaleWeightsError, WeightSource, check_sampling
+from verl_fn.backends.protocol import (
+    Capabilities,
+    Chunk,
+    Handle,
+    Sampling,
+    StaleWeightsError,
+    WeightSource,
+    check_sampling,
+    here,
+)
 from verl_fn.backends.weight_sync import receive
 from verl_fn.state import Key, Request, Sample
 
@@ -81,21 +90,21 @@ class MockRollout:
         self.version: int | None = None
         self._weights: dict[str, Tensor] = {}
 
-    def publish(self, version: int, weights: WeightSource) -> None:
+    def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights.
 
         Raises:
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        self.version = None
-        places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in weights.specs}
+        self.version, source = None, here(weights)
+        places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in source.specs}
 
         def write(chunk: Chunk) -> None:
             rows = places[chunk.name].view(1) if places[chunk.name].ndim == 0 else places[chunk.name]
             rows[chunk.start : chunk.start + len(chunk.values)] = chunk.values.cpu()
 
-        receive(weights, write, checked=True)
+        receive(source, write, checked=True)
         self._weights = places
         self.version = version
 

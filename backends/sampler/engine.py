@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import itertools
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +18,16 @@ from torch import Tensor
 
 from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.skeleton import dtype_of
-from verl_fn.backends.protocol import Capabilities, Request, Sample, Sampling, StaleWeightsError, WeightSource
+from verl_fn.backends.protocol import (
+    Capabilities,
+    Handle,
+    Request,
+    Sample,
+    Sampling,
+    StaleWeightsError,
+    WeightSource,
+    here,
+)
 from verl_fn.backends.sampler.decoder import Decoder
 from verl_fn.backends.sampler.draws import Draws
 from verl_fn.backends.sampler.llama import decoder_for
@@ -87,7 +94,7 @@ class Sampler:
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
         self.max_length, self.end_tokens = _limits(self.folder)
 
-    def publish(self, version: int, weights: WeightSource) -> None:
+    def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights, tied ones once; the first publication is also compared by checksums.
 
         Raises:
@@ -95,12 +102,13 @@ class Sampler:
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        check_specs(weights.specs, self.decoder.shapes, self.folder)
+        source = here(weights)
+        check_specs(source.specs, self.decoder.shapes, self.folder)
         with self._lock, isolated(), torch.inference_mode():
             self._calls += 1
             self.version = None
             self.decoder.begin()
-            receive(weights, self.decoder.write, checked=not self._compared)
+            receive(source, self.decoder.write, checked=not self._compared)
             self.decoder.finish()
             self._compared = True
             self.version = version
@@ -186,9 +194,7 @@ class Sampler:
         steps = run.loop()
         while run.unfinished:
             if self._calls != call:
-                raise StaleWeightsError(
-                    "this stream was interrupted by another call; read streams to their end"
-                )
+                raise StaleWeightsError("this stream was interrupted by another call; read streams to their end")
             try:
                 rows = next(steps)
             except NotFiniteError:

@@ -11,6 +11,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -99,13 +100,19 @@ class Inlet(_End):
                 # It was closed between two publications, after which senders connect again.
                 self.close()
         if self._connection is None:
-            self._connection = _prompt(self._listener.accept())
+            self._connection = self._accepted()
             message = receive_message(self._connection)
         _, sent, specs = message
         if sent != version:
             raise IncompleteWeights(f"weights of version {sent} were sent where version {version} was announced")
         announced: tuple[TensorSpec, ...] = specs
         return announced
+
+    def _accepted(self) -> Connection:
+        """Waits for a sender that knows the secret; others are sent away."""
+        while True:
+            with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):
+                return _prompt(self._listener.accept())
 
     def _open(self, description: tuple[Any, ...]) -> None:
         assert self._connection is not None

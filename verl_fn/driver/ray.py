@@ -17,7 +17,7 @@ import ray.runtime_env
 
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.hf.tokenizer import read_tokenizer
-from verl_fn.backends.protocol import RolloutBackend, TrainBackend
+from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.config.plan import Plan, RolePlan
@@ -72,7 +72,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             # express.
             yield Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
-                rollout=cast(RolloutBackend, RemoteRollout(cluster, cluster.groups["rollout"], "rollout")),
+                rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout"),
                 reward=lambda batch, problems: reward.run("invoke", "reward", "__call__", (), {}, batch, problems),
                 tokenizer=read_tokenizer(plan.model),
                 sampling=build.sampling(plan.rollout),

@@ -251,7 +251,7 @@ class RemoteRollout:
                     self._version = None
         return self._version
 
-    def publish(self, version: int, weights: RemoteWeights | WeightSource) -> Any:
+    def publish(self, version: int, weights: protocol.Handle[WeightSource]) -> Any:
         """Sends weights from their ranks to every engine, and returns a reference that is ready afterwards.
 
         The ranks that send run no other call meanwhile, so no update can donate the weights that they send.
