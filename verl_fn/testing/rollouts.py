@@ -32,8 +32,7 @@ def check_rollout(
 ) -> None:
     """Checks a rollout engine against its protocol.
 
-    * Signature: samples request by request, with the fields that the protocol names; a stream gives the same samples,
-      each once.
+    * Signature: samples request by request, with the protocol's fields; a stream gives the same samples, each once.
     * Version: weights are asked for by version, and stale ones refused; published tensors are read at once and
       neither changed nor kept; a publication that lost, repeated or broke off a bucket leaves an engine that serves
       nothing.
