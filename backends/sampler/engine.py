@@ -28,6 +28,7 @@ from verl_fn.backends.protocol import (
     WeightSource,
     here,
 )
+from verl_fn.backends.sampler.answers import Answers
 from verl_fn.backends.sampler.decoder import Decoder
 from verl_fn.backends.sampler.draws import Draws
 from verl_fn.backends.sampler.llama import decoder_for
@@ -179,11 +180,11 @@ class Sampler:
             chosen = [requests[i] for i in places]
             seeds = torch.tensor([r.key.fold_in(number).seed() for r in chosen for number in range(sampling.n)])
             run = _Run(self, [request.prompt for request in chosen], sampling, seeds)
-            answers = _Answers(run, chosen, version)
+            answers = Answers(chosen, run.draws, run.drawn, version)
             ended = self._guarded(run, call)
             for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
                 answers.collect()
-                yield from ((places[row // sampling.n], answers.sample(row)) for row in rows)
+                yield from ((places[row // sampling.n], answers.sample(row, row in run.finished)) for row in rows)
 
     def _guarded(self, run: _Run, call: int) -> Iterator[list[int]]:
         """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache.
@@ -347,45 +348,6 @@ class _Run:
                 for by_slot in (self.rows, self.ends, self.offsets):
                     by_slot[target] = by_slot[source]
         del self.rows[active:], self.ends[active:], self.offsets[active:]
-
-
-class _Answers:
-    """Makes samples of the draws of a run, which come in the order of its steps."""
-
-    def __init__(self, run: _Run, requests: Sequence[Request], version: int) -> None:
-        self.run, self.requests, self.version = run, requests, version
-        self.prompts = [torch.tensor(request.prompt) for request in requests]
-        self.parts: dict[int, list[tuple[Tensor, ...]]] = {}
-
-    def collect(self) -> None:
-        """Takes the draws since the last call, and groups them by row."""
-        rows = torch.tensor(self.run.drawn)
-        self.run.drawn.clear()
-        # A stable sort by row groups the draws of each row and keeps their order.
-        order = rows.argsort(stable=True)
-        present, counts = rows.unique(return_counts=True)
-        columns = [t[order].split(counts.tolist()) for t in self.run.draws.results()]
-        for row, *part in zip(present.tolist(), *columns, strict=True):
-            self.parts.setdefault(row, []).append(tuple(part))
-
-    def sample(self, row: int) -> Sample:
-        """Returns the sample of a row that has ended."""
-        run, parts = self.run, self.parts.pop(row)
-        tokens, log_probs, full, near = (t[0] if len(t) == 1 else torch.cat(t) for t in zip(*parts, strict=True))
-        place, number = divmod(row, run.sampling.n)
-        return Sample(
-            request=self.requests[place].id,
-            number=number,
-            prompt=self.prompts[place],
-            tokens=tokens,
-            log_probs=log_probs,
-            full_log_probs=full if run.draws.cut else None,
-            mask=torch.ones(len(tokens)),
-            versions=torch.full((len(tokens),), self.version),
-            finish_reason="stop" if row in run.finished else "length",
-            temperature=run.sampling.temperature or 1.0,
-            near_ties=int(near.sum()),
-        )
 
 
 def _limits(folder: Path) -> tuple[float, set[int]]:
