@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol import Capabilities, Chunk, Sampling, StaleWeightsError, WeightSource, check_sampling
+from verl_fn.backends.protocol import (
+    Capabilities,
+    Chunk,
+    Handle,
+    Sampling,
+    StaleWeightsError,
+    WeightSource,
+    check_sampling,
+    here,
+)
 from verl_fn.backends.weight_sync import receive
 from verl_fn.state import Key, Request, Sample
 
@@ -81,21 +90,21 @@ class MockRollout:
         self.version: int | None = None
         self._weights: dict[str, Tensor] = {}
 
-    def publish(self, version: int, weights: WeightSource) -> None:
+    def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights.
 
         Raises:
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        self.version = None
-        places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in weights.specs}
+        self.version, source = None, here(weights)
+        places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in source.specs}
 
         def write(chunk: Chunk) -> None:
             rows = places[chunk.name].view(1) if places[chunk.name].ndim == 0 else places[chunk.name]
             rows[chunk.start : chunk.start + len(chunk.values)] = chunk.values.cpu()
 
-        receive(weights, write, checked=True)
+        receive(source, write, checked=True)
         self._weights = places
         self.version = version
 
@@ -114,6 +123,15 @@ class MockRollout:
             raise StaleWeightsError(f"{asked}, but this engine holds {holds}")
         check_sampling(requests, self.capabilities)
         return [self._sample(request, number) for request in requests for number in range(request.sampling.n)]
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        """Returns an iterator over the same samples, the last request's first; see ``RolloutBackend``.
+
+        Raises:
+            StaleWeightsError: as ``generate``.
+        """
+        samples = self.generate(requests, version=version)
+        return reversed(samples)
 
     def sleep(self, level: int = 2) -> None:
         """Drops the weights at level 2."""

@@ -54,6 +54,25 @@ Ref: TypeAlias = T | Reference[T]
 """A value that travels between workers: the value itself in one process, a ``Reference`` otherwise."""
 
 
+def here(value: Handle[T]) -> T:
+    """Returns a value that lies in this process, for backends that have no other values.
+
+    Raises:
+        TypeError: it is a handle to a value of another process.
+
+    Example:
+        >>> here(3)
+        3
+        >>> here(Remote())
+        Traceback (most recent call last):
+        TypeError: a Remote stands for a value of other processes; pass it to the backend that made it
+    """
+    if isinstance(value, Remote):
+        name = type(value).__name__
+        raise TypeError(f"a {name} stands for a value of other processes; pass it to the backend that made it")
+    return value
+
+
 def where_used(fn: Callable[P, T]) -> Callable[P, T]:
     """Marks a function for ``call`` as cheap and pure, so that each process that uses its result applies it itself.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import attrs
@@ -81,6 +81,22 @@ class RolloutBackend(Protocol):
         Raises:
             StaleWeightsError: the engine holds another version than ``version``, or none.
             UnsupportedSampling: a request uses a field of ``Sampling`` that ``capabilities`` excludes.
+        """
+        ...
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
+        """Returns an iterator over the samples that ``generate`` would return, in the order in which they end.
+
+        Another call of the engine may interrupt a stream that was not read to its end. Its next sample then raises
+        ``StaleWeightsError``.
+
+        Args:
+            requests: as for ``generate``. Their ids differ, since only the id tells whose sample it is.
+            version: as for ``generate``.
+
+        Raises:
+            StaleWeightsError: as ``generate``, at the latest where the first sample is read.
+            UnsupportedSampling: as ``generate``, at the latest where the first sample is read.
         """
         ...
 

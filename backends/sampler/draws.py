@@ -55,8 +55,9 @@ class Draws:
         return self._checked(token, prob)
 
     def results(self) -> tuple[Tensor, ...]:
-        """Returns the tokens of all draws in order, their log-probs with and without the cut, and near ties."""
+        """Returns the draws since the last call in order: tokens, log-probs with and without the cut, near ties."""
         parts = [torch.cat(part).flatten().cpu() for part in zip(*self._parts, strict=True)]
+        self._parts.clear()
         if self.temperature == 0:
             tokens, probs, near = parts
             return tokens, probs.log(), probs.log(), near

@@ -6,9 +6,10 @@ row, so that a step computes active rows and no others.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +18,17 @@ from torch import Tensor
 
 from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.skeleton import dtype_of
-from verl_fn.backends.protocol import Capabilities, Request, Sample, Sampling, StaleWeightsError, WeightSource
+from verl_fn.backends.protocol import (
+    Capabilities,
+    Handle,
+    Request,
+    Sample,
+    Sampling,
+    StaleWeightsError,
+    WeightSource,
+    here,
+)
+from verl_fn.backends.sampler.answers import Answers
 from verl_fn.backends.sampler.decoder import Decoder
 from verl_fn.backends.sampler.draws import Draws
 from verl_fn.backends.sampler.llama import decoder_for
@@ -79,10 +90,12 @@ class Sampler:
         # Calls of several threads would share the cache.
         self._lock = threading.RLock()
         self._compared = False
+        # A run has the cache and the weights for itself; another call ends it.
+        self._calls = 0
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
         self.max_length, self.end_tokens = _limits(self.folder)
 
-    def publish(self, version: int, weights: WeightSource) -> None:
+    def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights, tied ones once; the first publication is also compared by checksums.
 
         Raises:
@@ -90,11 +103,13 @@ class Sampler:
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        check_specs(weights.specs, self.decoder.shapes, self.folder)
+        source = here(weights)
+        check_specs(source.specs, self.decoder.shapes, self.folder)
         with self._lock, isolated(), torch.inference_mode():
+            self._calls += 1
             self.version = None
             self.decoder.begin()
-            receive(weights, self.decoder.write, checked=not self._compared)
+            receive(source, self.decoder.write, checked=not self._compared)
             self.decoder.finish()
             self._compared = True
             self.version = version
@@ -109,24 +124,23 @@ class Sampler:
             NotFiniteError: the model's logits for a row are not finite.
         """
         with self._lock, isolated():
-            return self._generate(requests, version)
+            drawn = self._admitted(requests, version, as_they_end=False)
+            samples = {(place, sample.number): sample for place, sample in drawn}
+        return [samples[place] for place in sorted(samples)]
 
-    def _generate(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
-        if self.version is None or (version is not None and version != self.version):
-            requested = "any version" if version is None else f"version {version}"
-            present = "none; publish them first" if self.version is None else f"version {self.version}"
-            raise StaleWeightsError(f"the request asks for weights of {requested}, and the sampler holds {present}")
-        self._check(requests)
-        samples: dict[int, list[Sample]] = {}
-        # Requests with the same sampling are decoded together; draws never depend on other requests.
-        for sampling in dict.fromkeys(request.sampling for request in requests):
-            chosen = [i for i, request in enumerate(requests) if request.sampling == sampling]
-            samples |= zip(chosen, self._run([requests[i] for i in chosen], sampling), strict=True)
-        return [sample for i in range(len(requests)) for sample in samples[i]]
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        """Returns an iterator over the same samples, in the order in which they end; see ``RolloutBackend``.
+
+        Raises:
+            StaleWeightsError: as ``generate``, and in the iterator if the engine was called meanwhile.
+        """
+        with self._lock:
+            return self._one_by_one(self._admitted(requests, version, as_they_end=True))
 
     def sleep(self, level: int = 2) -> None:
         """Frees the memory of caches at level 1, and that of weights too at level 2."""
         with self._lock:
+            self._calls += 1
             self.decoder.drop_cache()
             if level > 1:
                 self.decoder.drop_weights()
@@ -135,20 +149,61 @@ class Sampler:
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Does nothing, since publishing and generating allocate the memory that they need."""
 
-    def _run(self, requests: Sequence[Request], sampling: Sampling) -> list[list[Sample]]:
-        """Returns the samples of each of these requests, which have the same sampling."""
-        keys = [request.key for request in requests]
-        seeds = torch.tensor([key.fold_in(sample).seed() for key in keys for sample in range(sampling.n)])
-        run = _Run(self, [request.prompt for request in requests], sampling, seeds)
-        try:
-            with torch.inference_mode():
-                run.loop()
-        except NotFiniteError:
-            # NaN in the cache would spread to the next request.
-            self.decoder.drop_cache()
-            raise
-        assert self.version is not None
-        return _samples(run, requests, self.version)
+    def _admitted(
+        self, requests: Sequence[Request], version: int | None, *, as_they_end: bool
+    ) -> Iterator[tuple[int, Sample]]:
+        """Checks requests at once, and returns an iterator that draws their samples; see ``_draw``."""
+        if self.version is None or (version is not None and version != self.version):
+            requested = "any version" if version is None else f"version {version}"
+            present = "none; publish them first" if self.version is None else f"version {self.version}"
+            raise StaleWeightsError(f"the request asks for weights of {requested}, and the sampler holds {present}")
+        self._check(requests)
+        self._calls += 1
+        return self._draw(requests, self.version, self._calls, as_they_end)
+
+    def _one_by_one(self, drawn: Iterator[tuple[int, Sample]]) -> Iterator[Sample]:
+        """Yields samples, and has the engine for itself only while it draws the next one."""
+        while True:
+            with self._lock, isolated():
+                _, sample = next(drawn, (0, None))
+            if sample is None:
+                return
+            yield sample
+
+    def _draw(
+        self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
+    ) -> Iterator[tuple[int, Sample]]:
+        """Yields every sample with the place of its request, as the samples end or all together."""
+        # Requests with the same sampling are decoded together; draws never depend on other requests.
+        for sampling in dict.fromkeys(request.sampling for request in requests):
+            places = [i for i, request in enumerate(requests) if request.sampling == sampling]
+            chosen = [requests[i] for i in places]
+            seeds = torch.tensor([r.key.fold_in(number).seed() for r in chosen for number in range(sampling.n)])
+            run = _Run(self, [request.prompt for request in chosen], sampling, seeds)
+            answers = Answers(chosen, run.draws, run.drawn, version)
+            ended = self._guarded(run, call)
+            for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
+                answers.collect()
+                yield from ((places[row // sampling.n], answers.sample(row, row in run.finished)) for row in rows)
+
+    def _guarded(self, run: _Run, call: int) -> Iterator[list[int]]:
+        """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache.
+
+        Raises:
+            StaleWeightsError: the engine was called between two steps.
+        """
+        steps = run.loop()
+        while run.unfinished:
+            if self._calls != call:
+                raise StaleWeightsError("this stream was interrupted by another call; read streams to their end")
+            try:
+                rows = next(steps)
+            except NotFiniteError:
+                # NaN in the cache would spread to the next request.
+                self.decoder.drop_cache()
+                raise
+            if rows:
+                yield rows
 
     def _check(self, requests: Sequence[Request]) -> None:
         if not requests:
@@ -198,14 +253,15 @@ class _Run:
         self.drawn: list[int] = []
         self.finished: set[int] = set()
 
-    def loop(self) -> None:
-        """Draws tokens until every row has ended."""
+    @torch.inference_mode()
+    def loop(self) -> Iterator[list[int]]:
+        """Draws tokens until every row has ended, and yields the rows that end at each step."""
         self.decoder.reserve(self.slots, self.length)
         self.tokens = torch.zeros(self.slots, dtype=torch.int64, device=self.device)
         # The position of each slot's last token in the cache; the next token goes to the position after it.
         self.positions = torch.zeros_like(self.tokens)
         self.uniforms = torch.zeros(self.slots, self.length, dtype=torch.float64, device=self.device)
-        while self.rows or self.begun < len(self.seeds):
+        while self.unfinished:
             logits = []
             if active := len(self.rows):
                 self.positions[:active] += 1
@@ -213,8 +269,14 @@ class _Run:
             free, waiting = self.slots - active, len(self.seeds) - self.begun
             if waiting and free >= min(waiting, max(1, self.slots // REFILL_PART)):
                 logits.append(self._begin(min(free, waiting)))
-            self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
+            ended = self._draw(logits[0] if len(logits) == 1 else torch.cat(logits))
             self.step += 1
+            yield ended
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a row has not ended."""
+        return bool(self.rows) or self.begun < len(self.seeds)
 
     def _longest(self) -> int:
         return max(self.offsets) + self.step
@@ -251,7 +313,8 @@ class _Run:
         self.uniforms[fresh] = uniform_at(self.seeds[self.rows[fresh]][:, None], places)
         return logits
 
-    def _draw(self, logits: Float[Tensor, "n V"]) -> None:
+    def _draw(self, logits: Float[Tensor, "n V"]) -> list[int]:
+        """Draws a token for every active row, and returns the rows that end with it."""
         n = len(self.rows)
         tokens = self.draws.draw(logits, self.uniforms[:n].gather(1, self.positions[:n, None]))
         self.tokens[:n] = tokens
@@ -266,9 +329,11 @@ class _Run:
             )
         stops, step = self.stops, self.step
         done = [i for i, (t, end) in enumerate(zip(drawn, self.ends, strict=True)) if end == step or t in stops]
+        ended = [self.rows[i] for i in done]
         if done:
             self.finished.update(self.rows[i] for i in done if drawn[i] in stops)
             self._close(done)
+        return ended
 
     def _close(self, done: list[int]) -> None:
         """Removes the rows in these slots, and moves the last rows into the slots."""
@@ -283,30 +348,6 @@ class _Run:
                 for by_slot in (self.rows, self.ends, self.offsets):
                     by_slot[target] = by_slot[source]
         del self.rows[active:], self.ends[active:], self.offsets[active:]
-
-
-def _samples(run: _Run, requests: Sequence[Request], version: int) -> list[list[Sample]]:
-    """Returns the samples of a run that has ended, by request."""
-    n, temperature = run.sampling.n, run.sampling.temperature or 1.0
-    rows = torch.tensor(run.drawn)
-    # Draws are in the order of steps; a stable sort by row groups those of each row and keeps their order.
-    order = rows.argsort(stable=True)
-    lengths = rows.bincount().tolist()
-    tokens, log_probs, full, near = (t[order].split(lengths) for t in run.draws.results())
-    masks = torch.ones(len(rows)).split(lengths)
-    versions = torch.full((len(rows),), version).split(lengths)
-    ties = [int(part.sum()) for part in near]
-    prompts = [torch.tensor(request.prompt) for request in requests]
-    return [
-        [
-            Sample(
-                request.id, number, prompt, tokens[row], log_probs[row], full[row] if run.draws.cut else None,
-                masks[row], versions[row], "stop" if row in run.finished else "length", temperature, ties[row],
-            )
-            for number, row in enumerate(range(i * n, i * n + n))
-        ]
-        for i, (request, prompt) in enumerate(zip(requests, prompts, strict=True))
-    ]  # fmt: skip
 
 
 def _limits(folder: Path) -> tuple[float, set[int]]:

@@ -11,6 +11,7 @@ import math
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -29,7 +30,23 @@ class SenderFailed(IncompleteWeights):
     """The process at the other end failed or ended during a publication."""
 
 
-class Inlet:
+class _End:
+    """One end of a channel: a connection, and the staging area that both ends have agreed on over it."""
+
+    def __init__(self) -> None:
+        self._connection: Connection | None = None
+        self._staging: Staging | None = None
+
+    def close(self) -> None:
+        """Closes the connection; the next publication makes a new one."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._staging is not None:
+            self._staging.close()
+        self._connection = self._staging = None
+
+
+class Inlet(_End):
     """The receiving end, in the process of a rollout engine.
 
     Args:
@@ -39,10 +56,9 @@ class Inlet:
     """
 
     def __init__(self, host: str, secret: bytes, device: torch.device) -> None:
+        super().__init__()
         self._listener = Listener((host, 0), authkey=secret)
         self._device = device
-        self._connection: Connection | None = None
-        self._staging: Staging | None = None
 
     @property
     def address(self) -> tuple[str, int]:
@@ -75,14 +91,6 @@ class Inlet:
             self._connection.send(("done",))
             failing.pop_all()
 
-    def close(self) -> None:
-        """Closes the connection; senders can connect again."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._staging is not None:
-            self._staging.close()
-        self._connection = self._staging = None
-
     def _announced(self, version: int) -> tuple[TensorSpec, ...]:
         """Receives the specifications of the next source, over the open connection or a new one."""
         if self._connection is not None:
@@ -92,13 +100,19 @@ class Inlet:
                 # It was closed between two publications, after which senders connect again.
                 self.close()
         if self._connection is None:
-            self._connection = _prompt(self._listener.accept())
+            self._connection = self._accepted()
             message = receive_message(self._connection)
         _, sent, specs = message
         if sent != version:
             raise IncompleteWeights(f"weights of version {sent} were sent where version {version} was announced")
         announced: tuple[TensorSpec, ...] = specs
         return announced
+
+    def _accepted(self) -> Connection:
+        """Waits for a sender that knows the secret; others are sent away."""
+        while True:
+            with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):
+                return _prompt(self._listener.accept())
 
     def _open(self, description: tuple[Any, ...]) -> None:
         assert self._connection is not None
@@ -148,7 +162,7 @@ def _aligned(nbytes: int) -> int:
     return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
 
 
-class Outlet:
+class Outlet(_End):
     """The sending end, to one engine.
 
     Args:
@@ -161,9 +175,8 @@ class Outlet:
     def __init__(
         self, address: tuple[str, int], secret: bytes, device: torch.device, allowed: Sequence[str] | None = None
     ) -> None:
+        super().__init__()
         self._address, self._secret, self._device, self._allowed = address, secret, device, allowed
-        self._connection: Connection | None = None
-        self._staging: Staging | None = None
         self._room = 0
         self._busy: list[int] = []
         self.kind = ""
@@ -250,12 +263,8 @@ class Outlet:
         self.close()
 
     def close(self) -> None:
-        """Closes the connection; the next offer makes a new one."""
-        if self._connection is not None:
-            self._connection.close()
-        if self._staging is not None:
-            self._staging.close()
-        self._connection = self._staging = None
+        """Closes the connection; the next publication makes a new one."""
+        super().close()
         self._room, self._busy = 0, []
 
     def _taken(self) -> int | None:

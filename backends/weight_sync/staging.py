@@ -22,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from verl_fn.backends.rendezvous import open_store, use_loopback
+
 SLOTS = 2
 GROUP_SECONDS = 600
 
@@ -175,7 +177,7 @@ def offered(
         memory = torch.empty(size, dtype=torch.uint8, device=device)
         address = connection_address(connection)
         timeout = timedelta(seconds=GROUP_SECONDS)
-        store = dist.TCPStore(address, 0, 2, is_master=True, timeout=timeout, wait_for_workers=False)
+        store = open_store(address, 2, timeout)
         return (kind, nbytes, device.type, address, store.port), lambda: _Group(memory, _pair(device, store, 0), 0)
     return (kind, nbytes), lambda: _Socket(torch.empty(size, dtype=torch.uint8), connection, True)
 
@@ -223,6 +225,7 @@ def connection_address(connection: Connection) -> str:
 
 def _pair(device: torch.device, store: Any, rank: int) -> Any:
     """Makes a process group of two, independent of any other group of this process."""
+    use_loopback(store.host)
     timeout = timedelta(seconds=GROUP_SECONDS)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()

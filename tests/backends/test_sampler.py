@@ -447,3 +447,49 @@ def test_the_benchmarks_responses_end_at_mixed_lengths():
     result = benchmark.compare(benchmark.SIZES["0.1M"], pairs=1)
     assert result["lengths"] == {"mean": 50.0, "min": 4, "max": 96}
     assert result["speedup"]["median"] > 0
+
+
+def test_a_stream_gives_samples_as_they_end(made):
+    """Those of several samplings, and the caller's grad mode stays."""
+    sampler = made.sampler(slots=4)
+    requests = [
+        *requests_for(PROMPTS[:3], SAMPLINGS[0], KEY),
+        *requests_for(PROMPTS[3:5], attrs.evolve(SAMPLINGS[3], max_tokens=1), KEY, [7, 8]),
+    ]
+    streamed = []
+    for sample in sampler.stream(requests, version=3):
+        assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
+        streamed.append(sample)
+    samples = sampler.generate(requests)
+
+    def order(sample):
+        return sample.request, sample.number
+
+    assert [order(sample) for sample in streamed] != [order(sample) for sample in samples]
+    for one, other in zip(sorted(streamed, key=order), samples, strict=True):
+        assert order(one) == order(other) and one.tokens.tolist() == other.tokens.tolist()
+        assert torch.equal(one.log_probs, other.log_probs) and one.finish_reason == other.finish_reason
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda engine, made: engine.publish(4, Weights.of(made.weights)),
+        lambda engine, made: draw(engine, [[1, 4]], Sampling(2)),
+        lambda engine, made: next(engine.stream(requests_for([[1, 4]], Sampling(2), KEY))),
+        lambda engine, made: engine.sleep(1),
+    ],
+    ids=["publish", "generate", "stream", "sleep"],
+)
+@pytest.mark.parametrize("begun", [False, True])
+def test_another_call_interrupts_a_stream(made, call, begun):
+    """No sample is drawn from other weights, or from a cache that another call has used."""
+    engine = made.sampler(slots=2)
+    stream = engine.stream(requests_for(PROMPTS, SAMPLINGS[0], KEY), version=3)
+    if begun:
+        next(stream)
+    call(engine, made)
+    with pytest.raises(StaleWeightsError, match="interrupted by another call"):
+        for sample in stream:
+            assert sample.versions.tolist() == [3] * len(sample.tokens)
+    assert len(engine.generate(requests_for([[1, 4]], Sampling(2), KEY))) == 1

@@ -1,7 +1,10 @@
 """Publications between processes: every transport, and what is left when one end fails."""
 
 import multiprocessing
+import socket
 import threading
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
 
 import pytest
 import torch
@@ -120,6 +123,24 @@ def test_a_sender_that_ends_is_noticed():
     with pytest.raises(SenderFailed, match="closed its connection"):
         inlet.receive(1, lambda source: receive(source, lambda chunk: None))
     sending.join()
+
+
+def test_a_stranger_is_sent_away():
+    """One without the secret, and one who says nothing and goes."""
+    inlet = Inlet("127.0.0.1", SECRET, CPU)
+
+    def knock_and_send():
+        with pytest.raises(AuthenticationError):
+            Client(inlet.address, authkey=b"another secret")
+        socket.create_connection(inlet.address).close()
+        send([Outlet(inlet.address, SECRET, CPU)], 1, Weights.of(tensors()))
+
+    sending = threading.Thread(target=knock_and_send)
+    sending.start()
+    names = []
+    inlet.receive(1, lambda source: receive(source, lambda chunk: names.append(chunk.name)))
+    sending.join()
+    assert names == list(tensors())
 
 
 @pytest.mark.parametrize("how", ["dropped", "repeated", "altered"])

@@ -11,18 +11,16 @@ from ray_ranks import start_ranks
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.data.tasks import TASKS
+from verl_fn.driver.ray_private import private_ray
 
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=2**28
-    )
     # Workers do not see this folder.
     for name in ("remote_mutants", "test_failures"):
         ray.cloudpickle.register_pickle_by_value(importlib.import_module(name))
-    yield
-    ray.shutdown()
+    with private_ray(num_cpus=2, log_to_driver=False, logging_level="error", object_store_memory=2**28):
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +30,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def two(ray_cluster):
-    ranks = start_ranks(2)
+    """Two ranks, and beside them two processes for rollout engines."""
+    ranks = start_ranks(2, engines=2)
     yield ranks
     ranks.cluster.stop()

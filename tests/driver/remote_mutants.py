@@ -1,8 +1,11 @@
 """Backends for ranks and ways to speak to ranks, right ones and broken ones with the laws that they break."""
 
+import time
+
 import torch.distributed as dist
 
 from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.mock.rollout import MockRollout, sample_table
 from verl_fn.backends.mock.train import Mock
 from verl_fn.driver.remote import Remote, RemoteTrain
 from verl_fn.state import Grads
@@ -28,6 +31,27 @@ class OneWriter(Mock):
 
 def mock(device):
     return OneWriter(8, optimizer(), max_tokens=24)
+
+
+def table_engine():
+    """A rollout engine that samples the published table."""
+    return MockRollout(sample_table)
+
+
+def nap():
+    time.sleep(1.0)
+
+
+def fail_in_turn(allowed):
+    """Fails on the first rank, and on the others when a file says that they may."""
+    while dist.get_rank() > 0 and not allowed.exists():
+        time.sleep(0.01)
+    raise ValueError(f"on rank {dist.get_rank()}")
+
+
+def rank_after_failures():
+    dist.barrier()
+    return dist.get_rank()
 
 
 def without_first(grads):

@@ -1,5 +1,6 @@
 """Other people's clusters and torchrun: what is refused, what code workers run, and the same numbers everywhere."""
 
+import os
 import shutil
 import socket
 import subprocess
@@ -23,9 +24,9 @@ SFT = [
 ]  # fmt: skip
 
 
-def command(*args, program=(sys.executable,), folder=ROOT):
+def command(*args, program=(sys.executable,), folder=ROOT, **env):
     line = [*program, "-m", "verl_fn.cli", "train", *SFT, *args]
-    return subprocess.run(line, capture_output=True, text=True, cwd=folder, timeout=300)
+    return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=os.environ | env, timeout=300)
 
 
 @pytest.mark.parametrize(
@@ -53,18 +54,19 @@ def test_sequence_parallelism_wants_heads_to_share(tmp_path):
 def test_more_than_the_cluster_has_is_refused(ray_cluster):
     cuda = load(overrides=["driver.kind=ray", "driver.device=cuda", "ray.ranks=64", "ray.separate=critic"])
     with pytest.raises(ConfigError, match=r"ask for 128 GPUs, and the cluster has 0; lower ray.ranks"):
-        check_room(seating(["trainer", "critic"], 64, "cuda")[1], cuda.ray)
+        check_room(seating(["trainer", "critic"], 64, "cuda", 1)[1], cuda.ray)
     spread = load(overrides=["driver.kind=ray", "ray.ranks=2", "ray.placement=STRICT_SPREAD"])
     with pytest.raises(ConfigError, match="the cluster has 1; take SPREAD"):
-        check_room(seating(["trainer"], 2, cluster_device("auto"))[1], spread.ray)
+        check_room(seating(["trainer"], 2, cluster_device("auto"), 1)[1], spread.ray)
 
 
-def test_where_everything_sits():
-    """The rollout shares the first rank's GPU; roles apart have ranks of their own."""
-    seats, bundles = seating(["trainer", "critic"], 2, "cuda")
+@pytest.mark.parametrize(("engines", "rollout"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 0])])
+def test_where_everything_sits(engines, rollout):
+    """Engines share the GPUs of the trainer's ranks; roles apart have ranks of their own."""
+    seats, bundles = seating(["trainer", "critic"], 2, "cuda", engines)
     assert [bundle["GPU"] for bundle in bundles] == [1] * 4
     assert {name: [seat.bundle for seat in places] for name, places in seats.items()} == {
-        "trainer": [0, 1], "critic": [2, 3], "rollout": [0], "data": [0], "reward": [0],
+        "trainer": [0, 1], "critic": [2, 3], "rollout": rollout, "data": [0], "reward": [0],
     }  # fmt: skip
     shares = {
         bundle: sum(s.gpus for places in seats.values() for s in places if s.bundle == bundle) for bundle in range(4)
@@ -104,7 +106,9 @@ def test_workers_with_other_sources_are_refused(ray_cluster, model, tmp_path):
     address = ray.get_runtime_context().gcs_address
     where = ["driver.kind=ray", f"ray.address={address}", f"ray.runtime_env={tmp_path / 'env.yaml'}"]
     # Elsewhere, since workers look into the driver's folder before all others.
-    ended = command(f"model.path={model}", f"trainer.dir={tmp_path / 'run'}", *where, folder=tmp_path)
+    # Ray would replace the loopback address of the tests' cluster by the machine's without this variable.
+    one_machine = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    ended = command(f"model.path={model}", f"trainer.dir={tmp_path / 'run'}", *where, folder=tmp_path, **one_machine)
     assert ended.returncode == 2, ended.stderr
     assert "does not run the driver's code" in ended.stderr and "Traceback" not in ended.stderr
     assert f"from {tmp_path / 'other/verl_fn'}" in ended.stderr and f"from {ROOT / 'verl_fn'}" in ended.stderr

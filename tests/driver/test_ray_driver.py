@@ -8,15 +8,17 @@ import pytest
 import ray
 
 from verl_fn.algorithms import make
+from verl_fn.backends.local import Local
 from verl_fn.benchmarks import ppo_layouts
 from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
+from verl_fn.driver import build
 from verl_fn.driver.ray import ActorDied, ray_workers
 from verl_fn.rewards.reward import pack_examples
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
-from verl_fn.state import DonatedError, Key, tree
-from verl_fn.steps import aggregate, cross_entropy
+from verl_fn.state import DonatedError, Key, requests_for, tree
+from verl_fn.steps import aggregate, cross_entropy, frozen
 
 OVERRIDES = [
     "data.train_batch_size=8", "data.val_size=16", "algorithm.ppo_mini_batch_size=4", "rollout.n=2",
@@ -28,7 +30,8 @@ OVERRIDES = [
 @pytest.fixture(scope="module")
 def remote(ray_cluster, model, tmp_path_factory):
     """Actors shared by the tests that leave them alive."""
-    cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={tmp_path_factory.mktemp('run')}"])
+    folder = tmp_path_factory.mktemp("run")
+    cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={folder}", "rollout.engines=2"])
     with ray_workers(make_plan(cfg)) as w:
         yield w
 
@@ -89,6 +92,26 @@ def test_handles_stand_for_values(remote, model, tmp_path):
     w.trainers["actor"].save(newer, tmp_path)
     restored = w.trainers["actor"].restore(tmp_path)
     assert tree.equal(w.get(w.trainers["actor"].forward(restored.params, batch, ["logprobs"])), after)
+
+
+def test_engines_of_a_plan_share_its_prompts(remote, model):
+    """And give the samples of one engine, in its order or as they end."""
+    w, one = remote, build.rollout(make_plan(load(overrides=[f"model.path={model}"])).rollout, "cpu")
+    assert [name for name in w.get.__self__.members if name.startswith("rollout")] == [
+        "rollout rank 0",
+        "rollout rank 1",
+    ]
+    actor, local = w.trainers["actor"], Local(model, frozen())
+    w.get(w.rollout.publish(0, actor.weights(actor.load_pretrained(model, Key.from_seed(0)).params)))
+    one.publish(0, local.weights(local.load_pretrained().params))
+    requests = requests_for([[1, 4], [1, 5, 6], [1, 7]], w.sampling, Key.from_seed(1), [5, 3, 8])
+
+    def named(samples):
+        return [(s.request, s.number, s.tokens.tolist(), s.finish_reason) for s in samples]
+
+    expected = named(one.generate(requests))
+    assert named(w.get(w.rollout.generate(requests, version=0))) == expected
+    assert sorted(named(map(w.get, w.rollout.stream(requests, version=0)))) == sorted(expected)
 
 
 def test_values_go_when_their_handles_go(remote, model):

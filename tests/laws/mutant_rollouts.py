@@ -145,6 +145,33 @@ class MasksAToken(Edits):
         return attrs.evolve(sample, mask=mask, log_probs=sample.log_probs * mask)
 
 
+class StreamLosesSamples(MockRollout):
+    def stream(self, requests, *, version=None):
+        return iter(self.generate(requests, version=version)[1:])
+
+
+class StreamRepeatsSamples(MockRollout):
+    def stream(self, requests, *, version=None):
+        samples = self.generate(requests, version=version)
+        return iter([samples[0], *samples])
+
+
+class StreamNumbersByArrival(MockRollout):
+    def stream(self, requests, *, version=None):
+        samples = super().stream(requests, version=version)
+        return (attrs.evolve(sample, number=number) for number, sample in enumerate(samples))
+
+
+class StreamDrawsAnew(MockRollout):
+    def stream(self, requests, *, version=None):
+        return super().stream(rekeyed(requests, lambda i, r: r.key.fold_in("stream")), version=version)
+
+
+class StreamServesStaleWeights(MockRollout):
+    def stream(self, requests, *, version=None):
+        return super().stream(requests)
+
+
 class NeverFinishes(Edits):
     def edit(self, sample):
         return attrs.evolve(sample, finish_reason="length")
@@ -196,6 +223,11 @@ SAMPLES = [
     (partial(rollout, NumbersGroupsByPosition), "Signature"),
     (partial(rollout, DropsSamples), "Signature"),
     (partial(rollout, MasksAToken), "Signature"),
+    (partial(rollout, StreamLosesSamples), "Signature"),
+    (partial(rollout, StreamRepeatsSamples), "Signature"),
+    (partial(rollout, StreamNumbersByArrival), "Signature"),
+    (partial(rollout, StreamDrawsAnew), "Purity"),
+    (partial(rollout, StreamServesStaleWeights), "Version"),
     (partial(rollout, NeverFinishes), "Signature"),
     (partial(rollout, AlwaysFinishes), "Signature"),
     (partial(rollout, RunsOn), "Signature"),

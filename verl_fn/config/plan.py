@@ -81,7 +81,8 @@ class RolloutPlan:
         name: the engine.
         folder: the actor's model folder.
         dtype: the dtype of the engine's weights and cache.
-        slots: rows decoded at once.
+        slots: rows decoded at once by each engine.
+        engines: how many engines share the prompts.
         n, temperature, top_k, top_p: sampling settings of training rollouts.
         validation: sampling settings of evaluations.
         max_prompt_length, max_response_length: limits in tokens.
@@ -91,6 +92,7 @@ class RolloutPlan:
     folder: str
     dtype: str
     slots: int
+    engines: int
     n: int
     temperature: float
     top_k: int
@@ -296,6 +298,7 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str) -> RolloutPlan:
         folder=model,
         dtype=r.dtype,
         slots=r.slots,
+        engines=r.engines,
         n=r.n,
         temperature=r.temperature,
         top_k=r.top_k,

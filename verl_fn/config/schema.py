@@ -95,7 +95,8 @@ class RolloutConfig:
     temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST))
     top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some)
     top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))
-    slots: int = opt(64, "rows decoded at once", ge(1), le(2**20))
+    slots: int = opt(64, "rows decoded at once by each engine", ge(1), le(2**20))
+    engines: int = opt(1, "engines that share the prompts of a step; more than one need Ray", ge(1), le(4096))
     dtype: str = opt("float32", "dtype of the engine", in_(("float32", "bfloat16")))
     val_kwargs: ValConfig = sub(ValConfig)
 

@@ -140,8 +140,7 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
 
 def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     """Makes the rollout engine."""
-    # As for training backends, an engine in this process takes values alone.
-    return cast(RolloutBackend, Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots))
+    return Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots)
 
 
 def sampling(rollout: RolloutPlan) -> Sampling:

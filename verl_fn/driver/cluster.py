@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +21,12 @@ from verl_fn.config import ConfigError
 from verl_fn.config.schema import DriverConfig
 from verl_fn.errors import UserError
 
-from . import identity
+from . import identity, ray_private
 from .errors import ActorDied
 from .group import Group, Member
 from .host import Host
 from .parcels import Lazy, Parcels
+from .processes import await_end
 from .watch import Watch
 
 LOG_TAIL_LINES = 20
@@ -34,7 +34,6 @@ START_SECONDS = 300
 NODE_SECONDS = 20
 # How long an error of a collective waits for the error or the death of another rank that may have caused it.
 GRACE_SECONDS = 10
-MOMENT_SECONDS = 3.0
 
 
 @attrs.frozen
@@ -117,13 +116,19 @@ class Cluster:
 
     def join(self, group: Group, device: str) -> None:
         """Makes a group's members the ranks of one process group."""
-        nodes = {member.node for member in group.members}
-        address = "127.0.0.1" if len(nodes) == 1 else _address(group.members[0].node)
+        address = self.address(group.members[0], group)
         size = len(group.members)
         alone = Group(group.name, group.members[:1])
         place = self._fetch(alone.run("open_store", address, size, self._timeout))
         group.scatter("join", [(place, rank, size, self._timeout, device) for rank in range(size)])
         self.finish(group)
+
+    def address(self, member: Member, *groups: Group) -> str:
+        """Returns the address where a member listens for groups: the loopback device's if all share a machine."""
+        nodes = {member.node} | {other.node for group in groups for other in group.members}
+        if len(nodes) == 1:
+            return "127.0.0.1"
+        return next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == member.node)
 
     def build(self, group: str, component: str, factory: Callable[..., Any], *args: Any) -> None:
         """Makes a component in every member of a group."""
@@ -163,6 +168,17 @@ class Cluster:
             return result if leaf.number is None else list(result)[leaf.number]
         return self._parcels.value(self._fetch(leaf)) if isinstance(leaf, ray.ObjectRef) else leaf
 
+    def stream(self, group: Group, parts: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+        """Calls ``Host.stream`` on members of a group, and yields a reference to each value when it has arrived."""
+        streams = group.stream(parts)
+        while streams:
+            self._until(lambda: list(streams), some=True)
+            for stream in list(streams):
+                while stream.next_ready():
+                    yield next(stream)
+                if stream.is_finished():
+                    streams.remove(stream)
+
     def finish(self, group: Group) -> None:
         """Waits until every member has ended every call."""
         self._until(lambda: group.ends)
@@ -170,14 +186,15 @@ class Cluster:
     def stop(self) -> None:
         """Ends the actors and frees their room."""
         members = self.members.values()
-        for host in self._hosts:
-            ray.kill(host)
-        if members:
-            ray.wait([m.sentinel for m in members], num_returns=len(members), timeout=NODE_SECONDS)
-        # Ray's own node ends with this process, and could leave an actor behind that it has not killed yet.
-        _await_end([m.pid for m in members if m.node == ray.get_runtime_context().get_node_id()])
-        if self._place is not None:
-            remove_placement_group(self._place)
+        if ray_private.alive():
+            for host in self._hosts:
+                ray.kill(host)
+            if members:
+                ray.wait([m.sentinel for m in members], num_returns=len(members), timeout=NODE_SECONDS)
+            # Ray's own node ends with this process, and could leave an actor behind that it has not killed yet.
+            await_end(m.pid for m in members if m.node == ray.get_runtime_context().get_node_id())
+            if self._place is not None:
+                remove_placement_group(self._place)
         self.groups.clear()
         self._hosts.clear()
 
@@ -202,17 +219,26 @@ class Cluster:
         sentinel = host.watch.options(concurrency_group="watch").remote()
         return Member(name, host, sentinel, about["pid"], about["node"], tuple(about["logs"]))
 
-    def _until(self, wanted: Callable[[], list[Any]]) -> None:
-        """Waits until the references that ``wanted`` returns are ready, and watches all actors meanwhile."""
+    def _until(self, wanted: Callable[[], list[Any]], some: bool = False) -> None:
+        """Waits until what ``wanted`` returns is ready, or some of it is, and watches all actors meanwhile.
+
+        Args:
+            wanted: returns references and streams.
+            some: whether one of them is enough.
+        """
         sentinels = {member.sentinel: member for member in self.members.values()}
         while True:
+            refs = wanted()
+            if not some:
+                refs += [end for group in self.groups.values() for end in group.ends_of(refs)]
+            refs = list(dict.fromkeys(refs))
+            ready = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
             self._settle()
-            refs = list(set(wanted()))
-            missing = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[1] if refs else []
-            if not missing:
+            if len(ready) == len(refs) or (some and ready):
                 return
+            ray_private.require_alive()
             ends = [end for group in self.groups.values() for end in group.ends]
-            awaited = list(dict.fromkeys([*sentinels, *ends, *missing]))
+            awaited = list(dict.fromkeys([*sentinels, *ends, *(ref for ref in refs if ref not in ready)]))
             ready, _ = ray.wait(awaited, timeout=self._watch.interval, fetch_local=False)
             if ready and ready[0] in sentinels:
                 raise self._died(sentinels[ready[0]])
@@ -237,18 +263,18 @@ class Cluster:
                     failed = {member: _cause(errors[member]) for member in group.members if member in errors}
                     if failed and (absent := self._watch.absent(group, failed)) is not None:
                         raise absent from next(iter(failed.values()))
-                self._forget_failed()
+                self._forget_errors()
                 member = next(m for m in self.members.values() if m in (own or errors))
                 raise _unwrapped(errors[member], member.name)
             time.sleep(0.1)
 
-    def _forget_failed(self) -> None:
-        """Waits a moment for the same error on other ranks, and forgets those, since one was raised already."""
-        ends = [end for group in self.groups.values() for end in group.ends]
-        if ends:
-            ray.wait(ends, num_returns=len(ends), timeout=MOMENT_SECONDS)
+    def _forget_errors(self) -> None:
+        """Raises no error of the calls that were made so far again: an error of one of them was raised already.
+
+        The same error may come later from other ranks, and calls that use what the failed one made fail too.
+        """
         for group in self.groups.values():
-            group.settle()
+            group.forget_errors()
 
     def _fetch(self, ref: Any) -> Any:
         try:
@@ -314,10 +340,6 @@ def _unwrapped(error: Exception, name: str = "") -> Exception:
     return unwrapped
 
 
-def _address(node: str) -> str:
-    return next(one["NodeManagerAddress"] for one in ray.nodes() if one["NodeID"] == node)
-
-
 def _on_node(node: str, fn: Callable[..., Any], *args: Any) -> Any:
     """Returns ``fn(*args)``, applied on a node of the cluster; None where that node does not answer."""
     if node == ray.get_runtime_context().get_node_id():
@@ -337,22 +359,3 @@ def _tails(logs: Sequence[str]) -> list[str]:
             lines = Path(log).read_text(errors="replace").splitlines()
             tails += [line for line in lines if not line.startswith(":")][-LOG_TAIL_LINES:]
     return tails or ["(empty)"]
-
-
-def _await_end(pids: Sequence[int]) -> None:
-    """Waits for processes of this machine to end, and kills those that do not."""
-    deadline = time.monotonic() + NODE_SECONDS / 2
-    while pids := [pid for pid in pids if _runs(pid)]:
-        if time.monotonic() > deadline:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return
-        time.sleep(0.05)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False

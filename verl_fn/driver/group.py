@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -34,17 +34,21 @@ class Member:
     logs: tuple[str, ...]
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Call:
     """A call to a group that has not ended.
 
     Attributes:
         open: for each member that has not ended it, a reference that is ready when it has.
         needs: the references among its arguments; members start when these are ready.
+        streams: whether its results come one by one before it ends.
+        quiet: whether its errors are not to be raised.
     """
 
     open: dict[Member, Any]
     needs: tuple[Any, ...]
+    streams: bool = False
+    quiet: bool = False
 
 
 class Group:
@@ -52,6 +56,7 @@ class Group:
 
     ``run`` calls all members with the same arguments and in the same order, and returns the result of the first.
     ``scatter`` gives each member its own arguments, and returns every member's result.
+    ``stream`` does the same with results that come one by one.
     """
 
     def __init__(self, name: str, members: tuple[Member, ...]) -> None:
@@ -73,6 +78,18 @@ class Group:
         members = self.members[: len(parts)]
         return [results[0] for results in self._call(dict(zip(members, parts, strict=True)), method, 1)]
 
+    def stream(self, parts: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls ``Host.stream`` on the first members, each with its own arguments; returns their generators."""
+        self._send_drops()
+        members = self.members[: len(parts)]
+        streams = [
+            member.host.stream.options(num_returns="streaming").remote(*args)
+            for member, args in zip(members, parts, strict=True)
+        ]
+        ends = {member: stream.completed() for member, stream in zip(members, streams, strict=True)}
+        self.calls.append(Call(ends, (), streams=True))
+        return streams
+
     def _call(self, arguments: Mapping[Member, tuple[Any, ...]], method: str, returns: int) -> list[list[Any]]:
         self._send_drops()
         by_member, ends, needs = [], {}, []
@@ -90,6 +107,15 @@ class Group:
         """References that are ready when all calls have ended."""
         return [end for call in self.calls for end in call.open.values()]
 
+    def ends_of(self, results: Iterable[Any]) -> list[Any]:
+        """Returns the ends of the calls that give these results.
+
+        A result may fail a moment before the end of its call, and the ends show which members have failed.
+        """
+        tasks = {result.task_id() for result in results}
+        ends = [end for call in self.calls if not call.streams for end in call.open.values()]
+        return [end for end in ends if end.task_id() in tasks]
+
     @property
     def reachable(self) -> bool:
         """Whether members can answer a question now: they cannot while an earlier call waits for its arguments."""
@@ -98,7 +124,7 @@ class Group:
         return len(ray.wait(needs, num_returns=len(needs), timeout=0)[0]) == len(needs) if needs else True
 
     def settle(self) -> dict[Member, Exception]:
-        """Removes calls that have ended, and returns the first error of each member."""
+        """Removes calls that have ended, and returns the first error of each member that is not quiet."""
         ends = self.ends
         ready = set(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) if ends else set()
         errors: dict[Member, Exception] = {}
@@ -109,9 +135,15 @@ class Group:
                     try:
                         ray.get(end)
                     except ray.exceptions.RayError as error:
-                        errors.setdefault(member, error)
+                        if not call.quiet:
+                            errors.setdefault(member, error)
         self.calls = [call for call in self.calls if call.open]
         return errors
+
+    def forget_errors(self) -> None:
+        """Makes the calls that have not ended quiet."""
+        for call in self.calls:
+            call.quiet = True
 
     def _send_drops(self) -> None:
         # As a call of their own, since a call whose arguments failed never reaches the actor.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import operator
 import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from verl_fn.backends.protocol import Freed
 from verl_fn.backends.weight_sync.channel import Inlet, Outlet, send
 from verl_fn.config.schema import DriverConfig
+from verl_fn.state import Request, Sample
 
 from . import identity
 from .parcels import Argument, Parcels
@@ -101,16 +104,18 @@ class Host:
         Returns:
             The results, which are None on all ranks but the first, and another None to wait for the end of the call.
         """
-        self._thread = threading.get_ident()
-        self._calls += 1
-        try:
+        with self._busy():
             args, columns = self.parcels.arguments(places, list(flat))
             result = getattr(self, method)(*args)
             results = result if returns > 1 else (result,)
             return (*(self.parcels.out(r, columns) if self._first else None for r in results), None)
-        finally:
-            self._thread = None
-            self._calls += 1
+
+    def stream(self, component: str, version: int | None, requests: Sequence[Request]) -> Iterator[Sample]:
+        """Yields the samples of a rollout engine as they end."""
+        with self._busy():
+            # Ray calls methods of generators, which other iterators lack.
+            for sample in self.components[component].stream(requests, version=version):  # noqa: UP028
+                yield sample
 
     def set_up(self, driver: DriverConfig, ranks: int) -> None:
         """Sets up this process.
@@ -125,9 +130,9 @@ class Host:
 
     def open_store(self, address: str, size: int, timeout: float) -> tuple[str, int]:
         """Opens a store in which the ranks of a process group meet, and returns its address and port."""
-        from . import ranks
+        from verl_fn.backends.rendezvous import open_store
 
-        self._store = ranks.open_store(address, size, timeout)
+        self._store = open_store(address, size, timedelta(seconds=timeout))
         return address, self._store.port
 
     def join(self, place: tuple[str, int], rank: int, size: int, timeout: float, device: str) -> None:
@@ -187,12 +192,16 @@ class Host:
         tensors = dict(self.components[component].named(self._open(value)))
         return {name: t.cpu() for name, t in tensors.items()} if self._first else None
 
-    def listen(self, component: str, secret: bytes) -> tuple[str, int]:
-        """Returns the address to which weights for a rollout engine of this process are sent."""
-        import ray
+    def listen(self, component: str, address: str, secret: bytes) -> tuple[str, int]:
+        """Returns the host and port to which weights for a rollout engine of this process are sent.
 
+        Args:
+            component: the engine.
+            address: the address of this machine to listen on.
+            secret: the key of the senders.
+        """
         if self._inlet is None:
-            self._inlet = Inlet(ray.util.get_node_ip_address(), secret, _device_of(self.components[component]))
+            self._inlet = Inlet(address, secret, _device_of(self.components[component]))
         return self._inlet.address
 
     def receive(self, component: str, version: int) -> None:
@@ -214,15 +223,6 @@ class Host:
             if address not in self._outlets:
                 self._outlets[address] = Outlet(address, secret, _device_of(self.components[component]))
         send([self._outlets[address] for address in addresses], version, source)
-
-    def publish_here(self, component: str, params: Stored, engine: str, version: int) -> None:
-        """Publishes weights to a rollout engine in the first rank's process."""
-        source = self.components[component].weights(self._open(params))
-        if self._first:
-            self.components[engine].publish(version, source)
-        else:
-            for _ in source.read():
-                pass
 
     def traffic(self) -> tuple[dict[str, int], int]:
         """Returns how often each tensor was fetched, and how many bytes were fetched in all."""
@@ -250,6 +250,17 @@ class Host:
         lines = traceback.extract_stack(frame) if (frame := self._frame()) else []
         inside = max((i + 1 for i, line in enumerate(lines) if line.filename == __file__), default=0)
         return traceback.StackSummary.from_list(lines[inside:])
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        """Marks this thread as that of the running call."""
+        self._thread = threading.get_ident()
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._thread = None
+            self._calls += 1
 
     def _frame(self) -> FrameType | None:
         """Returns the innermost frame of the running call."""

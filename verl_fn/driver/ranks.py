@@ -20,13 +20,6 @@ T = TypeVar("T")
 PATIENCE = 2.0
 
 
-def open_store(address: str, size: int, timeout: float) -> Any:
-    """Opens a store on a free port, through which ``size`` ranks connect to each other."""
-    import torch.distributed as dist
-
-    return dist.TCPStore(address, 0, size, is_master=True, timeout=timedelta(seconds=timeout), wait_for_workers=False)
-
-
 def join(place: tuple[str, int], rank: int, size: int, timeout: float, device: str, store: Any = None) -> None:
     """Makes this process a rank of the default process group.
 
@@ -40,9 +33,9 @@ def join(place: tuple[str, int], rank: int, size: int, timeout: float, device: s
     """
     import torch.distributed as dist
 
-    if place[0] == "127.0.0.1":
-        # If all ranks are on one machine, gloo can use the loopback device and need not resolve the host's name.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    from verl_fn.backends.rendezvous import use_loopback
+
+    use_loopback(place[0])
     if store is None:
         store = dist.TCPStore(*place, size, is_master=False, timeout=timedelta(seconds=timeout))
     dist.init_process_group(
@@ -94,6 +87,8 @@ def process_group(plan: Plan) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
+    from verl_fn.backends.rendezvous import use_loopback
+
     if dist.is_initialized():
         yield
         return
@@ -101,6 +96,8 @@ def process_group(plan: Plan) -> Iterator[None]:
     if kind == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     timeout = timedelta(seconds=plan.ray.timeout)
+    if size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        use_loopback("127.0.0.1")
     if size > 1:
         dist.init_process_group(backends(kind), timeout=timeout)
     else:

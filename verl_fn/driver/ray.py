@@ -7,17 +7,17 @@ import difflib
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-import attrs
 import ray
 import ray.runtime_env
 
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.hf.tokenizer import read_tokenizer
-from verl_fn.backends.protocol import RolloutBackend, TrainBackend
+from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.config.plan import Plan, RolePlan
@@ -26,6 +26,7 @@ from verl_fn.config.schema import RayConfig
 from . import build
 from .cluster import Cluster, Seat
 from .errors import ActorDied
+from .ray_private import private_ray
 from .remote import RemoteRollout, RemoteTrain
 
 __all__ = ["ActorDied", "connected", "ray_workers"]
@@ -50,7 +51,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
         groups = training_groups(plan)
         cluster = Cluster(plan.ray.timeout)
         try:
-            seats, bundles = seating(list(groups), plan.ray.ranks, device)
+            seats, bundles = seating(list(groups), plan.ray.ranks, device, plan.rollout.engines)
             check_room(bundles, plan.ray)
             send_code(plan.code)
             cluster.reserve(bundles, plan.ray.placement)
@@ -71,7 +72,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             # express.
             yield Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
-                rollout=cast(RolloutBackend, RemoteRollout(cluster, cluster.groups["rollout"], "rollout")),
+                rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout"),
                 reward=lambda batch, problems: reward.run("invoke", "reward", "__call__", (), {}, batch, problems),
                 tokenizer=read_tokenizer(plan.model),
                 sampling=build.sampling(plan.rollout),
@@ -96,7 +97,7 @@ def send_code(code: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def connected(table: RayConfig) -> Iterator[None]:
-    """Connects to a cluster: the one that is connected, that of ``ray.address``, or one of this machine alone.
+    """Connects to a cluster: the one that is connected, that of ``ray.address``, or a new one of this run alone.
 
     Raises:
         ConfigError: there is none at that address, or the runtime environment cannot be used.
@@ -109,24 +110,39 @@ def connected(table: RayConfig) -> Iterator[None]:
         options["runtime_env"] = runtime_env(Path(table.runtime_env))
     if table.address:
         check_address(table.address)
-        options["address"] = table.address
+        start = joined_ray(address=table.address, **options)
     else:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Without an address, Ray would look for a cluster that runs or ran on this machine.
-        options |= {"address": "local", "include_dashboard": False, "num_cpus": os.cpu_count()}
-    try:
-        ray.init(**options)
-    except ray.exceptions.RuntimeEnvSetupError as error:
-        raise ConfigError(f"ray.runtime_env: {table.runtime_env} cannot be set up: {error}") from error
-    except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
-        keys = [f"{key} = {value!r}" for key, value in attrs.asdict(table).items() if key in options and value]
-        token = " (a cluster that asks for a token wants RAY_AUTH_MODE=token in the environment, or ray.address=auto)"
-        hint = token if table.address not in ("", "auto") else ""
-        raise ConfigError(f"Ray does not start with {', '.join(keys) or 'its defaults'}: {error}{hint}") from error
+        start = private_ray(num_cpus=os.cpu_count(), **options)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(start)
+        except ray.exceptions.RuntimeEnvSetupError as error:
+            raise ConfigError(f"ray.runtime_env: {table.runtime_env} cannot be set up: {error}") from error
+        except Exception as error:
+            keys = [f"{key} = {value!r}" for key in ("address", "runtime_env") if (value := getattr(table, key))]
+            raise ConfigError(
+                f"Ray does not start with {', '.join(keys) or 'its defaults'}: {error}{_hint(table, error)}"
+            ) from error
+        yield
+
+
+@contextlib.contextmanager
+def joined_ray(**options: Any) -> Iterator[None]:
+    """Connects to a cluster that runs already, and leaves it running."""
+    ray.init(**options)
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _hint(table: RayConfig, error: Exception) -> str:
+    if table.address not in ("", "auto"):
+        return " (a cluster that asks for a token wants RAY_AUTH_MODE=token in the environment, or ray.address=auto)"
+    if "AF_UNIX" in str(error):
+        return " (set RAY_TMPDIR to a folder with a short path)"
+    return ""
 
 
 def runtime_env(file: Path) -> dict[str, Any]:
@@ -201,13 +217,16 @@ def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
     return {"trainer": together} | {role.name: (role,) for role in apart}
 
 
-def seating(groups: Sequence[str], ranks: int, device: str) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
+def seating(
+    groups: Sequence[str], ranks: int, device: str, engines: int
+) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
     """Returns the seats of each group's actors, and the resources of the run's bundles, one for each rank.
 
     Args:
         groups: the names of the groups of training ranks, ``trainer`` first.
         ranks: how many ranks each of them has.
         device: ``cpu`` or ``cuda``.
+        engines: how many rollout engines there are; they take the ranks of ``trainer`` in turns.
     """
     gpu = device == "cuda"
     seats: dict[str, list[Seat]] = {}
@@ -215,8 +234,12 @@ def seating(groups: Sequence[str], ranks: int, device: str) -> tuple[dict[str, l
     for name in groups:
         seats[name] = [Seat(len(bundles) + rank, float(gpu)) for rank in range(ranks)]
         bundles += [{"CPU": ROOM, "GPU": 1} if gpu else {"CPU": ROOM}] * ranks
-    seats["trainer"][0] = Seat(0, TRAINER_SHARE if gpu else 0.0)
-    seats["rollout"] = [Seat(0, ROLLOUT_SHARE if gpu else 0.0)]
+    places = Counter(engine % ranks for engine in range(engines))
+    for rank in places if gpu else ():
+        seats["trainer"][rank] = Seat(rank, TRAINER_SHARE)
+    seats["rollout"] = [
+        Seat(engine % ranks, gpu * ROLLOUT_SHARE / places[engine % ranks]) for engine in range(engines)
+    ]
     # One actor keeps batches and another computes rewards, so that no step waits for a result that it doesn't use.
     seats["data"], seats["reward"] = [Seat(0)], [Seat(0)]
     return seats, bundles

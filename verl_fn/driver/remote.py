@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -251,34 +251,43 @@ class RemoteRollout:
                     self._version = None
         return self._version
 
-    def publish(self, version: int, weights: RemoteWeights | WeightSource) -> Any:
+    def publish(self, version: int, weights: protocol.Handle[WeightSource]) -> Any:
         """Sends weights from their ranks to every engine, and returns a reference that is ready afterwards.
 
         The ranks that send run no other call meanwhile, so no update can donate the weights that they send.
         """
         self._version = None
-        members = self._group.members
         if not isinstance(weights, RemoteWeights):
             refs = self._all("invoke", "publish", (), {}, version, weights)
-        elif members[0] in weights.group.members:
-            call = (weights.component, weights.stored, self._component, version)
-            refs = [weights.group.run("publish_here", *call)]
         else:
             secret = self._cluster.secret
             if not self._addresses:
-                self._addresses = self._cluster.get(self._all("listen", secret))
+                groups, members = (self._group, weights.group), self._group.members
+                listen = [(self._component, self._cluster.address(member, *groups), secret) for member in members]
+                self._addresses = self._cluster.get(self._group.scatter("listen", listen))
             weights.group.run("send", weights.component, weights.stored, version, self._addresses, secret)
             refs = self._all("receive", version)
         self._publishing = version, refs
         return refs if len(refs) > 1 else refs[0]
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
-        """Returns a reference to the samples; each engine answers a part of the requests."""
-        each = -(-len(requests) // len(self._group.members)) or 1
-        shares = [requests[i : i + each] for i in range(0, max(1, len(requests)), each)]
-        calls = [(self._component, "generate", (), {"version": version}, share) for share in shares]
+        """Returns a reference to the samples; each engine answers its share of the requests."""
+        calls = [(self._component, "generate", (), {"version": version}, share) for share in self._shares(requests)]
         samples: Ref[list[Sample]] = self._cluster.joined(self._group.scatter("invoke", calls))
         return samples
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
+        """Returns an iterator over references to the samples, in the order in which they end on any engine."""
+        return self._cluster.stream(
+            self._group, [(self._component, version, share) for share in self._shares(requests)]
+        )
+
+    def _shares(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
+        """Returns the requests of each engine: consecutive ones, as equal in number as they can be."""
+        count, engines = len(requests), len(self._group.members)
+        shares = [requests[count * i // engines : count * (i + 1) // engines] for i in range(engines)]
+        # Without any requests, an engine says what is wrong with that.
+        return [share for share in shares if share] or [requests]
 
     def sleep(self, level: int = 2) -> Any:
         """See ``RolloutBackend``."""

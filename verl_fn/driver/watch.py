@@ -50,17 +50,14 @@ class Watch:
             return
         self._next = now + self.interval
         for group in groups:
-            silent = [member for member in group.members if self._waited(member, now) > self._timeout]
+            silent = any(self._waited(member, now) > self._timeout for member in group.members)
             reachable = group.reachable
             for member in group.members:
                 if member not in self._asked and reachable:
                     self._asked[member] = (ask(member, "pulse"), now)
-            if silent:
-                raise self._hangs(group, silent[0], "does not answer", silent)
-            if len(group.members) > 1 and self._stands_still(group, now):
-                culprit = self._culprit(group)
-                if culprit is not None:
-                    raise culprit
+            stands_still = len(group.members) > 1 and self._stands_still(group, now)
+            if (silent or stands_still) and (error := self._hanging(group)) is not None:
+                raise error
 
     def _waited(self, member: Member, now: float) -> float:
         """Returns for how many seconds a member has not answered."""
@@ -83,60 +80,64 @@ class Watch:
         self._since[group] = (pulses, since)
         return now - since > self._timeout
 
-    def _culprit(self, group: Group) -> ActorHangs | None:
-        """Returns an error for the rank that holds the others up; None where a rank has died.
+    def _hanging(self, group: Group) -> ActorHangs | None:
+        """Returns an error with every rank's stack, and the rank that differs; None where a rank has died.
 
-        It is the one that has started the fewest collectives, of those that are in none now.
+        That is a rank that does not answer, or else one that is in no collective; of several, the one that has
+        started the fewest collectives.
         """
-        asked = {member: ask(member, "stack") for member in group.members}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)
-        stacks: dict[Member, traceback.StackSummary] = {}
-        for member, ref in asked.items():
-            if not ray.wait([ref], timeout=0)[0]:
-                return self._hangs(group, member, "does not answer", [member])
-            try:
-                stacks[member] = ray.get(ref)
-            except ray.exceptions.RayError:
-                return None
-        pulses = {member: self._pulses[member] for member in group.members}
-        acting = [m for m in group.members if pulses[m].busy and not waits(stacks[m])] or list(group.members)
-        guilty = min(acting, key=lambda member: pulses[member].collectives)
-        place = "".join(stacks[guilty].format()).rstrip()
-        return self._hangs(group, guilty, f"is here in its main thread:\n{place}", [guilty])
+        stacks = stacks_of(group.members)
+        if stacks is None:
+            return None
+        answering = [member for member, stack in stacks.items() if stack is not None]
+        acting = [m for m in answering if self._pulses[m].busy and not waits(stacks[m])] or answering
+        differing = [member for member in stacks if member not in answering] or sorted(
+            acting, key=lambda member: self._pulses[member].collectives
+        )
+        return ActorHangs(
+            f"{differing[0].name} (pid {differing[0].pid}) hangs: {group.name} made no progress for ray.timeout = "
+            f"{self._timeout:g} s\n{described(stacks)}\nThe same command continues from the last checkpoint. If this "
+            "was only slow, raise ray.timeout"
+        )
 
     def absent(self, group: Group, failed: Mapping[Member, Exception]) -> ActorHangs | None:
-        """Returns an error for a member that was missing in a collective that failed; None where none was.
+        """Returns an error for a rank that was missing in a collective that failed; None where none was.
 
-        Such a member runs the same call and is in no collective.
+        Such a rank runs the same call and is in no collective.
         """
+        running = {member for call in group.calls for member in call.open}
+        stacks = stacks_of([member for member in group.members if member in running and member not in failed])
+        missing = [m for m, stack in (stacks or {}).items() if stack is None or (stack and not waits(stack))]
+        if stacks is None or not missing:
+            return None
         first, error = next(iter(failed.items()))
-        for member in group.members:
-            if member in failed or not any(member in call.open for call in group.calls):
-                continue
-            ref = ask(member, "stack")
-            what = "does not answer"
-            if ray.wait([ref], timeout=ANSWER_SECONDS)[0]:
-                try:
-                    stack = ray.get(ref)
-                except ray.exceptions.RayError:
-                    continue
-                if not stack or waits(stack):
-                    continue
-                what = f"was not in it and is here in its main thread:\n{''.join(stack.format()).rstrip()}"
-            return ActorHangs(
-                f"{first.name} (pid {first.pid}) failed in a collective: {error}\n"
-                f"{member.name} (pid {member.pid}) {what}\nThe same command continues from the last checkpoint"
-            )
+        return ActorHangs(
+            f"{first.name} (pid {first.pid}) failed in a collective: {error}\n{missing[0].name} (pid "
+            f"{missing[0].pid}) was not in it\n{described(stacks)}\nThe same command continues from the last "
+            "checkpoint"
+        )
+
+
+def stacks_of(members: Iterable[Member]) -> dict[Member, traceback.StackSummary | None] | None:
+    """Returns the stack of each member's call, and None for one that does not answer; None where one has died."""
+    asked = {member: ask(member, "stack") for member in members}
+    ready = ray.wait(list(asked.values()), num_returns=len(asked), timeout=ANSWER_SECONDS)[0] if asked else []
+    try:
+        return {member: ray.get(ref) if ref in ready else None for member, ref in asked.items()}
+    except ray.exceptions.RayError:
         return None
 
-    def _hangs(self, group: Group, guilty: Member, what: str, not_waiting: list[Member]) -> ActorHangs:
-        others = ", ".join(member.name for member in group.members if member not in not_waiting)
-        waiting = f"; {others} wait{'s' if ',' not in others else ''} for it" if others else ""
-        return ActorHangs(
-            f"{guilty.name} (pid {guilty.pid}) hangs: it made no progress for ray.timeout = {self._timeout:g} s"
-            f"{waiting}. It {what}\nThe same command continues from the last checkpoint. If this was only slow, "
-            "raise ray.timeout"
-        )
+
+def described(stacks: Mapping[Member, traceback.StackSummary | None]) -> str:
+    """Describes where ranks are; those with the same stack share a paragraph."""
+    alike: dict[str, list[str]] = {}
+    for member, stack in stacks.items():
+        where = "does not answer"
+        if stack is not None:
+            state = "waits in a collective" if waits(stack) else "is here"
+            where = f"{state}:\n{''.join(stack.format()).rstrip()}" if stack else "runs no call"
+        alike.setdefault(where, []).append(member.name)
+    return "\n".join(f"{', '.join(names)} {where}" for where, names in alike.items())
 
 
 def ask(member: Member, method: str) -> Any:
@@ -144,7 +145,7 @@ def ask(member: Member, method: str) -> Any:
     return getattr(member.host, method).options(concurrency_group="ask").remote()
 
 
-def waits(stack: traceback.StackSummary) -> bool:
+def waits(stack: traceback.StackSummary | None) -> bool:
     """Returns whether a thread is in a collective: its innermost line outside torch's other code is in
     ``torch.distributed``.
 
@@ -153,7 +154,7 @@ def waits(stack: traceback.StackSummary) -> bool:
         >>> waits(here)
         False
     """
-    for line in reversed(stack):
+    for line in reversed(stack or ()):
         if line.filename.startswith(f"{TORCH}/distributed"):
             return True
         if not line.filename.startswith(TORCH):

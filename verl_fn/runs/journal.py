@@ -6,7 +6,7 @@ the rollout engine and the reward, and passes everything through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,12 @@ class _Listening:
         self._recorder.samples = self._inner.generate(requests, version=version)
         return self._recorder.samples
 
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
+        self._recorder.samples = []
+        for sample in self._inner.stream(requests, version=version):
+            self._recorder.samples.append(sample)
+            yield sample
+
     def sleep(self, level: int = 2) -> Ref[None]:
         return self._inner.sleep(level)
 
@@ -125,6 +131,10 @@ class Recorded:
                     "changed, or the samples are damaged; replay without --recorded"
                 )
         return self._samples
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        """The recorded samples, one by one; see ``generate``."""
+        return iter(self.generate(requests, version=version))
 
     def sleep(self, level: int = 2) -> None:
         self.version = None

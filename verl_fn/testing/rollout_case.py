@@ -9,7 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol import RolloutBackend, Sampling, StaleWeightsError, TrainBackend, WeightSource
+from verl_fn.backends.protocol import Request, RolloutBackend, Sampling, StaleWeightsError, TrainBackend, WeightSource
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import Key, Params, Sample, requests_for
 
@@ -62,28 +62,41 @@ class Case:
         ids: Sequence[int] | None = None,
     ) -> list[Sample]:
         """Returns the responses to some of the prompts; without ``ids``, a prompt has the same id in every call."""
+        requests = self.requests(rows, sampling or self.sampling, key or self.key, ids)
+        samples: list[Sample] = self.get(self.engine.generate(requests, version=version))
+        return samples
+
+    def stream(self, version: int | None = None) -> list[Sample]:
+        """Returns the responses to all prompts in the order in which the engine's stream gives them."""
+        requests = self.requests(None, self.sampling, self.key)
+        return [self.get(sample) for sample in self.engine.stream(requests, version=version)]
+
+    def requests(
+        self, rows: Sequence[int] | None, sampling: Sampling, key: Key, ids: Sequence[int] | None = None
+    ) -> list[Request]:
+        """Returns requests for some of the prompts, by default for all."""
         rows = range(len(self.prompts)) if rows is None else rows
         ids = [self.id(i) for i in rows] if ids is None else ids
-        asked = requests_for([self.prompts[i] for i in rows], sampling or self.sampling, key or self.key, ids)
-        samples: list[Sample] = self.get(self.engine.generate(asked, version=version))
-        return samples
+        return requests_for([self.prompts[i] for i in rows], sampling, key, ids)
 
     def publish(self, version: int, tensors: dict[str, Tensor]) -> None:
         """Publishes whole tensors and waits until they are there."""
         self.get(self.engine.publish(version, Weights.of(tensors)))
 
     def require_stale(self, when: str, version: int | None, cause: str = "a version that is not compared") -> None:
-        """Requires that a request for this version raises ``StaleWeightsError``."""
-        try:
-            self.generate(version=version)
-        except StaleWeightsError:
-            return
-        except Exception as error:
-            instead = f"raises {type(error).__name__} instead of StaleWeightsError"
-        else:
-            instead = "raises no StaleWeightsError"
+        """Requires that a request for this version raises ``StaleWeightsError``, also as a stream."""
+        calls: dict[str, Callable[..., object]] = {"a request": self.generate, "a stream": self.stream}
         asked = "any version" if version is None else f"version {version}"
-        raise LawViolation("Version", f"{when}, a request for {asked} {instead}", cause)
+        for name, call in calls.items():
+            try:
+                call(version=version)
+            except StaleWeightsError:
+                continue
+            except Exception as error:
+                instead = f"raises {type(error).__name__} instead of StaleWeightsError"
+            else:
+                instead = "raises no StaleWeightsError"
+            raise LawViolation("Version", f"{when}, {name} for {asked} {instead}", cause)
 
     def require_same(
         self, law: str, what: str, expected: Sequence[Sample], samples: Sequence[Sample], cause: str

@@ -31,7 +31,7 @@ def check_rollout(
 ) -> None:
     """Checks a rollout engine against its protocol.
 
-    * Signature: samples request by request, with the fields that the protocol names.
+    * Signature: samples request by request, with the protocol's fields; a stream gives the same samples, each once.
     * Version: weights are asked for by version, and stale ones refused; published tensors are read at once and
       neither changed nor kept; a publication that lost, repeated or broke off a bucket leaves an engine that serves
       nothing.
@@ -91,6 +91,7 @@ def _check_laws(case: Case) -> None:
     if engine.capabilities.repeatable:
         _repeated(case)
         publications.spoilt(case, given)
+        _streamed(case)
     for sampling in _samplings(case):
         samples = case.generate(sampling=sampling)
         _signature(case, sampling, samples)
@@ -127,6 +128,20 @@ def _repeated(case: Case) -> None:
     first, second = results
     cause = "a generator that does not come from the key, or a promise (repeatable) that cannot be kept"
     case.require_same("Purity", "the same request again", first, second, cause)
+
+
+def _streamed(case: Case) -> None:
+    """A stream gives the samples of ``generate``, each once, in any order."""
+    whole, streamed = case.generate(), case.stream()
+    names = sorted((s.request, s.number) for s in streamed)
+    require(
+        names == sorted((s.request, s.number) for s in whole),
+        "Signature",
+        f"the stream's requests and numbers are {names}",
+        "samples that are lost or repeated, or numbered in the order in which they end",
+    )
+    cause = "a key that depends on when a sample is drawn"
+    case.require_same("Purity", "the stream of the same requests", whole, streamed, cause)
 
 
 def _signature(case: Case, sampling: Sampling, samples: Sequence[Sample]) -> None:

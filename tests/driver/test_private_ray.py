@@ -1,0 +1,112 @@
+"""A Ray of a run alone: nobody else reaches its ports or reads its files, and it ends as a whole."""
+
+import ipaddress
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import remote_mutants
+from ray._raylet import AuthenticationMode, get_authentication_mode
+
+from verl_fn.driver import ray_private
+from verl_fn.driver.errors import ActorDied
+from verl_fn.driver.processes import runs, with_descendants
+from verl_fn.state import Key
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_it_is_written_for_this_version():
+    assert ray.__version__.startswith(f"{ray_private.RAY}."), "read verl_fn/driver/ray_private.py anew"
+
+
+def reachable():
+    """The sockets of all processes of this run that another machine, or another address of this one, can reach."""
+    sockets = []
+    for pid in with_descendants([os.getpid()]):
+        process = psutil.Process(pid)
+        sockets += [
+            (process.name(), connection.laddr)
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN or not connection.raddr
+        ]
+    assert len(sockets) > 8, sockets
+    addresses = [(name, ipaddress.ip_address(address.ip.removeprefix("::ffff:"))) for name, address in sockets]
+    return [(name, str(address)) for name, address in addresses if not address.is_loopback]
+
+
+def test_nothing_of_it_is_reachable_from_another_address(two, model):
+    """Ray's own processes, actors, the ranks' store and gloo, and the engines that wait for weights."""
+    fsdp = two.backend("listening", remote_mutants.fsdp, model)
+    engines = two.engines("listening", remote_mutants.table_engine)
+    two.get(engines.publish(1, fsdp.weights(fsdp.init(Key.from_seed(0)).params)))
+    assert reachable() == []
+
+
+def test_its_files_and_its_token_are_this_users(two):
+    assert get_authentication_mode() == AuthenticationMode.TOKEN
+    token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    environments = ray.get(
+        [member.host.call.remote(os.getenv, {}, False, "RAY_AUTH_TOKEN_PATH") for member in members(two)]
+    )
+    assert environments == [str(token)] * len(environments)
+    logs = [Path(log) for member in members(two) for log in member.logs]
+    assert logs and all(token.parent in log.parents for log in logs)
+    assert token.parent.stat().st_mode & 0o777 == 0o700
+
+
+def members(two):
+    return list(two.cluster.members.values())
+
+
+def test_a_process_of_ray_that_ends_is_reported(two, monkeypatch):
+    monkeypatch.setattr(ray_private, "_ended", lambda: ["gcs_server (pid 1, status -9)"])
+    with pytest.raises(ActorDied, match=r"^Ray itself has died: gcs_server \(pid 1, status -9\)"):
+        two.get(members(two)[0].host.call.remote(remote_mutants.nap, {}, False))
+
+
+DYING = """
+import os, signal
+import ray
+from verl_fn.driver import ray_private
+from verl_fn.driver.errors import ActorDied
+from verl_fn.driver.processes import runs, with_descendants
+
+class Actor:
+    def nothing(self):
+        pass
+
+before = dict(os.environ)
+with ray_private.private_ray(num_cpus=1, log_to_driver=False, logging_level="critical"):
+    actor = ray.remote(num_cpus=0)(Actor).remote()
+    ray.get(actor.nothing.remote())
+    family = with_descendants([os.getpid()])
+    print(os.environ["RAY_AUTH_TOKEN_PATH"], *family[1:], flush=True)
+    ray_private.require_alive()
+    names = {pid: open(f"/proc/{pid}/comm").read().strip() for pid in family}
+    os.kill(next(pid for pid, name in names.items() if name == "gcs_server"), signal.SIGKILL)
+    while ray_private.alive():
+        pass
+    try:
+        ray_private.require_alive()
+    except ActorDied as error:
+        print(error, flush=True)
+after = dict(os.environ)
+assert all(before.get(name) == after.get(name) for name in after if name.startswith("RAY_AUTH")), after
+raise SystemExit(7)
+"""
+
+
+def test_without_its_control_process_it_ends_as_a_whole():
+    """Of a Ray of its own, since the tests' would go with it: at once, with no process and no file left."""
+    ended = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True, cwd=ROOT, timeout=280)
+    assert ended.returncode == 7, ended.stderr
+    processes, message = ended.stdout.split("\n", 1)
+    token, *pids = processes.split()
+    assert message.startswith("Ray itself has died: gcs_server")
+    assert len(pids) > 4 and not [pid for pid in pids if runs(int(pid))]
+    assert not Path(token).parent.exists()
