@@ -4,7 +4,7 @@ from functools import partial
 
 import attrs
 import torch
-from mock_rollouts import resampled, rollout
+from mock_rollouts import rekeyed, resampled, rollout
 
 from verl_fn.backends.mock.rollout import MockRollout
 from verl_fn.backends.weight_sync import IncompleteWeights
