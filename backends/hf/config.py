@@ -54,7 +54,9 @@ def reason(error: BaseException) -> str:
 
     The other lines of transformers' messages are advice on its versions, which does not help here.
     """
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Some first lines only introduce the second.
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     if type(error) in (OSError, ValueError, RuntimeError, Exception) and first:
         return first
     return f"{type(error).__name__}: {first}" if first else type(error).__name__

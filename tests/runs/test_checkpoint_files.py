@@ -135,7 +135,7 @@ def delete(path, others):
 
 
 def lengthen(path, others):
-    path.write_bytes(path.read_bytes() + b" ")
+    path.write_bytes(path.read_bytes() + b"x")
 
 
 def empty(path, others):
