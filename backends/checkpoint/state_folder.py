@@ -142,7 +142,8 @@ def read_state(
             tensors = tensor_file.read(folder / TENSORS, flatten(rest)[0], rows, device)
             scalars = json.loads((folder / SCALARS).read_text())
             hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
-        except (OSError, ValueError, SafetensorError) as error:
+        # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
+        except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
             raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
     return weights, pytree.tree_map_with_path(lambda path, leaf: tensors.get(pytree.keystr(path), leaf), hollow)
 
