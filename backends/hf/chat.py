@@ -31,7 +31,7 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
 
     Example:
         >>> from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
-        >>> tokenizer = char_tokenizer("ab\n")
+        >>> tokenizer = char_tokenizer("ab\\n")
         >>> tokenizer.chat_template = CHAT_TEMPLATE
         >>> chat_tokens(tokenizer, [{"role": "user", "content": "ba"}])
         [1, 5, 4, 6]

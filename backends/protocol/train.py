@@ -105,7 +105,7 @@ def whole_leaves(backend: TrainBackend, value: object) -> Iterator[tuple[str, ob
         >>> from verl_fn.testing import Mock
         >>> backend = Mock(2, sgd(lambda count: 0.1))
         >>> [path for path, leaf in whole_leaves(backend, backend.init(Key.from_seed(0)))][:3]
-        [".params['logits']", ".params['values']", '.optimizer']
+        [".params['logits']", ".params['values']", '.scheduler']
     """
 
     def is_named(part: object) -> bool:
