@@ -21,7 +21,8 @@ OWN = 2  # what the tokenizer calls <eos>
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", arch="llama", hidden_size=16)
+    """Of an architecture whose own end token, 1, is not the tokenizer's."""
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", arch="gemma", hidden_size=16)
 
 
 def write(file, **fields):
