@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # A model folder's own code is never run, and nothing is downloaded.
 LOCAL = {"trust_remote_code": False, "local_files_only": True}
 # Numbers of modules: a damaged file may have a huge one, and making so many would take for ever.
-MODULES = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
+LAYERS, EXPERTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), ("num_experts", "num_local_experts")
 MOST_MODULES = 4096
 
 
@@ -107,6 +107,7 @@ def read_config(folder: str | Path) -> Any:
             f"{folder} is not a Hugging Face model folder: it has no config.json; models are not downloaded, so "
             f"give a folder of this machine"
         )
+    _check_modules(read_json(Path(folder) / "config.json"), folder)
     with refused(f"{folder}/config.json cannot be read"):
         config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
         _check(config, folder)
@@ -115,7 +116,10 @@ def read_config(folder: str | Path) -> Any:
 
 def _check(config: Any, folder: str | Path) -> None:
     """Raises an error for settings that a pure step cannot have, or that no model has."""
-    _check_counts(config.get_text_config(), folder)
+    for name in ("vocab_size", "num_hidden_layers"):
+        count = getattr(config.get_text_config(), name, 1)
+        if type(count) is not int or count < 1:
+            raise ModelError(f"{folder}/config.json has {count!r} as {name}; it must be a whole number from 1")
     # The dropout of transformers' own heads is never run here.
     dropout = {
         name: rate
@@ -136,15 +140,13 @@ def _check(config: Any, folder: str | Path) -> None:
         raise ModelError(f"{folder} has layers of kind {sorted(mixing)}, which would mix packed rows")
 
 
-def _check_counts(config: Any, folder: str | Path) -> None:
-    for name in ("vocab_size", *MODULES):
-        count, least = getattr(config, name, None), 0 if "expert" in name else 1
-        if count is None:
-            continue
-        if type(count) is not int or count < least:
-            raise ModelError(f"{folder}/config.json has {count!r} as {name}; it must be a whole number from {least}")
-        if name in MODULES and count > MOST_MODULES:
-            raise ModelError(f"{folder}/config.json has {count} as {name}; no model has more than {MOST_MODULES}")
+def _check_modules(table: dict[str, Any], folder: str | Path) -> None:
+    """Raises an error for a huge number of layers or experts: a config itself may make a list of them."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            _check_modules(value, folder)
+        elif name in (*LAYERS, *EXPERTS) and isinstance(value, (int, float)) and value > MOST_MODULES:
+            raise ModelError(f"{folder}/config.json has {value:g} as {name}; no model has more than {MOST_MODULES}")
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

@@ -284,7 +284,9 @@ def check_same_model(skeleton: Skeleton, other: Skeleton, folder: str | Path) ->
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Makes modules register every parameter on the meta device; buffers keep their device."""
-    register = nn.Module.register_parameter
+    from torch.utils import deterministic
+
+    register, fills = nn.Module.register_parameter, deterministic.fill_uninitialized_memory
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
@@ -292,10 +294,13 @@ def _parameters_on_meta() -> Iterator[None]:
         register(self, name, param)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    # Memory that is allocated and never written costs nothing. Deterministic algorithms would write it.
+    deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        deterministic.fill_uninitialized_memory = fills
 
 
 def _to_meta(model: nn.Module) -> None:
