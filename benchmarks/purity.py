@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from verl_fn.backends.hf import attention
+from verl_fn.backends.hf.config import LOCAL
 from verl_fn.backends.hf.outputs import Staged, token_outputs
 from verl_fn.backends.hf.skeleton import DTYPES, Skeleton
 from verl_fn.backends.local import Local
@@ -205,8 +206,8 @@ def _plain_module(shape: Shape, folder: str, device: str, state: Any) -> Skeleto
     """The same model with parameters of its own, used as any PyTorch module is."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(folder)
-    module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
+    config = AutoConfig.from_pretrained(folder, **LOCAL)
+    module = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, trust_remote_code=False)
     module.config.use_cache = False
     module = module.to(device, DTYPES[shape.dtype]).eval()
     with torch.no_grad():

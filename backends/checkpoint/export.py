@@ -5,47 +5,46 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_fn.backends.checkpoint.state_folder import TENSORS
-from verl_fn.backends.hf import lora
-from verl_fn.backends.hf.folder import ModelError, quiet, read_config
+from verl_fn.backends.hf import carried, lora
+from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, read_config, refused
+from verl_fn.backends.hf.tokenizer import GENERATION, read_tokenizer
+from verl_fn.backends.whole_folder import check_empty, written_whole
 from verl_fn.errors import UsageError
 
-
-def check_empty(folder: Path) -> None:
-    """Raises an error unless ``folder`` is empty or does not exist.
-
-    Raises:
-        UsageError: it is a file, or a folder that is not empty.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file; choose a folder")
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty; choose another folder")
+__all__ = ["check_empty", "export_adapter", "export_model"]
 
 
 def export_model(source: str | Path, out: str | Path, dtype: str | None = None) -> Path:
-    """Copies a model and its tokenizer into ``out``, cast to ``dtype`` if given.
+    """Copies a model and its tokenizer into ``out``, cast to ``dtype`` if given; a failure leaves ``out`` as it was.
 
     Raises:
         UsageError: ``out`` is not empty.
-        ModelError: transformers cannot load ``source``.
+        ModelError: ``source`` has no tokenizer, lacks weights, or cannot be loaded or copied.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     out = Path(out)
     check_empty(out)
     read_config(source)
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        with quiet():
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype or "auto")
-            # Checkpoints have the layout that models compute with (experts stacked), so reading one records no
-            # conversion; None makes transformers write the layout that files of this architecture have.
-            model._weight_conversions = getattr(model, "_weight_conversions", None) or None
-            model.save_pretrained(out)
-        AutoTokenizer.from_pretrained(source).save_pretrained(out)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{source} cannot be copied to {out}: {error}") from error
+    read_tokenizer(source)
+    with refused(f"{source} cannot be copied to {out}"), written_whole(out) as aside, quiet():
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype or "auto",
+            # transformers refuses some settings of generation; those of the source are copied as they are.
+            generation_config=GenerationConfig(),
+            output_loading_info=True,
+            **LOCAL,
+        )
+        if missing := sorted(loaded["missing_keys"]):
+            # transformers has drawn them at random.
+            raise ModelError(f"{source} lacks {len(missing)} weights of the model, such as {missing[0]}")
+        # Checkpoints have the layout that models compute with (experts stacked), so reading one records no
+        # conversion; None makes transformers write the layout that files of this architecture have.
+        model._weight_conversions = getattr(model, "_weight_conversions", None) or None
+        model.save_pretrained(aside)
+        (aside / GENERATION).unlink()
+        carried.write(carried.carried(source, model), aside)
     return out
 
 
@@ -75,7 +74,8 @@ def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None
             tensors = {name: file.get_tensor(f".params['{name}']") for name in adapters.names()}
         if dtype is not None:
             tensors = {name: t.to(getattr(torch, dtype)) for name, t in tensors.items()}
-        lora.write_adapter(tensors, adapters, base, out)
+        with written_whole(out) as aside:
+            lora.write_adapter(tensors, adapters, base, aside)
     except (OSError, SafetensorError) as error:
         raise lora.LoraError(f"the adapters of {source} cannot be written to {out}: {error}") from error
     return out

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from verl_fn.backends import tensor_file
 from verl_fn.backends.agreement import Gather, agreed, alone
-from verl_fn.backends.hf.folder import quiet
+from verl_fn.backends.hf import carried
 from verl_fn.backends.hf.lora import ABOUT
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.tensor_file import Part, Rows, sync
@@ -35,7 +35,6 @@ from verl_fn.state.serial import Scalar, flatten, unflatten
 
 MODEL, TENSORS, SCALARS = "model.safetensors", "train_state.safetensors", "train_state.json"
 _ASIDE = ".writing"
-_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template.*", "*.model")
 
 T = TypeVar("T")
 
@@ -94,19 +93,22 @@ def save_state(
 
 def _publish(aside: Path, folder: Path) -> None:
     """Renames the files into ``folder``, which has no ``train_state.json`` while it holds a mixture of two states."""
-    names = sorted(file.name for file in aside.iterdir() if file.name != SCALARS)
+    files = (str(path.relative_to(aside)) for path in aside.rglob("*") if path.is_file())
+    names = sorted(name for name in files if name != SCALARS)
     for name in (*names, SCALARS):
         sync(aside / name)
     for name in (SCALARS, ABOUT):
         (folder / name).unlink(missing_ok=True)
         sync(folder)
+    for parent in {(folder / name).parent for name in names} - {folder}:
+        parent.mkdir(exist_ok=True)
     for name in names:
         (aside / name).replace(folder / name)
     sync(folder)
     (aside / SCALARS).replace(folder / SCALARS)
     sync(folder)
     # Here rather than in `save_state`, so that it is gone before the other ranks continue.
-    aside.rmdir()
+    shutil.rmtree(aside)
 
 
 def read_state(
@@ -140,7 +142,8 @@ def read_state(
             tensors = tensor_file.read(folder / TENSORS, flatten(rest)[0], rows, device)
             scalars = json.loads((folder / SCALARS).read_text())
             hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
-        except (OSError, ValueError, SafetensorError) as error:
+        # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
+        except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
             raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
     return weights, pytree.tree_map_with_path(lambda path, leaf: tensors.get(pytree.keystr(path), leaf), hollow)
 
@@ -165,15 +168,9 @@ def about(folder: str | Path) -> bytes:
 
 
 def describe_model(folder: Path, skeleton: Skeleton, made_from: Path) -> None:
-    """Writes a model's config and its adapters' settings, and copies the tokenizer of the folder it was made from."""
-    with quiet():
-        # Without weights, this writes all other files of a model folder.
-        skeleton.model.save_pretrained(folder, state_dict={})
+    """Writes what belongs beside a model's weights: its config, its tokenizer and its adapters' settings."""
+    carried.write(skeleton.files, folder)
     skeleton.adapters.write(folder, made_from)
-    for pattern in _TOKENIZER_FILES:
-        for file in made_from.glob(pattern):
-            if not (folder / file.name).exists():
-                shutil.copy(file, folder / file.name)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from verl_fn.backends.hf.attention import Packing
-from verl_fn.backends.hf.config import ModelError, quiet
+from verl_fn.backends.hf.config import ModelError, quiet, reason, refused
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.state import Batch
 
@@ -41,22 +41,23 @@ def check_architecture(auto: Any, config: Any, head: str, options: dict[str, Any
     checked_config = json.dumps([auto.__name__, head, config.to_dict()], sort_keys=True, default=str)
     if checked_config in _checked:
         return
-    failure: Exception | None = None
-    for small in smaller(config):
-        try:
-            with quiet():
-                _check(_random_model(auto, small, head, options), folder)
-        except ModelError:
-            raise
-        except NotImplementedError as error:
-            raise ModelError(f"{folder}: {error}") from error
-        except Exception as error:
-            # This architecture does not allow these sizes together; the next ones are closer to its own.
-            failure = error
-            continue
-        _checked.add(checked_config)
-        return
-    raise ModelError(f"{folder}: a small model of this config cannot be run: {failure}") from failure
+    failure = "it has no sizes"
+    with refused(f"{folder}: a small model of this config cannot be run"):
+        for small in smaller(config):
+            try:
+                with quiet():
+                    _check(_random_model(auto, small, head, options), folder)
+            except ModelError:
+                raise
+            except NotImplementedError as error:
+                raise ModelError(f"{folder}: {error}") from error
+            except Exception as error:
+                # This architecture does not allow these sizes together; the next ones are closer to its own.
+                failure = reason(error)
+                continue
+            _checked.add(checked_config)
+            return
+    raise ModelError(f"{folder}: a small model of this config cannot be run: {failure}")
 
 
 def smaller(config: Any) -> Iterator[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +15,64 @@ if TYPE_CHECKING:
     from verl_fn.backends.hf.skeleton import Skeleton
 
 
+# A model folder's own code is never run, and nothing is downloaded.
+LOCAL = {"trust_remote_code": False, "local_files_only": True}
+# Numbers of modules: a damaged file may have a huge one, and making so many would take for ever.
+LAYERS, EXPERTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), ("num_experts", "num_local_experts")
+MOST_MODULES = 4096
+
+
 class ModelError(UserError, ValueError):
     """A folder cannot be loaded, or its model cannot be run."""
+
+
+@contextlib.contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Turns every error inside into a ``ModelError`` that begins with ``what``.
+
+    A damaged file fails anywhere in transformers or tokenizers, with errors of any class.
+
+    Example:
+        >>> with refused("m/config.json cannot be read"):
+        ...     1 / 0
+        Traceback (most recent call last):
+        verl_fn.backends.hf.config.ModelError: m/config.json cannot be read: ZeroDivisionError: division by zero
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        # The panics of tokenizers, which is written in Rust, derive from BaseException.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ModelError(f"{what}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """Returns the first line of an error's message, after the name of its class where that says something.
+
+    The other lines of transformers' messages are advice on its versions, which does not help here.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Some first lines only introduce the second.
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    if type(error) in (OSError, ValueError, RuntimeError, Exception) and first:
+        return first
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ModelError: the file cannot be read, or is no object.
+    """
+    with refused(f"{file} cannot be read"):
+        content = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} cannot be read: it must be a JSON object, not {content!r:.80}")
+    return content
 
 
 def check_same_config(skeleton: Skeleton, folder: str | Path) -> None:
@@ -44,12 +103,23 @@ def read_config(folder: str | Path) -> Any:
     import transformers
 
     if not (Path(folder) / "config.json").is_file():
-        raise ModelError(f"{folder} is not a Hugging Face model folder: it has no config.json")
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        # The other lines of the message are advice on versions of transformers, which does not help here.
-        raise ModelError(f"{folder}/config.json cannot be read: {str(error).splitlines()[0]}") from error
+        raise ModelError(
+            f"{folder} is not a Hugging Face model folder: it has no config.json; models are not downloaded, so "
+            f"give a folder of this machine"
+        )
+    _check_modules(read_json(Path(folder) / "config.json"), folder)
+    with refused(f"{folder}/config.json cannot be read"):
+        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+        _check(config, folder)
+    return config
+
+
+def _check(config: Any, folder: str | Path) -> None:
+    """Raises an error for settings that a pure step cannot have, or that no model has."""
+    for name in ("vocab_size", "num_hidden_layers"):
+        count = getattr(config.get_text_config(), name, 1)
+        if type(count) is not int or count < 1:
+            raise ModelError(f"{folder}/config.json has {count!r} as {name}; it must be a whole number from 1")
     # The dropout of transformers' own heads is never run here.
     dropout = {
         name: rate
@@ -68,7 +138,15 @@ def read_config(folder: str | Path) -> Any:
     kinds = set(getattr(config, "layer_types", None) or ())
     if mixing := kinds - {"full_attention", "sliding_attention"}:
         raise ModelError(f"{folder} has layers of kind {sorted(mixing)}, which would mix packed rows")
-    return config
+
+
+def _check_modules(table: dict[str, Any], folder: str | Path) -> None:
+    """Raises an error for a huge number of layers or experts: a config itself may make a list of them."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            _check_modules(value, folder)
+        elif name in (*LAYERS, *EXPERTS) and isinstance(value, (int, float)) and value > MOST_MODULES:
+            raise ModelError(f"{folder}/config.json has {value:g} as {name}; no model has more than {MOST_MODULES}")
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

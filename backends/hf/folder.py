@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -11,12 +12,21 @@ from typing import Any, ParamSpec, TypeVar
 
 import attrs
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from verl_fn.backends.hf import attention
+from verl_fn.backends.hf.carried import carried
 from verl_fn.backends.hf.checks import check_architecture
-from verl_fn.backends.hf.config import ModelError, check_same_config, longest_row, quiet, read_config
+from verl_fn.backends.hf.config import (
+    LOCAL,
+    ModelError,
+    check_same_config,
+    longest_row,
+    quiet,
+    read_config,
+    reason,
+    refused,
+)
 from verl_fn.backends.hf.lora import Lora, canonical
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.state import Key, isolated
@@ -88,14 +98,25 @@ def build(
         ModelError: the folder, the architecture or one of its settings cannot be used.
         LoraError: the model cannot have such adapters.
     """
+    import transformers
+
     auto, config, options = _recipe(folder, head)
+    if pretrained:
+        # A damaged config may describe a model that no memory can hold.
+        _without_weights(auto, config, options, folder)
     loaded = None
     with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder, config):
         torch.manual_seed(key.seed())
         if pretrained:
-            # `_check_loaded` reports weights that do not fit, all of them by name.
+            # `_check_loaded` reports weights that do not fit, all of them by name. The folder's own settings of
+            # generation are not used, and some of them would be refused.
             model, loaded = auto.from_pretrained(
-                folder, config=config, output_loading_info=True, ignore_mismatched_sizes=True, **options
+                folder,
+                config=config,
+                generation_config=transformers.GenerationConfig(),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **options | LOCAL,
             )
         else:
             model = auto.from_config(config, **options)
@@ -123,8 +144,7 @@ def hollow(
         LoraError: the model cannot have such adapters.
     """
     auto, config, options = _recipe(folder, head)
-    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder, config), _parameters_on_meta():
-        model = auto.from_config(config, **options)
+    model = _without_weights(auto, config, options, folder)
     skeleton, new_head = _prepared(model, folder, head, config, checkpointing)
     check_architecture(auto, config, head, options, folder)
     shapes = {name: p.detach() for name, p in model.named_parameters()}
@@ -147,23 +167,44 @@ def _recipe(folder: str | Path, head: str) -> tuple[Any, Any, dict[str, Any]]:
     auto: Any = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
     if head == "value":
         config.num_labels = 1
-    return auto, config, {"attn_implementation": attention.NAME, "dtype": torch.float32}
+    options = {"attn_implementation": attention.NAME, "dtype": torch.float32, "trust_remote_code": False}
+    return auto, config, options
+
+
+def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: str | Path) -> Any:
+    """Returns transformers' model with its parameters on the meta device.
+
+    Raises:
+        ModelError: it cannot be made, or is larger than the folder's weights.
+    """
+    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder, config), _parameters_on_meta():
+        model = auto.from_config(copy.deepcopy(config), **options)
+    files = [path for pattern in ("*.safetensors", "*.bin") for path in Path(folder).glob(pattern)]
+    described, held = sum(p.numel() for p in model.parameters()), sum(path.stat().st_size for path in files)
+    # Quantized weights take more than a bit each, too.
+    if files and described > 8 * held:
+        raise ModelError(
+            f"{folder}/config.json describes a model of {described:,} parameters, and the folder's weights have only "
+            f"{held:,} bytes; copy the folder again"
+        )
+    return model
 
 
 @contextlib.contextmanager
 def _refusals(folder: str | Path, config: Any) -> Iterator[None]:
     """Replaces errors of transformers by ones that name the folder."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        # Some architectures look up the name of the attention among their own classes.
-        if error.args == (attention.NAME,):
+    with refused(str(folder)):
+        try:
+            yield
+        except KeyError as error:
+            # Some architectures look up the name of the attention among their own classes.
+            if error.args != (attention.NAME,):
+                raise
             raise ModelError(f"{folder}: {config.model_type} {_UNFIT}") from error
-        raise ModelError(f"{folder}: {error}") from error
-    except RuntimeError as error:
-        # The rest of the message refers to a report that is not shown.
-        reason = str(error).partition(" For details")[0]
-        raise ModelError(f"{folder}: its weights cannot be converted for this model: {reason}") from error
+        except RuntimeError as error:
+            # The rest of the message refers to a report that is not shown.
+            why = reason(error).partition(" For details")[0]
+            raise ModelError(f"{folder}: its weights cannot be converted for this model: {why}") from error
 
 
 def _prepared(model: Any, folder: str | Path, head: str, config: Any, checkpointing: bool) -> tuple[Skeleton, bool]:
@@ -171,21 +212,13 @@ def _prepared(model: Any, folder: str | Path, head: str, config: Any, checkpoint
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(f"{folder}: {type(model).__name__} {_UNFIT}")
     model.config.use_cache = False
-    _keep_generation_config(model, folder)
     model.train(checkpointing)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     has_value_head = any("TokenClassification" in name for name in config.architectures or ())
-    return Skeleton(model, head, longest_row(config)), head == "value" and not has_value_head
-
-
-def _keep_generation_config(model: Any, folder: str | Path) -> None:
-    """Copies the folder's generation settings to the model, so that folders it is saved into have them."""
-    from transformers import GenerationConfig
-
-    if model.can_generate() and (Path(folder) / "generation_config.json").is_file():
-        with contextlib.suppress(OSError):
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+    skeleton = Skeleton(model, head, longest_row(config))
+    skeleton.files = carried(folder, model)
+    return skeleton, head == "value" and not has_value_head
 
 
 def _adapted(skeleton: Skeleton, lora: Lora | None, key: Key, folder: str | Path) -> dict[str, Tensor]:
@@ -251,7 +284,10 @@ def check_same_model(skeleton: Skeleton, other: Skeleton, folder: str | Path) ->
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Makes modules register every parameter on the meta device; buffers keep their device."""
-    register = nn.Module.register_parameter
+    # The module replaces itself by an object with this property, which a type checker cannot see.
+    deterministic: Any = torch.utils.deterministic
+
+    register, fills = nn.Module.register_parameter, deterministic.fill_uninitialized_memory
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
@@ -259,10 +295,13 @@ def _parameters_on_meta() -> Iterator[None]:
         register(self, name, param)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    # Memory that is allocated and never written costs nothing. Deterministic algorithms would write it.
+    deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        deterministic.fill_uninitialized_memory = fills
 
 
 def _to_meta(model: nn.Module) -> None:

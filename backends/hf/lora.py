@@ -206,7 +206,7 @@ def read(folder: Path) -> tuple[Adapters, str] | None:
         return Adapters(lora, tuple(about["layers"]), frozenset(about["transposed"])), about["base_model"]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise LoraError(f"{folder / ABOUT} cannot be read: {error}") from error
 
 

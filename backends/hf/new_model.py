@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_fn.backends.hf.folder import ModelError, quiet
+from verl_fn.backends.whole_folder import written_whole
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIALS = (PAD, BOS, EOS, UNK)
@@ -90,11 +91,9 @@ def new_model(
     model = _random_model(arch, fields, tokenizer, seed)
     folder = Path(folder)
     try:
-        # Made here, since transformers only logs an error where the folder is a file.
-        folder.mkdir(parents=True, exist_ok=True)
-        with quiet():
-            model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        with quiet(), written_whole(folder) as aside:
+            model.save_pretrained(aside)
+            tokenizer.save_pretrained(aside)
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{folder} cannot be written: {getattr(error, 'strerror', None) or error}") from error
     return folder
@@ -125,7 +124,7 @@ def _random_model(arch: str, fields: dict[str, Any], tokenizer: Any, seed: int) 
                 setattr(config, name, 0.0)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     # transformers has no error of its own for fields that do not fit together.
     except Exception as error:
         why = " ".join(str(error).split())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
+from verl_fn.state import Key
 
-from .folder import read_config
+from .folder import hollow
 from .lora import Lora, target_layers
 
 
@@ -14,26 +14,16 @@ def parameter_counts(folder: str | Path, head: str, lora: Lora | None = None) ->
     """Counts the elements of a model, adapters included, and those that training changes.
 
     Args:
-        folder: a Hugging Face model folder; only its config is read.
+        folder: a Hugging Face model folder; its weights are not read.
         head: ``lm``, or ``value`` for a scalar head.
         lora: the adapters that are trained alone.
     """
-    import transformers
-
-    config = read_config(folder)
-    auto = transformers.AutoModelForCausalLM
-    if head == "value":
-        auto, config.num_labels = transformers.AutoModelForTokenClassification, 1
-    with torch.device("meta"):
-        model = auto.from_config(config)
+    skeleton = hollow(folder, head, key=Key.from_seed(0)).skeleton
+    model, output = skeleton.model, skeleton.output_layer
     total = sum(p.numel() for p in model.parameters())
     if lora is None:
         return total, total
-    if head == "lm":
-        output, trained = model.get_output_embeddings(), 0
-    else:
-        output = next(getattr(model, name) for name in ("score", "classifier") if hasattr(model, name))
-        trained = sum(p.numel() for p in output.parameters())
+    trained = sum(p.numel() for p in output.parameters()) if head == "value" else 0
     layers = target_layers(model, lora, output, folder)
     adapters = sum(lora.rank * sum(model.get_submodule(name).weight.shape) for name in layers)
     return total + adapters, adapters + trained

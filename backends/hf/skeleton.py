@@ -62,6 +62,7 @@ class Skeleton(nn.Module):
         head: ``lm`` for a language model, ``value`` for a scalar for each token.
         adapters: the model's adapters, if it has any.
         longest: the most tokens of a row.
+        files: the contents of the other files of the model's folder, which a checkpoint holds too.
     """
 
     def __init__(self, model: PreTrainedModel, head: str, longest: float = math.inf) -> None:
@@ -70,6 +71,7 @@ class Skeleton(nn.Module):
         self.head = head
         self.adapters = Adapters()
         self.longest = longest
+        self.files: dict[str, bytes] = {}
         self._inside: dict[str, str] = {}
 
     def forward(self, fn: Callable[[Skeleton], Any]) -> Any:

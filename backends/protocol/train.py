@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, ParamSpec, Protocol, TypeAlias, TypeVar, overload
+from typing import Literal, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from verl_fn.state import Batch, Grads, Key, Metrics, Params, Slots, TokenOutputs, TrainState
 from verl_fn.steps import Loss
@@ -86,7 +87,35 @@ class TrainBackend(Protocol):
 
         Args:
             fn: takes the values, or each rank's shards of them.
-            values: values that this backend made, and any others.
+            values: values that this backend made, and any others. The backend itself stands for that of the process
+                in which ``fn`` runs.
             keep: leave the result with the workers, as the values are, and return a handle to it.
         """
         ...
+
+
+def whole_leaves(backend: TrainBackend, value: object) -> Iterator[tuple[str, object]]:
+    """Yields the leaves of a training state, or of a part of one, by path; tensors are whole, one after the other.
+
+    Sharded tensors are gathered through ``backend.named``, so all ranks go through them together. It is for functions
+    that run where the value lies: ``backend.map(fn, backend, value)``.
+
+    Example:
+        >>> from verl_fn.steps import sgd
+        >>> from verl_fn.testing import Mock
+        >>> backend = Mock(2, sgd(lambda count: 0.1))
+        >>> [path for path, leaf in whole_leaves(backend, backend.init(Key.from_seed(0)))][:3]
+        [".params['logits']", ".params['values']", '.scheduler']
+    """
+
+    def is_named(part: object) -> bool:
+        return isinstance(part, (Params, Grads, Slots))
+
+    for path, part in pytree.tree_flatten_with_path(value, is_leaf=is_named)[0]:
+        place = pytree.keystr(path)
+        if not isinstance(part, (Params, Grads, Slots)):
+            yield place, part
+            continue
+        named = cast(NamedTensors, backend.named(part))
+        for name, t in named.items() if isinstance(named, Mapping) else named:
+            yield f"{place}[{name!r}]", t

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from verl_fn.backends.hf.attention import Packing, packed_attention
-from verl_fn.backends.hf.folder import ModelError, build
+from verl_fn.backends.hf.folder import ModelError, hollow
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
 from verl_fn.state import Batch, Key
@@ -83,13 +83,16 @@ def model_of(folder: str | Path) -> tuple[Skeleton, dict[str, torch.Size]]:
     Raises:
         ModelError: the folder or the architecture cannot be used.
     """
-    skeleton, params = build(folder, "lm", pretrained=False, key=Key.from_seed(0))
+    model = hollow(folder, "lm", key=Key.from_seed(0))
+    skeleton = model.skeleton
+    # A rollout engine saves nothing.
+    skeleton.files = {}
     saved = skeleton.model.state_dict()
     if buffers := [name for name, _ in skeleton.model.named_buffers() if name in saved]:
         raise ModelError(
             f"{folder} has buffers among its weights, which are never published: {', '.join(buffers[:3])}"
         )
-    return skeleton, {name: t.shape for name, t in params.items()}
+    return skeleton, {name: t.shape for name, t in model.shapes.items()}
 
 
 # Where tokens lie, and attention over it

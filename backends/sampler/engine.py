@@ -11,13 +11,15 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_fn.backends.hf.folder import ModelError
+from verl_fn.backends.hf.config import ModelError, longest_row, read_config
 from verl_fn.backends.hf.skeleton import dtype_of
+from verl_fn.backends.hf.tokenizer import end_tokens
 from verl_fn.backends.protocol import (
     Capabilities,
     Handle,
@@ -93,7 +95,8 @@ class Sampler:
         # A run has the cache and the weights for itself; another call ends it.
         self._calls = 0
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
-        self.max_length, self.end_tokens = _limits(self.folder)
+        self.max_length = _longest(read_config(self.folder))
+        self.end_tokens = set(end_tokens(self.folder))
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights, tied ones once; the first publication is also compared by checksums.
@@ -350,19 +353,8 @@ class _Run:
         del self.rows[active:], self.ends[active:], self.offsets[active:]
 
 
-def _limits(folder: Path) -> tuple[float, set[int]]:
-    """Returns the most tokens of a row and the end tokens of a model."""
-    from transformers import AutoConfig, GenerationConfig
-
-    config = AutoConfig.from_pretrained(folder)
-    ends = None
-    if (folder / "generation_config.json").is_file():
-        ends = GenerationConfig.from_pretrained(folder).eos_token_id
-    text = config.get_text_config()
-    ends = text.eos_token_id if ends is None else ends
-    longest: float = getattr(text, "max_position_embeddings", None) or math.inf
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Beyond this, a row's frequencies depend on the longest row beside it.
-        longest = min(longest, rope["original_max_position_embeddings"])
-    return longest, set() if ends is None else {ends} if isinstance(ends, int) else set(ends)
+def _longest(config: Any) -> float:
+    """Returns the most tokens of a row."""
+    positions: float = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    # Beyond the other limit, a row's frequencies depend on the longest row beside it.
+    return min(positions, longest_row(config))

@@ -144,6 +144,14 @@ def test_files_that_are_cut_or_missing(two, folder, saved, tmp_path, file):
         assert told[0].startswith("CheckpointError") and told[0] == told[1]
 
 
+@pytest.mark.parametrize("content", [b"[]", b"null", b"7", b"[" * 100_000, b'{".step": null}', b"\xff"], ids=range(6))
+def test_numbers_that_are_not_what_was_written(folder, saved, tmp_path, content):
+    odd = edited(saved, tmp_path / "odd", MODEL, lambda t: None)
+    (odd / "train_state.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="does not hold this training state"):
+        Local(folder, optimizer()).restore(odd)
+
+
 def test_states_of_another_optimizer_or_run(folder, saved, tmp_path):
     with pytest.raises(CheckpointError, match=r"train_state.safetensors has \d+ tensors too many"):
         Local(folder, sgd(lambda count: 0.1)).restore(saved)

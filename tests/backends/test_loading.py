@@ -63,6 +63,18 @@ def test_a_folder_without_the_models_weights_is_refused_by_their_names(tmp_path,
         load(folder, head)
 
 
+@pytest.mark.parametrize("fields", [{"vocab_size": 10**7}, {"intermediate_size": 10**7}], ids=str)
+def test_a_model_that_is_larger_than_its_weights_gets_no_memory(tmp_path, fields):
+    folder = new_model(tmp_path, chars="abc", hidden_size=32)
+    edit_config(folder, **fields)
+    for make in (load, lambda folder: hollow(folder, "lm", key=Key.from_seed(0))):
+        with pytest.raises(ModelError, match=r"describes a model of [\d,]+ parameters, and the folder"):
+            make(folder)
+    edit_config(folder, num_hidden_layers=10**9, layer_types=None)
+    with pytest.raises(ModelError, match="no model has more than 4096"):
+        load(folder)
+
+
 def test_weights_that_cannot_be_put_together_are_refused(tmp_path):
     folder = new_model(tmp_path, chars="abc", hidden_size=32, **MOE)
     one = "model.layers.0.mlp.experts.0.down_proj.weight"

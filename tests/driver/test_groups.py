@@ -15,6 +15,7 @@ from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.driver.group import Group
 from verl_fn.driver.remote import RemoteTrain
+from verl_fn.runs.journal import state_digests
 from verl_fn.state import DonatedError, Key, Sampling, requests_for, snapshot, tree
 from verl_fn.steps import constant, entropy, ppo_clip, sgd
 from verl_fn.testing import LawViolation, Mock, check_backend, check_rollout, tiny_batch
@@ -46,6 +47,14 @@ def test_laws_of_two_gpus(ray_cluster, model):
         )
     finally:
         ranks.cluster.stop()
+
+
+def test_a_function_on_the_ranks_gets_the_backend_of_its_process(two, fsdp, model):
+    """Digests by canonical name are the same for shards behind handles as for whole tensors."""
+    local = Local(model, remote_mutants.optimizer(), max_tokens=24)
+    of_shards = two.get(fsdp.map(state_digests, fsdp, fsdp.init(Key.from_seed(3))))
+    assert of_shards == state_digests(local, local.init(Key.from_seed(3)))
+    assert any(path.startswith(".optimizer") and path.endswith("weight']") for path in of_shards)
 
 
 def test_laws_of_a_mock_through_handles(two):

@@ -65,7 +65,7 @@ def test_ray_and_one_process_are_the_same_run(ray_cluster, model, tmp_path):
 
 
 def batch_of(w):
-    return aggregate(pack_examples(TASKS["reverse"].train(Key.from_seed(0), 0, 4), w.tokenizer))
+    return aggregate(pack_examples(TASKS["reverse"].train(Key.from_seed(0), 0, 4), w.tokenizer, w.end_tokens[0]))
 
 
 def test_handles_stand_for_values(remote, model, tmp_path):

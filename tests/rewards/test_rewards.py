@@ -105,7 +105,7 @@ def test_numbers_that_are_not_finite_name_the_row(name, value):
 
 def test_examples_teach_answer_and_end():
     tokenizer = char_tokenizer("abc>")
-    batch = pack_examples([Problem("ab>", "ba")], tokenizer)
+    batch = pack_examples([Problem("ab>", "ba")], tokenizer, tokenizer.eos_token_id)
     assert batch["response_mask"].tolist() == [0, 0, 0, 0, 1, 1, 1]
     assert batch.tokens[-1] == tokenizer.eos_token_id
     assert response_texts(batch, tokenizer) == ["ba"]

@@ -40,8 +40,9 @@ class Writes:
     def __init__(self, patch, fail_at=None):
         self.count, self.fail_at = 0, fail_at
         for owner, name in (
-            (Path, "mkdir"), (Path, "write_text"), (Path, "rename"), (Path, "replace"), (Path, "symlink_to"),
-            (tensor_file, "start"), (os, "pwrite"), (shutil, "copy"), (os, "fsync"),
+            (Path, "mkdir"), (Path, "write_text"), (Path, "write_bytes"), (Path, "rename"), (Path, "replace"),
+            (Path, "symlink_to"),
+            (tensor_file, "start"), (os, "pwrite"), (os, "fsync"),
         ):  # fmt: skip
             patch.setattr(owner, name, self.around(getattr(owner, name)))
 
@@ -109,7 +110,7 @@ with workers(cfg) as w:
         except RunError as error:
             failed += 1
             assert "No space left on device" in str(error) and str(disk) in str(error), error
-            assert [p.name for p in checkpoints(disk / "a")] == ["step_1"]
+            assert [p.name for p in checkpoints(disk / "a")] == ["step_1", "step_0"]
         else:
             verify(disk / "a/checkpoints/step_2")
             shutil.rmtree(disk / "a/checkpoints/step_2")

@@ -33,7 +33,7 @@ def test_an_interrupted_run_saves_and_goes_on(kind, tiny, tmp_path):
     out, err = process.communicate()
     assert process.returncode == 130, err
     last = len(read_metrics(tmp_path / "a")) - 1
-    assert [p.name for p in checkpoints(tmp_path / "a")] == [f"step_{last}"]
+    assert [p.name for p in checkpoints(tmp_path / "a")] == [f"step_{last}", "step_0"]
     assert "stopping after this step" in out
     assert f"stopped after step {last} and saved" in err and "the same command continues from there" in err
     assert "Traceback" not in err

@@ -102,7 +102,7 @@ def test_a_fork_goes_on_from_the_state_under_another_config(run, tmp_path):
     # The same samples, from the same state and key; the update is another.
     assert ours[3]["critic/score/mean"] == theirs[3]["critic/score/mean"]
     assert (ours[3]["actor/lr"], theirs[3]["actor/lr"]) == (0.0, 0.001)
-    with pytest.raises(RunError, match=r"no checkpoint of step 1; there are: 2, 3"):
+    with pytest.raises(RunError, match=r"no checkpoint of step 1; there are: 0, 2, 3"):
         fork_plan(run, 1)
 
 

@@ -40,6 +40,8 @@ class Workers:
         tokenizer: the model's tokenizer.
         sampling: the sampling settings of training rollouts.
         max_prompt_length: the longest prompt allowed, in tokens.
+        end_tokens: the tokens that end a response; supervised answers end with the first. By default the
+            tokenizer's own.
         call: applies a function to values, references or handles, in the process that has them; with ``returns=k``
             it returns a list of k results.
         get: returns the value of a reference, or a nested value with all its references resolved.
@@ -53,10 +55,16 @@ class Workers:
     tokenizer: Any
     sampling: Sampling
     max_prompt_length: int | None = None
+    end_tokens: tuple[int, ...] = attrs.field()
     call: Callable[..., Any] = call_here
     get: Callable[[Any], Any] = get_here
     wait: Callable[[Any], Any] = get_here
     about: str = ""
+
+    @end_tokens.default
+    def _own_end_token(self) -> tuple[int, ...]:
+        token = getattr(self.tokenizer, "eos_token_id", None)
+        return () if token is None else (token,)
 
 
 class Clock:

@@ -181,8 +181,10 @@ def _field(override: str) -> tuple[str, Any]:
 def export(args: argparse.Namespace) -> int:
     """Copies a model as a Hugging Face folder, or its adapters as a folder for PEFT."""
     from verl_fn.backends.checkpoint.export import export_adapter, export_model
+    from verl_fn.runs.checkpoints import check_model_folder
 
     model, _ = _model_of(args.model)
+    check_model_folder(model)
     write = export_adapter if args.adapter else export_model
     with _pruning(model):
         folder = write(model, args.out, args.dtype)

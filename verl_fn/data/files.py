@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import jinja2
 import torch
 
+from verl_fn.backends.hf.chat import chat_tokens
+from verl_fn.backends.hf.config import ModelError
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.rows import DataError, Row, read_rows
 from verl_fn.data.tasks import Problem
@@ -67,7 +68,7 @@ class FileData:
 
 
 def file_data(
-    table: DataConfig, tokenizer: Any, say: Callable[[str], None] = print, *, answers: bool = False
+    table: DataConfig, tokenizer: Any, say: Callable[[str], None] = print, *, end_token: int | None = None
 ) -> FileData:
     """Reads the problems of ``data.train_files`` and ``data.val_files``, and checks the length of every prompt.
 
@@ -78,7 +79,8 @@ def file_data(
         table: the config's ``[data]`` table.
         tokenizer: the model's tokenizer.
         say: prints a line; it reports how many prompts were left out.
-        answers: whether the run trains on the answers, so that the tokenizer must be able to encode them.
+        end_token: the token that ends answers if the run trains on them; the tokenizer must then be able to encode
+            them.
 
     Raises:
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or an answer to train on
@@ -89,9 +91,9 @@ def file_data(
         for name, files in (("data.train_files", table.train_files), ("data.val_files", table.val_files))
     )
     max_row = 0
-    if answers and training:
-        ends = encode_answers(training, tokenizer)
-        max_row = max(prompt + len(answer) for prompt, answer in zip(lengths, ends, strict=True))
+    if end_token is not None and training:
+        answers = encode_answers(training, tokenizer, end_token)
+        max_row = max(prompt + len(answer) for prompt, answer in zip(lengths, answers, strict=True))
     max_prompt = max((*lengths, *validation_lengths), default=0)
     return FileData(training, validation, table.shuffle, max_prompt, max_row)
 
@@ -142,6 +144,8 @@ def _encode(problem: Problem, tokenizer: Any, max_length: int | None) -> list[in
         ids = start + tokenizer.encode(problem.prompt, add_special_tokens=False)
     else:
         ids = _encode_messages(problem, tokenizer)
+    if not ids:
+        raise DataError(f"{_label(problem)}: the tokenizer makes no token of the prompt {problem.prompt!r:.80}")
     if _has_unknown(ids, tokenizer):
         raise DataError(f"the tokenizer does not know every character of the prompt {problem.prompt!r}")
     if max_length is not None and len(ids) > max_length:
@@ -152,15 +156,20 @@ def _encode(problem: Problem, tokenizer: Any, max_length: int | None) -> list[in
     return ids
 
 
-def encode_answers(problems: Sequence[Problem], tokenizer: Any) -> list[list[int]]:
+def encode_answers(problems: Sequence[Problem], tokenizer: Any, end_token: int) -> list[list[int]]:
     """Returns the token ids of each problem's answer, with the end token.
+
+    Args:
+        problems: the problems whose answers are encoded.
+        tokenizer: the model's tokenizer.
+        end_token: the first of the model's ``end_tokens``, at which sampling stops.
 
     Raises:
         DataError: an answer has characters that the tokenizer does not know.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
-        >>> encode_answers([Problem("", "cab")], char_tokenizer("abc"))
+        >>> encode_answers([Problem("", "cab")], char_tokenizer("abc"), end_token=2)
         [[6, 4, 5, 2]]
     """
     answers = [tokenizer.encode(problem.answer, add_special_tokens=False) for problem in problems]
@@ -169,7 +178,7 @@ def encode_answers(problems: Sequence[Problem], tokenizer: Any) -> list[list[int
             raise DataError(
                 f"{_label(problem)}: the tokenizer does not know every character of the answer {problem.answer!r}"
             )
-    return [[*ids, tokenizer.eos_token_id] for ids in answers]
+    return [[*ids, end_token] for ids in answers]
 
 
 def _has_unknown(ids: Sequence[int], tokenizer: Any) -> bool:
@@ -183,12 +192,12 @@ def _encode_messages(problem: Problem, tokenizer: Any) -> list[int]:
             f"{_label(problem)}: the prompt is a list of chat messages, and the tokenizer has no chat template; "
             "use string prompts, or a tokenizer folder with chat_template.jinja"
         )
+    # A prompt of a string was encoded before.
+    assert not isinstance(problem.prompt, str)
     try:
-        return tokenizer.apply_chat_template(
-            list(problem.prompt), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise DataError(f"{_label(problem)}: the tokenizer's chat template failed on the prompt: {error}") from error
+        return chat_tokens(tokenizer, problem.prompt)
+    except ModelError as error:
+        raise DataError(f"{_label(problem)}: {error}") from error
 
 
 def _label(problem: Problem) -> str:

@@ -13,7 +13,7 @@ import attrs
 from verl_fn.backends.hf.folder import ModelError
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.backends.sampler import Sampler
@@ -167,4 +167,5 @@ def reward(table: RewardConfig, model: str, folder: str | None = None) -> Reward
     judge: Any = by_rules
     if table.functions:
         judge = RewardFunctions(table.functions, table.weights, table.timeout, table.num_workers, folder, table.env)
-    return Reward(judge, read_tokenizer(model))
+    tokenizer = read_tokenizer(model)
+    return Reward(judge, tokenizer, end_tokens(model, tokenizer))

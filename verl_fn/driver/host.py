@@ -42,6 +42,17 @@ class Stored:
 
 
 @attrs.frozen
+class Component:
+    """Refers to a component of an actor.
+
+    Attributes:
+        name: the component's name.
+    """
+
+    name: str
+
+
+@attrs.frozen
 class Pulse:
     """The progress of a rank.
 
@@ -267,6 +278,8 @@ class Host:
         return sys._current_frames().get(self._thread or 0)
 
     def _open(self, value: Any) -> Any:
+        if isinstance(value, Component):
+            return self.components[value.name]
         if not isinstance(value, Stored):
             return value
         if value.id not in self.values:

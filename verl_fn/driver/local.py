@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
 from verl_fn.config.plan import Plan
 
 from . import build, ranks
@@ -17,12 +17,14 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
     """Makes the parts of a plan in this process; under torchrun, every process makes its own."""
     build.set_up_process(plan.driver, ranks.torchrun_size())
     device = ranks.device(plan.driver)
+    tokenizer = read_tokenizer(plan.model)
     with ranks.process_group(plan):
         yield Workers(
             trainers={name: build.trainer(role, plan.driver, device) for name, role in plan.roles.items()},
             rollout=build.rollout(plan.rollout, device),
             reward=build.reward(plan.reward, plan.model),
-            tokenizer=read_tokenizer(plan.model),
+            tokenizer=tokenizer,
             sampling=build.sampling(plan.rollout),
             max_prompt_length=plan.rollout.max_prompt_length,
+            end_tokens=end_tokens(plan.model, tokenizer),
         )

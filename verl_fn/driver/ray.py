@@ -16,7 +16,7 @@ import ray
 import ray.runtime_env
 
 from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, load_object
@@ -68,15 +68,17 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             # An actor may run in another folder than the driver, whose folder has the user's reward functions.
             cluster.build("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd())
             reward = cluster.groups["reward"]
+            tokenizer = read_tokenizer(plan.model)
             # The protocols allow values and handles; a backend accepts the kind that it returns, which types cannot
             # express.
             yield Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
                 rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout"),
                 reward=lambda batch, problems: reward.run("invoke", "reward", "__call__", (), {}, batch, problems),
-                tokenizer=read_tokenizer(plan.model),
+                tokenizer=tokenizer,
                 sampling=build.sampling(plan.rollout),
                 max_prompt_length=plan.rollout.max_prompt_length,
+                end_tokens=end_tokens(plan.model, tokenizer),
                 call=cluster.call,
                 get=cluster.get,
                 wait=cluster.wait,

@@ -21,7 +21,7 @@ from verl_fn.steps import Loss
 
 from .cluster import Cluster
 from .group import Group
-from .host import Stored
+from .host import Component, Stored
 
 T = TypeVar("T")
 
@@ -198,6 +198,8 @@ class RemoteTrain:
         return self._group.run("invoke", self._component, method, keep, kwargs, *map(self._opened, args))
 
     def _opened(self, value: Any) -> Any:
+        if value is self:
+            return Component(self._component)
         if not isinstance(value, (Remote, RemoteField)):
             return value
         stored = value.open()

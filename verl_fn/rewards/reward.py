@@ -48,6 +48,7 @@ class Reward:
     Args:
         judge: returns the scores of a sequence of answers.
         tokenizer: decodes the responses.
+        end_tokens: those of the model; they are no part of a response's text, nor are the tokenizer's special tokens.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
@@ -58,9 +59,10 @@ class Reward:
         ([0.0, 0.0, 0.5], [1.0])
     """
 
-    def __init__(self, judge: Judge, tokenizer: Any) -> None:
+    def __init__(self, judge: Judge, tokenizer: Any, end_tokens: Sequence[int] = ()) -> None:
         self.judge = judge
         self.tokenizer = tokenizer
+        self.end_tokens = end_tokens
 
     def __call__(self, batch: Batch, problems: Sequence[Problem]) -> Batch:
         """Returns the batch with the judge's results for each row, and the score on each row's last response token.
@@ -81,7 +83,7 @@ class Reward:
         """
         rows = zip(
             problems_of(batch, problems),
-            response_texts(batch, self.tokenizer),
+            response_texts(batch, self.tokenizer, self.end_tokens),
             batch["finished"].tolist(),
             strict=True,
         )
@@ -156,20 +158,26 @@ def fingerprint(string: str) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def response_texts(batch: Batch, tokenizer: Any) -> list[str]:
-    """Decodes the response of each row, without special tokens."""
+def response_texts(batch: Batch, tokenizer: Any, end_tokens: Sequence[int] = ()) -> list[str]:
+    """Decodes the response of each row, without the end token that it may end with and without special tokens."""
     rows = zip(batch.rows(), batch.rows("response_mask"), strict=True)
     ids = [tokens[mask.bool()].tolist() for tokens, mask in rows]
+    ids = [tokens[:-1] if tokens and tokens[-1] in end_tokens else tokens for tokens in ids]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-def pack_examples(problems: Sequence[Problem], tokenizer: Any) -> Batch:
+def pack_examples(problems: Sequence[Problem], tokenizer: Any, end_token: int) -> Batch:
     """Packs prompt, answer and end token of each problem into a row; ``response_mask`` marks answer and end token.
+
+    Args:
+        problems: their answers are what is learned.
+        tokenizer: the model's tokenizer.
+        end_token: the first of the model's ``end_tokens``, at which sampling stops.
 
     Raises:
         DataError: a prompt or answer has characters that the tokenizer does not know.
     """
     prompts = encode_prompts(problems, tokenizer)
-    answers = encode_answers(problems, tokenizer)
+    answers = encode_answers(problems, tokenizer, end_token)
     mask = [[0.0] * len(p) + [1.0] * len(a) for p, a in zip(prompts, answers, strict=True)]
     return Batch.from_rows([p + a for p, a in zip(prompts, answers, strict=True)], {"response_mask": mask})

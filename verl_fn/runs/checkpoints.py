@@ -1,15 +1,21 @@
-"""Checkpoints of a run: written under a temporary name, synced, then renamed; with a checksum of every file."""
+"""Checkpoints of a run: written under a temporary name, synced, then renamed; with a checksum of every file.
+
+``checkpoint.json`` holds these checksums and one of itself.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import shutil
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_fn.algorithms import Workers
-from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.backends.checkpoint.state_folder import TENSORS, CheckpointError
 from verl_fn.backends.tensor_file import sync
 from verl_fn.config import Plan
 from verl_fn.state import serial
@@ -18,6 +24,8 @@ from .errors import RunError
 from .state import RunState, run_of
 
 MANIFEST = "checkpoint.json"
+CHECKSUM = "checksum"
+_REMOVED = ".removing_"
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -34,7 +42,7 @@ def step_of(checkpoint: Path) -> int | None:
         (20, None)
     """
     number = checkpoint.name.removeprefix("step_")
-    return int(number) if number != checkpoint.name and number.isdigit() else None
+    return int(number) if number != checkpoint.name and number.isdecimal() and number.isascii() else None
 
 
 def saved_step(checkpoint: Path) -> int:
@@ -71,7 +79,7 @@ def write_manifest(aside: Path, state: RunState, plan: Plan) -> None:
     paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(aside)): [path.stat().st_size, crc_of(path)] for path in paths}
     manifest = {"algorithm": plan.algorithm, "state": scalars, "files": files}
-    write_text(aside / MANIFEST, json.dumps(manifest, indent=1))
+    write_text(aside / MANIFEST, json.dumps(manifest | {CHECKSUM: _checksum(manifest)}, indent=1))
     for path in (*aside.rglob("*"), aside):
         sync(path)
 
@@ -106,37 +114,25 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
         raise RunError(f"{error}; {_intact_alternative(folder, Path(plan.trainer.dir))}") from error
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Reads the manifest of a checkpoint.
+def verify(folder: Path, matters: Callable[[str], bool] = lambda name: True) -> dict[str, Any]:
+    """Compares the files of a checkpoint with its manifest, and returns the manifest.
+
+    Args:
+        folder: the checkpoint.
+        matters: whether to compare a file, by its path in the checkpoint; by default all are compared.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-    """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        files, state = manifest["files"], manifest["state"]
-        whole = all(isinstance(size, int) and isinstance(crc, int) for size, crc in files.values())
-        if not (whole and isinstance(manifest["algorithm"], str) and isinstance(state, dict)):
-            raise ValueError("it lists other things than files and a state")
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error}") from error
-    return manifest
-
-
-def verify(folder: Path) -> dict[str, Any]:
-    """Compares every file of a checkpoint with its manifest, and returns the manifest.
-
-    Raises:
-        CheckpointError: a file is missing, or its size or checksum differs from the manifest.
+        CheckpointError: a file is missing, its size or checksum differs from the manifest, the manifest is damaged,
+            or the checkpoint has the name of another step.
     """
     manifest = read_manifest(folder)
     for name, (size, crc) in manifest["files"].items():
         path = folder / name
-        if not path.is_file():
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
+        if not matters(name):
+            continue
         try:
+            if not path.is_file():
+                raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is missing")
             if path.stat().st_size != size:
                 raise CheckpointError(
                     f"the checkpoint {folder} is damaged: {name} has {path.stat().st_size} bytes of {size}"
@@ -144,8 +140,44 @@ def verify(folder: Path) -> dict[str, Any]:
             if crc_of(path) != crc:
                 raise CheckpointError(f"the checkpoint {folder} is damaged: {name} is not what was written")
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {name} cannot be read: {error}") from error
     return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Reads a checkpoint's manifest.
+
+    Raises:
+        CheckpointError: there is none, it is not what was written, or it is of another step than the folder's name.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or manifest.pop(CHECKSUM, None) != _checksum(manifest):
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} is not what was written")
+    named, saved = step_of(folder), manifest["state"].get(".algorithm.step")
+    if named is not None and named != saved:
+        raise CheckpointError(f"the checkpoint {folder} holds the state of step {saved}: give it its name back")
+    return manifest
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    content = json.dumps(manifest, sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def check_model_folder(folder: str | Path) -> None:
+    """Compares the model in a folder of a checkpoint with the checkpoint's manifest; does nothing for other folders.
+
+    Raises:
+        CheckpointError: the model or the manifest is damaged.
+    """
+    folder = Path(folder)
+    if (folder.parent / MANIFEST).is_file():
+        verify(folder.parent, lambda name: name.startswith(f"{folder.name}/") and not name.endswith(TENSORS))
 
 
 def _intact_alternative(damaged: Path, training: Path) -> str:
@@ -164,6 +196,30 @@ def _intact_alternative(damaged: Path, training: Path) -> str:
                     return f"{folder} is whole: remove the damaged one to continue from there"
                 return f"{folder} is whole: fork from that step instead (trainer.resume_from_path={folder})"
     return "no other checkpoint of this run is whole"
+
+
+def prune(folder: Path, keep: int) -> list[str]:
+    """Removes all but the newest checkpoints of a run, as far as it can.
+
+    A folder is renamed before it is removed, so that a kill leaves no part of it under a checkpoint's name.
+
+    Returns:
+        A line about each that could not be removed.
+    """
+    for unfinished in folder.glob(f"checkpoints/{_REMOVED}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    problems = []
+    for old in checkpoints(folder)[keep:]:
+        try:
+            if old.is_symlink():
+                old.unlink()
+            else:
+                aside = old.with_name(f"{_REMOVED}{old.name}")
+                old.rename(aside)
+                shutil.rmtree(aside)
+        except OSError as error:
+            problems.append(f"the old checkpoint {old} cannot be removed: {error.strerror or error}")
+    return problems
 
 
 def write_text(path: Path, content: str) -> None:

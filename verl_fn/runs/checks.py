@@ -154,10 +154,10 @@ def _check_device(plan: Plan) -> None:
 
 
 def check_vocabulary(folder: str | Path, tokenizer: Any) -> None:
-    """Checks that a model has an embedding for every id of the tokenizer, and that there is an end token.
+    """Checks that a model has an embedding for every id of the tokenizer.
 
     Raises:
-        ModelError: the tokenizer is larger than the model's vocabulary, or has no end token.
+        ModelError: the tokenizer is larger than the model's vocabulary.
     """
     size = read_config(folder).get_text_config().vocab_size
     if len(tokenizer) > size:
@@ -165,5 +165,3 @@ def check_vocabulary(folder: str | Path, tokenizer: Any) -> None:
             f"the tokenizer has {len(tokenizer)} tokens, the model in {folder} only {size}: "
             f"they do not belong together; use the tokenizer that the model was trained with"
         )
-    if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {folder} has no eos token, so no response could end; set one")

@@ -42,7 +42,8 @@ def _answers(
     prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
     requests = requests_for(prompts, sampling, key, [p.id for p in problems])
     batch = w.call(pack, w.rollout.generate(requests, version=version))
-    return w.get(w.call(judged, w.reward(batch, problems), problems, w.tokenizer, logged, returns=2))
+    scored = w.reward(batch, problems)
+    return w.get(w.call(judged, scored, problems, w.tokenizer, w.end_tokens, logged, returns=2))
 
 
 def evaluate_model(plan: Plan, say: Say) -> Evaluation:
@@ -64,7 +65,9 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
         return _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan, None)
 
 
-def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, logged: int | None) -> Evaluation:
+def judged(
+    batch: Batch, problems: Sequence[Problem], tokenizer: Any, end_tokens: Sequence[int], logged: int | None
+) -> Evaluation:
     """Returns accuracy and reward by data source, and decoded answers.
 
     As in verl, the reward is the core metric where the reward functions return no ``acc``.
@@ -73,6 +76,7 @@ def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, logged: in
         batch: scored rows, the same number for each problem.
         problems: the held-out problems.
         tokenizer: decodes the answers.
+        end_tokens: those of the model, which are no part of an answer's text.
         logged: the first answer to each of so many problems is returned; None returns all answers to all problems.
     """
     n = len(batch) // len(problems)
@@ -87,7 +91,7 @@ def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, logged: in
         else:
             report |= spread(f"val-core/{source}/reward", score[rows], pred[rows])
     shown = range(len(batch)) if logged is None else range(0, len(batch), n)[:logged]
-    texts = response_texts(batch.take(list(shown)), tokenizer) if shown else []
+    texts = response_texts(batch.take(list(shown)), tokenizer, end_tokens) if shown else []
     answers = [
         {
             "data_source": problems[i // n].data_source,

@@ -21,27 +21,48 @@ from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.tables import Table
 from verl_fn.driver import ranks
 
-from .checkpoints import aside_of, checkpoints, save_roles, step_of, write_manifest, write_text
+from .checkpoints import aside_of, checkpoints, prune, save_roles, step_of, write_manifest, write_text
 from .errors import RunError
 from .inputs import write_inputs
 from .logs import GENERATIONS, LOGS, METRICS, Row, last_evaluation, metrics_row, read_lines
+from .progress import Say
 from .state import RunState, run_of
 
 
 class Run:
     """The folder of one run.
 
+    Args:
+        plan: the plan of the run.
+        say: prints a line; it reports checkpoints that cannot be removed.
+
     Attributes:
         folder: its path.
+
+    Raises:
+        RunError: the folder or a link in it cannot be written, or the plan's models lie among its checkpoints.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, say: Say = print) -> None:
         self.folder = Path(plan.trainer.dir)
+        self._say = say
         self._keep = plan.trainer.max_ckpt_to_keep
         self._plan = plan
         # The newest line of metrics.jsonl, and where it begins.
         self._row: Row = {}
         self._row_at = 0
+        link = self.folder / "model"
+        if link.exists() and not link.is_symlink():
+            raise RunError(
+                f"{link} is in the way: a run makes a link of that name to its newest model; move it, or choose "
+                f"another trainer.dir"
+            )
+        for role in plan.roles.values():
+            if Path(role.folder).is_relative_to(self.folder / "checkpoints"):
+                raise RunError(
+                    f"{role.folder} is one of the run's own checkpoints, which are removed as the run goes on; copy "
+                    f"the model to another folder, or choose another trainer.dir"
+                )
         with self.written("the run's folder"):
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -165,8 +186,8 @@ class Run:
                     self._point_at(final / "actor")
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        for old in checkpoints(self.folder)[self._keep :]:
-            shutil.rmtree(old)
+        for problem in prune(self.folder, self._keep):
+            self._say(f"warning: {problem}")
         return final
 
     @contextlib.contextmanager

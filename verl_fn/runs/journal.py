@@ -23,7 +23,9 @@ from verl_fn.backends.protocol import (
     Request,
     RolloutBackend,
     Sample,
+    TrainBackend,
     WeightSource,
+    whole_leaves,
 )
 from verl_fn.config import Plan, flat
 from verl_fn.runs.errors import RunError
@@ -34,18 +36,19 @@ from verl_fn.state.batch import CORE
 
 
 def digests(value: Any) -> dict[str, str]:
-    """Returns a short hash of every leaf of a value, by path. Shards are put together first, one leaf at a time.
+    """Returns a short hash of every leaf of a value, by path.
 
     Example:
         >>> import torch
         >>> digests({"w": torch.zeros(2)}) == digests({"w": torch.zeros(2)})
         True
     """
+    return {path: tree.digest(leaf)[:16] for path, leaf in tree.paths(value).items()}
 
-    def whole(leaf: Any) -> Any:
-        return leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf
 
-    return {path: tree.digest(whole(leaf))[:16] for path, leaf in tree.paths(value).items()}
+def state_digests(backend: TrainBackend, state: Any) -> dict[str, str]:
+    """Returns a short hash of every leaf of a training state, by path, the same for every layout."""
+    return {path: tree.digest(leaf)[:16] for path, leaf in whole_leaves(backend, state)}
 
 
 class Recorder:
@@ -149,7 +152,7 @@ def entry(state: RunState, seen: Recorder, w: Workers, plan: Plan) -> dict[str, 
     if seen.scored is not None:
         line["samples"] = w.get(w.call(digests, seen.scored))
     for name in plan.roles:
-        line["state"][name] = w.get(w.trainers[name].map(digests, state.role(name)))
+        line["state"][name] = w.get(w.trainers[name].map(state_digests, w.trainers[name], state.role(name)))
     line["state"]["rest"] = serial.flatten(state.without_roles(plan))[1]
     return line
 

@@ -62,7 +62,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
     first = ranks.torchrun_rank() == 0
     if not first:
         say, live = _silent, False
-    run = Run(plan) if first else Follower(plan)
+    run = Run(plan, say) if first else Follower(plan, say)
     with ranks.process_group(plan), run.locked():
         with ranks.first_alone():
             origin = find_origin(plan, run)
@@ -167,6 +167,9 @@ class _Loop:
             if not isinstance(self.run, Follower):
                 logs += stack.enter_context(loggers(t, plan.table, self.run.folder, state.step))
             self._evaluate_first(state, logs, fresh=fresh)
+            if self.saved is None:
+                # Before the first update, so that what a save needs is missing now rather than after hours.
+                self.saved = self.run.save(state, self.w)
             stop_signals = stack.enter_context(stop_requests(self.say))
             total = t.total_training_steps
             progress: Progress = Live(state.step, total) if live else Lines(state.step, total, t.log_freq, self.say)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 
 from verl_fn.algorithms import Workers
-from verl_fn.backends.hf.folder import read_config
-from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.backends.hf.folder import ModelError, read_config
+from verl_fn.backends.hf.tokenizer import contradiction, end_tokens, read_tokenizer
 from verl_fn.config import ConfigError, Plan
 from verl_fn.data.files import FileData, file_data, read_problems
 from verl_fn.data.notices import notices
 from verl_fn.data.tasks import TASKS, Source
 from verl_fn.driver import build
 
+from .checkpoints import check_model_folder
 from .checks import check, check_model_folders
 from .progress import Say
 
@@ -33,10 +34,22 @@ def prepare(plan: Plan, say: Say) -> Source:
         raise ConfigError("data from files needs model.path: a random model knows only a task's characters")
     check_model_folders(plan)
     build.make_model_folder(plan)
+    for folder in dict.fromkeys((plan.model, *(role.folder for role in plan.roles.values()))):
+        check_model_folder(folder)
     read_config(plan.model)
     tokenizer = read_tokenizer(plan.model)
+    if not (ends := end_tokens(plan.model, tokenizer)):
+        raise ModelError(
+            f"{plan.model} names no token that ends an answer, so no response could end: set eos_token_id in its "
+            f"generation_config.json"
+        )
+    if note := contradiction(plan.model, tokenizer):
+        say(f"note: {note}")
     answers = plan.algorithm == "sft" and any(role.optim is not None for role in plan.roles.values())
-    source: Source = file_data(plan.data, tokenizer, say, answers=answers) if from_files else TASKS[plan.data.task]
+    end_token = ends[0] if answers else None
+    source: Source = (
+        file_data(plan.data, tokenizer, say, end_token=end_token) if from_files else TASKS[plan.data.task]
+    )
     check(plan, source, tokenizer)
     if isinstance(source, FileData):
         for notice in notices(source.training, source.validation, plan.data, tokenizer, answers=answers):

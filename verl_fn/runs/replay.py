@@ -16,7 +16,7 @@ from .checkpoints import checkpoints, step_of
 from .errors import RunError
 from .evaluate import validate
 from .folder import changed_keys, run_config
-from .journal import Recorded, Recorder, digests, entry, first_difference, read_samples
+from .journal import Recorded, Recorder, entry, first_difference, read_samples, state_digests
 from .logs import TIMED, metrics_row, read_journal, read_metrics
 from .loop import restored_state
 from .prepare import prepare, workers
@@ -222,7 +222,8 @@ def _against_checkpoint(
         return None
     saved = restored_state(checkpoint, plan, w)
     for role in plan.roles:
-        before, now = (w.get(w.trainers[role].map(digests, s.role(role))) for s in (saved, state))
+        trainer = w.trainers[role]
+        before, now = (w.get(trainer.map(state_digests, trainer, s.role(role))) for s in (saved, state))
         compared["state leaves"] = compared.get("state leaves", 0) + len(before)
         for name, digest in before.items():
             if now.get(name) != digest:

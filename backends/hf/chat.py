@@ -1,0 +1,66 @@
+"""Chat templates: programs of a model's folder, which may fail or never end."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from .config import ModelError, reason
+
+# A template takes milliseconds; one that takes so long has a loop without an end.
+LONGEST = 30.0
+
+
+class _TakesTooLong(BaseException):
+    """Ends the thread of a template that does not end by itself."""
+
+
+def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Returns the token ids of chat messages, up to the start of the assistant's answer.
+
+    Args:
+        tokenizer: has a chat template.
+        messages: the messages so far.
+
+    Raises:
+        ModelError: the template fails on these messages, or does not end.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+        >>> tokenizer = char_tokenizer("ab\\n")
+        >>> tokenizer.chat_template = CHAT_TEMPLATE
+        >>> chat_tokens(tokenizer, [{"role": "user", "content": "ba"}])
+        [1, 5, 4, 6]
+    """
+    ids: list[int] = []
+    errors: list[Exception] = []
+
+    def encode() -> None:
+        try:
+            ids.extend(
+                tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+                )
+            )
+        except _TakesTooLong:
+            pass
+        # A template can raise an error of any class.
+        except Exception as error:
+            errors.append(error)
+
+    # A thread, because a template runs in Python and only another thread can end it, also off the main thread.
+    thread = threading.Thread(target=encode, daemon=True)
+    thread.start()
+    thread.join(LONGEST)
+    if thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_TakesTooLong))
+        raise ModelError(f"the tokenizer's chat template did not end within {LONGEST:g} s; fix the template")
+    if errors:
+        error = errors[0]
+        why = str(error) if isinstance(error, jinja2.TemplateError) else reason(error)
+        raise ModelError(f"the tokenizer's chat template failed on the prompt: {why}") from error
+    return ids

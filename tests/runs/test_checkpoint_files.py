@@ -1,0 +1,218 @@
+"""Checkpoints of a run: the first precedes the first update, damage is seen, and old ones never stop a run."""
+
+import json
+import shutil
+
+import pytest
+from run_configs import tiny_run
+
+from verl_fn.backends.checkpoint.state_folder import CheckpointError
+from verl_fn.backends.local import Local
+from verl_fn.cli import main
+from verl_fn.errors import UserError
+from verl_fn.runs import checkpoints as files
+from verl_fn.runs.checkpoints import MANIFEST, check_model_folder, checkpoints, prune, read_manifest, verify
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.folder import Run
+from verl_fn.runs.loop import train
+
+SILENT = lambda line: None  # noqa: E731
+
+
+def sft(tiny, folder, steps, *more):
+    return tiny_run(tiny, folder, "algorithm.name=sft", f"trainer.total_training_steps={steps}", *more)
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """A run of two steps, saved before the first and after each; tests copy it."""
+    folder = tmp_path_factory.mktemp("run") / "a"
+    train(sft(tiny, folder, 2), SILENT)
+    return folder
+
+
+@pytest.fixture
+def copied(run, tmp_path):
+    return shutil.copytree(run, tmp_path / "a", symlinks=True)
+
+
+# The first save
+
+
+@pytest.mark.parametrize("fork", [False, True])
+def test_a_run_saves_before_its_first_update(run, tiny, tmp_path, monkeypatch, fork):
+    done = []
+
+    def noting(cls, name):
+        method = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda self, *args, **kw: done.append(name) or method(self, *args, **kw))
+
+    noting(Run, "save")
+    noting(Local, "apply_update")
+    more = [f"trainer.resume_from_path={run}/checkpoints/step_1"] if fork else []
+    train(sft(tiny, tmp_path / "b", 3, "trainer.save_freq=-1", *more), SILENT)
+    updates = ["apply_update"] * (2 if fork else 3)
+    assert done == ["save", *updates, "save"]
+    assert [p.name for p in checkpoints(tmp_path / "b")] == ["step_3", "step_1" if fork else "step_0"]
+    assert (tmp_path / "b/model/config.json").exists()
+
+
+def test_a_folder_in_the_place_of_the_runs_link_is_refused_at_once(tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "run/model")
+    with pytest.raises(RunError, match=r"run/model is in the way.*choose another trainer\.dir"):
+        train(sft(tmp_path / "run/model", tmp_path / "run", 1), SILENT)
+    assert not checkpoints(tmp_path / "run")
+
+
+def test_a_model_among_the_runs_own_checkpoints_is_refused(run, tmp_path):
+    with pytest.raises(RunError, match="is one of the run's own checkpoints, which are removed"):
+        train(sft(run / "model", run, 3), SILENT)
+
+
+def test_a_model_folder_that_is_removed_during_a_run_is_not_missed(tiny, tmp_path):
+    model = shutil.copytree(tiny, tmp_path / "model")
+
+    def remove(line):
+        shutil.rmtree(model, ignore_errors=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "start", lambda self, *args, start=Run.start, **kw: (remove(""), start(self, *args, **kw)))
+        train(sft(model, tmp_path / "run", 1), SILENT)
+    assert not model.exists()
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    for file in tiny.glob("tokenizer*"):
+        assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+
+
+# Damage
+
+
+def test_every_flipped_bit_of_a_manifest_is_refused_or_means_the_same(run, tmp_path):
+    folder = tmp_path / "step_2"
+    folder.mkdir()
+    whole, expected = (run / "checkpoints/step_2" / MANIFEST).read_bytes(), read_manifest(run / "checkpoints/step_2")
+    same = 0
+    with (folder / MANIFEST).open("wb", buffering=0) as file:
+        for bit in range(8 * len(whole)):
+            flipped = bytearray(whole)
+            flipped[bit // 8] ^= 1 << bit % 8
+            file.seek(0)
+            file.write(flipped)
+            try:
+                assert read_manifest(folder) == expected, f"bit {bit} of {whole[bit // 8 - 20 : bit // 8 + 20]!r}"
+                same += 1
+            except CheckpointError:
+                pass
+    assert same < len(whole)  # of blanks and of the case of escapes alone
+
+
+@pytest.mark.parametrize("change", [{"algorithm": "grpo"}, {"state": {".algorithm.step": 7}}, {"files": {}}], ids=str)
+def test_an_edited_manifest_is_refused(copied, change):
+    file = copied / "checkpoints/step_2" / MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json is not what was written"):
+        verify(file.parent)
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_refused(copied):
+    renamed = (copied / "checkpoints/step_2").rename(copied / "checkpoints/step_7")
+    with pytest.raises(CheckpointError, match="holds the state of step 2"):
+        verify(renamed)
+
+
+def cut(path, others):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path, others):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 16
+    path.write_bytes(bytes(data))
+
+
+def delete(path, others):
+    path.unlink()
+
+
+def lengthen(path, others):
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def empty(path, others):
+    path.write_bytes(b"")
+
+
+def swap(path, others):
+    path.write_bytes(next(other.read_bytes() for other in others if other.read_bytes() != path.read_bytes()))
+
+
+def replace_by_folder(path, others):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("harm", [cut, flip, delete, lengthen, empty, swap, replace_by_folder])
+def test_every_harm_to_every_file_is_seen(run, tmp_path, harm):
+    names = sorted(str(p.relative_to(run / "checkpoints/step_2")) for p in (run / "checkpoints/step_2").rglob("*.*"))
+    assert {"actor/model.safetensors", "actor/tokenizer.json", "actor/train_state.json", MANIFEST} <= set(names)
+    for name in names:
+        folder = shutil.copytree(run / "checkpoints/step_2", tmp_path / "step_2")
+        # The same file of another step, then the other files.
+        others = [run / "checkpoints/step_1" / name, *(run / "checkpoints/step_2" / other for other in names)]
+        harm(folder / name, others)
+        with pytest.raises(CheckpointError):
+            verify(folder)
+        shutil.rmtree(folder)
+
+
+def test_models_of_damaged_checkpoints_are_neither_used_nor_copied(copied, tiny, tmp_path, capsys):
+    flip(copied / "checkpoints/step_2/actor/train_state.safetensors", [])
+    check_model_folder(copied / "checkpoints/step_2/actor")
+    flip(copied / "checkpoints/step_2/actor/model.safetensors", [])
+    for args in (["export", copied, tmp_path / "out"], ["eval", copied], ["eval", copied / "checkpoints/step_2"]):
+        assert main([str(arg) for arg in args]) == 1
+        assert "actor/model.safetensors is not what was written" in capsys.readouterr().err
+    with pytest.raises(UserError, match="not what was written"):
+        train(sft(copied / "model", tmp_path / "b", 1), SILENT)
+
+
+# Old checkpoints
+
+
+def test_a_link_to_an_old_checkpoint_is_removed_and_its_target_kept(copied, tiny, tmp_path):
+    moved = (copied / "checkpoints/step_0").rename(tmp_path / "elsewhere")
+    (copied / "checkpoints/step_0").symlink_to(moved)
+    assert prune(copied, 2) == []
+    assert [p.name for p in checkpoints(copied)] == ["step_2", "step_1"] and (moved / MANIFEST).exists()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_stop_the_run(copied, tiny, monkeypatch):
+    remove = shutil.rmtree
+
+    def busy(path, *args, **kwargs):
+        if str(path).endswith("step_0") and not kwargs.get("ignore_errors"):
+            raise OSError(16, "Device or resource busy")
+        remove(path, *args, **kwargs)
+
+    monkeypatch.setattr(files.shutil, "rmtree", busy)
+    lines = []
+    train(sft(tiny, copied, 4, "trainer.max_ckpt_to_keep=2"), lines.append)
+    warnings = [line for line in lines if line.startswith("warning: ")]
+    assert len(warnings) == 1 and "step_0 cannot be removed: Device or resource busy" in warnings[0]
+    assert [p.name for p in checkpoints(copied)] == ["step_4", "step_3"]
+
+
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(copied, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def half(path, *args, **kwargs):
+        (path / MANIFEST).unlink()
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(files.shutil, "rmtree", half)
+        prune(copied, 2)
+    assert [p.name for p in checkpoints(copied)] == ["step_2", "step_1"]
+    assert prune(copied, 2) == []
+    assert sorted(p.name for p in (copied / "checkpoints").iterdir()) == ["step_1", "step_2"]
