@@ -220,7 +220,7 @@ def test_a_state_moves_between_one_two_and_four_ranks(two, four, folder, tmp_pat
     [
         ("IgnoresParameters", {"Purity", "Persistence"}),
         ("DropsARank", {"Purity", "Split invariance", "Layout"}),
-        ("Averages", {"Layout"}),
+        ("Averages", {"Derivative"}),
         ("NormOfOneRank", {"Layout"}),
         ("AliasedGradients", {"Purity", "Persistence", "Donation"}),
     ],
