@@ -38,7 +38,7 @@ def stop_once(algorithm, state, *args):
 
 if FAULT == "slow save, stopped by rank 1":
     if RANK == 0:
-        before(checkpoints, "_crc", lambda path: time.sleep(0.5))
+        before(checkpoints, "crc_of", lambda path: time.sleep(0.5))
     else:
         before(loop, "advance", stop_once)
 elif FAULT == "no data on rank 1" and RANK == 1:

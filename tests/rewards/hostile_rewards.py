@@ -282,7 +282,16 @@ def writes_slowly(info):
 
 
 def writes_from_a_thread(info):
-    return _in_background(lambda: [_write_everywhere(b"x\n") for _ in range(1000)])
+    wrote = threading.Event()
+
+    def write():
+        for _ in range(1000):
+            _write_everywhere(b"x\n")
+            wrote.set()
+
+    _in_background(write)
+    wrote.wait()
+    return 1
 
 
 def raises_later(info):
