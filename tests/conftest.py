@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tests make calls fail on purpose.
+os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 # Tiny models only lose time to a second thread, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
