@@ -120,6 +120,7 @@ def numbers(folder):
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_metrics(folder)]
 
 
+@pytest.mark.slow
 def test_torchrun_fine_tunes_as_one_process_does(model, tmp_path):
     """Two ranks, one folder, one voice; and the local driver goes on from there."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

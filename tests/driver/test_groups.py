@@ -33,6 +33,7 @@ def check(backend, two, other=None):
     check_backend(backend, other, loss=LOSS, tolerance=FP32, get=two.get, optimizer=remote_mutants.optimizer())
 
 
+@pytest.mark.slow
 def test_laws_of_two_sharded_ranks(two, fsdp, model):
     check(fsdp, two, Local(model, remote_mutants.optimizer(), max_tokens=24))
 

@@ -22,6 +22,7 @@ def start(folder, model, *more):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_an_interrupted_run_saves_and_goes_on(kind, tiny, tmp_path):
     """The signal goes to the whole group of processes, as a terminal sends it."""
