@@ -1,5 +1,7 @@
 """The embedded rollout engine: batched decoding in this process."""
 
-from .engine import NotFiniteError, Sampler
+from verl_fn.backends.serving import NotFiniteError
+
+from .engine import Sampler
 
 __all__ = ["NotFiniteError", "Sampler"]

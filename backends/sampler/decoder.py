@@ -7,7 +7,6 @@ no mask and do not sample.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from verl_fn.backends.hf.attention import Packing, packed_attention
-from verl_fn.backends.hf.folder import ModelError, hollow
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
-from verl_fn.state import Batch, Key
+from verl_fn.state import Batch
 
 NAME = "verl_fn_decode"
 
@@ -75,24 +73,6 @@ class Decoder(Protocol):
     def drop_weights(self) -> None:
         """Frees the weights' memory."""
         ...
-
-
-def model_of(folder: str | Path) -> tuple[Skeleton, dict[str, torch.Size]]:
-    """Returns the skeleton of a folder, and the shapes of the parameters that have to be published.
-
-    Raises:
-        ModelError: the folder or the architecture cannot be used.
-    """
-    model = hollow(folder, "lm", key=Key.from_seed(0))
-    skeleton = model.skeleton
-    # A rollout engine saves nothing.
-    skeleton.files = {}
-    saved = skeleton.model.state_dict()
-    if buffers := [name for name, _ in skeleton.model.named_buffers() if name in saved]:
-        raise ModelError(
-            f"{folder} has buffers among its weights, which are never published: {', '.join(buffers[:3])}"
-        )
-    return skeleton, {name: t.shape for name, t in model.shapes.items()}
 
 
 # Where tokens lie, and attention over it

@@ -7,50 +7,31 @@ row, so that a step computes active rows and no others.
 from __future__ import annotations
 
 import itertools
-import math
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_fn.backends.hf.config import ModelError, longest_row, read_config
+from verl_fn.backends.answers import Answers
+from verl_fn.backends.draws import NOISE, Draws
+from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.skeleton import dtype_of
-from verl_fn.backends.hf.tokenizer import end_tokens
-from verl_fn.backends.protocol import (
-    Capabilities,
-    Handle,
-    Request,
-    Sample,
-    Sampling,
-    StaleWeightsError,
-    WeightSource,
-    here,
-)
-from verl_fn.backends.sampler.answers import Answers
+from verl_fn.backends.protocol import Handle, Request, Sample, Sampling, WeightSource, here
 from verl_fn.backends.sampler.decoder import Decoder
-from verl_fn.backends.sampler.draws import Draws
 from verl_fn.backends.sampler.llama import decoder_for
+from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, not_finite
 from verl_fn.backends.weight_sync import check_specs, receive
-from verl_fn.errors import ArgumentError
-from verl_fn.state import Batch, check_ids, isolated, uniform_at
+from verl_fn.state import Batch, isolated, uniform_at
 
-# How much the logits of a row may differ between batches of different sizes; draws within this are near ties.
-NOISE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 # The most prompt tokens of one prefill, which bounds its memory.
 PREFILL_TOKENS = 16384
 # Slots are filled again when one in so many is free, since a prefill of few rows takes as long as a step.
 REFILL_PART = 8
 
 
-class NotFiniteError(ModelError, FloatingPointError):
-    """A model's logits are NaN or infinite, so no token can be drawn."""
-
-
-class Sampler:
+class Sampler(Serving):
     """A rollout engine in this process; see ``RolloutBackend``.
 
     Draws do not depend on the order, the size or the slots of a batch, except where the rounding of logits decides a
@@ -77,26 +58,17 @@ class Sampler:
         [(0, 0), (0, 1), (1, 0), (1, 1)]
     """
 
-    capabilities = Capabilities()
-
     def __init__(
         self, folder: str | Path, *, device: str | torch.device = "cpu", dtype: str = "float32", slots: int = 64
     ) -> None:
         if slots < 1:
             raise ValueError(f"slots is {slots}; it must be at least 1")
-        self.folder = Path(folder)
         self.device = torch.device(device)
         self.dtype = dtype_of(dtype, "dtype")
         self.slots = slots
-        self.version: int | None = None
-        # Calls of several threads would share the cache.
-        self._lock = threading.RLock()
         self._compared = False
-        # A run has the cache and the weights for itself; another call ends it.
-        self._calls = 0
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
-        self.max_length = _longest(read_config(self.folder))
-        self.end_tokens = set(end_tokens(self.folder))
+        super().__init__(folder, longest_of(read_config(folder)), self.decoder.vocab)
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights, tied ones once; the first publication is also compared by checksums.
@@ -117,29 +89,6 @@ class Sampler:
             self._compared = True
             self.version = version
 
-    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
-        """Returns the samples of ``requests``, on the CPU; see ``RolloutBackend``.
-
-        Raises:
-            StaleWeightsError: the engine holds another version than ``version``, or none.
-            ValueError: there are no requests, two have the same id, or a prompt is empty, too long for the model or
-                holds unknown tokens.
-            NotFiniteError: the model's logits for a row are not finite.
-        """
-        with self._lock, isolated():
-            drawn = self._admitted(requests, version, as_they_end=False)
-            samples = {(place, sample.number): sample for place, sample in drawn}
-        return [samples[place] for place in sorted(samples)]
-
-    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
-        """Returns an iterator over the same samples, in the order in which they end; see ``RolloutBackend``.
-
-        Raises:
-            StaleWeightsError: as ``generate``, and in the iterator if the engine was called meanwhile.
-        """
-        with self._lock:
-            return self._one_by_one(self._admitted(requests, version, as_they_end=True))
-
     def sleep(self, level: int = 2) -> None:
         """Frees the memory of caches at level 1, and that of weights too at level 2."""
         with self._lock:
@@ -152,27 +101,6 @@ class Sampler:
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Does nothing, since publishing and generating allocate the memory that they need."""
 
-    def _admitted(
-        self, requests: Sequence[Request], version: int | None, *, as_they_end: bool
-    ) -> Iterator[tuple[int, Sample]]:
-        """Checks requests at once, and returns an iterator that draws their samples; see ``_draw``."""
-        if self.version is None or (version is not None and version != self.version):
-            requested = "any version" if version is None else f"version {version}"
-            present = "none; publish them first" if self.version is None else f"version {self.version}"
-            raise StaleWeightsError(f"the request asks for weights of {requested}, and the sampler holds {present}")
-        self._check(requests)
-        self._calls += 1
-        return self._draw(requests, self.version, self._calls, as_they_end)
-
-    def _one_by_one(self, drawn: Iterator[tuple[int, Sample]]) -> Iterator[Sample]:
-        """Yields samples, and has the engine for itself only while it draws the next one."""
-        while True:
-            with self._lock, isolated():
-                _, sample = next(drawn, (0, None))
-            if sample is None:
-                return
-            yield sample
-
     def _draw(
         self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
     ) -> Iterator[tuple[int, Sample]]:
@@ -183,22 +111,18 @@ class Sampler:
             chosen = [requests[i] for i in places]
             seeds = torch.tensor([r.key.fold_in(number).seed() for r in chosen for number in range(sampling.n)])
             run = _Run(self, [request.prompt for request in chosen], sampling, seeds)
-            answers = Answers(chosen, run.draws, run.drawn, version)
+            answers = Answers(chosen, version)
             ended = self._guarded(run, call)
             for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
-                answers.collect()
+                answers.collect(torch.tensor(run.drawn), run.draws.results())
+                run.drawn.clear()
                 yield from ((places[row // sampling.n], answers.sample(row, row in run.finished)) for row in rows)
 
     def _guarded(self, run: _Run, call: int) -> Iterator[list[int]]:
-        """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache.
-
-        Raises:
-            StaleWeightsError: the engine was called between two steps.
-        """
+        """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache."""
         steps = run.loop()
         while run.unfinished:
-            if self._calls != call:
-                raise StaleWeightsError("this stream was interrupted by another call; read streams to their end")
+            self._continue(call)
             try:
                 rows = next(steps)
             except NotFiniteError:
@@ -207,28 +131,6 @@ class Sampler:
                 raise
             if rows:
                 yield rows
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        if not requests:
-            raise ValueError("there are no requests: generate needs at least one")
-        for request in requests:
-            if not isinstance(request, Request):
-                raise ArgumentError(
-                    f"generate takes requests, not a {type(request).__name__}; make them with requests_for(prompts, "
-                    "sampling, key)"
-                )
-        check_ids([request.id for request in requests])
-        for i, request in enumerate(requests):
-            prompt, longest = request.prompt, request.sampling.max_tokens
-            if not prompt:
-                raise ValueError(f"prompt {i} is empty; it needs at least one token to go on from")
-            if len(prompt) + longest > self.max_length:
-                raise ValueError(
-                    f"prompt {i} has {len(prompt)} tokens: with max_tokens={longest} that is more than "
-                    f"the {self.max_length} positions of the model"
-                )
-            if min(prompt) < 0 or max(prompt) >= self.decoder.vocab:
-                raise ValueError(f"prompt {i} holds tokens outside the vocabulary of {self.decoder.vocab}")
 
 
 class _Run:
@@ -324,12 +226,7 @@ class _Run:
         self.drawn += self.rows
         drawn = tokens.tolist()
         if self.draws.nothing in drawn:
-            row = self.rows[drawn.index(self.draws.nothing)]
-            prompt, sample = divmod(row, self.sampling.n)
-            raise NotFiniteError(
-                f"row {row} (sample {sample} of prompt {prompt}): the model's logits are not finite, so its weights "
-                "have diverged or are incomplete; lower the learning rate (actor.optim.lr), or use other weights"
-            )
+            raise not_finite(self.rows[drawn.index(self.draws.nothing)], self.sampling.n)
         stops, step = self.stops, self.step
         done = [i for i, (t, end) in enumerate(zip(drawn, self.ends, strict=True)) if end == step or t in stops]
         ended = [self.rows[i] for i in done]
@@ -351,10 +248,3 @@ class _Run:
                 for by_slot in (self.rows, self.ends, self.offsets):
                     by_slot[target] = by_slot[source]
         del self.rows[active:], self.ends[active:], self.offsets[active:]
-
-
-def _longest(config: Any) -> float:
-    """Returns the most tokens of a row."""
-    positions: float = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-    # Beyond the other limit, a row's frequencies depend on the longest row beside it.
-    return min(positions, longest_row(config))

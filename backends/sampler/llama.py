@@ -14,7 +14,8 @@ from torch.nn.functional import embedding, linear, silu
 from verl_fn.backends.hf.attention import packed_attention
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
-from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, Where, attend, model_of
+from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, Where, attend
+from verl_fn.backends.serving import model_of
 from verl_fn.state import Batch
 
 LLAMA_SHAPES = ("llama", "mistral", "qwen2", "qwen3")

@@ -21,6 +21,7 @@ import torch
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
 from .intake import IncompleteWeights
+from .source import InDtype, in_dtype
 from .staging import SLOTS, CannotOpen, Place, Staging, kinds, offered, opened
 
 ALIGNMENT = 256
@@ -53,12 +54,13 @@ class Inlet(_End):
         host: the address to listen on.
         secret: the key that senders have to know.
         device: the device of the engine's weights.
+        dtype: the dtype of the engine's weights, which are sent in it.
     """
 
-    def __init__(self, host: str, secret: bytes, device: torch.device) -> None:
+    def __init__(self, host: str, secret: bytes, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         self._listener = Listener((host, 0), authkey=secret)
-        self._device = device
+        self._device, self._dtype = device, dtype
 
     @property
     def address(self) -> tuple[str, int]:
@@ -81,7 +83,7 @@ class Inlet(_End):
             failing.callback(self.close)
             specs = self._announced(version)
             assert self._connection is not None
-            source = _Arriving(self, self._connection, specs)
+            source = _Arriving(self, self._connection, in_dtype(specs, self._dtype))
             try:
                 publish(source)
             except BaseException as error:
@@ -135,7 +137,7 @@ class _Arriving:
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
         """Yields the buckets as they arrive; see ``WeightSource``."""
         inlet, connection = self.inlet, self.connection
-        send_message(connection, ("start", max_bytes, checked, Place.of(inlet._device)))
+        send_message(connection, ("start", max_bytes, checked, inlet._dtype, Place.of(inlet._device)))
         while True:
             kind, *rest = receive_message(connection)
             if kind == "end":
@@ -181,11 +183,11 @@ class Outlet(_End):
         self._busy: list[int] = []
         self.kind = ""
 
-    def offer(self, version: int, specs: tuple[TensorSpec, ...]) -> tuple[int, bool] | None:
+    def offer(self, version: int, specs: tuple[TensorSpec, ...]) -> tuple[int, bool, torch.dtype] | None:
         """Announces weights to the engine.
 
         Returns:
-            The engine's bucket size and whether it compares checksums; None if it refuses the weights.
+            The engine's bucket size, whether it compares checksums, and its dtype; None if it refuses the weights.
         """
         if self._connection is None:
             self._connection = _prompt(Client(self._address, authkey=self._secret))
@@ -193,11 +195,12 @@ class Outlet(_End):
             send_message(self._connection, ("specs", version, specs))
             kind, *rest = receive_message(self._connection)
             if kind == "start":
-                max_bytes, checked, receiver = rest
+                max_bytes, checked, dtype, receiver = rest
+                specs = in_dtype(specs, dtype)
                 rows = [spec.nbytes // max(1, spec.shape[0] if spec.shape else 1) for spec in specs]
                 room = max(min(max_bytes, sum(spec.nbytes for spec in specs)), max(rows, default=0))
                 self._make_room(_aligned(room + ALIGNMENT * (len(specs) + 1)), receiver)
-                return max_bytes, checked
+                return max_bytes, checked, dtype
         self.close()
         return None
 
@@ -306,8 +309,12 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
     try:
         replies = [(outlet, outlet.offer(version, source.specs)) for outlet in outlets]
         wanted = [(outlet, reply) for outlet, reply in replies if reply is not None]
-        size = min((max_bytes for _, (max_bytes, _) in wanted), default=BUCKET_BYTES)
-        checked = any(check for _, (_, check) in wanted)
+        size = min((max_bytes for _, (max_bytes, _, _) in wanted), default=BUCKET_BYTES)
+        checked = any(check for _, (_, check, _) in wanted)
+        dtypes = {dtype for _, (_, _, dtype) in wanted}
+        if len(dtypes) > 1:
+            raise ValueError(f"engines of one publication have different dtypes: {sorted(map(str, dtypes))}")
+        source = InDtype(source, dtypes.pop()) if dtypes else source
         accepting = [outlet for outlet, _ in wanted]
         for bucket in source.buckets(size, checked=checked):
             accepting = [outlet for outlet in accepting if outlet.put(bucket)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,36 +66,62 @@ def receive(
         >>> place
         tensor([1., 1., 1.])
     """
-    rows = {spec.name: spec.shape[0] if spec.shape else 1 for spec in source.specs}
+    for bucket in arriving(source, max_bytes=max_bytes, checked=checked):
+        for chunk in bucket:
+            write(chunk)
+
+
+def arriving(
+    source: WeightSource, *, max_bytes: int = BUCKET_BYTES, checked: bool = False
+) -> Iterator[tuple[Chunk, ...]]:
+    """Yields the buckets of a source, checked as ``receive`` does; only its end shows that nothing is missing.
+
+    Raises:
+        IncompleteWeights: as ``receive``.
+    """
     specs = {spec.name: spec for spec in source.specs}
-    done = dict.fromkeys(rows, 0)
+    done = dict.fromkeys(specs, 0)
     for bucket in source.buckets(max_bytes, checked=checked):
         for chunk in bucket:
-            name, count = chunk.name, len(chunk.values)
-            if name not in rows:
-                raise IncompleteWeights(f"{name!r} arrived, which was not announced")
-            if chunk.start != done[name] or chunk.start + count > rows[name]:
-                raise IncompleteWeights(
-                    f"rows {chunk.start} to {chunk.start + count} of {name!r} arrived after {done[name]} of its "
-                    f"{rows[name]} rows: a bucket was lost or sent twice"
-                )
-            spec = specs[name]
-            if tuple(chunk.values.shape[1:]) != spec.shape[1:] or chunk.values.dtype != spec.dtype:
-                raise IncompleteWeights(
-                    f"{name!r} was announced as {spec.dtype} rows of shape {spec.shape[1:]}, and arrived as "
-                    f"{chunk.values.dtype} of {tuple(chunk.values.shape[1:])}"
-                )
-            if checked and checksum(chunk.values) != chunk.checksum:
-                raise IncompleteWeights(
-                    f"rows {chunk.start} to {chunk.start + count} of {name!r} differ from what was sent"
-                )
-            write(chunk)
-            done[name] += count
+            if chunk.name not in specs:
+                raise IncompleteWeights(f"{chunk.name!r} arrived, which was not announced")
+            _check_chunk(chunk, specs[chunk.name], done[chunk.name], checked)
+            done[chunk.name] += len(chunk.values)
+        yield bucket
+    rows = {name: _rows(spec) for name, spec in specs.items()}
     if short := [name for name in rows if done[name] < rows[name]]:
         raise IncompleteWeights(
             f"the publication ended early: {short[0]!r} has {done[short[0]]} of {rows[short[0]]} rows, and "
             f"{len(short) - 1} more tensors are not whole"
         )
+
+
+def _rows(spec: TensorSpec) -> int:
+    return spec.shape[0] if spec.shape else 1
+
+
+def _check_chunk(chunk: Chunk, spec: TensorSpec, done: int, checked: bool) -> None:
+    """Raises an error for a chunk that is not the next of its tensor.
+
+    Args:
+        chunk: the chunk.
+        spec: announces its tensor.
+        done: how many rows of the tensor have arrived.
+        checked: compare the checksum.
+    """
+    name, end = chunk.name, chunk.start + len(chunk.values)
+    if chunk.start != done or end > _rows(spec):
+        raise IncompleteWeights(
+            f"rows {chunk.start} to {end} of {name!r} arrived after {done} of its {_rows(spec)} rows: a bucket was "
+            "lost or sent twice"
+        )
+    if tuple(chunk.values.shape[1:]) != spec.shape[1:] or chunk.values.dtype != spec.dtype:
+        raise IncompleteWeights(
+            f"{name!r} was announced as {spec.dtype} rows of shape {spec.shape[1:]}, and arrived as "
+            f"{chunk.values.dtype} of {tuple(chunk.values.shape[1:])}"
+        )
+    if checked and checksum(chunk.values) != chunk.checksum:
+        raise IncompleteWeights(f"rows {chunk.start} to {end} of {name!r} differ from what was sent")
 
 
 def checksum(values: Tensor) -> int:

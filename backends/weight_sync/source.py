@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import attrs
+import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec
+from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
 from .intake import checksum
 
@@ -58,6 +59,40 @@ class Weights:
                 start = end
         if bucket:
             yield tuple(bucket)
+
+
+def in_dtype(specs: Iterable[TensorSpec], dtype: torch.dtype) -> tuple[TensorSpec, ...]:
+    """Returns specifications of the same tensors in another dtype.
+
+    Example:
+        >>> in_dtype([TensorSpec("w", (2,), torch.float32)], torch.bfloat16)[0].nbytes
+        4
+    """
+    return tuple(attrs.evolve(spec, dtype=dtype) for spec in specs)
+
+
+@attrs.frozen(eq=False)
+class InDtype:
+    """A source whose tensors are converted as they are read, a ``WeightSource``.
+
+    Attributes:
+        inner: the source.
+        dtype: the dtype of all tensors.
+    """
+
+    inner: WeightSource
+    dtype: torch.dtype
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The specifications of the converted tensors."""
+        return in_dtype(self.inner.specs, self.dtype)
+
+    def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
+        """Yields all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``."""
+        for bucket in self.inner.buckets(max_bytes):
+            chunks = [(chunk, chunk.values.to(self.dtype)) for chunk in bucket]
+            yield tuple(Chunk(c.name, c.start, t, checksum(t) if checked else None) for c, t in chunks)
 
 
 def _rows(tensor: Tensor) -> Tensor:

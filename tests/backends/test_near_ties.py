@@ -2,9 +2,9 @@
 
 import torch
 
+from verl_fn.backends.draws import Draws
 from verl_fn.backends.protocol import Sampling
 from verl_fn.backends.sampler import Sampler
-from verl_fn.backends.sampler.draws import Draws
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import Key, pack, requests_for
 

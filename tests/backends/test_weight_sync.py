@@ -27,7 +27,7 @@ def tensors(scale=1.0):
 
 def serve(pipe, publications):
     """An engine's process: takes publications and says what came."""
-    inlet = Inlet("127.0.0.1", SECRET, CPU)
+    inlet = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
     pipe.send(inlet.address)
     for version, max_bytes in publications:
         places = {}
@@ -110,7 +110,7 @@ def test_what_fails_leaves_both_ends_ready(engine):
 
 
 def test_a_sender_that_ends_is_noticed():
-    inlet = Inlet("127.0.0.1", SECRET, CPU)
+    inlet = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
 
     class Gone(Outlet):
         def put(self, bucket):
@@ -127,7 +127,7 @@ def test_a_sender_that_ends_is_noticed():
 
 def test_a_stranger_is_sent_away():
     """One without the secret, and one who says nothing and goes."""
-    inlet = Inlet("127.0.0.1", SECRET, CPU)
+    inlet = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
 
     def knock_and_send():
         with pytest.raises(AuthenticationError):
@@ -145,7 +145,7 @@ def test_a_stranger_is_sent_away():
 
 @pytest.mark.parametrize("how", ["dropped", "repeated", "altered"])
 def test_a_transport_that_loses_repeats_or_alters_a_bucket_is_caught(how):
-    inlet = Inlet("127.0.0.1", SECRET, CPU)
+    inlet = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
 
     class Broken(Outlet):
         count = 0

@@ -212,7 +212,8 @@ class Host:
             secret: the key of the senders.
         """
         if self._inlet is None:
-            self._inlet = Inlet(address, secret, _device_of(self.components[component]))
+            engine = self.components[component]
+            self._inlet = Inlet(address, secret, _device_of(engine), getattr(engine, "dtype", torch.float32))
         return self._inlet.address
 
     def receive(self, component: str, version: int) -> None:

@@ -1,14 +1,14 @@
-"""Samples of the draws of a run, which come in the order of its steps."""
+"""Samples made of the draws of a run, which arrive in the order of its steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Int
 from torch import Tensor
 
 from verl_fn.backends.protocol import Request, Sample
-from verl_fn.backends.sampler.draws import Draws
 
 
 class Answers:
@@ -16,24 +16,33 @@ class Answers:
 
     Args:
         requests: have the same sampling; row i belongs to request ``i // n``.
-        draws: the draws of all rows.
-        drawn: the row of each draw; it is emptied with every ``collect``.
         version: of the weights.
+
+    Example:
+        >>> from verl_fn.state import Key, Sampling, requests_for
+        >>> answers = Answers(requests_for([[5], [6]], Sampling(max_tokens=2), Key.from_seed(0)), 3)
+        >>> draws = torch.tensor([7, 8, 2]), torch.zeros(3), torch.zeros(3), torch.zeros(3)
+        >>> answers.collect(torch.tensor([1, 0, 1]), draws)
+        >>> answers.sample(1, finished=True).tokens.tolist()
+        [7, 2]
     """
 
-    def __init__(self, requests: Sequence[Request], draws: Draws, drawn: list[int], version: int) -> None:
-        self._requests, self._draws, self._drawn, self._version = requests, draws, drawn, version
+    def __init__(self, requests: Sequence[Request], version: int) -> None:
+        self._requests, self._version = requests, version
         self._prompts = [torch.tensor(request.prompt) for request in requests]
         self._parts: dict[int, list[tuple[Tensor, ...]]] = {}
 
-    def collect(self) -> None:
-        """Takes the draws since the last call."""
-        rows = torch.tensor(self._drawn)
-        self._drawn.clear()
+    def collect(self, rows: Int[Tensor, " d"], draws: Sequence[Tensor]) -> None:
+        """Adds draws, in the order of the steps.
+
+        Args:
+            rows: the row of each draw.
+            draws: for each draw its token, its log-prob with and without the cut, and whether it is a near tie.
+        """
         # A stable sort by row groups the draws of each row and keeps their order.
         order = rows.argsort(stable=True)
         present, counts = rows.unique(return_counts=True)
-        columns = [t[order].split(counts.tolist()) for t in self._draws.results()]
+        columns = [t[order].split(counts.tolist()) for t in draws]
         for row, *part in zip(present.tolist(), *columns, strict=True):
             self._parts.setdefault(row, []).append(tuple(part))
 
@@ -54,7 +63,7 @@ class Answers:
             prompt=self._prompts[place],
             tokens=tokens,
             log_probs=log_probs,
-            full_log_probs=full if self._draws.cut else None,
+            full_log_probs=full if sampling.cuts else None,
             mask=torch.ones(len(tokens)),
             versions=torch.full((len(tokens),), self._version),
             finish_reason="stop" if finished else "length",

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from verl_fn.backends.protocol import Sampling
 
+# How much the logits of a row may differ between batches of different sizes; draws within this are near ties.
+NOISE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 # Probability 1 in fixed point: sums of whole numbers are exact in any order of addition.
 ONE = 2.0**50
 

@@ -1,0 +1,179 @@
+"""What rollout engines have in common: one call at a time, checked requests, and streams that other calls end."""
+
+from __future__ import annotations
+
+import math
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_fn.backends.hf.config import ModelError, longest_row
+from verl_fn.backends.hf.folder import hollow
+from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.hf.tokenizer import end_tokens
+from verl_fn.backends.protocol import Capabilities, Request, Sample, StaleWeightsError, check_sampling
+from verl_fn.errors import ArgumentError
+from verl_fn.state import Key, check_ids, isolated
+
+
+class NotFiniteError(ModelError, FloatingPointError):
+    """A model's logits are NaN or infinite, so no token can be drawn."""
+
+
+class Serving(ABC):
+    """A rollout engine without the engine; see ``RolloutBackend``.
+
+    Args:
+        folder: the model folder.
+        max_length: the most tokens of a row.
+        vocab: the size of the vocabulary.
+
+    Attributes:
+        version: the version of the weights; None where there are none.
+        end_tokens: the tokens that end a response.
+    """
+
+    capabilities = Capabilities()
+
+    def __init__(self, folder: str | Path, max_length: float, vocab: int) -> None:
+        self.folder = Path(folder)
+        self.max_length, self.vocab = max_length, vocab
+        self.end_tokens = set(end_tokens(self.folder))
+        self.version: int | None = None
+        # Calls of several threads would share the cache.
+        self._lock = threading.RLock()
+        # A run has the cache and the weights for itself; another call ends it.
+        self._calls = 0
+
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
+        """Returns the samples of ``requests``, on the CPU; see ``RolloutBackend``.
+
+        Raises:
+            StaleWeightsError: the engine holds another version than ``version``, or none.
+            ValueError: there are no requests, two have the same id, or a prompt is empty, too long for the model or
+                holds unknown tokens.
+            NotFiniteError: the model's logits for a row are not finite.
+        """
+        with self._lock, isolated():
+            drawn = self._admitted(requests, version, as_they_end=False)
+            samples = {(place, sample.number): sample for place, sample in drawn}
+        return [samples[place] for place in sorted(samples)]
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        """Returns an iterator over the same samples, in the order in which they end; see ``RolloutBackend``.
+
+        Raises:
+            StaleWeightsError: as ``generate``, and in the iterator if the engine was called meanwhile.
+        """
+        with self._lock:
+            return self._one_by_one(self._admitted(requests, version, as_they_end=True))
+
+    @abstractmethod
+    def _draw(
+        self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
+    ) -> Iterator[tuple[int, Sample]]:
+        """Yields every sample with the place of its request, as the samples end or all together.
+
+        Args:
+            requests: are checked.
+            version: of the weights.
+            call: the number of this call; ``_continue`` raises an error once there is a later one.
+            as_they_end: whether samples are yielded as they end.
+        """
+
+    def _continue(self, call: int) -> None:
+        """Raises an error if another call has changed weights or cache.
+
+        Raises:
+            StaleWeightsError: the engine was called between two steps.
+        """
+        if self._calls != call:
+            raise StaleWeightsError("this stream was interrupted by another call; read streams to their end")
+
+    def _admitted(
+        self, requests: Sequence[Request], version: int | None, *, as_they_end: bool
+    ) -> Iterator[tuple[int, Sample]]:
+        """Checks requests at once, and returns an iterator that draws their samples; see ``_draw``."""
+        if self.version is None or (version is not None and version != self.version):
+            requested = "any version" if version is None else f"version {version}"
+            present = "none; publish them first" if self.version is None else f"version {self.version}"
+            name = type(self).__name__.lower()
+            raise StaleWeightsError(f"the request asks for weights of {requested}, and the {name} holds {present}")
+        self._check(requests)
+        self._calls += 1
+        return self._draw(requests, self.version, self._calls, as_they_end)
+
+    def _one_by_one(self, drawn: Iterator[tuple[int, Sample]]) -> Iterator[Sample]:
+        """Yields samples, and has the engine for itself only while it draws the next one."""
+        while True:
+            with self._lock, isolated():
+                _, sample = next(drawn, (0, None))
+            if sample is None:
+                return
+            yield sample
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        if not requests:
+            raise ValueError("there are no requests: generate needs at least one")
+        for request in requests:
+            if not isinstance(request, Request):
+                raise ArgumentError(
+                    f"generate takes requests, not a {type(request).__name__}; make them with requests_for(prompts, "
+                    "sampling, key)"
+                )
+        check_ids([request.id for request in requests])
+        check_sampling(requests, self.capabilities)
+        for i, request in enumerate(requests):
+            prompt, longest = request.prompt, request.sampling.max_tokens
+            if not prompt:
+                raise ValueError(f"prompt {i} is empty; it needs at least one token to go on from")
+            if len(prompt) + longest > self.max_length:
+                raise ValueError(
+                    f"prompt {i} has {len(prompt)} tokens: with max_tokens={longest} that is more than "
+                    f"the {self.max_length} positions of the model"
+                )
+            if min(prompt) < 0 or max(prompt) >= self.vocab:
+                raise ValueError(f"prompt {i} holds tokens outside the vocabulary of {self.vocab}")
+
+
+def model_of(folder: str | Path) -> tuple[Skeleton, dict[str, torch.Size]]:
+    """Returns the skeleton of a folder, and the shapes of the parameters that have to be published.
+
+    Raises:
+        ModelError: the folder or the architecture cannot be used.
+    """
+    model = hollow(folder, "lm", key=Key.from_seed(0))
+    skeleton = model.skeleton
+    # A rollout engine saves nothing.
+    skeleton.files = {}
+    saved = skeleton.model.state_dict()
+    if buffers := [name for name, _ in skeleton.model.named_buffers() if name in saved]:
+        raise ModelError(
+            f"{folder} has buffers among its weights, which are never published: {', '.join(buffers[:3])}"
+        )
+    return skeleton, {name: t.shape for name, t in model.shapes.items()}
+
+
+def not_finite(row: int, n: int) -> NotFiniteError:
+    """Returns the error about a row whose logits are not finite.
+
+    Args:
+        row: the number of the row.
+        n: the samples of each prompt.
+    """
+    prompt, sample = divmod(row, n)
+    return NotFiniteError(
+        f"row {row} (sample {sample} of prompt {prompt}): the model's logits are not finite, so its weights "
+        "have diverged or are incomplete; lower the learning rate (actor.optim.lr), or use other weights"
+    )
+
+
+def longest_of(config: Any) -> float:
+    """Returns the most tokens of a row of a model."""
+    positions: float = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+    # Beyond the other limit, a row's frequencies depend on the longest row beside it.
+    return min(positions, longest_row(config))

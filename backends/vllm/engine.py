@@ -1,0 +1,297 @@
+"""A rollout engine on vLLM, with the draws, the versions and the checked publications of every engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_fn.backends.answers import Answers
+from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.skeleton import dtype_of
+from verl_fn.backends.protocol import (
+    Handle,
+    Request,
+    Sample,
+    Sampling,
+    StaleWeightsError,
+    WeightSource,
+    here,
+)
+from verl_fn.backends.serving import Serving, longest_of, model_of, not_finite
+from verl_fn.backends.weight_sync import check_specs
+from verl_fn.backends.weight_sync.channel import Outlet, send
+
+from .arguments import EngineArgumentError, check_version, engine_arguments, prepare_environment
+
+# What sleeping frees, and the tags that wake it.
+WEIGHTS, CACHE = "weights", "kv_cache"
+
+
+class EngineError(RuntimeError):
+    """vLLM returned something else than it drew, or failed."""
+
+
+class AsleepError(StaleWeightsError):
+    """The engine sleeps, or only a part of it is awake."""
+
+
+class Vllm(Serving):
+    """A rollout engine on vLLM; see ``RolloutBackend``.
+
+    vLLM changes settings of the whole process, so the engine wants a process of its own. A tensor-parallel engine
+    starts one more for each GPU.
+
+    Draws are those of the embedded engine, ``Sampler``: for the same weights and keys both give the same tokens,
+    except where the rounding of logits decides a draw, which ``near_ties`` counts.
+
+    Args:
+        folder: a Hugging Face model folder; its config and end tokens are read, never its weights.
+        device: ``cpu`` or ``cuda``.
+        dtype: of weights and cache: ``float32`` or ``bfloat16``. Log-probs are fp32 in both cases.
+        slots: the most rows that are decoded at a time.
+        max_length: the most tokens of a row; by default the model's.
+        tensor_parallel_size: GPUs among which the model is split.
+        gpu_memory_utilization: the share of the GPU's memory for weights, cache and computation.
+        enforce_eager: run without CUDA graphs and without the compiler.
+        engine_kwargs: further arguments of vLLM's ``EngineArgs``.
+        verify: ``first`` compares checksums at the first publication, ``always`` at each.
+
+    Raises:
+        UntestedVersion: no vLLM is installed that this adapter was tested with.
+        EngineArgumentError: one of ``engine_kwargs`` is unknown or would break a promise.
+        ModelError: vLLM does not know the model, or it cannot be split.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        device: str = "cuda",
+        dtype: str = "bfloat16",
+        slots: int = 256,
+        max_length: int | None = None,
+        tensor_parallel_size: int = 1,
+        gpu_memory_utilization: float = 0.5,
+        enforce_eager: bool = False,
+        engine_kwargs: Mapping[str, Any] | None = None,
+        verify: str = "first",
+    ) -> None:
+        check_version()
+        skeleton, self.shapes = model_of(folder)
+        longest = longest_of(read_config(folder))
+        length = int(longest if max_length is None else min(max_length, longest))
+        super().__init__(folder, length, skeleton.output_layer.weight.shape[0])
+        self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")
+        self.verify, self.tensor_parallel_size = verify, tensor_parallel_size
+        self._awake = {WEIGHTS, CACHE}
+        self._compared = False
+        self._outlets: list[Outlet] = []
+        prepare_environment(device, tensor_parallel_size)
+        arguments = engine_arguments(
+            Path(folder),
+            device=device,
+            dtype=dtype,
+            slots=slots,
+            max_length=length,
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enforce_eager=enforce_eager,
+            engine_kwargs=engine_kwargs or {},
+        )
+        self._engine = _started(arguments, device)
+        self._call("set_up", self.vocab)
+
+    def publish(self, version: int, weights: Handle[WeightSource]) -> None:
+        """Loads these weights; the first publication is also compared by checksums.
+
+        Raises:
+            ValueError: the names or shapes are not the model's; the engine keeps its weights.
+            AsleepError: the engine's weights sleep.
+            IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
+                until a publication succeeds.
+        """
+        source = here(weights)
+        check_specs(source.specs, self.shapes, self.folder)
+        with self._lock:
+            self._require(WEIGHTS, "publish")
+            self._interrupt()
+            self.version = None
+            checked = self.verify == "always" or not self._compared
+            if self.tensor_parallel_size == 1:
+                self._call("load", source, checked)
+            else:
+                self._send(version, source, checked)
+            # Its keys and values were computed with other weights.
+            if not self._engine.reset_prefix_cache():
+                raise EngineError("vLLM did not reset its prefix cache, so it could answer from older weights")
+            self._compared = True
+            self.version = version
+
+    def sleep(self, level: int = 2) -> None:
+        """Frees the memory of the cache at level 1, moving weights to the CPU, and that of weights too at level 2."""
+        with self._lock:
+            self._interrupt()
+            if level > 1:
+                self.version = None
+            if self.device.type == "cuda":
+                self._engine.sleep(min(level, 2))
+                self._awake = set()
+
+    def wake(self, tags: Sequence[str] = ()) -> None:
+        """Allocates what ``sleep`` freed: ``weights``, ``cache`` or, without tags, both."""
+        wanted = {CACHE if tag == "cache" else tag for tag in tags} or {WEIGHTS, CACHE}
+        with self._lock:
+            for tag in sorted(wanted - self._awake, reverse=True):
+                self._engine.wake_up([tag])
+                self._awake.add(tag)
+
+    def _draw(
+        self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
+    ) -> Iterator[tuple[int, Sample]]:
+        self._require(CACHE, "generate")
+        self._abort()
+        for sampling in dict.fromkeys(request.sampling for request in requests):
+            places = [i for i, request in enumerate(requests) if request.sampling == sampling]
+            for row, sample in self._run([requests[i] for i in places], sampling, version, call, as_they_end):
+                yield places[row // sampling.n], sample
+
+    def _run(
+        self, requests: Sequence[Request], sampling: Sampling, version: int, call: int, as_they_end: bool
+    ) -> Iterator[tuple[int, Sample]]:
+        """Yields the samples of requests with the same sampling, each with the number of its row."""
+        answers = Answers(requests, version)
+        self._add(requests, sampling, call)
+        ended: dict[int, tuple[list[int], bool]] = {}
+        while self._engine.has_unfinished_requests():
+            self._continue(call)
+            for output in self._engine.step():
+                if output.finished:
+                    answer = output.outputs[0]
+                    row = int(output.request_id.rpartition("-")[2])
+                    ended[row] = answer.token_ids, answer.finish_reason == "stop"
+            if ended and (as_they_end or not self._engine.has_unfinished_requests()):
+                self._collect(answers, sampling.n)
+                for row in sorted(ended):
+                    tokens, finished = ended[row]
+                    sample = answers.sample(row, finished)
+                    if sample.tokens.tolist() != list(tokens):
+                        raise EngineError(f"vLLM returned other tokens for row {row} than were drawn for it")
+                    yield row, sample
+                ended = {}
+        self._call("end")
+
+    def _add(self, requests: Sequence[Request], sampling: Sampling, call: int) -> None:
+        """Gives vLLM one request for each sample."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        # The draws are ours. Of vLLM's own settings only those that end a response remain.
+        params = SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=1.0,
+            stop_token_ids=sorted(self.end_tokens | set(sampling.stop_token_ids)),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        rows, seeds = {}, []
+        for place, request in enumerate(requests):
+            for number in range(sampling.n):
+                row = place * sampling.n + number
+                seeds.append(request.key.fold_in(number).seed())
+                rows[self._engine.add_request(f"{call}-{row}", tokens_input(list(request.prompt)), params)] = row
+        self._call("begin", sampling, seeds, rows)
+
+    def _collect(self, answers: Answers, n: int) -> None:
+        drawn = self._call("collect")[0]
+        # vLLM may discard a draw and make it again later; the place of both is the same.
+        order = torch.argsort(drawn.rows * 2**32 + drawn.places, stable=True)
+        keys = torch.stack([drawn.rows[order], drawn.places[order]])
+        last = torch.ones(len(order), dtype=torch.bool)
+        last[:-1] = (keys[:, 1:] != keys[:, :-1]).any(0)
+        kept = order[last]
+        log_probs = drawn.columns[1][kept]
+        if (bad := log_probs.isnan()).any():
+            self._interrupt()
+            self._engine.reset_prefix_cache()
+            raise not_finite(int(drawn.rows[kept][bad][0]), n)
+        answers.collect(drawn.rows[kept], [column[kept] for column in drawn.columns])
+
+    def _send(self, version: int, source: WeightSource, checked: bool) -> None:
+        """Sends weights of this process to the workers of a tensor-parallel engine."""
+        if not self._outlets:
+            secret = os.urandom(16)
+            addresses = self._call("listen", "127.0.0.1", secret)
+            self._outlets = [Outlet(address, secret, self.device) for address in addresses]
+        failed: list[BaseException] = []
+
+        def receive() -> None:
+            try:
+                self._call("receive", version, checked)
+            except BaseException as error:
+                failed.append(error)
+
+        receiving = threading.Thread(target=receive, name="verl_fn publication")
+        receiving.start()
+        try:
+            send(self._outlets, version, source)
+        finally:
+            receiving.join()
+        if failed:
+            raise failed[0]
+
+    def _interrupt(self) -> None:
+        """Ends the streams of earlier calls."""
+        self._calls += 1
+        self._abort()
+
+    def _abort(self) -> None:
+        """Removes requests of earlier calls from vLLM."""
+        processor = self._engine.output_processor
+        if processor.has_unfinished_requests():
+            self._engine.abort_request(list(processor.request_states), internal=True)
+            while self._engine.has_unfinished_requests():
+                self._engine.step()
+
+    def _require(self, what: str, call: str) -> None:
+        """Raises an error for a call that needs what sleeps.
+
+        Raises:
+            AsleepError: it sleeps.
+        """
+        if what not in self._awake:
+            state = "asleep" if not self._awake else f"awake only with its {' and '.join(sorted(self._awake))}"
+            tag = "cache" if what == CACHE else what
+            raise AsleepError(
+                f"{call} needs the engine's {tag}, and the engine is {state}; call wake(['{tag}']) first"
+            )
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of ``Extension`` on all workers."""
+        return self._engine.collective_rpc(f"verl_fn_{method}", args=args)
+
+
+def _started(arguments: Mapping[str, Any], device: str) -> Any:
+    """Starts vLLM's engine.
+
+    Raises:
+        EngineArgumentError: vLLM does not take one of the arguments.
+        ModelError: vLLM does not know the model.
+    """
+    if device == "cpu":
+        # Compiling takes longer than all that is computed on a CPU.
+        torch._dynamo.config.disable = True
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := [name for name in arguments if name not in known]:
+        raise EngineArgumentError(f"rollout.engine_kwargs.{unknown[0]} is no argument of vLLM's EngineArgs")
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))

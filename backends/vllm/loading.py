@@ -1,0 +1,180 @@
+"""Loading published weights into vLLM's model, with every element counted.
+
+vLLM names its own parameters: it fuses some tensors and splits others among tensor-parallel ranks. Its loaders take
+Hugging Face names, skip names that they do not know, and only warn of a layer that received nothing. Here each of its
+parameters must be loaded, and all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from verl_fn.backends.protocol import Chunk, TensorSpec, WeightSource
+from verl_fn.backends.weight_sync import IncompleteWeights, arriving
+
+BUCKET_BYTES = 256 * 2**20
+
+
+def load(model: torch.nn.Module, config: Any, source: WeightSource, *, checked: bool) -> None:
+    """Replaces all weights of vLLM's model.
+
+    Args:
+        model: the model.
+        config: vLLM's model config.
+        source: weights under Hugging Face names.
+        checked: compare checksums.
+
+    Raises:
+        IncompleteWeights: a part of the source is missing, arrived twice or was altered, or a parameter of vLLM's
+            model did not receive all of its elements.
+    """
+    with torch.no_grad():
+        if in_place(model):
+            names = _load_in_place(model, source, checked)
+        else:
+            names = _load_by_layers(model, config, source, checked)
+    if missing := [name for name, _ in model.named_parameters() if name not in names]:
+        raise IncompleteWeights(
+            f"vLLM took the weights and left {len(missing)} of its parameters as they were, such as {missing[0]}"
+        )
+
+
+def in_place(model: torch.nn.Module) -> bool:
+    """Returns whether vLLM computes with all weights as they are loaded, so that they can be overwritten.
+
+    Otherwise it repacks them after loading, as on CPUs and for experts, and only its loading by layers is right.
+    """
+    if any(p.device.type == "cpu" for p in model.parameters()):
+        return False
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    return all(method is None or type(method) in plain for method in methods)
+
+
+def _load_in_place(model: Any, source: WeightSource, checked: bool) -> set[str]:
+    loaded: set[str] = model.load_weights(whole(source, checked=checked))
+    return loaded
+
+
+def _load_by_layers(model: Any, config: Any, source: WeightSource, checked: bool) -> set[str]:
+    tied = _tied(model)
+    initialize_layerwise_reload(model)
+    try:
+        loaded: set[str] = model.load_weights(whole(source, checked=checked, between=lambda: _keep_pending(model)))
+        for name, layer in model.named_modules():
+            if layer not in tied:
+                _check_loaded(name, layer)
+    finally:
+        # Also after a failure, since a layer that keeps its partial weights would mix them with the next ones.
+        finalize_layerwise_reload(model, config)
+    for layer in tied:
+        layer.quant_method.process_weights_after_loading(layer)
+    return loaded
+
+
+def _tied(model: torch.nn.Module) -> list[Any]:
+    """Returns the layers with the weight of an earlier layer, such as the output layer with that of the embedding.
+
+    vLLM's loading by layers leaves them out, also where they compute with a repacked copy of the weight.
+    """
+    first: dict[Tensor, torch.nn.Module] = {}
+    layers: list[Any] = list(model.modules())
+    return [
+        layer
+        for layer in layers
+        if any(first.setdefault(p, layer) is not layer for p in layer.parameters(recurse=False))
+    ]
+
+
+def _check_loaded(name: str, layer: torch.nn.Module) -> None:
+    """Raises an error for a layer that vLLM has not finished, although some of its parameters are to be loaded."""
+    info = get_layerwise_info(layer)
+    if not info.can_load() or isinstance(layer, (Attention, MLAAttention)):
+        return
+    wanted = sum(p.numel() for p in layer.parameters(recurse=False))
+    if isinstance(layer, VocabParallelEmbedding):
+        # vLLM fills up the vocabulary with rows that no checkpoint has.
+        shard = layer.shard_indices
+        wanted = (
+            wanted // layer.num_embeddings_per_partition * (shard.org_vocab_end_index - shard.org_vocab_start_index)
+        )
+    if info.load_numel < wanted:
+        raise IncompleteWeights(f"vLLM loaded {info.load_numel} of the {wanted} elements of {name}")
+
+
+def _keep_pending(model: torch.nn.Module) -> None:
+    """Copies weights of layers that wait for more, since the next bucket may overwrite them."""
+    for layer in model.modules():
+        for _, bound in get_layerwise_info(layer).loaded_weights:
+            for name, value in bound.arguments.items():
+                if isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter) and not value.is_meta:
+                    bound.arguments[name] = value.clone()
+
+
+def whole(
+    source: WeightSource, *, checked: bool, between: Any = lambda: None, max_bytes: int = BUCKET_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields whole tensors under the names of vLLM's loaders, which are valid until the next one is taken.
+
+    Args:
+        source: the weights.
+        checked: compare checksums.
+        between: is called before buckets are overwritten.
+        max_bytes: the most bytes of a bucket; a tensor that is larger is put together in memory of its own.
+
+    Raises:
+        IncompleteWeights: as ``arriving``.
+    """
+    specs = {spec.name: spec for spec in source.specs}
+    parts: dict[str, Tensor] = {}
+    for bucket in arriving(source, max_bytes=max_bytes, checked=checked):
+        for chunk in bucket:
+            tensor = _assembled(chunk, specs[chunk.name], parts)
+            if tensor is not None:
+                yield from vllm_tensors(chunk.name, tensor)
+        between()
+
+
+def _assembled(chunk: Chunk, spec: TensorSpec, parts: dict[str, Tensor]) -> Tensor | None:
+    """Returns the whole tensor that a chunk completes; None if more is to come."""
+    rows = spec.shape[0] if spec.shape else 1
+    if len(chunk.values) == rows:
+        return chunk.values.reshape(spec.shape)
+    if chunk.name not in parts:
+        parts[chunk.name] = chunk.values.new_empty(spec.shape)
+    parts[chunk.name][chunk.start : chunk.start + len(chunk.values)] = chunk.values
+    return parts.pop(chunk.name) if chunk.start + len(chunk.values) == rows else None
+
+
+def vllm_tensors(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """Splits stacked experts, which vLLM loads one by one as matrices.
+
+    Example:
+        >>> [(name, tuple(t.shape)) for name, t in vllm_tensors("mlp.experts.gate_up_proj", torch.zeros(1, 6, 2))]
+        [('mlp.experts.0.gate_proj.weight', (3, 2)), ('mlp.experts.0.up_proj.weight', (3, 2))]
+        >>> [name for name, _ in vllm_tensors("norm.weight", torch.zeros(2))]
+        ['norm.weight']
+    """
+    experts, _, last = name.rpartition(".")
+    if not experts.endswith(".experts") or tensor.ndim != 3:
+        yield name, tensor
+        return
+    for number, matrix in enumerate(tensor):
+        if last == "gate_up_proj":
+            gate, up = matrix.chunk(2)
+            yield f"{experts}.{number}.gate_proj.weight", gate
+            yield f"{experts}.{number}.up_proj.weight", up
+        else:
+            yield f"{experts}.{number}.{last}.weight", matrix

@@ -1,0 +1,61 @@
+"""What vLLM's workers do for the engine: they load weights, and draw and collect tokens.
+
+vLLM makes ``Extension`` a base of its worker class, so its methods run where the model is: in the engine's process,
+or in one process for each GPU of a tensor-parallel engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from verl_fn.backends.draws import NOISE
+from verl_fn.backends.protocol import Sampling, WeightSource
+from verl_fn.backends.vllm.drawing import DrawingSampler, Drawn
+from verl_fn.backends.vllm.loading import load
+from verl_fn.backends.weight_sync.channel import Inlet
+
+
+class Extension:
+    """Methods of a worker, which the engine calls by name on all workers."""
+
+    model_runner: Any
+    device: torch.device
+
+    def verl_fn_set_up(self, vocab: int) -> None:
+        """Replaces vLLM's sampler.
+
+        Args:
+            vocab: the size of the vocabulary.
+        """
+        runner = self.model_runner
+        runner.sampler = DrawingSampler(runner, vocab, NOISE.get(runner.model_config.dtype, NOISE[torch.bfloat16]))
+
+    def verl_fn_load(self, source: WeightSource, checked: bool) -> None:
+        """Loads weights of this process."""
+        runner = self.model_runner
+        load(runner.get_model(), runner.model_config, source, checked=checked)
+
+    def verl_fn_listen(self, host: str, secret: bytes) -> tuple[str, int]:
+        """Returns the address to which ``verl_fn_receive`` wants weights to be sent."""
+        self._verl_fn_inlet = Inlet(host, secret, self.device, self.model_runner.model_config.dtype)
+        return self._verl_fn_inlet.address
+
+    def verl_fn_receive(self, version: int, checked: bool) -> None:
+        """Loads the weights that the next sender sends."""
+        self._verl_fn_inlet.receive(version, lambda source: self.verl_fn_load(source, checked))
+
+    def verl_fn_begin(self, sampling: Sampling, seeds: list[int], rows: Mapping[str, int]) -> None:
+        """Starts a run; see ``DrawingSampler.begin``."""
+        self.model_runner.sampler.begin(sampling, seeds, rows)
+
+    def verl_fn_collect(self) -> Drawn:
+        """Returns the draws since the last call."""
+        drawn: Drawn = self.model_runner.sampler.collected()
+        return drawn
+
+    def verl_fn_end(self) -> None:
+        """Ends the run."""
+        self.model_runner.sampler.end()
