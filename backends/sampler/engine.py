@@ -42,6 +42,7 @@ class Sampler(Serving):
         device: the device to compute on.
         dtype: of weights and cache: ``float32`` or ``bfloat16``. Log-probs are fp32 in both cases.
         slots: the most rows that are decoded at a time.
+        verify: ``first`` compares checksums at the first publication, ``always`` at each.
 
     Example:
         >>> import tempfile
@@ -59,14 +60,20 @@ class Sampler(Serving):
     """
 
     def __init__(
-        self, folder: str | Path, *, device: str | torch.device = "cpu", dtype: str = "float32", slots: int = 64
+        self,
+        folder: str | Path,
+        *,
+        device: str | torch.device = "cpu",
+        dtype: str = "float32",
+        slots: int = 64,
+        verify: str = "first",
     ) -> None:
         if slots < 1:
             raise ValueError(f"slots is {slots}; it must be at least 1")
         self.device = torch.device(device)
         self.dtype = dtype_of(dtype, "dtype")
         self.slots = slots
-        self._compared = False
+        self.verify, self._compared = verify, False
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
         super().__init__(folder, longest_of(read_config(folder)), self.decoder.vocab)
 
@@ -84,7 +91,7 @@ class Sampler(Serving):
             self._calls += 1
             self.version = None
             self.decoder.begin()
-            receive(source, self.decoder.write, checked=not self._compared)
+            receive(source, self.decoder.write, checked=self.verify == "always" or not self._compared)
             self.decoder.finish()
             self._compared = True
             self.version = version

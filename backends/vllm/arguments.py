@@ -76,8 +76,8 @@ def check_version() -> None:
     # A build for one platform has a suffix, such as 0.24.0+cu130.
     if versions[0].partition("+")[0] not in TESTED:
         raise UntestedVersion(
-            f"vLLM {versions[0]} is installed, and rollout.name=vllm was tested with {tested}: its weight API changes "
-            f"between versions; pip install vllm=={TESTED[0]}"
+            f"vLLM {versions[0]} is installed, and rollout.name=vllm was tested with {tested}; its weight API "
+            f"changes between versions: pip install vllm=={TESTED[0]}"
         )
 
 
@@ -125,8 +125,8 @@ def engine_arguments(
     heads = text.num_attention_heads
     if heads % tensor_parallel_size:
         raise ModelError(
-            f"{folder} has {heads} attention heads, which rollout.tensor_parallel_size={tensor_parallel_size} does not "
-            "divide"
+            f"{folder} has {heads} attention heads, which "
+            f"rollout.tensor_parallel_size={tensor_parallel_size} does not divide"
         )
     arguments = {
         "model": str(folder),

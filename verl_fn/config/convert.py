@@ -100,11 +100,18 @@ def _is_tuple(hint: Any) -> bool:
     return origin is tuple
 
 
+def _free(value: Any, _: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected a table of keys, got {value!r}")
+    return dict(value)
+
+
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 _CONVERTER = cattrs.Converter(forbid_extra_keys=True)
 for _kind, _accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
     _CONVERTER.register_structure_hook(_kind, _strict(_kind, *_accepted))
 _CONVERTER.register_structure_hook_func(_is_tuple, _tuple)
+_CONVERTER.register_structure_hook_func(lambda hint: typing.get_origin(hint) is Mapping, _free)
 _CONVERTER.register_structure_hook_func(
     lambda hint: isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint), _optional
 )

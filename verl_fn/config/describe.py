@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,15 @@ def _describe(value: Any, prefix: str, origins: Mapping[str, str], lines: list[s
 
 def _line(name: str, value: Any, doc: str, prefix: str, origins: Mapping[str, str]) -> str:
     setting = f"{name} = {_toml(value)}" if value is not None else f"# {name} ="
-    return f"{setting:<36}  # {doc} [{origins.get(f'{prefix}.{name}', 'default')}]"
+    key = f"{prefix}.{name}"
+    origin = next((place for k, place in origins.items() if k == key or k.startswith(f"{key}.")), "default")
+    return f"{setting:<36}  # {doc} [{origin}]"
 
 
 def _toml(value: Any) -> str:
     """Formats a value as TOML on one line."""
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(name)} = {_toml(inner)}' for name, inner in value.items())}}}"
     return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")

@@ -114,6 +114,15 @@ def each_below_one(instance: Any, attribute: Any, values: tuple[float, ...]) -> 
         raise ValueError(f"must be at least 0 and below 1 (got {list(values)})")
 
 
+def free(doc: str) -> Any:
+    """Declares a table of keys that are checked where they are used.
+
+    Args:
+        doc: the documentation that ``verl-fn config`` prints.
+    """
+    return attrs.field(factory=dict, metadata={"doc": doc})
+
+
 def sub(cls: type) -> Any:
     """Declares a nested table."""
     return attrs.field(factory=cls)

@@ -140,6 +140,8 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
         yield f"ray.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
     for name in ("engines", "placement"):
         yield f"rollout.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
+    for name in ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "engine_kwargs*"):
+        yield f"rollout.{name}", cfg.rollout.name == "vllm", 'without rollout.name = "vllm"'
     yield "model.new.*", not cfg.model.path, "with model.path"
     yield "data.task", not data.train_files, "with data.train_files"
     for name in ("prompt_key", "filter_overlong_prompts"):

@@ -84,6 +84,11 @@ class RolloutPlan:
         slots: rows decoded at once by each engine.
         engines: how many engines share the prompts.
         placement: ``colocated`` with the training ranks, or ``apart``.
+        verify: whether checksums are compared in the ``first`` publication or ``always``.
+        tensor_parallel_size: GPUs of an engine.
+        gpu_memory_utilization: share of a GPU's memory that vLLM takes.
+        enforce_eager: whether vLLM runs without CUDA graphs and compiler.
+        engine_kwargs: further arguments of vLLM's ``EngineArgs``.
         n, temperature, top_k, top_p: sampling settings of training rollouts.
         validation: sampling settings of evaluations.
         max_prompt_length, max_response_length: limits in tokens.
@@ -95,6 +100,11 @@ class RolloutPlan:
     slots: int
     engines: int
     placement: str
+    verify: str
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    engine_kwargs: Mapping[str, Any]
     n: int
     temperature: float
     top_k: int
@@ -302,6 +312,11 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str) -> RolloutPlan:
         slots=r.slots,
         engines=r.engines,
         placement=r.placement,
+        verify=r.verify,
+        tensor_parallel_size=r.tensor_parallel_size,
+        gpu_memory_utilization=r.gpu_memory_utilization,
+        enforce_eager=r.enforce_eager,
+        engine_kwargs=r.engine_kwargs,
         n=r.n,
         temperature=r.temperature,
         top_k=r.top_k,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 from attrs.validators import ge, gt, in_, le
 
 from .algorithms import PPO
-from .fields import MOST, ConfigError, all_or_some, each_below_one, each_in, opt, paths, sub
+from .fields import MOST, ConfigError, all_or_some, each_below_one, each_in, free, opt, paths, sub
 
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
 
@@ -90,7 +91,9 @@ class ValConfig:
 class RolloutConfig:
     """The rollout engine, and sampling in training."""
 
-    name: str = opt("sampler", "the rollout engine", in_(("sampler",)))
+    name: str = opt(
+        "sampler", "the rollout engine: sampler, which needs nothing else, or vllm", in_(("sampler", "vllm"))
+    )
     n: int = opt(1, "responses per prompt", ge(1))
     temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST))
     top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some)
@@ -103,6 +106,17 @@ class RolloutConfig:
         in_(("colocated", "apart")),
     )
     dtype: str = opt("float32", "dtype of the engine", in_(("float32", "bfloat16")))
+    verify: str = opt(
+        "first",
+        "compare checksums of published weights: first, in the first publication of a run, or always",
+        in_(("first", "always")),
+    )
+    tensor_parallel_size: int = opt(1, "vllm: GPUs that share a model, for engines placed apart", ge(1), le(64))
+    gpu_memory_utilization: float = opt(
+        0.5, "vllm: share of a GPU's memory for weights, cache and computation", gt(0), le(1)
+    )
+    enforce_eager: bool = opt(False, "vllm: run without CUDA graphs and compiler, which start faster")
+    engine_kwargs: Mapping[str, Any] = free("vllm: a table of further arguments of its EngineArgs")
     val_kwargs: ValConfig = sub(ValConfig)
 
 
@@ -259,6 +273,7 @@ class Config:
 
     def __attrs_post_init__(self) -> None:
         reward, data, validation = self.reward, self.data, self.rollout.val_kwargs
+        self._check_engine()
         if reward.weights and len(reward.weights) != len(reward.functions):
             raise ConfigError(
                 f"reward.weights has {len(reward.weights)} values for the {len(reward.functions)} of reward.functions"
@@ -272,6 +287,18 @@ class Config:
                 f"set rollout.val_kwargs.temperature"
             )
         self._check_goal()
+
+    def _check_engine(self) -> None:
+        r = self.rollout
+        if r.name == "vllm" and self.driver.kind != "ray" and self.algorithm.name != "sft":
+            raise ConfigError(
+                'rollout.name = "vllm" runs in processes of its own: set driver.kind=ray, or rollout.name=sampler'
+            )
+        if r.tensor_parallel_size > 1 and r.placement != "apart":
+            raise ConfigError(
+                f"rollout.tensor_parallel_size = {r.tensor_parallel_size} takes whole GPUs: set "
+                "rollout.placement=apart, or several rollout.engines with a GPU each"
+            )
 
     def _check_goal(self) -> None:
         t = self.trainer

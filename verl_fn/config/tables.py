@@ -79,7 +79,8 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for name, value in table.items():
-        values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        table = isinstance(value, Mapping) and value
+        values |= flat(value, f"{prefix}{name}.") if table else {prefix + name: value}
     return values
 
 

@@ -140,7 +140,22 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
 
 def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     """Makes the rollout engine."""
-    return Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots)
+    if rollout.name == "sampler":
+        return Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots, verify=rollout.verify)
+    from verl_fn.backends.vllm import Vllm
+
+    return Vllm(
+        rollout.folder,
+        device=device,
+        dtype=rollout.dtype,
+        slots=rollout.slots,
+        max_length=rollout.max_prompt_length + rollout.max_response_length,
+        tensor_parallel_size=rollout.tensor_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+        engine_kwargs=rollout.engine_kwargs,
+        verify=rollout.verify,
+    )
 
 
 def sampling(rollout: RolloutPlan) -> Sampling:

@@ -236,10 +236,12 @@ def seating(
     gpu = device == "cuda"
     seats: dict[str, list[Seat]] = {}
     bundles: list[dict[str, float]] = []
-    sizes = dict.fromkeys(groups, ranks) | ({"rollout": rollout.engines} if rollout.placement == "apart" else {})
-    for name, size in sizes.items():
-        seats[name] = [Seat(len(bundles) + rank, float(gpu)) for rank in range(size)]
-        bundles += [{"CPU": ROOM, "GPU": 1} if gpu else {"CPU": ROOM}] * size
+    sizes = dict.fromkeys(groups, (ranks, 1))
+    if rollout.placement == "apart":
+        sizes["rollout"] = rollout.engines, rollout.tensor_parallel_size
+    for name, (size, gpus) in sizes.items():
+        seats[name] = [Seat(len(bundles) + rank, gpus * float(gpu)) for rank in range(size)]
+        bundles += [{"CPU": ROOM, "GPU": gpus} if gpu else {"CPU": ROOM}] * size
     if rollout.placement == "colocated":
         places = Counter(engine % ranks for engine in range(rollout.engines))
         for rank in places if gpu else ():
