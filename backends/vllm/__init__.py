@@ -1,5 +1,6 @@
 """vLLM as a rollout engine: generation at speed, with the draws of the embedded engine."""
 
-from .engine import Vllm
+from .arguments import EngineArgumentError, UntestedVersion
+from .engine import AsleepError, EngineError, Vllm
 
-__all__ = ["Vllm"]
+__all__ = ["AsleepError", "EngineArgumentError", "EngineError", "UntestedVersion", "Vllm"]

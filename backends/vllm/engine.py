@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 
 from verl_fn.backends.answers import Answers
-from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import (
     Handle,
@@ -104,6 +106,8 @@ class Vllm(Serving):
             enforce_eager=enforce_eager,
             engine_kwargs=engine_kwargs or {},
         )
+        _check_arguments(arguments)
+        _claim_process(self)
         self._engine = _started(arguments, device)
         self._call("set_up", self.vocab)
 
@@ -167,24 +171,31 @@ class Vllm(Serving):
         """Yields the samples of requests with the same sampling, each with the number of its row."""
         answers = Answers(requests, version)
         self._add(requests, sampling, call)
+        waiting = len(requests) * sampling.n
         ended: dict[int, tuple[list[int], bool]] = {}
-        while self._engine.has_unfinished_requests():
+        while waiting:
             self._continue(call)
+            if not self._engine.has_unfinished_requests():
+                raise EngineError(f"vLLM ended with {waiting} of the rows unanswered")
             for output in self._engine.step():
                 if output.finished:
                     answer = output.outputs[0]
                     row = int(output.request_id.rpartition("-")[2])
                     ended[row] = answer.token_ids, answer.finish_reason == "stop"
-            if ended and (as_they_end or not self._engine.has_unfinished_requests()):
+                    waiting -= 1
+            if ended and (as_they_end or not waiting):
                 self._collect(answers, sampling.n)
-                for row in sorted(ended):
-                    tokens, finished = ended[row]
-                    sample = answers.sample(row, finished)
-                    if sample.tokens.tolist() != list(tokens):
-                        raise EngineError(f"vLLM returned other tokens for row {row} than were drawn for it")
-                    yield row, sample
+                yield from self._samples(answers, ended)
                 ended = {}
         self._call("end")
+
+    def _samples(self, answers: Answers, ended: Mapping[int, tuple[list[int], bool]]) -> Iterator[tuple[int, Sample]]:
+        """Yields the samples of rows that have ended, after a comparison with what vLLM returned."""
+        for row, (tokens, finished) in sorted(ended.items()):
+            sample = answers.sample(row, finished)
+            if sample.tokens.tolist() != list(tokens):
+                raise EngineError(f"vLLM returned other tokens for row {row} than were drawn for it")
+            yield row, sample
 
     def _add(self, requests: Sequence[Request], sampling: Sampling, call: int) -> None:
         """Gives vLLM one request for each sample."""
@@ -278,11 +289,27 @@ class Vllm(Serving):
         return self._engine.collective_rpc(f"verl_fn_{method}", args=args)
 
 
+_HERE: list[weakref.ref[Vllm]] = []
+
+
+def _claim_process(engine: Vllm) -> None:
+    """Raises an error for a second engine in one process, which would answer with other log-probs, silently.
+
+    Raises:
+        EngineError: there is one already.
+    """
+    if any(there() is not None for there in _HERE):
+        raise EngineError(
+            "a process has room for one vLLM engine, since vLLM keeps its state in global variables; make the "
+            "second one in a process of its own"
+        )
+    _HERE[:] = [weakref.ref(engine)]
+
+
 def _started(arguments: Mapping[str, Any], device: str) -> Any:
     """Starts vLLM's engine.
 
     Raises:
-        EngineArgumentError: vLLM does not take one of the arguments.
         ModelError: vLLM does not know the model.
     """
     if device == "cpu":
@@ -291,7 +318,28 @@ def _started(arguments: Mapping[str, Any], device: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except Exception as error:
+        if "not supported for now" in str(error) or "no vLLM implementation" in str(error):
+            raise ModelError(
+                f"{arguments['model']}: vLLM does not know this model ({error}); set rollout.name=sampler"
+            ) from error
+        raise
+
+
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises an error for an argument that vLLM does not have.
+
+    Raises:
+        EngineArgumentError: it is unknown; the message suggests the most similar one.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown := [name for name in arguments if name not in known]:
-        raise EngineArgumentError(f"rollout.engine_kwargs.{unknown[0]} is no argument of vLLM's EngineArgs")
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        raise EngineArgumentError(
+            f"rollout.engine_kwargs.{unknown[0]} is no argument of vLLM's EngineArgs"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )

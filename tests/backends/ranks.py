@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 
-def _rank(rank, size, port, pipe, folder, device):
+def _rank(rank, size, port, pipe, folder, device, group):
     import sys
 
     sys.path.insert(0, folder)
@@ -23,14 +23,16 @@ def _rank(rank, size, port, pipe, folder, device):
     if device == "cuda":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.cuda.set_device(rank)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=60))
+    if group:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=60))
     while (call := pipe.recv()) is not None:
         module, name, args = call
         try:
             pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
         except BaseException as error:
             pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
-    dist.destroy_process_group()
+    if group:
+        dist.destroy_process_group()
 
 
 class RankFailed(AssertionError):
@@ -38,9 +40,9 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """``size`` ranks on this machine, over gloo on CPUs, over NCCL with a GPU each."""
+    """``size`` ranks on this machine, over gloo on CPUs, over NCCL with a GPU each; without ``group``, in none."""
 
-    def __init__(self, size, device="cpu"):
+    def __init__(self, size, device="cpu", group=True):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -49,7 +51,9 @@ class Ranks:
         for rank in range(size):
             ours, theirs = context.Pipe()
             here = str(Path(__file__).parent)
-            process = context.Process(target=_rank, args=(rank, size, port, theirs, here, device), daemon=True)
+            process = context.Process(
+                target=_rank, args=(rank, size, port, theirs, here, device, group), daemon=group
+            )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)

@@ -1,0 +1,93 @@
+"""vLLM as a rollout engine, on the CPU: the common suite of engines, and what is its own."""
+
+import importlib.util
+
+import pytest
+from ranks import Ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup installs it for Python 3.12"
+)
+
+
+def _process():
+    # vLLM changes settings of the whole process.
+    one = Ranks(1, group=False)
+    return one, lambda name, *args: one.run(f"vllm_cases.{name}", *args)[0]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    process, call = _process()
+    yield call
+    process.kill()
+
+
+@pytest.mark.slow
+def test_laws(alone):
+    alone("laws")
+
+
+def test_log_probs_are_the_trainers_after_each_of_ten_publications(alone):
+    _same_log_probs(alone)
+
+
+def _same_log_probs(alone):
+    worst, moved = alone("ten_publications")
+    assert worst < 1e-4
+    assert moved >= 0.1
+
+
+@pytest.mark.slow
+def test_a_tied_output_layer_of_its_own(monkeypatch):
+    # vLLM's Llama, unlike its Qwen3, has a second layer for the tied weight, of which a CPU keeps a packed copy.
+    monkeypatch.setenv("ARCH", "llama")
+    process, call = _process()
+    try:
+        _same_log_probs(call)
+        call("same_draws_as_the_sampler")
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "same_draws_as_the_sampler",
+        "spoilt_publications",
+        "small_buckets",
+        "ignored_weights",
+        "streams_and_interruptions",
+        "sleep_and_wake",
+        "not_finite",
+        "other_draws_are_an_error",
+    ],
+)
+def test_case(alone, case):
+    alone(case)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode cannot be set: log-probs are those"),
+        ({"engine_kwargs": {"no_such": 1}}, "rollout.engine_kwargs.no_such is no argument of vLLM's EngineArgs"),
+        ({"tensor_parallel_size": 3}, "2 attention heads, which rollout.tensor_parallel_size=3 does not divide"),
+    ],
+)
+def test_arguments_that_are_refused(alone, arguments, message):
+    assert message in alone("refused", arguments)
+
+
+def test_a_process_has_one_engine(alone):
+    assert "one vLLM engine" in alone("refused", {})
+
+
+def test_another_version_is_refused(alone, monkeypatch):
+    from importlib import metadata
+
+    from verl_fn.backends.vllm import arguments
+
+    monkeypatch.setattr(metadata, "version", lambda name: "0.26.1+cu130")
+    with pytest.raises(arguments.UntestedVersion, match=r"0.26.1\+cu130 is installed.*0.24.0"):
+        arguments.check_version()

@@ -1,0 +1,271 @@
+"""Functions that run in a process of their own, which has one vLLM engine for all tests."""
+
+import functools
+import os
+import tempfile
+
+import attrs
+import pytest
+import torch
+
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.local import Local
+from verl_fn.backends.protocol import StaleWeightsError
+from verl_fn.backends.sampler import NotFiniteError, Sampler
+from verl_fn.backends.vllm import AsleepError, Vllm
+from verl_fn.backends.weight_sync import IncompleteWeights, Weights
+from verl_fn.state import Key, Sampling, pack, requests_for
+from verl_fn.steps import constant, sgd
+from verl_fn.testing import check_rollout
+
+KEY = Key.from_seed(3)
+PROMPTS = [[1, 4, 5], [1, 5, 4, 6], [1, 7], [1] * 9]
+
+
+@functools.cache
+def folder():
+    # vLLM's attention on CPUs wants heads of at least 32.
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    return new_model(
+        tempfile.mkdtemp(), chars="abcdefgh>", arch=os.environ.get("ARCH", "qwen3"), initializer_range=0.2, **sizes
+    )
+
+
+@functools.cache
+def engine():
+    return Vllm(folder(), device="cpu", dtype="float32", slots=16, max_length=64)
+
+
+@functools.cache
+def trainer():
+    return Local(folder(), sgd(constant(0.1)), deterministic=False)
+
+
+def params(seed):
+    return trainer().init(Key.from_seed(seed)).params
+
+
+def laws():
+    check_rollout(engine(), trainer(), tolerance=1e-4)
+
+
+def ten_publications():
+    """The largest difference between log-probs of both, and the least that a publication moved them."""
+    worst, moved, before = 0.0, [], None
+    made = engine()
+    for version in range(10):
+        now = params(version)
+        made.publish(version, trainer().weights(now))
+        samples = made.generate(requests_for(PROMPTS, Sampling(12, n=4), KEY), version=version)
+        batch = pack(samples)
+        exact = trainer().forward(now, batch, ["logprobs"]).logprobs
+        worst = max(worst, float((exact - batch["rollout_log_probs"]).abs().max()))
+        if before is not None:
+            old = trainer().forward(before, batch, ["logprobs"]).logprobs
+            moved.append(float((exact - old).abs().max()))
+        before = now
+    return worst, min(moved)
+
+
+def same_draws_as_the_sampler():
+    """Whether both engines draw the same tokens, log-probs and ends, over all ways of sampling."""
+    ours, other = engine(), Sampler(folder(), slots=16)
+    for made in (ours, other):
+        made.publish(1, trainer().weights(params(1)))
+    ways = [
+        Sampling(20, n=8),
+        Sampling(20, n=4, temperature=0.7, top_k=3),
+        Sampling(20, n=4, top_p=0.8),
+        Sampling(20, temperature=0.0),
+        Sampling(20, n=4, stop_token_ids=(7,)),
+    ]
+    for sampling in ways:
+        asked = requests_for(PROMPTS, sampling, KEY)
+        for a, b in zip(ours.generate(asked), other.generate(asked), strict=True):
+            if a.near_ties or b.near_ties:
+                continue
+            assert (a.tokens.tolist(), a.finish_reason) == (b.tokens.tolist(), b.finish_reason), sampling
+            torch.testing.assert_close(a.log_probs, b.log_probs, atol=1e-4, rtol=0)
+            if sampling.cuts:
+                torch.testing.assert_close(a.full_log_probs, b.full_log_probs, atol=1e-4, rtol=0)
+
+
+@attrs.frozen
+class Spoilt:
+    """Buckets of one row each, given as ``how`` says."""
+
+    inner: Weights
+    how: str
+
+    @property
+    def specs(self):
+        return self.inner.specs
+
+    def buckets(self, max_bytes, *, checked=False):
+        buckets = list(self.inner.buckets(4096, checked=checked))
+        middle = len(buckets) // 2
+        if self.how == "suppressed":
+            return
+        if self.how == "partial":
+            buckets = buckets[:middle]
+        elif self.how == "repeated":
+            buckets.insert(middle, buckets[middle])
+        elif self.how == "reordered":
+            # Two parts of the embedding, the largest tensor, change places.
+            buckets[0], buckets[1] = buckets[1], buckets[0]
+        elif self.how == "dropped":
+            del buckets[middle]
+        yield from buckets
+
+
+def spoilt_publications():
+    """An engine serves nothing after a part of a publication, and heals with the next whole one."""
+    made, tensors = engine(), trainer()
+    asked = requests_for(PROMPTS, Sampling(12, n=2), KEY)
+    made.publish(0, tensors.weights(params(0)))
+    expected = [s.tokens.tolist() for s in made.generate(asked)]
+    for number, how in enumerate(("suppressed", "partial", "repeated", "reordered", "dropped")):
+        with pytest.raises(IncompleteWeights):
+            made.publish(10 + number, Spoilt(tensors.weights(params(1)), how))
+        for version in (None, 0, 10 + number):
+            with pytest.raises(StaleWeightsError):
+                made.generate(asked, version=version)
+        made.publish(20 + number, tensors.weights(params(0)))
+        assert [s.tokens.tolist() for s in made.generate(asked)] == expected
+
+
+def small_buckets():
+    """Weights that come in pieces, and ones that lie where the next bucket will, are loaded as whole ones are."""
+    from verl_fn.backends.vllm import loading
+
+    made, asked = engine(), requests_for(PROMPTS, Sampling(12, n=2), KEY)
+    made.publish(0, trainer().weights(params(5)))
+    expected = [s.tokens.tolist() for s in made.generate(asked)]
+    made.publish(1, trainer().weights(params(6)))
+    size, loading.BUCKET_BYTES = loading.BUCKET_BYTES, 6000
+    try:
+        made.publish(2, Overwritten(trainer().weights(params(5))))
+    finally:
+        loading.BUCKET_BYTES = size
+    assert [s.tokens.tolist() for s in made.generate(asked)] == expected
+
+
+@attrs.frozen
+class Overwritten:
+    """A source that reuses the memory of a bucket for the next one."""
+
+    inner: Weights
+
+    @property
+    def specs(self):
+        return self.inner.specs
+
+    def buckets(self, max_bytes, *, checked=False):
+        for bucket in self.inner.buckets(max_bytes, checked=checked):
+            lent = tuple(attrs.evolve(c, values=c.values.clone()) for c in bucket)
+            yield lent
+            for chunk in lent:
+                chunk.values.fill_(7.0)
+
+
+def ignored_weights():
+    """A weight that vLLM does not take is an error, also where its layer has others."""
+    from verl_fn.backends.vllm import loading
+
+    made, split = engine(), loading.vllm_tensors
+    for ignored, layer in (("model.norm.weight", "model.norm"), ("k_proj.weight", "qkv_proj")):
+        loading.vllm_tensors = lambda name, t, end=ignored: [] if name.endswith(end) else split(name, t)
+        try:
+            with pytest.raises(IncompleteWeights, match=layer):
+                made.publish(3, trainer().weights(params(0)))
+        finally:
+            loading.vllm_tensors = split
+        with pytest.raises(StaleWeightsError):
+            made.generate(requests_for(PROMPTS, Sampling(2), KEY))
+    made.publish(4, trainer().weights(params(0)))
+
+
+def streams_and_interruptions():
+    """A stream gives the same samples; another call ends it; one that is dropped leaves nothing behind."""
+    made, asked = engine(), requests_for(PROMPTS, Sampling(20, n=4), KEY)
+    made.publish(0, trainer().weights(params(2)))
+    whole = {(s.request, s.number): s.tokens.tolist() for s in made.generate(asked)}
+    assert {(s.request, s.number): s.tokens.tolist() for s in made.stream(asked)} == whole
+    stream = made.stream(asked)
+    first = next(stream)
+    assert first.tokens.tolist() == whole[first.request, first.number]
+    assert {(s.request, s.number): s.tokens.tolist() for s in made.generate(asked)} == whole
+    with pytest.raises(StaleWeightsError, match="interrupted"):
+        list(stream)
+    next(made.stream(asked))
+    made.publish(1, trainer().weights(params(3)))
+    assert not made._engine.has_unfinished_requests()
+    other = {(s.request, s.number): s.tokens.tolist() for s in made.generate(asked, version=1)}
+    assert other != whole
+
+
+def sleep_and_wake():
+    made, asked = engine(), requests_for(PROMPTS, Sampling(4), KEY)
+    made.publish(0, trainer().weights(params(0)))
+    expected = [s.tokens.tolist() for s in made.generate(asked)]
+    made.sleep(1)
+    made.wake()
+    assert [s.tokens.tolist() for s in made.generate(asked, version=0)] == expected
+    made.sleep(2)
+    with pytest.raises(StaleWeightsError):
+        made.generate(asked)
+    made.wake(["weights"])
+    made.publish(1, trainer().weights(params(0)))
+    made.wake(["cache"])
+    assert [s.tokens.tolist() for s in made.generate(asked, version=1)] == expected
+    # A CPU has nothing to free; what a GPU's engine refuses depends on this record alone.
+    made._awake = {"weights"}
+    with pytest.raises(AsleepError, match="awake only with its weights"):
+        made.generate(asked)
+    made._awake = set()
+    with pytest.raises(AsleepError, match="asleep"):
+        made.publish(2, trainer().weights(params(0)))
+    made._awake = {"weights", "kv_cache"}
+
+
+def not_finite():
+    made, asked = engine(), requests_for(PROMPTS, Sampling(4, n=2), KEY)
+    leaves = {name: t.clone() for name, t in params(0).items()}
+    leaves["model.norm.weight"][0] = torch.nan
+    made.publish(0, Weights.of(leaves))
+    with pytest.raises(NotFiniteError, match="diverged"):
+        made.generate(asked)
+    made.publish(1, trainer().weights(params(0)))
+    assert len(made.generate(asked)) == 8
+
+
+def other_draws_are_an_error():
+    """vLLM's own tokens are compared with those that were drawn."""
+    from verl_fn.backends.vllm import EngineError
+
+    made = engine()
+    made.publish(0, trainer().weights(params(0)))
+    step = made._engine.step
+
+    def altered():
+        outputs = step()
+        for output in outputs:
+            if output.finished:
+                output.outputs[0].token_ids[-1] += 1
+        return outputs
+
+    made._engine.step = altered
+    try:
+        with pytest.raises(EngineError, match="other tokens"):
+            made.generate(requests_for(PROMPTS, Sampling(4), KEY))
+    finally:
+        del made._engine.step
+
+
+def refused(arguments):
+    """The error that an engine with these arguments raises."""
+    try:
+        Vllm(folder(), device="cpu", dtype="float32", max_length=64, **arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
