@@ -1,0 +1,218 @@
+"""Publishing weights from training actors to a rollout engine over Ray.
+
+Timed in the driver, from the call to the moment at which the engine holds the version. A colocated engine, on the GPU
+of the training actor, is compared with one copy of the published bytes on that device. An engine apart is compared
+with the time that NCCL takes to send the same bytes in buckets of the same size between two processes. The two take
+turns. The engine's memory is measured before the first publication and after the last.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_fn.backends.hf.skeleton import dtype_of
+from verl_fn.backends.local import Local
+from verl_fn.backends.protocol import BUCKET_BYTES
+from verl_fn.config.plan import RolloutPlan, make_plan
+from verl_fn.config.schema import DriverConfig, RayConfig
+from verl_fn.driver import build
+from verl_fn.state import Key, Params
+from verl_fn.steps import frozen
+
+from . import measure, workload
+
+# An engine may take this many copies of the bytes, and this much besides.
+COPIES, SECONDS = {"colocated": 3.0, "apart": 1.5}, 0.05
+
+
+def trainer(folder: str, device: str) -> Local:
+    """A backend that only holds weights."""
+    return Local(folder, frozen(), device=device)
+
+
+def rollout_plan(
+    folder: str, engine: str, dtype: str, placement: str, slots: int = 64, prompt: int = 512, response: int = 16
+) -> RolloutPlan:
+    """The plan of an engine with room for so many rows, of so many tokens."""
+    from verl_fn.config import load
+
+    settings = {
+        "model.path": folder,
+        "driver.kind": "ray",
+        "rollout.name": engine,
+        "rollout.dtype": dtype,
+        "rollout.placement": placement,
+        "rollout.gpu_memory_utilization": 0.3,
+        "rollout.slots": slots,
+        "data.max_prompt_length": prompt,
+        "data.max_response_length": response,
+    }
+    return make_plan(load(overrides=[f"{key}={value}" for key, value in settings.items()])).rollout
+
+
+def copy_seconds(params: Params, dtype: torch.dtype) -> float:
+    """Seconds that one copy of the published bytes takes on the device where they lie."""
+    sources = [t.to(dtype) for t in params.leaves.values()]
+    targets = [torch.empty_like(t) for t in sources]
+    for wait in (True, False):
+        _synchronize(sources[0])
+        began = time.perf_counter()
+        torch._foreach_copy_(targets, sources)
+        _synchronize(sources[0])
+        if not wait:
+            return time.perf_counter() - began
+    raise AssertionError
+
+
+def _synchronize(t: torch.Tensor) -> None:
+    if t.is_cuda:
+        torch.cuda.synchronize(t.device)
+
+
+def used_bytes(device: str) -> int:
+    """Bytes of the GPU in use, by any process."""
+    if device != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def compare(shape: str, device: str, dtype: str, engine: str, placement: str, rounds: int) -> dict[str, Any]:
+    """Seconds of both, and what was sent."""
+    from verl_fn.driver.cluster import Cluster, Seat
+    from verl_fn.driver.ray import ROLLOUT_SHARE, ROOM, TRAINER_SHARE, connected
+    from verl_fn.driver.remote import RemoteRollout, RemoteTrain
+
+    gpu, apart = float(device == "cuda"), placement == "apart"
+    bundle = {"CPU": ROOM, "GPU": 1.0} if gpu else {"CPU": ROOM}
+    cluster = Cluster(600.0)
+    with tempfile.TemporaryDirectory() as name, connected(RayConfig()):
+        folder = str(workload.write_model(Path(name), shape, device))
+        try:
+            cluster.reserve([bundle] * (1 + apart), "PACK")
+            seats = {
+                "trainer": [Seat(0, gpu if apart else TRAINER_SHARE * gpu)],
+                "rollout": [Seat(1, gpu) if apart else Seat(0, ROLLOUT_SHARE * gpu)],
+            }
+            cluster.start(seats, DriverConfig(device=device), 1)
+            cluster.build("trainer", "actor", trainer, folder, device)
+            plan = rollout_plan(folder, engine, dtype, placement)
+            cluster.build("rollout", "rollout", build.rollout, plan, device)
+            backend = RemoteTrain(cluster, cluster.groups["trainer"], "actor")
+            rollout = RemoteRollout(cluster, cluster.groups["rollout"], "rollout")
+            state = backend.load_pretrained(folder, Key.from_seed(0))
+
+            def publish(version: int) -> float:
+                began = time.perf_counter()
+                cluster.get(rollout.publish(version, backend.weights(state.params)))
+                return time.perf_counter() - began
+
+            def copy() -> float:
+                seconds: float = cluster.get(backend.map(copy_seconds, state.params, dtype_of(dtype, "dtype")))
+                return seconds
+
+            nbytes = cluster.get(backend.map(total_bytes, state.params, dtype_of(dtype, "dtype")))
+            before = cluster.get(backend.map(used_bytes, device))
+            result = _rounds(publish, copy if not apart else lambda: sent_seconds(nbytes, device), rounds, placement)
+            return result | {"bytes": nbytes, "gpu_bytes": cluster.get(backend.map(used_bytes, device)) - before}
+        finally:
+            cluster.stop()
+
+
+def _rounds(
+    publish: Callable[[int], float], copy: Callable[[], float], rounds: int, placement: str
+) -> dict[str, Any]:
+    """Times both in turn; the first publication, which compares checksums and makes buffers, stands alone."""
+    seconds: dict[str, list[float]] = {"publish": [], "copy": []}
+    first = publish(0)
+    publish(1)
+    for i in range(rounds):
+        seconds["publish"].append(publish(2 + i))
+        # Two more processes for NCCL take long to start.
+        if placement == "colocated" or i < 2:
+            seconds["copy"].append(copy())
+    allowed = COPIES[placement] * statistics.median(seconds["copy"]) + SECONDS
+    taken = statistics.median(seconds["publish"])
+    return {"first": first, "seconds": seconds, "allowed": allowed, "taken": taken, "held": taken <= allowed}
+
+
+def sent_seconds(nbytes: int, device: str) -> float:
+    """Seconds that a process takes to send bytes to another, in buckets, once both have sent before."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    processes = [context.Process(target=_send, args=(rank, port, nbytes, device, theirs)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    seconds: float = ours.recv()
+    for process in processes:
+        process.join()
+    return seconds
+
+
+def _send(rank: int, port: int, nbytes: int, device: str, pipe: Any) -> None:
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+    )
+    bucket = torch.empty(min(nbytes, BUCKET_BYTES), dtype=torch.uint8, device=device)
+    seconds = 0.0
+    for _ in range(3):
+        dist.barrier()
+        began = time.perf_counter()
+        for start in range(0, nbytes, len(bucket)):
+            part = bucket[: min(len(bucket), nbytes - start)]
+            dist.send(part, 1) if rank == 0 else dist.recv(part, 0)
+        _synchronize(bucket)
+        seconds = time.perf_counter() - began
+    if rank == 1:
+        pipe.send(seconds)
+    dist.destroy_process_group()
+
+
+def total_bytes(params: Params, dtype: torch.dtype) -> int:
+    """Bytes of all parameters in a dtype."""
+    return sum(t.numel() for t in params.values()) * dtype.itemsize
+
+
+def main(argv: Sequence[str]) -> int:
+    """``verl-fn bench weight-sync``: a line a shape and placement; exit status 1 where a bar is missed on a GPU."""
+    parser = measure.parser("weight-sync", __doc__)
+    parser.add_argument("--shapes", nargs="+", choices=tuple(workload.SHAPES), default=["0.5b", "1.5b"])
+    parser.add_argument("--engine", choices=("sampler", "vllm"), default="vllm")
+    parser.add_argument("--placements", nargs="+", choices=tuple(COPIES), default=["colocated"])
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the engine")
+    parser.add_argument("--rounds", type=int, default=20)
+    args = parser.parse_args(argv)
+    results: dict[str, Any] = {}
+    held = True
+    for shape in args.shapes:
+        for placement in args.placements:
+            r = compare(shape, args.device, args.dtype, args.engine, placement, args.rounds)
+            results[f"{shape} {placement}"] = r
+            held = held and r["held"]
+            copy = statistics.median(r["seconds"]["copy"])
+            print(
+                f"{shape} {placement}: {r['bytes'] / 2**20:,.0f} MiB published in {1e3 * r['taken']:.1f} ms (the "
+                f"first time {1e3 * r['first']:.0f} ms); {'a copy' if placement == 'colocated' else 'NCCL'} takes "
+                f"{1e3 * copy:.2f} ms; allowed {1e3 * r['allowed']:.1f} ms: {'held' if r['held'] else 'MISSED'}; "
+                f"{r['gpu_bytes'] / 2**20:,.0f} MiB more memory",
+                flush=True,
+            )
+    about = {"bar": {"copies": COPIES, "seconds": SECONDS}, "engine": args.engine, "dtype": args.dtype}
+    measure.write(args.json, "weight-sync", args.device, about | {"results": results})
+    return 0 if args.device == "cpu" or held else 1

@@ -1,0 +1,42 @@
+"""vLLM on GPUs: log-probs after real updates, sleep, and a model split over two GPUs."""
+
+import importlib.util
+
+import pytest
+import torch
+from ranks import Ranks
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
+
+
+def _run(name, *args):
+    one = Ranks(1, group=False)
+    try:
+        return one.run(f"vllm_cuda_cases.{name}", *args)[0]
+    finally:
+        one.kill()
+
+
+def test_log_probs_in_bf16_after_real_updates():
+    gaps, moved = _run("after_real_updates", "0.5b")
+    print("gaps", gaps, "moved", moved)
+    assert moved > 0.1
+    assert max(gaps) < 0.015
+
+
+def test_sleep_frees_memory_and_keeps_promises():
+    awake, first, second, partly, again = _run("sleeping", "0.5b")
+    print("GiB", awake, first, second, partly, again)
+    assert first < awake - 10 and second <= first + 0.1
+    assert partly < again - 10
+    assert abs(again - awake) < 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_engine_on_two_gpus():
+    gaps = _run("tensor_parallel", "0.5b")
+    print("gaps", gaps)
+    assert max(gaps) < 0.02

@@ -1,0 +1,115 @@
+"""Functions that run in a process of their own with vLLM on GPUs."""
+
+import tempfile
+
+import torch
+
+from verl_fn.backends.local import Local
+from verl_fn.backends.protocol import StaleWeightsError
+from verl_fn.backends.vllm import AsleepError, Vllm
+from verl_fn.benchmarks import workload
+from verl_fn.state import Key, Sampling, pack, requests_for
+from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip
+
+KEY = Key.from_seed(3)
+
+
+def prompts(vocab, count=64):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(3, vocab, (count, 100), generator=generator).tolist()
+
+
+def model(shape):
+    return workload.write_model(tempfile.mkdtemp(), shape, "cuda")
+
+
+def made(folder, **options):
+    settings = {"gpu_memory_utilization": 0.3, "slots": 128, "max_length": 512, "dtype": "bfloat16"} | options
+    return Vllm(folder, **settings)
+
+
+def gap(engine, trainer, state, version, vocab, tokens=128):
+    """The mean absolute difference of log-probs, and the batch."""
+    requests = requests_for(prompts(vocab), Sampling(tokens), KEY)
+    batch = pack(engine.generate(requests, version=version))
+    exact = trainer.forward(state.params, batch, ["logprobs"]).logprobs
+    mask = batch["response_mask"].bool()
+    return float((exact - batch["rollout_log_probs"])[mask].abs().mean()), batch
+
+
+def after_real_updates(folder_or_shape, updates=10):
+    """The gap after each of some updates of PPO, and how far the log-probs have moved in all."""
+    folder = model(folder_or_shape) if folder_or_shape in workload.SHAPES else folder_or_shape
+    optimizer = chain(clip_by_global_norm(1.0), adamw(constant(1e-5)))
+    trainer = Local(folder, optimizer, device="cuda", compute_dtype="bfloat16", max_tokens=16384)
+    state = trainer.load_pretrained(folder, Key.from_seed(0))
+    engine = made(folder)
+    engine.publish(0, trainer.weights(state.params))
+    vocab = engine.vocab
+    first, batch = gap(engine, trainer, state, 0, vocab)
+    start, gaps = trainer.forward(state.params, batch, ["logprobs"]).logprobs, [first]
+    for version in range(1, updates + 1):
+        old = trainer.forward(state.params, batch, ["logprobs"]).logprobs
+        advantages = torch.randn(len(old), generator=torch.Generator().manual_seed(version))
+        ready = aggregate(batch.with_tokens(old_log_probs=old, advantages=advantages))
+        grads, _ = trainer.forward_backward(state, ready, ppo_clip())
+        state, _ = trainer.apply_update(state, grads)
+        engine.publish(version, trainer.weights(state.params))
+        now, _ = gap(engine, trainer, state, version, vocab)
+        gaps.append(now)
+    moved = float((trainer.forward(state.params, batch, ["logprobs"]).logprobs - start).abs().max())
+    return gaps, moved
+
+
+def sleeping(shape):
+    """GiB in use before, during and after sleep; answers are the same."""
+
+    def used():
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 2**30
+
+    folder = model(shape)
+    engine = made(folder)
+    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", compute_dtype="bfloat16")
+    state = trainer.load_pretrained(folder, Key.from_seed(0))
+    engine.publish(0, trainer.weights(state.params))
+    asked = requests_for(prompts(engine.vocab, 8), Sampling(16), KEY)
+    expected = [s.tokens.tolist() for s in engine.generate(asked)]
+    awake = used()
+    engine.sleep(1)
+    first = used()
+    for call in (lambda: engine.generate(asked), lambda: engine.publish(1, trainer.weights(state.params))):
+        try:
+            call()
+        except AsleepError:
+            continue
+        raise AssertionError("a sleeping engine answered")
+    engine.wake()
+    assert [s.tokens.tolist() for s in engine.generate(asked, version=0)] == expected
+    engine.sleep(2)
+    second = used()
+    try:
+        engine.generate(asked)
+    except StaleWeightsError:
+        pass
+    else:
+        raise AssertionError("an engine without weights answered")
+    engine.wake(["weights"])
+    engine.publish(1, trainer.weights(state.params))
+    partly = used()
+    engine.wake(["cache"])
+    assert [s.tokens.tolist() for s in engine.generate(asked, version=1)] == expected
+    return awake, first, second, partly, used()
+
+
+def tensor_parallel(shape):
+    """The gap of an engine on two GPUs."""
+    folder = model(shape)
+    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", compute_dtype="bfloat16", max_tokens=16384)
+    state = trainer.load_pretrained(folder, Key.from_seed(0))
+    engine = made(folder, tensor_parallel_size=2, enforce_eager=True)
+    gaps = []
+    for version in range(2):
+        engine.publish(version, trainer.weights(state.params))
+        gaps.append(gap(engine, trainer, state, version, engine.vocab, tokens=32)[0])
+    return gaps

@@ -1,0 +1,18 @@
+"""The benchmark of publication, on a tiny model."""
+
+import json
+
+from verl_fn.benchmarks import weight_sync
+
+
+def test_it_measures_and_writes(ray_cluster, tmp_path):
+    path = tmp_path / "weight_sync.json"
+    options = ["--shapes", "tiny", "--rounds", "2", "--dtype", "bfloat16", "--engine", "sampler", "--json", str(path)]
+    assert weight_sync.main(["--device", "cpu", *options]) == 0
+    result = json.loads(path.read_text())["results"]["tiny colocated"]
+    assert result["bytes"] > 2 * 64 * 64 and result["allowed"] > weight_sync.SECONDS
+    assert [len(seconds) for seconds in result["seconds"].values()] == [2, 2]
+
+
+def test_bytes_are_sent_between_two_processes():
+    assert weight_sync.sent_seconds(1000, "cpu") > 0
