@@ -46,15 +46,17 @@ class Answers:
         for row, *part in zip(present.tolist(), *columns, strict=True):
             self._parts.setdefault(row, []).append(tuple(part))
 
-    def sample(self, row: int, finished: bool) -> Sample:
+    def sample(self, row: int, finished: bool, length: int | None = None) -> Sample:
         """Returns the sample of a row.
 
         Args:
             row: its number.
             finished: whether it ended by itself.
+            length: how many of its draws count; by default all.
         """
         parts = self._parts.pop(row)
-        tokens, log_probs, full, near = (t[0] if len(t) == 1 else torch.cat(t) for t in zip(*parts, strict=True))
+        columns = (t[0] if len(t) == 1 else torch.cat(t) for t in zip(*parts, strict=True))
+        tokens, log_probs, full, near = (column[:length] for column in columns)
         sampling = self._requests[0].sampling
         place, number = divmod(row, sampling.n)
         return Sample(

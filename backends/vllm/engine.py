@@ -192,7 +192,8 @@ class Vllm(Serving):
     def _samples(self, answers: Answers, ended: Mapping[int, tuple[list[int], bool]]) -> Iterator[tuple[int, Sample]]:
         """Yields the samples of rows that have ended, after a comparison with what vLLM returned."""
         for row, (tokens, finished) in sorted(ended.items()):
-            sample = answers.sample(row, finished)
+            # vLLM may have begun one more step before it saw that a response had ended.
+            sample = answers.sample(row, finished, len(tokens))
             if sample.tokens.tolist() != list(tokens):
                 raise EngineError(f"vLLM returned other tokens for row {row} than were drawn for it")
             yield row, sample
@@ -312,6 +313,8 @@ def _started(arguments: Mapping[str, Any], device: str) -> Any:
     Raises:
         ModelError: vLLM does not know the model.
     """
+    # The compiler tries out kernels, which it refuses to do in that mode.
+    torch.use_deterministic_algorithms(False)
     if device == "cpu":
         # Compiling takes longer than all that is computed on a CPU.
         torch._dynamo.config.disable = True

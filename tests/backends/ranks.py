@@ -19,7 +19,7 @@ def _rank(rank, size, port, pipe, folder, device, group):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(group)
     if device == "cuda":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.cuda.set_device(rank)
