@@ -8,7 +8,6 @@ import attrs
 import pytest
 import torch
 
-from verl_fn.backends.arguments import expect
 from verl_fn.backends.local import Local
 from verl_fn.backends.local import backend as local_module
 from verl_fn.backends.mock.train import Mock
@@ -26,6 +25,7 @@ from verl_fn.state import (
     requests_for,
     tree,
 )
+from verl_fn.state.arguments import expect
 from verl_fn.steps import adamw, entropy, loss, ppo_clip, sgd, value_clip
 from verl_fn.testing import tiny_batch
 
