@@ -126,7 +126,7 @@ class Fsdp:
         self.reshard_after_forward = reshard_after_forward
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
-        self._one_call = OneCall(deterministic, refusal=LayoutError(_BUSY))
+        self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
         self._recipe = Recipe(head, checkpointing, lora)
         self._modules: ShardedModules | None = None
         self._blank = Params({})
