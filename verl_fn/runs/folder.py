@@ -21,6 +21,7 @@ from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.tables import Table
 from verl_fn.driver import ranks
 
+from . import screen
 from .checkpoints import aside_of, checkpoints, prune, save_roles, step_of, write_manifest, write_text
 from .errors import RunError
 from .inputs import write_inputs
@@ -43,7 +44,7 @@ class Run:
         RunError: the folder or a link in it cannot be written, or the plan's models lie among its checkpoints.
     """
 
-    def __init__(self, plan: Plan, say: Say = print) -> None:
+    def __init__(self, plan: Plan, say: Say = screen.say) -> None:
         self.folder = Path(plan.trainer.dir)
         self._say = say
         self._keep = plan.trainer.max_ckpt_to_keep
