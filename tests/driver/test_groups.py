@@ -14,6 +14,7 @@ from verl_fn.backends.protocol import Freed, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.driver.group import Group
+from verl_fn.driver.parcels import Parcels
 from verl_fn.driver.remote import RemoteTrain
 from verl_fn.runs.journal import state_digests
 from verl_fn.state import DonatedError, Key, Sampling, requests_for, snapshot, tree
@@ -79,6 +80,29 @@ def test_a_rank_whose_gradient_is_dropped_is_caught(two, model):
 
 def read(two, backend, value):
     return two.get(backend.map(whole_of, value))
+
+
+def test_a_rank_copies_only_the_rows_that_it_computes(two, fsdp):
+    """It reads them from shared memory, which a function that could write to it gets a copy of."""
+    batch, state = tiny_batch(rows=64), fsdp.init(Key.from_seed(0))
+    reference = ray.put(Parcels().out(batch, {}))
+    hosts = [member.host for member in two.group.members]
+    before = ray.get([host.traffic.remote() for host in hosts])
+    results = []
+    for given in (batch, reference):
+        outputs = fsdp.forward(state.params, given)
+        grads, metrics = fsdp.forward_backward(state, given, LOSS)
+        results.append((two.get(outputs), read(two, fsdp, grads), two.get(metrics)))
+    assert tree.equal(*results)
+    after = ray.get([host.traffic.remote() for host in hosts])
+    for (fetched, copied), (fetched_now, copied_now) in zip(before, after, strict=True):
+        assert len(fetched_now) - len(fetched) > 5 and copied_now == copied
+
+    def overwrite(batch):
+        batch.tokens.zero_()
+
+    two.get(fsdp.map(overwrite, reference))
+    assert tree.equal(Parcels().value(ray.get(reference)), batch)
 
 
 def test_values_keep_their_meaning(two, fsdp):
