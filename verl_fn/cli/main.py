@@ -139,6 +139,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
             "throughput",
             "residency",
             "publish",
+            "batches",
             "loading",
             "scaling",
         ),
