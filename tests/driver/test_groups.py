@@ -1,6 +1,7 @@
 """Two ranks behind one handle: the laws, what is alive, and what calls that fail leave behind."""
 
 import operator
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -273,6 +274,35 @@ def test_several_engines_draw_what_one_draws(two, fsdp, model):
 def test_laws_of_several_engines(two):
     """Those of one engine: no draw depends on the other requests, nor so on the engine that makes it."""
     check_rollout(two.engines("mock", remote_mutants.table_engine), Mock(8, sgd(constant(0.1))), get=two.get)
+
+
+def test_a_stream_may_end_before_ray_reports_it(two, monkeypatch):
+    class Stream:
+        items, ended = [1, 2], False
+
+        def next_ready(self):
+            return True
+
+        def __next__(self):
+            if self.items:
+                return self.items.pop(0)
+            self.ended = True
+            raise StopIteration
+
+        def is_finished(self):
+            return self.ended
+
+    monkeypatch.setattr(two.cluster, "_until", lambda *args, **options: None)
+    assert list(two.cluster.stream(SimpleNamespace(stream=lambda parts: [Stream()]), [])) == [1, 2]
+
+
+def test_parts_are_built_side_by_side(two, tmp_path):
+    """Each waits for the other to begin."""
+    names = [(tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")]
+    groups = ("trainer", "engines")
+    two.cluster.build_all(
+        (group, "met", remote_mutants.meet, *name) for group, name in zip(groups, names, strict=True)
+    )
 
 
 def test_an_error_that_comes_late_is_raised_once(two, fsdp, tmp_path):
