@@ -7,7 +7,7 @@ from verl_fn.errors import ArgumentError
 from .batch import Batch
 from .train import Grads, Params, TrainState
 
-_NAMES = {Grads: "the Grads that forward_backward returned"}
+_NAMES: dict[type, str] = {Grads: "the Grads that forward_backward returned"}
 _INSTEAD = {
     (Params, TrainState): "pass state.params",
     (TrainState, Params): "pass the whole state, which has the parameters",

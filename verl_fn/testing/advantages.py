@@ -175,7 +175,7 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
 
 
 def _fields(batch: Batch) -> dict[str, Tensor | Ragged]:
-    return {name: batch[name] for name in CORE} | {**batch.per_token, **batch.per_row, **batch.ragged}
+    return {**{name: batch[name] for name in CORE}, **batch.per_token, **batch.per_row, **batch.ragged}
 
 
 def _require_finite(result: dict[str, Tensor], when: str) -> None:
