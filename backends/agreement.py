@@ -10,6 +10,7 @@ import functools
 import hashlib
 import pickle
 import types
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -130,12 +131,16 @@ def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> 
 
 
 def of_batch(batch: Batch) -> bytes:
-    """Returns a hash of all tensors of a batch."""
-    h = hashlib.blake2b(digest_size=8)
-    for path, t in sorted(tree.paths(batch).items()):
-        h.update(path.encode())
-        h.update(t.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return h.digest()
+    """Returns a hash of all tensors of a batch.
+
+    The contents are hashed by their CRC, which is several times as fast as a cryptographic hash. It differs wherever
+    two tensors differ in one element, and else in all but one of 2**32 cases.
+    """
+    contents = {
+        path: (t.dtype, t.shape, zlib.crc32(t.contiguous().reshape(-1).view(torch.uint8).numpy().data))
+        for path, t in sorted(tree.paths(batch).items())
+    }
+    return _hash(repr(contents).encode())
 
 
 def _hash(data: bytes) -> bytes:

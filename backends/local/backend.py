@@ -11,7 +11,6 @@ import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.backends.arguments import expect, expect_params, expect_state, expect_update
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
@@ -39,6 +38,7 @@ from verl_fn.state import (
     taken,
     tree,
 )
+from verl_fn.state.arguments import expect, expect_params, expect_state, expect_update
 from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
 from verl_fn.steps.losses.contract import check_fields

@@ -18,7 +18,6 @@ from jaxtyping import Float, Int
 from safetensors.torch import load_file
 from torch import Tensor
 
-from verl_fn.backends.arguments import expect, expect_params, expect_state
 from verl_fn.backends.checkpoint.state_folder import MODEL, read_state, save_state
 from verl_fn.backends.tensor_file import Part
 from verl_fn.backends.weight_sync import Weights
@@ -39,6 +38,7 @@ from verl_fn.state import (
     split_by_tokens,
     tree,
 )
+from verl_fn.state.arguments import expect, expect_params, expect_state
 from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
 from verl_fn.steps.losses.contract import check_fields

@@ -8,7 +8,6 @@ import operator
 import attrs
 import torch
 
-from verl_fn.errors import ArgumentError
 from verl_fn.state import (
     Grads,
     Metrics,
@@ -26,6 +25,7 @@ from verl_fn.state import (
     sum_of_squares,
     taken,
 )
+from verl_fn.state.arguments import expect_update
 
 from .leaves import check_device, tensors_of
 from .transforms import Optimizer, Reduce, Update
@@ -59,7 +59,7 @@ def check_update(optimizer: Optimizer, state: TrainState, grads: Grads) -> None:
         Traceback (most recent call last):
         ValueError: the gradient of w is float32 [1], and the parameter is float32 [2]
     """
-    _check_kinds(state, grads)
+    expect_update(state, grads)
     params = state.params
     names = params.trained()
     if list(grads) != names:
@@ -79,15 +79,6 @@ def check_update(optimizer: Optimizer, state: TrainState, grads: Grads) -> None:
         raise ValueError(
             "the gradients or the parameters were made in inference mode, where torch forbids later updates; make "
             "them outside of it, or copy them there with snapshot(value)"
-        )
-
-
-def _check_kinds(state: object, grads: object) -> None:
-    if not isinstance(state, TrainState):
-        raise ArgumentError(f"apply_update takes a TrainState, not a {type(state).__name__}")
-    if not isinstance(grads, Grads):
-        raise ArgumentError(
-            f"apply_update takes the Grads that forward_backward returned, not a {type(grads).__name__}"
         )
 
 
@@ -125,7 +116,7 @@ def apply_update(
         DonatedError: the state or the gradients were donated before.
         NotDifferentiable: a derivative of this function was taken.
     """
-    _check_kinds(state, grads)
+    expect_update(state, grads)
     refuse_derivatives("apply_update", state, grads)
     # The norm is launched first, so that a device computes it while Python checks the arguments.
     norm = sum_of_squares(grads.leaves.values(), reduce).sqrt()

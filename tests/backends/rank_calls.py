@@ -4,7 +4,7 @@ import contextlib
 import threading
 
 import torch
-from rank_cases import KEY, optimizer
+from rank_cases import KEY, error_of, optimizer
 
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.fsdp import backend as fsdp_module
@@ -13,14 +13,6 @@ from verl_fn.errors import ArgumentError
 from verl_fn.state import NotDifferentiable, is_donated, tree
 from verl_fn.steps import loss, ppo_clip, sgd
 from verl_fn.testing import tiny_batch
-
-
-def told(call, kind):
-    try:
-        call()
-    except kind as error:
-        return str(error)
-    raise AssertionError("no error")
 
 
 def settings(folder, options):
@@ -77,11 +69,11 @@ def refusals(folder):
         return backend.forward_backward(state, batch.with_tokens(advantages=values), ppo_clip())[1]["loss"].total
 
     says = [
-        told(lambda: other.apply_update(state, grads), ValueError),
-        told(lambda: backend.apply_update(state, {}), ArgumentError),
-        told(lambda: backend.forward(state, batch), ArgumentError),
-        told(lambda: backend.forward_backward(state, batch, ppo_clip), ArgumentError),
-        told(
+        error_of(lambda: other.apply_update(state, grads), ValueError),
+        error_of(lambda: backend.apply_update(state, {}), ArgumentError),
+        error_of(lambda: backend.forward(state, batch), ArgumentError),
+        error_of(lambda: backend.forward_backward(state, batch, ppo_clip), ArgumentError),
+        error_of(
             lambda: torch.func.grad(
                 lambda a: (
                     backend.forward_backward(state, batch.with_tokens(advantages=a), ppo_clip())[1]["loss"].total
@@ -107,7 +99,7 @@ def beside_another_thread(backend, state, batch):
     thread.start()
     assert began.wait(30)
     try:
-        return told(lambda: backend.forward(state.params, batch), ValueError)
+        return error_of(lambda: backend.forward(state.params, batch), ValueError)
     finally:
         end.set()
         thread.join(30)

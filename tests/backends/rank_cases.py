@@ -35,6 +35,15 @@ def optimizer():
     return chain(clip_by_global_norm(1.0), adamw(constant(1e-3), weight_decay=0.0))
 
 
+def error_of(call, kind=ValueError):
+    """The class and the message of the error that a call raises on this rank, or None."""
+    try:
+        call()
+    except kind as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
 def loss_for(head):
     return value_clip() if head == "value" else ppo_clip() - 0.01 * entropy()
 

@@ -6,7 +6,7 @@ import os
 import attrs
 import torch
 import torch.distributed as dist
-from rank_cases import KEY, optimizer
+from rank_cases import KEY, error_of, optimizer
 from torch.distributed.tensor import DTensor
 
 from verl_fn.backends import tensor_file
@@ -27,52 +27,44 @@ OPTIMIZERS = {
 }
 
 
-def told(fn, kind=ValueError):
-    """What this rank is told."""
-    try:
-        fn()
-    except kind as error:
-        return f"{type(error).__name__}: {error}"
-
-
 def odd(ordinary, other):
     """What the ranks are given: the last one another thing."""
     return other if dist.get_rank() == dist.get_world_size() - 1 else ordinary
 
 
 def other_settings(folder, options):
-    return told(lambda: Fsdp(folder, optimizer(), **odd({}, options)))
+    return error_of(lambda: Fsdp(folder, optimizer(), **odd({}, options)))
 
 
 def other_optimizers(folder):
-    return [told(lambda m=make: Fsdp(folder, odd(optimizer(), m()))) for make in OPTIMIZERS.values()]
+    return [error_of(lambda m=make: Fsdp(folder, odd(optimizer(), m()))) for make in OPTIMIZERS.values()]
 
 
 def other_models(folder, another):
-    return told(lambda: Fsdp(odd(folder, another), optimizer()))
+    return error_of(lambda: Fsdp(odd(folder, another), optimizer()))
 
 
 def other_weights(folder, another):
     """Of one architecture, as two ranks with folders of their own may read them."""
     backend = Fsdp(folder, optimizer())
-    return told(lambda: backend.load_pretrained(odd(folder, another)))
+    return error_of(lambda: backend.load_pretrained(odd(folder, another)))
 
 
 def other_keys(folder):
     backend = Fsdp(folder, optimizer())
-    return told(lambda: backend.init(odd(KEY, KEY.fold_in("other"))))
+    return error_of(lambda: backend.init(odd(KEY, KEY.fold_in("other"))))
 
 
 def other_devices(folder):
     backend = Fsdp(folder, optimizer())
     state = backend.init(KEY)
-    return told(lambda: backend.place(state, params=odd("cpu", "meta")))
+    return error_of(lambda: backend.place(state, params=odd("cpu", "meta")))
 
 
 def missing_weights(folder, gone):
     """A folder that one rank cannot read whole."""
     backend = Fsdp(folder, optimizer())
-    return told(lambda: backend.load_pretrained(odd(folder, gone)))
+    return error_of(lambda: backend.load_pretrained(odd(folder, gone)))
 
 
 def other_folders(folder, into):
@@ -82,8 +74,8 @@ def other_folders(folder, into):
     backend.save(state, f"{into}/a")
     backend.save(other, f"{into}/b")
     return [
-        told(lambda: backend.save(other, odd(f"{into}/a", f"{into}/b"))),
-        told(lambda: backend.restore(odd(f"{into}/a", f"{into}/b"))),
+        error_of(lambda: backend.save(other, odd(f"{into}/a", f"{into}/b"))),
+        error_of(lambda: backend.restore(odd(f"{into}/a", f"{into}/b"))),
     ]
 
 
@@ -92,7 +84,7 @@ def bad_mask(folder):
     backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()
     mask = batch["response_mask"].clone()
     mask[0] = 1.0
-    return told(lambda: backend.forward(backend.init(KEY).params, batch.with_tokens(response_mask=mask)))
+    return error_of(lambda: backend.forward(backend.init(KEY).params, batch.with_tokens(response_mask=mask)))
 
 
 def other_layouts(folder, into):
@@ -103,18 +95,18 @@ def other_layouts(folder, into):
     grads, _ = here.forward_backward(mine, batch, ppo_clip())
     for state in (there.init(KEY), plain.init(KEY)):
         found += [
-            told(lambda s=state: here.forward(s.params, batch)),
-            told(lambda s=state: here.forward_backward(s, batch, ppo_clip())),
-            told(lambda s=state: here.apply_update(s, grads)),
-            told(lambda s=state: here.apply_update(mine, Grads(dict(s.params)))),
-            told(lambda s=state: here.save(s, into)),
+            error_of(lambda s=state: here.forward(s.params, batch)),
+            error_of(lambda s=state: here.forward_backward(s, batch, ppo_clip())),
+            error_of(lambda s=state: here.apply_update(s, grads)),
+            error_of(lambda s=state: here.apply_update(mine, Grads(dict(s.params)))),
+            error_of(lambda s=state: here.save(s, into)),
         ]
     here.apply_update(mine, grads)
     return found
 
 
 def refused_model(folder):
-    return told(lambda: Fsdp(folder, optimizer()).init(KEY))
+    return error_of(lambda: Fsdp(folder, optimizer()).init(KEY))
 
 
 def placed(folder):
@@ -123,7 +115,7 @@ def placed(folder):
     state = backend.init(KEY)
     grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
     apart = backend.place(state, params="meta")
-    refused = told(lambda: backend.apply_update(apart, grads))
+    refused = error_of(lambda: backend.apply_update(apart, grads))
     away = backend.place(state, params="meta", optimizer="meta")
     from verl_fn.backends.fsdp.sharding import moved
     from verl_fn.backends.placing import beside
@@ -148,7 +140,7 @@ def full_disk(folder, into, calls):
 
         os.pwrite = odd(real, pwrite)
         try:
-            found.append(told(lambda: backend.save(state, into), OSError))
+            found.append(error_of(lambda: backend.save(state, into), OSError))
         finally:
             os.pwrite = real
     return found
@@ -158,7 +150,7 @@ def no_folder(folder, blocked):
     """A folder that cannot be made: only the first rank tries."""
     backend = Fsdp(folder, optimizer())
     state = backend.init(KEY)
-    return told(lambda: backend.save(state, blocked), OSError)
+    return error_of(lambda: backend.save(state, blocked), OSError)
 
 
 def gathers_nothing(folder, into, options):
@@ -199,7 +191,7 @@ def gathers_nothing(folder, into, options):
 
 def restored(folder, source):
     backend = Fsdp(folder, optimizer())
-    return told(lambda: backend.restore(source))
+    return error_of(lambda: backend.restore(source))
 
 
 def out_of_memory(folder):
@@ -217,7 +209,7 @@ def out_of_memory(folder):
 
     type(backend._built()).hidden_states = odd(hidden_states, full)
     try:
-        return told(lambda: backend.forward_backward(state, batch, ppo_clip()), RuntimeError)
+        return error_of(lambda: backend.forward_backward(state, batch, ppo_clip()), RuntimeError)
     finally:
         type(backend._built()).hidden_states = hidden_states
 
@@ -233,8 +225,8 @@ def refused_updates(folder):
         Grads({n: g.full_tensor() if n == name else g for n, g in grads.items()}),
         Grads({n: g.bfloat16() if n == name else g for n, g in grads.items()}),
     ]
-    says = [told(lambda g=g: backend.apply_update(state, g)) for g in wrong]
-    says.append(told(lambda: Fsdp(folder, frozen(), max_tokens=24).apply_update(state, grads)))
+    says = [error_of(lambda g=g: backend.apply_update(state, g)) for g in wrong]
+    says.append(error_of(lambda: Fsdp(folder, frozen(), max_tokens=24).apply_update(state, grads)))
     return says, [is_donated(value) for value in (state, grads, *wrong)]
 
 
@@ -245,9 +237,9 @@ def other_calls(folder):
     grads, _ = backend.forward_backward(first, batch, ppo_clip())
     second, _ = backend.apply_update(first, grads, donate=False)
     return [
-        told(lambda: backend.forward_backward(odd(first, second), batch, ppo_clip())),
-        told(lambda: backend.forward(first.params, odd(batch, moved))),
-        told(lambda: backend.forward(first.params, batch, odd(("logprobs",), ("entropy",)))),
+        error_of(lambda: backend.forward_backward(odd(first, second), batch, ppo_clip())),
+        error_of(lambda: backend.forward(first.params, odd(batch, moved))),
+        error_of(lambda: backend.forward(first.params, batch, odd(("logprobs",), ("entropy",)))),
     ]
 
 
@@ -260,7 +252,7 @@ def own_optimizers(folder):
     """A momentum in a dict cannot be sharded; a norm of each parameter's own can be had through ``reduce``."""
     plain = sgd(lambda count: 0.1)
     held = HoldsADict(plain.schedule)
-    says = told(lambda: Fsdp(folder, held).init(KEY))
+    says = error_of(lambda: Fsdp(folder, held).init(KEY))
 
     def normalized(grads, update):
         return Grads({n: g / (update.reduce(g.square().sum()).sqrt() + 1e-9) for n, g in grads.items()}), update

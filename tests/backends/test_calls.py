@@ -8,7 +8,6 @@ import attrs
 import pytest
 import torch
 
-from verl_fn.backends.arguments import expect
 from verl_fn.backends.local import Local
 from verl_fn.backends.local import backend as local_module
 from verl_fn.backends.mock.train import Mock
@@ -26,6 +25,7 @@ from verl_fn.state import (
     requests_for,
     tree,
 )
+from verl_fn.state.arguments import expect
 from verl_fn.steps import adamw, entropy, loss, ppo_clip, sgd, value_clip
 from verl_fn.testing import tiny_batch
 
@@ -154,7 +154,8 @@ def test_threads_share_a_sampler(tiny):
 
 
 def test_a_call_beside_another_is_refused_where_ranks_need_an_order():
-    busy, began, end = OneCall(False, refusal=ValueError("another thread")), threading.Event(), threading.Event()
+    busy = OneCall(False, refusal=lambda: ValueError("another thread"))
+    began, end = threading.Event(), threading.Event()
 
     def other():
         with busy():
@@ -164,8 +165,13 @@ def test_a_call_beside_another_is_refused_where_ranks_need_an_order():
     thread = threading.Thread(target=other)
     thread.start()
     assert began.wait(30)
-    with pytest.raises(ValueError, match="another thread"), busy():
-        pass
+    errors = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match="another thread") as caught, busy():
+            pass
+        errors.append(caught.value)
+    # An error of its own for each call: a shared one would collect the tracebacks of all threads.
+    assert errors[0] is not errors[1]
     end.set()
     thread.join(30)
     with busy(), busy():

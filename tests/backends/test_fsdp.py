@@ -253,7 +253,7 @@ def test_memory_that_is_held_and_gradients_that_were_moved(two, folder):
 def test_calls_that_cannot_be_answered_are_refused(two, folder):
     for says in two.run("rank_calls.refusals", folder):
         optimizer, gradients, params, loss, derivative, thread = says
-        assert "this state's optimizer tree" in optimizer and "takes a Grads, not a dict" in gradients
+        assert "this state's optimizer tree" in optimizer and "takes the Grads that" in gradients
         assert "pass state.params" in params and "a loss is a Loss" in loss
         assert "forward_backward has no derivative" in derivative and "make them from one thread" in thread
 

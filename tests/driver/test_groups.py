@@ -1,6 +1,7 @@
 """Two ranks behind one handle: the laws, what is alive, and what calls that fail leave behind."""
 
 import operator
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -14,6 +15,7 @@ from verl_fn.backends.protocol import Freed, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.driver.group import Group
+from verl_fn.driver.parcels import Parcels
 from verl_fn.driver.remote import RemoteTrain
 from verl_fn.runs.journal import state_digests
 from verl_fn.state import DonatedError, Key, Sampling, requests_for, snapshot, tree
@@ -79,6 +81,29 @@ def test_a_rank_whose_gradient_is_dropped_is_caught(two, model):
 
 def read(two, backend, value):
     return two.get(backend.map(whole_of, value))
+
+
+def test_a_rank_copies_only_the_rows_that_it_computes(two, fsdp):
+    """It reads them from shared memory, which a function that could write to it gets a copy of."""
+    batch, state = tiny_batch(rows=64), fsdp.init(Key.from_seed(0))
+    reference = ray.put(Parcels().out(batch, {}))
+    hosts = [member.host for member in two.group.members]
+    before = ray.get([host.traffic.remote() for host in hosts])
+    results = []
+    for given in (batch, reference):
+        outputs = fsdp.forward(state.params, given)
+        grads, metrics = fsdp.forward_backward(state, given, LOSS)
+        results.append((two.get(outputs), read(two, fsdp, grads), two.get(metrics)))
+    assert tree.equal(*results)
+    after = ray.get([host.traffic.remote() for host in hosts])
+    for (fetched, copied), (fetched_now, copied_now) in zip(before, after, strict=True):
+        assert len(fetched_now) - len(fetched) > 5 and copied_now == copied
+
+    def overwrite(batch):
+        batch.tokens.zero_()
+
+    two.get(fsdp.map(overwrite, reference))
+    assert tree.equal(Parcels().value(ray.get(reference)), batch)
 
 
 def test_values_keep_their_meaning(two, fsdp):
@@ -249,6 +274,35 @@ def test_several_engines_draw_what_one_draws(two, fsdp, model):
 def test_laws_of_several_engines(two):
     """Those of one engine: no draw depends on the other requests, nor so on the engine that makes it."""
     check_rollout(two.engines("mock", remote_mutants.table_engine), Mock(8, sgd(constant(0.1))), get=two.get)
+
+
+def test_a_stream_may_end_before_ray_reports_it(two, monkeypatch):
+    class Stream:
+        items, ended = [1, 2], False
+
+        def next_ready(self):
+            return True
+
+        def __next__(self):
+            if self.items:
+                return self.items.pop(0)
+            self.ended = True
+            raise StopIteration
+
+        def is_finished(self):
+            return self.ended
+
+    monkeypatch.setattr(two.cluster, "_until", lambda *args, **options: None)
+    assert list(two.cluster.stream(SimpleNamespace(stream=lambda parts: [Stream()]), [])) == [1, 2]
+
+
+def test_parts_are_built_side_by_side(two, tmp_path):
+    """Each waits for the other to begin."""
+    names = [(tmp_path / "a", tmp_path / "b"), (tmp_path / "b", tmp_path / "a")]
+    groups = ("trainer", "engines")
+    two.cluster.build_all(
+        (group, "met", remote_mutants.meet, *name) for group, name in zip(groups, names, strict=True)
+    )
 
 
 def test_an_error_that_comes_late_is_raised_once(two, fsdp, tmp_path):

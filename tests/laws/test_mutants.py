@@ -4,12 +4,13 @@ from functools import partial
 
 import mutants
 import pytest
+import torch
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.mock.train import Mock
 from verl_fn.steps import Loss, constant, gae, grpo, ppo_clip, reinforce_plus_plus, rloo, sgd
-from verl_fn.testing import LawViolation, check_advantage, check_backend, check_loss, check_rollout
+from verl_fn.testing import LawViolation, check_advantage, check_backend, check_loss, check_rollout, tiny_batch
 
 
 def name_of(case):
@@ -81,6 +82,18 @@ def test_check_loss_wants_a_loss():
 @pytest.mark.parametrize(("mutant", "law"), mutants.ADVANTAGES, ids=name_of)
 def test_check_advantage_catches(mutant, law):
     require_caught(check_advantage, mutant, law)
+
+
+@pytest.mark.parametrize("change", [lambda image: image * 0.0, lambda image: image[:0]], ids=["values", "rows"])
+def test_check_advantage_catches_another_ragged_field(change):
+    batch = tiny_batch().with_ragged(images=[torch.full((row % 3, 2), 1.0) for row in range(8)])
+    check_advantage(grpo, batch)
+
+    def estimator(batch):
+        images = [change(image) for image in batch.rows("images")]
+        return grpo(batch).with_ragged(images=images)
+
+    require_caught(partial(check_advantage, batch=batch), estimator, "Signature")
 
 
 @pytest.mark.parametrize("estimator", [gae, grpo, rloo, reinforce_plus_plus], ids=name_of)

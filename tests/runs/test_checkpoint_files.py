@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from run_configs import tiny_run
@@ -11,6 +12,7 @@ from verl_fn.backends.local import Local
 from verl_fn.cli import main
 from verl_fn.errors import UserError
 from verl_fn.runs import checkpoints as files
+from verl_fn.runs import folder as folder_module
 from verl_fn.runs.checkpoints import MANIFEST, check_model_folder, checkpoints, prune, read_manifest, verify
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run
@@ -200,6 +202,16 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_stop_the_run(copied, 
     warnings = [line for line in lines if line.startswith("warning: ")]
     assert len(warnings) == 1 and "step_0 cannot be removed: Device or resource busy" in warnings[0]
     assert [p.name for p in checkpoints(copied)] == ["step_4", "step_3"]
+
+
+def test_a_run_made_by_hand_prints_no_control_characters(tiny, tmp_path, monkeypatch, capsys):
+    """As a folder's name may hold."""
+    saver = Run(sft(tiny, tmp_path / "a", 2))
+    monkeypatch.setattr(folder_module, "save_roles", lambda *args: None)
+    monkeypatch.setattr(folder_module, "write_manifest", lambda *args: None)
+    monkeypatch.setattr(folder_module, "prune", lambda *args: ["the old checkpoint \x1b[31m cannot be removed"])
+    saver.save(SimpleNamespace(step=1), None)
+    assert capsys.readouterr().out == "warning: the old checkpoint \\x1b[31m cannot be removed\n"
 
 
 def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(copied, monkeypatch):

@@ -8,7 +8,8 @@ import pytest
 from run_configs import tiny_run
 
 from verl_fn.config import ConfigError
-from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs import inputs
+from verl_fn.runs.checkpoints import checkpoints, crc_of
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.logs import TIMED, read_answers, read_metrics
 from verl_fn.runs.loop import train
@@ -87,7 +88,7 @@ def test_a_kill_between_answers_and_metrics_leaves_no_answer_twice(tiny, copy, r
     assert read_answers(copy / "a") == read_answers(run / "a")
 
 
-def test_changed_data_is_reported(tiny, copy):
+def test_changed_data_is_reported(tiny, copy, monkeypatch):
     more = "trainer.total_training_steps=3"
     with (copy / "data.jsonl").open("a") as file:
         file.write((copy / "data.jsonl").read_text().splitlines()[0] + "\n")
@@ -96,8 +97,12 @@ def test_changed_data_is_reported(tiny, copy):
     assert not any("another content" in line for line in first)
     with (copy / "data.jsonl").open("a") as file:
         file.write((copy / "data.jsonl").read_text().splitlines()[0] + "\n")
+    read = []
+    monkeypatch.setattr(inputs, "crc_of", lambda file: read.append(file) or crc_of(file))
     second = said(tiny, copy, "trainer.total_training_steps=4")
     assert f"continuing with another content of {copy / 'data.jsonl'}" in second
+    # Data may be large, so a start reads each file for its checksum once.
+    assert copy / "data.jsonl" in read and len(read) == len(set(read))
 
 
 def test_a_run_without_its_config_is_not_continued_blindly(tiny, copy):

@@ -7,10 +7,12 @@ import pytest
 from run_configs import tiny_run
 
 from verl_fn.cli import main
+from verl_fn.runs import journal
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.logs import read_lines, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import fork_plan, replay
+from verl_fn.state import pack
 
 SILENT = lambda line: None  # noqa: E731
 
@@ -191,6 +193,15 @@ def test_a_damaged_line_in_a_log_is_named_and_nothing_is_dropped(tiny, copy):
     with pytest.raises(RunError, match=r"metrics.jsonl, line 2, is damaged"):
         train(tiny_run(tiny, copy, "algorithm.name=ppo", "algorithm.use_kl_in_reward=true"), SILENT)
     assert (copy / "metrics.jsonl").read_text() == before
+
+
+def test_samples_that_the_journal_cannot_keep_are_refused(tiny, tmp_path, monkeypatch):
+    """A replay would sample without them, and nobody would know."""
+    with_images = lambda samples: pack(samples).with_ragged(images=[[]] * len(samples))  # noqa: E731
+    monkeypatch.setattr(journal, "pack", with_images)
+    more = ["algorithm.name=grpo", "rollout.n=2", "trainer.total_training_steps=1", "trainer.journal=samples"]
+    with pytest.raises(RunError, match=r"samples of step 1 have ragged fields \(images\).*trainer.journal=digests"):
+        train(tiny_run(tiny, tmp_path / "a", *more), SILENT)
 
 
 def test_a_run_without_its_checkpoints_says_what_it_drops(tiny, copy):

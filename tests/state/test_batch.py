@@ -149,6 +149,15 @@ def test_no_tensor_has_two_names_in_a_batch():
     assert all(batch[name].tolist() == [1.0, 1.0] for name in "abcd")
 
 
+def test_a_field_under_its_own_name_is_not_copied():
+    batch = batch_of([1, 1]).with_tokens(a=torch.zeros(2), b=torch.ones(2))
+    a, b = batch["a"], batch["b"]
+    again = batch.with_tokens(a=a, b=b, c=a)
+    assert again["a"] is a and again["b"] is b and again["c"] is not a
+    swapped = batch.with_tokens(a=b, b=a)
+    assert swapped["a"] is b and swapped["b"] is a
+
+
 def test_tokens_are_integers():
     with pytest.raises(ValueError, match=r"row 1 holds numbers of torch\.float32; token ids are integers"):
         Batch.from_rows([[1, 2], [1.5]])

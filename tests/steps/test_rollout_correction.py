@@ -9,7 +9,8 @@ from step_builders import assert_rows, chosen, pack, ragged, scatter
 
 from verl_fn.algorithms.policy import estimator
 from verl_fn.config.algorithms import GRPO
-from verl_fn.state import TokenOutputs, tree
+from verl_fn.state import Batch, TokenOutputs, tree
+from verl_fn.state.metrics import merge
 from verl_fn.steps import aggregate, correct_advantages, importance_weights, ppo_clip, rollout_gap, total_loss
 from verl_fn.testing import tiny_batch
 
@@ -54,9 +55,38 @@ def test_equal_probabilities_change_nothing(masks, seed):
     for level in ("token", "sequence", "geometric"):
         assert torch.equal(importance_weights(batch, level)[mask], torch.ones(int(mask.sum()), dtype=torch.float64))
     if mask.any():
-        assert numbers(rollout_gap(batch)) == {
-            "rollout_corr/kl": 0.0, "rollout_corr/k3_kl": 0.0, "rollout_corr/rollout_is_eff_sample_size": 1.0
-        }  # fmt: skip
+        measured = numbers(rollout_gap(batch))
+        # The probabilities of a single token have no correlation.
+        correlation = measured.pop("training/rollout_actor_probs_pearson_corr")
+        assert math.isnan(correlation) or correlation == pytest.approx(1.0)
+        assert measured.pop("rollout_corr/rollout_is_eff_sample_size") == 1.0 and set(measured.values()) == {0.0}
+
+
+def test_the_gap_by_hand_and_in_parts():
+    engine, trainer, mask = (
+        [0.0, math.log(0.5), math.log(0.25)],
+        [9.0, math.log(0.25), math.log(0.5)],
+        [0.0, 1.0, 1.0],
+    )
+    row = {"rollout_log_probs": [engine], "old_log_probs": [trainer], "response_mask": [mask]}
+    batch = Batch.from_rows([[1, 2, 3]], {name: torch.tensor(field) for name, field in row.items()})
+    assert numbers(rollout_gap(batch)) == pytest.approx(
+        {
+            "training/rollout_probs_diff_mean": 0.25,
+            "training/rollout_probs_diff_max": 0.25,
+            "training/rollout_probs_diff_std": 0.0,
+            "training/rollout_actor_probs_pearson_corr": -1.0,
+            "rollout_corr/kl": 0.0,
+            "rollout_corr/k3_kl": 0.25,  # of 0.5 - 1 + log 2 and 2 - 1 - log 2
+            "rollout_corr/rollout_is_eff_sample_size": 2.5**2 / (2 * 4.25),
+        },
+        abs=1e-6,
+    )
+    cut = batch.with_tokens(rollout_full_log_probs=batch["old_log_probs"])
+    assert rollout_gap(cut)["training/rollout_probs_diff_max"].value == 0.0
+    whole, _ = pack([[0, 1, 1], [1, 0], [1, 1, 1]], 0, *FIELDS)
+    parts = merge(*(rollout_gap(whole.take([i])) for i in range(3)))
+    assert numbers(parts) == pytest.approx(numbers(rollout_gap(whole)))
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
@@ -94,7 +124,9 @@ def test_cut_distributions_are_compared_before_the_cut():
 
 def test_huge_ratios_stay_finite():
     batch, _ = pack([[1] * 6], 0, *FIELDS)
-    batch = batch.with_tokens(old_log_probs=torch.full((6,), -1.0), rollout_log_probs=torch.full((6,), -1e4))
+    # Equal probabilities would have no correlation.
+    trainer, engine = torch.linspace(-2.0, -1.0, 6), torch.tensor([-1.0] + [-1e4] * 5)
+    batch = batch.with_tokens(old_log_probs=trainer, rollout_log_probs=engine)
     weights = importance_weights(batch, "sequence", high=1e30)
     assert torch.isfinite(weights).all() and all(map(math.isfinite, numbers(rollout_gap(batch)).values()))
 

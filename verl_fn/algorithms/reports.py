@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from verl_fn.state import Batch, Max, Metrics, Min, Moments, Weighted
+from verl_fn.state import Batch, Max, Metrics, Min, Weighted
 from verl_fn.steps import rollout_gap
 
 from .contract import Report
@@ -38,6 +38,7 @@ def batch_report(batch: Batch) -> Report:
     metrics: Metrics = {
         "actor/entropy": Weighted.of(batch["entropys"], mask),
         "response_length/clip_ratio": Weighted.of(batch["finished"] == 0, rows),
+        "training/rollout_near_ties": Weighted.of(batch["near_ties"], rows),
     }
     for family, values, weights in (
         ("critic/score", batch["score"], rows),
@@ -53,7 +54,7 @@ def batch_report(batch: Batch) -> Report:
         metrics["critic/vf_explained_var"] = Weighted(
             explained_variance(batch["values"], batch["returns"], mask), 1.0
         )
-    metrics |= _rollout_agreement(batch, mask, rows)
+    metrics |= rollout_gap(batch)
     for name, values in batch.per_row.items():
         if name.startswith("reward/"):
             metrics[f"{name}/mean"] = Weighted.of(values, rows)
@@ -61,22 +62,6 @@ def batch_report(batch: Batch) -> Report:
     if "acc" in batch:
         report["training/acc"] = float(batch["acc"].mean())
     return report | {"perf/total_num_tokens": float(batch.num_tokens)}
-
-
-def _rollout_agreement(batch: Batch, mask: torch.Tensor, rows: torch.Tensor) -> Metrics:
-    """Compares the trainer's probabilities of the sampled tokens with those of the rollout engine."""
-    # The trainer knows no top-k or top-p, so it is compared with the engine's distribution before these.
-    full = "rollout_full_log_probs" if "rollout_full_log_probs" in batch else "rollout_log_probs"
-    trainer, engine = batch["old_log_probs"].exp(), batch[full].exp()
-    difference = (trainer - engine).abs()
-    return {
-        "training/rollout_probs_diff_mean": Weighted.of(difference, mask),
-        "training/rollout_probs_diff_max": Max.of(difference, mask),
-        "training/rollout_probs_diff_std": Moments.of(difference, mask, stat="std"),
-        "training/rollout_actor_probs_pearson_corr": Moments.of(trainer, mask, engine, stat="correlation"),
-        "training/rollout_near_ties": Weighted.of(batch["near_ties"], rows),
-        **rollout_gap(batch),
-    }
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:

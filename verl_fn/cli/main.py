@@ -140,6 +140,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
             "residency",
             "rollout",
             "weight-sync",
+            "batches",
             "loading",
             "scaling",
         ),

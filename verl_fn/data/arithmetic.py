@@ -10,9 +10,9 @@ import pyarrow as pa
 import torch
 
 from verl_fn.data.prepare import write_splits
+from verl_fn.data.tasks import ARITHMETIC
 from verl_fn.state import Key
 
-SOURCE = "arithmetic"
 INSTRUCTION = "Answer with only the number."
 SIZES = {"train": 2000, "test": 200}
 LARGEST = 60  # of the terms of sums and differences
@@ -46,7 +46,7 @@ def prepare_arithmetic(out: str | Path, seed: int = 0) -> dict[str, int]:
 
 def _questions(seed: int) -> Iterator[tuple[str, int]]:
     """Yields questions and answers, each question once."""
-    draws, seen = Key.from_seed(seed).fold_in(SOURCE).generator(), set()
+    draws, seen = Key.from_seed(seed).fold_in(ARITHMETIC).generator(), set()
 
     def draw(low: int, high: int) -> int:
         return int(torch.randint(low, high + 1, (), generator=draws))
@@ -75,7 +75,7 @@ def _questions(seed: int) -> Iterator[tuple[str, int]]:
 
 def _row(question: str, answer: int, split: str, index: int) -> dict[str, Any]:
     return {
-        "data_source": SOURCE,
+        "data_source": ARITHMETIC,
         "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": str(answer)},

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_fn.data.rows import DataError, read_rows
+from verl_fn.data.tasks import GSM8K
 
 SPLITS = ("train", "test")
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -94,7 +95,7 @@ def _gsm8k_row(place: str, question: Any, answer: Any, split: str, index: int) -
     if final is None:
         raise DataError(f"{place}: the answer has no number after '#### ': {answer[-80:]!r}")
     return {
-        "data_source": "openai/gsm8k",
+        "data_source": GSM8K,
         "prompt": [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}],
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": final[1].replace(",", "")},

@@ -12,6 +12,9 @@ import attrs
 
 from verl_fn.state import Key
 
+# Data sources of prepared files, whose rows name them and whose answers have a rule.
+GSM8K, ARITHMETIC = "openai/gsm8k", "arithmetic"
+
 HELD_OUT_SHARE = 8  # one prompt in so many is held out
 HELD_OUT = 512  # held-out problems of a task by default
 MAX_FAILED_DRAWS = 1000  # the search for held-out problems ends after so many draws in a row without a new one

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,7 @@ class Cluster:
             names = [name] if len(members) == 1 else [f"{name} rank {i}" for i in range(len(members))]
             started = [(one, host, host.about.remote(code)) for one, host in zip(names, members, strict=True)]
             self.groups[name] = Group(name, tuple(self._member(*one, code) for one in started))
-        for group in self.groups.values():
-            self._run(group, "set_up", driver, ranks)
+        self._on_all([(group, "set_up", driver, ranks) for group in self.groups.values()])
 
     def join(self, group: Group, device: str) -> None:
         """Makes a group's members the ranks of one process group."""
@@ -132,7 +131,15 @@ class Cluster:
 
     def build(self, group: str, component: str, factory: Callable[..., Any], *args: Any) -> None:
         """Makes a component in every member of a group."""
-        self._run(self.groups[group], "build", component, factory, *args)
+        self.build_all([(group, component, factory, *args)])
+
+    def build_all(self, components: Iterable[tuple[Any, ...]]) -> None:
+        """Makes components side by side: each process imports what it needs, which takes seconds.
+
+        Args:
+            components: the arguments of ``build`` for each.
+        """
+        self._on_all([(self.groups[group], "build", *args) for group, *args in components])
 
     def call(self, fn: Callable[..., Any], *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
         """Applies a function to values or references, in the actor for batches or where its results are used."""
@@ -175,7 +182,12 @@ class Cluster:
             self._until(lambda: list(streams), some=True)
             for stream in list(streams):
                 while stream.next_ready():
-                    yield next(stream)
+                    try:
+                        value = next(stream)
+                    except StopIteration:
+                        # The end of a stream may be ready before Ray reports the stream as finished.
+                        break
+                    yield value
                 if stream.is_finished():
                     streams.remove(stream)
 
@@ -198,9 +210,12 @@ class Cluster:
         self.groups.clear()
         self._hosts.clear()
 
-    def _run(self, group: Group, method: str, *args: Any) -> None:
-        group.run(method, *args)
-        self.finish(group)
+    def _on_all(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Calls a method on each group with its own arguments, and waits for all of them."""
+        for group, method, *args in calls:
+            group.run(method, *args)
+        for group, *_ in calls:
+            self.finish(group)
 
     def _member(self, name: str, host: Any, about_ref: Any, code: Sequence[str]) -> Member:
         """Waits until an actor has started, and checks its code."""

@@ -116,7 +116,7 @@ class Host:
             The results, which are None on all ranks but the first, and another None to wait for the end of the call.
         """
         with self._busy():
-            args, columns = self.parcels.arguments(places, list(flat))
+            args, columns = self.parcels.arguments(places, list(flat), shared=method == "compute")
             result = getattr(self, method)(*args)
             results = result if returns > 1 else (result,)
             return (*(self.parcels.out(r, columns) if self._first else None for r in results), None)
@@ -182,6 +182,12 @@ class Host:
                 self.values[number] = value
         return returned[0] if returned else None
 
+    def compute(
+        self, component: str, method: str, keep: tuple[int | None, ...], kwargs: dict[str, Any], *args: Any
+    ) -> Any:
+        """Calls a method as ``invoke`` does; it must not write to its arguments, which lie in shared memory."""
+        return self.invoke(component, method, keep, kwargs, *args)
+
     def map(self, fn: Callable[..., Any], keep: int | None, *args: Any) -> Any:
         """Applies a function to values of this actor; its result stays under the number ``keep``, if there is one."""
         result = fn(*(self._open(a) for a in args))
@@ -237,7 +243,7 @@ class Host:
         send([self._outlets[address] for address in addresses], version, source)
 
     def traffic(self) -> tuple[dict[str, int], int]:
-        """Returns how often each tensor was fetched, and how many bytes were fetched in all."""
+        """Returns how often each tensor was fetched, and how many bytes were copied from the object store in all."""
         return dict(self.parcels.fetched), self.parcels.nbytes
 
     def alive(self) -> list[int]:

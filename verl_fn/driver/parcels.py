@@ -3,10 +3,15 @@
 A batch that a function extends shares its other fields with the batch before. So tensors are put into the object
 store one by one, a value travels as its structure with references in place of tensors, and a process keeps the
 tensors that it has fetched or made, up to a limit.
+
+The object store is shared memory of each machine. Functions get copies of its tensors, since they could write to
+them. A training rank reads its rows from the shared memory itself: it copies the rows that are dealt to it, and no
+others.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
@@ -96,30 +101,42 @@ class Parcels:
 
     Attributes:
         fetched: how often each tensor was fetched, by reference; for tests.
-        nbytes: how many bytes were fetched.
+        nbytes: how many bytes were copied from the object store.
     """
 
     def __init__(self) -> None:
         self._tensors: OrderedDict[str, Tensor] = OrderedDict()
-        self._results: OrderedDict[int, Any] = OrderedDict()
+        # The names of the tensors that lie in the object store's memory.
+        self._shared: set[str] = set()
+        self._results: OrderedDict[tuple[int, bool], Any] = OrderedDict()
         self._cached_bytes = 0
         self.fetched: Counter[str] = Counter()
         self.nbytes = 0
 
-    def arguments(self, places: Iterable[Argument], flat: list[Any]) -> tuple[list[Any], dict[int, Column]]:
-        """Returns the arguments of a call, and the columns that their tensors came as, by the tensors' ``id``."""
+    def arguments(
+        self, places: Iterable[Argument], flat: list[Any], *, shared: bool = False
+    ) -> tuple[list[Any], dict[int, Column]]:
+        """Returns the arguments of a call, and the columns that their tensors came as, by the tensors' ``id``.
+
+        Args:
+            places: where the arguments lie in ``flat``.
+            flat: values, in which Ray has replaced references.
+            shared: leave tensors in the object store's memory, for a call that does not write to them.
+        """
         columns: dict[int, Column] = {}
-        values = [self._in(value, columns) for value in flat]
+        values = [self._in(value, columns, shared=shared) for value in flat]
 
         def open_(place: Argument) -> Any:
             if isinstance(place, Place):
                 return values[place.index]
-            if place.id not in self._results:
+            # A result may have the tensors of its arguments.
+            name = (place.id, shared)
+            if name not in self._results:
                 made = place.fn(*(open_(inner) for inner in place.args), **place.kwargs)
-                self._results[place.id] = made if place.number is None else list(made)
+                self._results[name] = made if place.number is None else list(made)
                 while len(self._results) > CACHE_RESULTS:
                     self._results.popitem(last=False)
-            result = self._results[place.id]
+            result = self._results[name]
             return result if place.number is None else result[place.number]
 
         return [open_(place) for place in places], columns
@@ -134,20 +151,25 @@ class Parcels:
         """Returns a value that has travelled in its original form."""
         return self._in(value, {})
 
-    def _in(self, value: Any, columns: dict[int, Column]) -> Any:
+    def _in(self, value: Any, columns: dict[int, Column], *, shared: bool = False) -> Any:
         if isinstance(value, Samples):
-            return unpack(self._in(value.batch, columns))
+            return unpack(self._in(value.batch, columns, shared=shared))
         leaves, structure = pytree.tree_flatten(value)
         wanted = [leaf for leaf in leaves if isinstance(leaf, Column)]
         if not wanted:
             return value
-        missing = list({c.ref.hex(): c for c in wanted if c.ref.hex() not in self._tensors}.values())
-        for column, bytes_ in zip(missing, ray.get([c.ref for c in missing]), strict=True):
-            # A copy, since memory of the object store must not be written.
-            whole = torch.from_numpy(np.array(bytes_)).view(column.dtype).view(column.shape)
-            self.fetched[column.ref.hex()] += 1
-            self.nbytes += whole.nbytes
-            self._keep(column.ref.hex(), whole)
+        by_name = {column.ref.hex(): column for column in wanted}
+        missing = [name for name in by_name if name not in self._tensors]
+        for name, stored in zip(missing, ray.get([by_name[name].ref for name in missing]), strict=True):
+            column = by_name[name]
+            self.fetched[name] += 1
+            self._shared.add(name)
+            self._keep(name, _in_place(stored).view(column.dtype).view(column.shape))
+        if not shared:
+            for name in self._shared & by_name.keys():
+                self._tensors[name] = self._tensors[name].clone()
+                self._shared.remove(name)
+                self.nbytes += self._tensors[name].nbytes
         opened = []
         for leaf in leaves:
             if isinstance(leaf, Column):
@@ -177,5 +199,13 @@ class Parcels:
     def _make_room(self) -> None:
         """Drops the least recently used tensors."""
         while self._cached_bytes > CACHE_BYTES and len(self._tensors) > 1:
-            _, tensor = self._tensors.popitem(last=False)
+            name, tensor = self._tensors.popitem(last=False)
+            self._shared.discard(name)
             self._cached_bytes -= tensor.nbytes
+
+
+def _in_place(stored: np.ndarray[Any, Any]) -> Tensor:
+    """Returns a tensor in the memory of an array of the object store, which torch cannot mark as read-only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(stored)

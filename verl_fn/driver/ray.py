@@ -56,17 +56,20 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             send_code(plan.code)
             cluster.reserve(bundles, plan.ray.placement)
             cluster.start(seats, plan.driver, plan.ray.ranks, plan.code)
+            # An actor may run in another folder than the driver, whose folder has the user's reward functions.
+            components: list[tuple[Any, ...]] = [
+                ("rollout", "rollout", build.rollout, plan.rollout, device),
+                ("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd()),
+            ]
             training = {}
             for name, roles in groups.items():
                 group = cluster.groups[name]
                 if any(role.strategy == "fsdp" for role in roles):
                     cluster.join(group, device)
                 for role in roles:
-                    cluster.build(name, role.name, build.trainer, role, plan.driver, device)
+                    components.append((name, role.name, build.trainer, role, plan.driver, device))
                     training[role.name] = RemoteTrain(cluster, group, role.name)
-            cluster.build("rollout", "rollout", build.rollout, plan.rollout, device)
-            # An actor may run in another folder than the driver, whose folder has the user's reward functions.
-            cluster.build("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd())
+            cluster.build_all(components)
             reward = cluster.groups["reward"]
             tokenizer = read_tokenizer(plan.model)
             # The protocols allow values and handles; a backend accepts the kind that it returns, which types cannot

@@ -125,11 +125,11 @@ class RemoteTrain:
         self._cluster.finish(self._group)
 
     def forward(self, params: protocol.Remote[Params], batch: Any, needs: Iterable[str] = ("logprobs",)) -> Any:
-        return self._invoke("forward", (), params, batch, tuple(needs))
+        return self._compute("forward", (), params, batch, tuple(needs))
 
     def forward_backward(self, state: Remote[TrainState], batch: Any, loss: Loss) -> tuple[Remote[Grads], Any]:
         grads = self._new()
-        return grads, self._invoke("forward_backward", (grads.stored.id, None), state, batch, loss)
+        return grads, self._compute("forward_backward", (grads.stored.id, None), state, batch, loss)
 
     def apply_update(
         self, state: Remote[TrainState], grads: Remote[Grads], *, donate: bool = True
@@ -196,6 +196,10 @@ class RemoteTrain:
 
     def _invoke(self, method: str, keep: tuple[int | None, ...], *args: Any, **kwargs: Any) -> Any:
         return self._group.run("invoke", self._component, method, keep, kwargs, *map(self._opened, args))
+
+    def _compute(self, method: str, keep: tuple[int | None, ...], *args: Any) -> Any:
+        """Calls a method that only reads its batch: each rank copies its own rows."""
+        return self._group.run("compute", self._component, method, keep, {}, *map(self._opened, args))
 
     def _opened(self, value: Any) -> Any:
         if value is self:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_fn.data.tasks import TASKS, Problem, Task
+from verl_fn.data.tasks import ARITHMETIC, GSM8K, TASKS, Problem, Task
 from verl_fn.rewards.reward import Answer, RewardError, describe
 
 Rule = Callable[[Problem, str, bool], dict[str, Any]]
 
-SOURCES = (*TASKS, "openai/gsm8k", "arithmetic")
+SOURCES = (*TASKS, GSM8K, ARITHMETIC)
 
 GSM8K_TAIL = 300  # characters at the end of a response in which verl looks for the answer
 
@@ -33,7 +33,7 @@ def rule_for(data_source: str) -> Rule:
         return _of_task(TASKS[data_source])
     if data_source.endswith("gsm8k"):
         return gsm8k
-    if data_source == "arithmetic":
+    if data_source == ARITHMETIC:
         return arithmetic
     raise RewardError(
         f"the data source {data_source!r} has no rule of its own, only {', '.join(SOURCES)} do; set reward.functions"

@@ -109,7 +109,7 @@ def changes(run: Run, plan: Plan) -> list[str]:
     sentences = [f"continuing with another setting: {key}: {values}" for key, values in changed.items()]
     if isinstance(run, Follower):
         return sentences
-    sentences += [f"continuing with another content of {file}" for file in changed_inputs(run.folder, plan)]
+    sentences += [f"continuing with another content of {file}" for file in changed_inputs(run.folder, run.inputs)]
     return sentences + _lost_lines(run, newest)
 
 

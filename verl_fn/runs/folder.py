@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import os
 import shutil
@@ -21,9 +22,10 @@ from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.tables import Table
 from verl_fn.driver import ranks
 
+from . import screen
 from .checkpoints import aside_of, checkpoints, prune, save_roles, step_of, write_manifest, write_text
 from .errors import RunError
-from .inputs import write_inputs
+from .inputs import fingerprints, write_inputs
 from .logs import GENERATIONS, LOGS, METRICS, Row, last_evaluation, metrics_row, read_lines
 from .progress import Say
 from .state import RunState, run_of
@@ -43,7 +45,7 @@ class Run:
         RunError: the folder or a link in it cannot be written, or the plan's models lie among its checkpoints.
     """
 
-    def __init__(self, plan: Plan, say: Say = print) -> None:
+    def __init__(self, plan: Plan, say: Say = screen.say) -> None:
         self.folder = Path(plan.trainer.dir)
         self._say = say
         self._keep = plan.trainer.max_ckpt_to_keep
@@ -84,6 +86,11 @@ class Run:
                 ) from None
             yield
 
+    @functools.cached_property
+    def inputs(self) -> Mapping[str, str]:
+        """Returns the fingerprints of the run's inputs, which are computed once, since data may be large."""
+        return fingerprints(self._plan)
+
     @property
     def metrics_file(self) -> Path:
         """Returns the path of ``metrics.jsonl``."""
@@ -113,7 +120,7 @@ class Run:
                 (self.folder / "configs").mkdir(exist_ok=True)
                 shutil.copy(self.folder / "config.toml", self.folder / "configs" / f"until_step_{step}.toml")
             write_text(self.folder / "config.toml", tomli_w.dumps(self._plan.table))
-            write_inputs(self.folder, self._plan)
+            write_inputs(self.folder, self.inputs)
             for sample, at in _numbered(self.folder, "samples/step_*.safetensors", "step_"):
                 if at > step:
                     sample.unlink()

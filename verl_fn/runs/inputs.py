@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from verl_fn.config import Plan
@@ -14,13 +14,19 @@ from .checkpoints import crc_of, write_text
 INPUTS = "inputs.json"
 
 
-def write_inputs(folder: Path, plan: Plan) -> None:
-    """Writes the size and the checksum of every input of a run into its folder."""
-    write_text(folder / INPUTS, json.dumps(_fingerprints(plan), indent=1))
+def fingerprints(plan: Plan) -> dict[str, str]:
+    """Returns the size and the checksum of every input of a run, by path; it reads all of them."""
+    files = dict.fromkeys(file for file in _files(plan) if file.is_file())
+    return {str(file): f"{file.stat().st_size} bytes, CRC {crc_of(file):08x}" for file in files}
 
 
-def changed_inputs(folder: Path, plan: Plan) -> list[str]:
-    """Returns the inputs that are not what they were when the folder was last trained in.
+def write_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
+    """Writes the fingerprints of a run's inputs into its folder."""
+    write_text(folder / INPUTS, json.dumps(dict(inputs), indent=1))
+
+
+def changed_inputs(folder: Path, inputs: Mapping[str, str]) -> list[str]:
+    """Returns the inputs whose fingerprints differ from those when the folder was last trained in.
 
     Files that the run did not read then are not among them, nor are files that are gone.
     """
@@ -29,12 +35,7 @@ def changed_inputs(folder: Path, plan: Plan) -> list[str]:
     except (OSError, ValueError, RecursionError):
         return []
     before = before if isinstance(before, dict) else {}
-    return [file for file, now in _fingerprints(plan).items() if before.get(file, now) != now]
-
-
-def _fingerprints(plan: Plan) -> dict[str, str]:
-    files = dict.fromkeys(file for file in _files(plan) if file.is_file())
-    return {str(file): f"{file.stat().st_size} bytes, CRC {crc_of(file):08x}" for file in files}
+    return [file for file, now in inputs.items() if before.get(file, now) != now]
 
 
 def _files(plan: Plan) -> Iterator[Path]:

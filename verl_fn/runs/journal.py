@@ -158,10 +158,19 @@ def entry(state: RunState, seen: Recorder, w: Workers, plan: Plan) -> dict[str, 
 
 
 def keep_samples(run: Run, step: int, seen: Recorder, w: Workers) -> None:
-    """Writes the samples of a step, as the engine gave them, into the run's folder."""
+    """Writes the samples of a step, as the engine gave them, into the run's folder.
+
+    Raises:
+        RunError: they cannot be written, or have fields that the file has no place for.
+    """
     if seen.samples is None:
         return
     batch = pack(w.get(seen.samples))
+    if batch.ragged:
+        raise RunError(
+            f"the samples of step {step} have ragged fields ({', '.join(batch.ragged)}), which the journal cannot "
+            f"keep; set trainer.journal=digests"
+        )
     tensors = {name: batch[name] for name in CORE}
     tensors |= {f"token.{name}": t for name, t in batch.per_token.items()}
     tensors |= {f"row.{name}": t for name, t in batch.per_row.items()}

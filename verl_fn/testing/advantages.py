@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from verl_fn.state import Batch, Key
+from verl_fn.state import Batch, Key, Ragged
 from verl_fn.state.batch import CORE
 from verl_fn.steps.aggregate import last_of_rows
 
@@ -168,12 +168,14 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
             "a value for each row that was not spread, or a cast",
         )
         require(not t.requires_grad, "Signature", f"{name} requires a gradient", "a missing detach() or no_grad()")
-    names = [*CORE, *batch.per_token, *batch.per_row]
-    unchanged = {name: new[name] for name in names if name in new}
-    require_equal(
-        "Signature", "another field", {name: batch[name] for name in names}, unchanged, "a field overwritten"
-    )
+    others = _fields(batch)
+    unchanged = {name: field for name, field in _fields(new).items() if name in others}
+    require_equal("Signature", "another field", others, unchanged, "a field overwritten")
     return {name: new[name] for name in WRITTEN}
+
+
+def _fields(batch: Batch) -> dict[str, Tensor | Ragged]:
+    return {**{name: batch[name] for name in CORE}, **batch.per_token, **batch.per_row, **batch.ragged}
 
 
 def _require_finite(result: dict[str, Tensor], when: str) -> None:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import attrs
+from torch.utils import _pytree as pytree
 
 from verl_fn.backends.protocol import Handle, TrainBackend
-from verl_fn.state import Batch, Grads, Key, Metrics, Params, TokenOutputs, TrainState, metrics, snapshot
+from verl_fn.backends.protocol.train import NamedTensors
+from verl_fn.state import Batch, Grads, Key, Metrics, Params, Slots, TokenOutputs, TrainState, metrics, snapshot, tree
 from verl_fn.steps import Loss
 
-from .violation import require, require_close, same, whole
+from .violation import require, require_close
+
+T = TypeVar("T")
 
 
 @attrs.frozen(eq=False)
@@ -70,7 +74,7 @@ class BackendCase:
         """
         fresh = self.backend.init(self.key.fold_in(name))
         state = self.next(fresh)
-        if same(self.read(state).params, self.read(fresh).params):
+        if tree.equal(self.read(state).params, self.read(fresh).params):
             raise ValueError(
                 "the first update changed nothing; give the optimizer a learning rate above 0 from the start"
             )
@@ -82,7 +86,7 @@ class BackendCase:
             return tuple(map(self.read, value))
         if isinstance(value, (Batch, TokenOutputs, dict)):
             return value  # These are never handles.
-        return self.get(self.backend.map(whole, value))
+        return self.get(self.backend.map(whole, self.backend, value))
 
     def copy(self, value: Any) -> Any:
         """Returns a copy of the value, or of the value behind a handle."""
@@ -91,6 +95,18 @@ class BackendCase:
     def made(self, fn: Callable[..., Any], *values: Any) -> Any:
         """Applies ``fn`` on the workers that hold the values, and returns the result or a handle to it."""
         return self.backend.map(fn, *values, keep=True)
+
+
+def whole(backend: TrainBackend, value: T) -> T:
+    """Returns a value with whole tensors, which ``backend.named`` gathers; all ranks call it together."""
+
+    def is_named(part: object) -> bool:
+        return isinstance(part, (Params, Grads, Slots))
+
+    def gathered(part: Any) -> Any:
+        return attrs.evolve(part, leaves=dict(cast(NamedTensors, backend.named(part)))) if is_named(part) else part
+
+    return pytree.tree_map(gathered, value, is_leaf=is_named)
 
 
 def require_no_copies(law: str, observation: str, reported: Metrics, cause: str) -> None:

@@ -14,7 +14,7 @@ from verl_fn.state import DonatedError, Grads, TrainState, snapshot, tree
 from verl_fn.steps import ppo_clip
 
 from .backend_case import BackendCase, require_no_copies, scaled
-from .violation import LawViolation, require, require_equal, same, shared_folder, untouched
+from .violation import LawViolation, require, require_equal, shared_folder, untouched
 
 
 def check_persistence(case: BackendCase, first: Handle[TrainState], second: Handle[TrainState]) -> None:
@@ -35,7 +35,12 @@ def check_persistence(case: BackendCase, first: Handle[TrainState], second: Hand
         expected = case.copy(result)
         for what, state in {"another state": second, "the state after an update": third}.items():
             other = case.read(call(state))
-            require(not same(other, expected), "Persistence", f"{name} of {what} has the result of the first", cached)
+            require(
+                not tree.equal(other, expected),
+                "Persistence",
+                f"{name} of {what} has the result of the first",
+                cached,
+            )
             earlier = f"the result of {name}, after another call with {what},"
             require_equal("Persistence", earlier, expected, case.read(result), reused)
             again = case.read(call(first))
@@ -55,7 +60,7 @@ def check_donation(case: BackendCase, state: Handle[TrainState]) -> None:
     shared = {
         "parameters": case.made(operator.attrgetter("params"), spare),
         "optimizer state": case.made(operator.attrgetter("optimizer"), spare),
-        "gradients": case.made(tree.leaves, grads),
+        "gradients": case.made(_with_the_same_tensors, grads),
     }
     before = {name: case.copy(value) for name, value in shared.items()}
     new, _ = case.update(spare, grads)
@@ -75,6 +80,10 @@ def check_donation(case: BackendCase, state: Handle[TrainState]) -> None:
     depends = "an update that depends on donation"
     require_equal("Donation", "the state after a donated update", case.read(expected), case.read(new), depends)
     _in_place(case, state)
+
+
+def _with_the_same_tensors(grads: Grads) -> Grads:
+    return Grads(dict(grads))
 
 
 def _require_donated(name: str, use: Callable[[], object]) -> None:

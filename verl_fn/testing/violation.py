@@ -53,7 +53,7 @@ def require(holds: bool, law: str, observation: str, cause: str) -> None:
 
 
 def require_equal(law: str, what: str, expected: Any, actual: Any, cause: str) -> None:
-    """Requires that two values are bitwise equal.
+    """Requires that two values are bitwise equal. Sharded values are read by ``BackendCase.read`` first.
 
     Args:
         law: the name of the law.
@@ -70,7 +70,6 @@ def require_equal(law: str, what: str, expected: Any, actual: Any, cause: str) -
         Traceback (most recent call last):
         verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] (1.0 and 1.5). Usual cause: chance.
     """
-    expected, actual = whole(expected), whole(actual)
     path = tree.first_difference(expected, actual)
     if path is not None:
         difference = _difference(tree.paths(expected).get(path), tree.paths(actual).get(path))
@@ -100,7 +99,7 @@ def require_close(
         Traceback (most recent call last):
         verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5 where values reach 2.5, ...
     """
-    wanted, given = tree.paths(whole(expected)), tree.paths(whole(actual))
+    wanted, given = tree.paths(expected), tree.paths(actual)
     if wanted.keys() != given.keys():
         raise LawViolation(law, f"{what} differs in its names: {sorted(wanted.keys() ^ given.keys())[:5]}", cause)
     tops = {path: max(_top(wanted[path]), _top(given[path])) for path in wanted}
@@ -193,16 +192,6 @@ def seeded(seed: int) -> Iterator[None]:
 def _generator_states() -> tuple[object, ...]:
     """Returns the state of every global random generator on the CPU."""
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state(legacy=False))
-
-
-def same(a: Any, b: Any) -> bool:
-    """Returns whether two values are bitwise equal; sharded tensors are gathered first."""
-    return tree.equal(whole(a), whole(b))
-
-
-def whole(value: Any) -> Any:
-    """Gathers sharded tensors, so that all ranks compare the same tensors and take the same branches."""
-    return tree.map_tensors(lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t, value)
 
 
 @contextlib.contextmanager

@@ -1,14 +1,17 @@
-"""Checks the kinds of the values that a backend is called with, where another kind would fail obscurely."""
+"""Checks the kinds of the values that a step is called with, where another kind would fail obscurely."""
 
 from __future__ import annotations
 
 from verl_fn.errors import ArgumentError
-from verl_fn.state import Batch, Grads, Params, TrainState
 
+from .batch import Batch
+from .train import Grads, Params, TrainState
+
+_NAMES: dict[type, str] = {Grads: "the Grads that forward_backward returned"}
 _INSTEAD = {
     (Params, TrainState): "pass state.params",
     (TrainState, Params): "pass the whole state, which has the parameters",
-    (Grads, tuple): "forward_backward returns the gradients and metrics",
+    (Grads, tuple): "it also returned metrics; pass the first of the two",
 }
 
 
@@ -30,8 +33,9 @@ def expect(function: str, kind: type, value: object) -> None:
     """
     if not isinstance(value, kind):
         hint = _INSTEAD.get((kind, type(value)))
+        wanted = _NAMES.get(kind, f"a {kind.__name__}")
         raise ArgumentError(
-            f"{function} takes a {kind.__name__}, not a {type(value).__name__}" + (f": {hint}" if hint else "")
+            f"{function} takes {wanted}, not a {type(value).__name__}" + (f": {hint}" if hint else "")
         )
 
 

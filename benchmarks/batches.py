@@ -1,0 +1,102 @@
+"""What a training rank on this machine reads of a batch: all of it as a copy, or its own rows from shared memory.
+
+Each rank is a Ray actor. It gets a batch whose fields lie in the object store, takes the rows that are dealt to it,
+and compares the whole batch with the other ranks' by its checksum. Both ways take turns, on new batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from verl_fn.backends.agreement import of_batch
+from verl_fn.state import Batch, deal
+
+from . import measure
+
+FIELDS = 8
+
+
+class Rank:
+    """A process that reads its share of batches."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        from verl_fn.driver.parcels import Parcels
+
+        torch.set_num_threads(1)
+        self.rank, self.size, self.parcels = rank, size, Parcels()
+
+    def read(self, shared: bool, value: Any) -> dict[str, float]:
+        """Milliseconds of the processor for each part, and by how many MB the process has grown at its peak."""
+        from verl_fn.driver.parcels import Place
+
+        self.parcels = type(self.parcels)()
+        marks = [time.process_time()]
+        (batch,), _ = self.parcels.arguments((Place(0),), [value], shared=shared)
+        marks.append(time.process_time())
+        own_rows = [row for part in deal(batch, self.size, batch.num_tokens)[self.rank] for row in part]
+        batch.take(own_rows)
+        marks.append(time.process_time())
+        of_batch(batch)
+        marks.append(time.process_time())
+        parts = [1e3 * (end - start) for start, end in itertools.pairwise(marks)]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+        names = ("arrive_ms", "take_ms", "compare_ms")
+        return dict(zip(names, parts, strict=True)) | {"copied_mb": self.parcels.nbytes / 1e6, "peak_mb": peak}
+
+
+def compare(ranks: int, rows: int, length: int, rounds: int) -> dict[str, dict[str, float]]:
+    """The medians of both ways over all ranks and rounds."""
+    import ray
+
+    from verl_fn.config.schema import RayConfig
+    from verl_fn.driver.parcels import Parcels
+    from verl_fn.driver.ray import connected
+
+    results: dict[str, list[dict[str, float]]] = {"copied": [], "shared": []}
+    with connected(RayConfig()):
+        # Separate processes for the two ways, since each has its own peak.
+        actor = ray.remote(num_cpus=0)(Rank)
+        actors = {way: [actor.remote(rank, ranks) for rank in range(ranks)] for way in results}
+        for i in range(rounds + 1):
+            value = ray.put(Parcels().out(batch_of(rows, length, i), {}))
+            for way in sorted(results, reverse=bool(i % 2)):
+                read = ray.get([one.read.remote(way == "shared", value) for one in actors[way]])
+                # In the first round both map the shared memory and grow.
+                results[way] += read if i else []
+            del value
+    return {
+        way: {name: statistics.median(result[name] for result in of_way) for name in of_way[0]}
+        for way, of_way in results.items()
+    }
+
+
+def batch_of(rows: int, length: int, seed: int) -> Batch:
+    """A batch of rows of one length, with as many per-token fields as a PPO step has."""
+    stream = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(100, (rows * length,), generator=stream)
+    positions = torch.arange(length).repeat(rows)
+    starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32)
+    fields = {f"field_{i}": torch.randn(rows * length, generator=stream) for i in range(FIELDS)}
+    return Batch(tokens, positions, starts, fields)
+
+
+def main(argv: Sequence[str]) -> int:
+    """``verl-fn bench batches``: a line for each way."""
+    parser = measure.parser("batches", __doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args(argv)
+    results = compare(args.ranks, args.rows, args.length, args.rounds)
+    measure.write(args.json, "batches", args.device, {"results": results})
+    for way, r in results.items():
+        print(f"{way}: " + ", ".join(f"{name} {value:.0f}" for name, value in r.items()))
+    return 0
