@@ -1,5 +1,6 @@
 """Strict surroundings for every test, the tiny models that many share, and which tests run in one worker."""
 
+import multiprocessing.spawn
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from warm_python import warm_python
 
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -53,6 +55,16 @@ def pytest_xdist_make_scheduler(config, log):
             return unit(nodeid)
 
     return Units(config, log)
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """The path of a Python whose imports are done. multiprocessing takes it too, from here on."""
+    before = multiprocessing.spawn.get_executable()
+    with warm_python() as executable:
+        multiprocessing.spawn.set_executable(executable)
+        yield executable
+        multiprocessing.spawn.set_executable(before)
 
 
 @pytest.fixture(scope="session")
