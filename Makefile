@@ -27,7 +27,8 @@ demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py --seed $(DEMO_SEED)
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest --durations=30 --durations-min=2
+	@$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --no-loadscope-reorder --durations=30 \
+		--durations-min=2
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

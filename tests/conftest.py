@@ -1,5 +1,6 @@
-"""Strict surroundings for every test, and the tiny models that many share."""
+"""Strict surroundings for every test, the tiny models that many share, and which tests run in one worker."""
 
+import multiprocessing.spawn
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,9 +12,59 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from warm_python import warm_python
 
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+# Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist.
+SHARED = {
+    **{
+        f"tests/driver/test_{name}.py": "Ray"
+        for name in ("clusters", "failures", "groups", "private_ray", "publish_benchmark", "ray_driver")
+    },
+    **{f"tests/backends/test_{name}.py": "ranks" for name in ("checkpoints", "fsdp", "loading", "rank_checks")},
+}
+# What takes longest starts first, so that all workers end at about the same time.
+FIRST = [
+    "Ray",
+    "ranks",
+    "tests/driver/test_torchrun.py",
+    "tests/runs/test_interrupt.py",
+    "tests/runs/test_lora_run.py",
+]
+
+
+def unit(nodeid):
+    """The tests that run in one worker: those of a file, or of all files that share processes."""
+    file = nodeid.partition("::")[0]
+    return SHARED.get(file, file)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: FIRST.index(unit(item.nodeid)) if unit(item.nodeid) in FIRST else len(FIRST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Units(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return unit(nodeid)
+
+    return Units(config, log)
+
+
+@pytest.fixture(scope="session")
+def warm():
+    """The path of a Python whose imports are done. multiprocessing takes it too, from here on."""
+    before = multiprocessing.spawn.get_executable()
+    with warm_python() as executable:
+        multiprocessing.spawn.set_executable(executable)
+        yield executable
+        multiprocessing.spawn.set_executable(before)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from ranks import Ranks
 
 def ranks(size):
     @pytest.fixture(scope="session")
-    def fixture():
+    def fixture(warm):
         started = Ranks(size)
         yield started
         # An orderly end takes seconds, and ranks hold nothing that needs one.

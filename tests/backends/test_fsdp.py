@@ -230,7 +230,7 @@ def test_broken_sharded_backends_are_caught(two, shallow, name, laws):
     assert set(broken) <= laws and None not in broken, broken
 
 
-def test_the_benchmark_of_scaling(tmp_path, capsys):
+def test_the_benchmark_of_scaling(warm, tmp_path, capsys):
     """On one number of ranks, which is compared with itself."""
     arguments = ["--device", "cpu", "--shapes", "tiny", "--ranks", "2", "--rounds", "1", "--rows", "2"]
     scaling.main([*arguments, "--json", str(tmp_path / "a.json")])

@@ -278,7 +278,7 @@ def test_an_architecture_is_checked_on_a_small_model(tmp_path):
         hollow(scaled, "lm", key=Key.from_seed(0))
 
 
-def test_the_benchmark_of_loading(tmp_path, capsys):
+def test_the_benchmark_of_loading(warm, tmp_path, capsys):
     path = tmp_path / "a.json"
     arguments = ["--shape", "tiny", "--ranks", "2", "--json", str(path), "--ways", "load_pretrained"]
     assert loading.main(arguments) == 0 and "held" in capsys.readouterr().out

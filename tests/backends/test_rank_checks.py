@@ -164,7 +164,7 @@ def test_memory_that_runs_out_on_one_process(folder, monkeypatch):
     assert issubclass(OutOfMemory, torch.OutOfMemoryError) and count
 
 
-def test_memory_that_runs_out_on_one_rank(folder):
+def test_memory_that_runs_out_on_one_rank(warm, folder):
     """The rank is told which micro-batch; the others wait in a collective until somebody ends them: the driver."""
     ranks = Ranks(2)
     try:

@@ -52,7 +52,7 @@ def serve(pipe, publications):
 
 
 @pytest.fixture
-def engine():
+def engine(warm):
     made = []
 
     def start(*publications):

@@ -1,4 +1,7 @@
-"""Construction of a plan's parts (backends, engine, reward) in the process that uses them."""
+"""Construction of a plan's parts (backends, engine, reward) in the process that uses them.
+
+Each function imports what it makes, so that a process does not load the libraries of the others.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,18 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from verl_fn.backends.hf.folder import ModelError
-from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
-from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
-from verl_fn.backends.sampler import Sampler
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import DriverConfig, OptimConfig, RewardConfig, ValConfig
-from verl_fn.data.tasks import TASKS
-from verl_fn.rewards.functions import RewardFunctions
-from verl_fn.rewards.reward import Reward
-from verl_fn.rewards.rules import by_rules
 from verl_fn.steps import Optimizer, Schedule, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
+
+if TYPE_CHECKING:
+    from verl_fn.rewards import Reward
 
 
 def set_up_process(driver: DriverConfig, ranks: int) -> None:
@@ -52,6 +48,10 @@ def make_model_folder(plan: Plan) -> None:
     """
     if plan.new_model is None:
         return
+    from verl_fn.backends.hf.config import ModelError
+    from verl_fn.backends.hf.new_model import new_model
+    from verl_fn.data.tasks import TASKS
+
     settings = attrs.asdict(plan.new_model) | {"chars": TASKS[plan.data.task].alphabet, "seed": plan.trainer.seed}
     folder = Path(plan.model)
     record = folder / "made_from.json"
@@ -110,6 +110,8 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         driver: the config's ``[driver]`` table.
         device: ``cpu`` or ``cuda``.
     """
+    from verl_fn.backends.hf.lora import Lora
+
     common: dict[str, Any] = {
         "head": role.head,
         "compute_dtype": role.dtype,
@@ -123,6 +125,8 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
     # The protocol also allows handles to other processes. A backend in this process takes and returns values alone,
     # which the type checker accepts only with a cast.
     if role.strategy != "fsdp":
+        from verl_fn.backends.local import Local
+
         return cast(TrainBackend, Local(role.folder, update, **common))
     from verl_fn.backends.fsdp import Fsdp
 
@@ -141,6 +145,8 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
 def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     """Makes the rollout engine."""
     if rollout.name == "sampler":
+        from verl_fn.backends.sampler import Sampler
+
         return Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots, verify=rollout.verify)
     from verl_fn.backends.vllm import Vllm
 
@@ -179,8 +185,13 @@ def reward(table: RewardConfig, model: str, folder: str | None = None) -> Reward
     Raises:
         RewardError: a function cannot be imported or called.
     """
+    from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
+    from verl_fn.rewards import Reward, by_rules
+
     judge: Any = by_rules
     if table.functions:
+        from verl_fn.rewards.functions import RewardFunctions
+
         judge = RewardFunctions(table.functions, table.weights, table.timeout, table.num_workers, folder, table.env)
     tokenizer = read_tokenizer(model)
     return Reward(judge, tokenizer, end_tokens(model, tokenizer))

@@ -1,0 +1,64 @@
+"""The warm Python of the tests does what Python does, and its processes end with it."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from verl_fn.driver.processes import await_end, runs
+
+
+def ran(python, *arguments, **options):
+    ended = subprocess.run([python, *arguments], capture_output=True, text=True, **options)
+    return ended.returncode, ended.stdout, ended.stderr.splitlines()[-1:]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-c", "import sys; print(sys.argv, sys.path[0], sys.executable, __name__)", "a b", "'"],
+        ["-u", "-c", "import os, sys; print(os.getcwd(), sys.stdin.read()); raise SystemExit(3)"],
+        ["-c", "1 / 0"],
+        ["-c", "raise SystemExit('wrong')"],
+        ["-c", "import atexit; atexit.register(print, 'ends')"],
+        ["-m", "base64", "-e", __file__],
+        [__file__, "1"],
+        ["-S", "-c", "import sys; print(sys.flags.no_site)"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_it_is_python(warm, tmp_path, arguments):
+    options = {"cwd": tmp_path, "input": "hello"}
+    assert ran(warm, *arguments, **options) == ran(sys.executable, *arguments, **options)
+
+
+def test_it_is_warm_unless_its_imports_would_have_been_others(warm, tmp_path):
+    code = "import sys; print('torch' in sys.modules)"
+    assert ran(warm, "-c", code)[1] == "True\n"
+    assert ran(warm, "-c", code, env=os.environ | {"PYTHONPATH": str(tmp_path)})[1] == "False\n"
+
+
+def test_files_are_inherited(warm):
+    ours, theirs = os.pipe()
+    subprocess.run([warm, "-c", f"import os; os.write({theirs}, b'here')"], pass_fds=[theirs], check=True)
+    os.close(theirs)
+    assert os.read(ours, 10) == b"here" and os.read(ours, 10) == b""
+    os.close(ours)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_signals_reach_the_process(warm, number):
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    executable = subprocess.Popen([warm, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    pid = int(executable.stdout.readline())
+    assert pid != executable.pid and runs(pid)
+    executable.send_signal(number)
+    assert executable.wait() == -number
+    await_end([pid])
+    executable.stdout.close()
+
+
+if __name__ == "__main__":
+    print(sys.argv, sys.path[0])

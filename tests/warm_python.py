@@ -1,0 +1,258 @@
+"""A Python that has imported torch and transformers already, for processes that would import them for seconds.
+
+A server imports them and forks. The executable that ``warm_python`` makes takes Python's arguments and asks the
+server for a process with its own environment, folder and open files. It passes signals on to that process and ends as
+that does; if it is killed, so is the process. Where the server cannot obey an option or a setting anymore, such as
+another PYTHONPATH, the executable is an ordinary Python.
+"""
+
+import array
+import atexit
+import contextlib
+import fcntl
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from pathlib import Path
+
+PRELOADED = (
+    "verl_fn.backends.fsdp", "verl_fn.backends.local", "verl_fn.backends.mock", "verl_fn.backends.sampler",
+    "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+)  # fmt: skip
+# Read when Python starts or these modules are imported.
+SETTINGS = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+MOST_FILES = 250
+
+
+@contextlib.contextmanager
+def warm_python():
+    """Starts a server for the body; yields the path of the executable."""
+    with tempfile.TemporaryDirectory(prefix="warm_") as folder:
+        executable, place = Path(folder, "python"), Path(folder, "socket")
+        command = [sys.executable, "-I", "-S", __file__, str(place), sys.executable, json.dumps(settings())]
+        quoted = " ".join(f"'{word}'" for word in command)
+        executable.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
+        executable.chmod(0o700)
+        server = subprocess.Popen(
+            [sys.executable, __file__, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+        )
+        try:
+            assert server.stdout.readline() == b"ready\n", "the server of warm processes did not start"
+            yield str(executable)
+        finally:
+            server.stdin.close()
+            server.wait()
+
+
+def settings():
+    return [os.environ.get(name) for name in SETTINGS]
+
+
+def options(argv):
+    """Returns the options that forked processes obey, and the arguments after them."""
+    count = next((i for i, word in enumerate(argv) if word not in ("-u", "-B")), len(argv))
+    return argv[:count], argv[count:]
+
+
+def serve(place):
+    """Forks processes until stdin is closed; returns what to run in each of them, and in the server None."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, "a process with several threads cannot be forked"
+    gc.collect()
+    gc.freeze()
+    wake, waked = os.pipe()
+    os.set_blocking(waked, False)
+    signal.set_wakeup_fd(waked)
+    signal.signal(signal.SIGCHLD, lambda *args: None)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(place)
+    listener.listen(64)
+    print("ready", flush=True)
+    children = {}  # the connection of each process; None if the executable has ended first
+    while True:
+        ready, _, _ = select.select([0, wake, listener, *filter(None, children.values())], [], [])
+        if 0 in ready:
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            return None
+        for pid, connection in list(children.items()):
+            if connection in ready:
+                _forward(pid, children)
+        if wake in ready:
+            os.read(wake, 4096)
+            _report_ends(children)
+        if listener in ready:
+            connection, _ = listener.accept()
+            request, files = _receive(connection)
+            if request is None:
+                connection.close()
+                continue
+            if pid := os.fork():
+                children[pid] = connection
+                for file in files:
+                    os.close(file)
+                continue
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _take_over(request, files)
+            return request["argv"]
+
+
+def _forward(pid, children):
+    """Sends a process the signal that its executable has got, or kills it if the executable has ended."""
+    try:
+        number = children[pid].recv(1)
+    except OSError:
+        number = b""
+    if not number:
+        children.pop(pid).close()
+        children[pid] = None
+    os.kill(pid, number[0] if number else signal.SIGKILL)
+
+
+def _report_ends(children):
+    """Tells the executable of each process that has ended how it has ended."""
+    while children:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        if connection := children.pop(pid):
+            with connection, contextlib.suppress(OSError):
+                connection.sendall(struct.pack("i", os.waitstatus_to_exitcode(status)))
+
+
+def _receive(connection):
+    """Returns a request and its open files; None and no files if the executable has ended before it was sent."""
+    head, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
+    size, text = struct.unpack("q", head)[0] if head else 1, b""
+    while len(text) < size and (part := connection.recv(size - len(text))):
+        text += part
+    if len(text) == size:
+        return json.loads(text), files
+    for file in files:
+        os.close(file)
+    return None, []
+
+
+def _take_over(request, files):
+    """Gives this process the open files, the environment and the folder of the executable."""
+    numbers = request["files"]
+    above = max(numbers) + 1
+    high = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in files]
+    os.closerange(0, above)
+    for file, number in zip(high, numbers, strict=True):
+        os.dup2(file, number)
+    for file in map(int, os.listdir("/proc/self/fd")):
+        if file >= above:
+            with contextlib.suppress(OSError):
+                os.close(file)
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    os.umask(request["umask"])
+    prompt = "PYTHONUNBUFFERED" in os.environ or "-u" in options(request["argv"])[0]
+    sys.stdin = os.fdopen(0)
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        stream = os.fdopen(number, "wb", buffering=0 if prompt else -1)
+        errors = "backslashreplace" if number == 2 else "strict"
+        setattr(sys, name, io.TextIOWrapper(stream, errors=errors, line_buffering=number == 2, write_through=prompt))
+        setattr(sys, f"__{name}__", getattr(sys, name))
+
+
+def run(argv):
+    """Does what Python does with these arguments."""
+    _, argv = options(argv)
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy._run_module_as_main(argv[1])
+        return
+    if argv[0] == "-c":
+        sys.argv, source, file, first = ["-c", *argv[2:]], argv[1], "<string>", ""
+    else:
+        sys.argv, source, file = argv, Path(argv[0]).read_bytes(), argv[0]
+        main.__file__, first = file, str(Path(file).resolve().parent)
+    sys.path.insert(0, first)
+    exec(compile(source, file, "exec"), main.__dict__)
+
+
+def leave(status):
+    """Ends this process without freeing all that the server has made, which takes longer than to fork."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def ask(place, python, expected, argv):
+    """What the executable does: asks for a process, and stands for it until it ends."""
+    _, command = options(argv)
+    known = bool(command) and (command[0] in ("-c", "-m") or not command[0].startswith("-"))
+    if not known or settings() != expected:
+        os.execv(python, [python, *argv])
+    umask = os.umask(0)
+    os.umask(umask)
+    files = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)]
+    request = {
+        "argv": argv, "environment": dict(os.environ), "folder": os.getcwd(), "umask": umask, "files": files,
+    }  # fmt: skip
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(place)
+    text = json.dumps(request).encode()
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+    for number in FORWARDED:
+        signal.signal(number, lambda number, frame: connection.sendall(bytes([number])))
+    connection.sendmsg([struct.pack("q", len(text))], rights)
+    connection.sendall(text)
+    for number in files:
+        if number > 2:
+            os.close(number)
+    answer = connection.recv(4)
+    status = struct.unpack("i", answer)[0] if answer else 1
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _is_open(number):
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        del sys.path[0]
+        if (job := serve(sys.argv[1])) is not None:
+            try:
+                run(job)
+            except SystemExit as end:
+                if end.code is not None and not isinstance(end.code, int):
+                    raise
+                leave(end.code or 0)
+            leave(0)
+    else:
+        ask(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4:])
