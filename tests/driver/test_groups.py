@@ -264,7 +264,7 @@ def test_several_engines_draw_what_one_draws(two, fsdp, model):
             assert mine.tokens.tolist() == other.tokens.tolist()
     fetched = [ray.get(m.host.traffic.remote())[1] for m in two.cluster.groups["engines"].members]
     assert fetched == [0, 0]
-    assert [len(share) for share in engines._shares(requests)] == [1, 2]
+    assert sorted(len(share) for share in engines._shares(requests)) == [1, 2]
     assert [len(share) for share in engines._shares([])] == [0]
     two.get(engines.sleep())
     with pytest.raises(StaleWeightsError):

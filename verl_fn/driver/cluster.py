@@ -149,9 +149,9 @@ class Cluster:
         result = self.groups["data"].run("call", fn, kwargs, returns is not None, *args, returns=returns or 1)
         return [result] if returns == 1 else result
 
-    def joined(self, parts: Sequence[Any]) -> Any:
-        """Returns a reference to the concatenation of lists, which is made where it is used."""
-        return parts[0] if len(parts) == 1 else Lazy(next(self._lazy), _chained, tuple(parts), {})
+    def joined(self, fn: Callable[..., Any], first: Any, parts: Sequence[Any]) -> Any:
+        """Returns a reference to ``fn(first, *parts)``, which is made where it is used; to a part if it is alone."""
+        return parts[0] if len(parts) == 1 else Lazy(next(self._lazy), fn, (first, *parts), {})
 
     def wait(self, value: Any) -> Any:
         """Waits until everything that ``value`` refers to is ready, and returns ``value``.
@@ -323,10 +323,6 @@ def _references(value: Any) -> Iterator[Any]:
             yield from _references(leaf.args)
         elif isinstance(leaf, ray.ObjectRef):
             yield leaf
-
-
-def _chained(*parts: Sequence[Any]) -> list[Any]:
-    return [item for part in parts for item in part]
 
 
 def _of_others(error: Exception) -> bool:

@@ -22,6 +22,7 @@ from verl_fn.steps import Loss
 from .cluster import Cluster
 from .group import Group
 from .host import Component, Stored
+from .sharing import in_order, shares
 
 T = TypeVar("T")
 
@@ -279,7 +280,8 @@ class RemoteRollout:
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
         """Returns a reference to the samples; each engine answers its share of the requests."""
         calls = [(self._component, "generate", (), {"version": version}, share) for share in self._shares(requests)]
-        samples: Ref[list[Sample]] = self._cluster.joined(self._group.scatter("invoke", calls))
+        parts = self._group.scatter("invoke", calls)
+        samples: Ref[list[Sample]] = self._cluster.joined(in_order, [r.id for r in requests], parts)
         return samples
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
@@ -289,11 +291,10 @@ class RemoteRollout:
         )
 
     def _shares(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
-        """Returns the requests of each engine: consecutive ones, as equal in number as they can be."""
-        count, engines = len(requests), len(self._group.members)
-        shares = [requests[count * i // engines : count * (i + 1) // engines] for i in range(engines)]
-        # Without any requests, an engine says what is wrong with that.
-        return [share for share in shares if share] or [requests]
+        """Returns the requests of each engine; without any, one engine reports what is wrong with that."""
+        if len(self._group.members) == 1 or not all(isinstance(request, Request) for request in requests):
+            return [requests]
+        return list(shares(requests, len(self._group.members))) or [requests]
 
     def sleep(self, level: int = 2) -> Any:
         """See ``RolloutBackend``."""

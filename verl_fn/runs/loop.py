@@ -21,7 +21,7 @@ from .folder import Follower, Run, run_config
 from .journal import Recorder, entry, keep_samples
 from .loggers import Log, loggers
 from .logs import GENERATIONS, JOURNAL, last_evaluation, read_metrics
-from .notices import without_signal
+from .notices import wide_gap, without_signal
 from .prepare import prepare, workers
 from .progress import Lines, Live, Progress, Say
 from .screen import say as print_line
@@ -126,7 +126,7 @@ class _Loop:
         self.recorder = Recorder(w)
         self.evaluation: Report = {}
         self.saved: Path | None = None
-        self.noticed = False
+        self.noticed: set[str] = set()
 
     def run_to_end(self, origin: Path | None, changed: list[str], live: bool) -> Report:
         """Starts or continues the run, trains until the last step or the goal, and returns the last evaluation.
@@ -187,7 +187,8 @@ class _Loop:
                 for log in logs:
                     log(state.step, report)
                 progress.show(state.step, report, evaluation_line(report, t.stop_metric))
-                self._say_once(without_signal(state.step, report))
+                self._say_once("signal", without_signal(state.step, report))
+                self._say_once("gap", wide_gap(state.step, report))
                 if any(ranks.gathered(bool(stop_signals))):
                     self._save(state)
                     if state.step < total:
@@ -233,9 +234,10 @@ class _Loop:
         if self.saved is None or self.saved.name != f"step_{state.step}":
             self.saved = self.run.save(state, self.w)
 
-    def _say_once(self, notice: str) -> None:
-        if notice and not self.noticed:
-            self.noticed = True
+    def _say_once(self, subject: str, notice: str) -> None:
+        """Prints a notice, unless there was one about the subject before."""
+        if notice and subject not in self.noticed:
+            self.noticed.add(subject)
             self.say(f"note: {notice}")
 
     def _write_journal(self, state: RunState) -> None:

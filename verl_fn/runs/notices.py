@@ -1,4 +1,4 @@
-"""A sentence about rewards that are allowed, but teach nothing."""
+"""Sentences about a step that is allowed, but teaches nothing or the wrong thing."""
 
 from __future__ import annotations
 
@@ -29,3 +29,26 @@ def without_signal(step: int, report: Report) -> str:
             "between prompts alone, or are so large that their differences are rounded away"
         )
     return ""
+
+
+# KL(engine || trainer) per token, in nats. In bf16 it is about 1e-4 for the same weights.
+GAP = 0.02
+
+
+def wide_gap(step: int, report: Report) -> str:
+    """Returns a sentence about a step whose samples came from another distribution than the trainer's; or nothing.
+
+    Example:
+        >>> wide_gap(3, {"rollout_corr/k3_kl": 0.5})[:80]
+        "in step 3 the engine's log-probs differ from the trainer's: KL 0.5 per token. Lik"
+        >>> wide_gap(3, {"rollout_corr/k3_kl": 1e-4})
+        ''
+    """
+    kl = report.get("rollout_corr/k3_kl", 0.0)
+    if kl <= GAP:
+        return ""
+    return (
+        f"in step {step} the engine's log-probs differ from the trainer's: KL {kl:.2g} per token. Likely causes: "
+        "rollout.dtype differs from actor.dtype; the model's kernels round differently in the engine; or samples "
+        "are older than the weights (driver.max_lag). algorithm.rollout_is corrects for the difference"
+    )
