@@ -24,6 +24,10 @@ SFT = [
 ]  # fmt: skip
 
 
+def ray_plan(*overrides):
+    return make_plan(load(overrides=["driver.kind=ray", "model.path=m", *overrides]))
+
+
 def command(*args, program=(sys.executable,), folder=ROOT, **env):
     line = [*program, "-m", "verl_fn.cli", "train", *SFT, *args]
     return subprocess.run(line, capture_output=True, text=True, cwd=folder, env=os.environ | env, timeout=300)
@@ -52,18 +56,21 @@ def test_sequence_parallelism_wants_heads_to_share(tmp_path):
 
 
 def test_more_than_the_cluster_has_is_refused(ray_cluster):
-    cuda = load(overrides=["driver.kind=ray", "driver.device=cuda", "ray.ranks=64", "ray.separate=critic"])
+    cuda = ray_plan("driver.device=cuda", "ray.ranks=64", "ray.separate=critic")
     with pytest.raises(ConfigError, match=r"ask for 128 GPUs, and the cluster has 0; lower ray.ranks"):
-        check_room(seating(["trainer", "critic"], 64, "cuda", 1)[1], cuda.ray)
-    spread = load(overrides=["driver.kind=ray", "ray.ranks=2", "ray.placement=STRICT_SPREAD"])
+        check_room(seating(["trainer", "critic"], 64, "cuda", cuda.rollout)[1], cuda)
+    apart = ray_plan("driver.device=cuda", "rollout.engines=3", "rollout.placement=apart")
+    with pytest.raises(ConfigError, match=r"engines = 3 apart ask for 4 GPUs.*lower ray.ranks or rollout.engines"):
+        check_room(seating(["trainer"], 1, "cuda", apart.rollout)[1], apart)
+    spread = ray_plan("ray.ranks=2", "ray.placement=STRICT_SPREAD")
     with pytest.raises(ConfigError, match="the cluster has 1; take SPREAD"):
-        check_room(seating(["trainer"], 2, cluster_device("auto"), 1)[1], spread.ray)
+        check_room(seating(["trainer"], 2, cluster_device("auto"), spread.rollout)[1], spread)
 
 
 @pytest.mark.parametrize(("engines", "rollout"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 0])])
 def test_where_everything_sits(engines, rollout):
     """Engines share the GPUs of the trainer's ranks; roles apart have ranks of their own."""
-    seats, bundles = seating(["trainer", "critic"], 2, "cuda", engines)
+    seats, bundles = seating(["trainer", "critic"], 2, "cuda", ray_plan(f"rollout.engines={engines}").rollout)
     assert [bundle["GPU"] for bundle in bundles] == [1] * 4
     assert {name: [seat.bundle for seat in places] for name, places in seats.items()} == {
         "trainer": [0, 1], "critic": [2, 3], "rollout": rollout, "data": [0], "reward": [0],
@@ -72,6 +79,18 @@ def test_where_everything_sits(engines, rollout):
         bundle: sum(s.gpus for places in seats.values() for s in places if s.bundle == bundle) for bundle in range(4)
     }
     assert all(0 < share <= 1 for share in shares.values())
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0.0), ("cuda", 1.0)])
+def test_engines_apart_have_places_of_their_own(device, gpus):
+    """Beside those of all ranks; what sat with the ranks stays there."""
+    plan = ray_plan("rollout.engines=2", "rollout.placement=apart")
+    seats, bundles = seating(["trainer", "critic"], 2, device, plan.rollout)
+    assert [bundle.get("GPU", 0.0) for bundle in bundles] == [gpus] * 6
+    assert {name: [(seat.bundle, seat.gpus) for seat in places] for name, places in seats.items()} == {
+        "trainer": [(0, gpus), (1, gpus)], "critic": [(2, gpus), (3, gpus)], "rollout": [(4, gpus), (5, gpus)],
+        "data": [(0, 0.0)], "reward": [(0, 0.0)],
+    }  # fmt: skip
 
 
 def test_the_critic_follows_the_actor_unless_it_has_its_own_strategy():

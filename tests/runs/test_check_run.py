@@ -1,11 +1,12 @@
 """``verl-fn train --check``: what a run would do and need, without doing it."""
 
-from run_configs import TINY
+from run_configs import TINY, tiny_run
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import parameter_counts
 from verl_fn.backends.local import Local
 from verl_fn.cli import main
+from verl_fn.runs.check_run import check_run
 from verl_fn.steps import adamw
 
 
@@ -44,3 +45,10 @@ def test_a_check_refuses_what_the_run_would_refuse(tiny, tmp_path, capsys):
     wrong = ["actor.ppo_max_token_len_per_gpu=5", f"model.path={tiny}", f"trainer.dir={tmp_path}/run", "--check"]
     assert main(["train", str(recipe), *TINY, *wrong]) == 2
     assert "more than actor.ppo_max_token_len_per_gpu = 5" in capsys.readouterr().err
+
+
+def test_a_check_says_where_the_engines_are(tiny, tmp_path):
+    for placement, words in (("colocated", "colocated with"), ("apart", "apart from")):
+        more = ["driver.kind=ray", "rollout.engines=2", f"rollout.placement={placement}"]
+        line = check_run(tiny_run(tiny, tmp_path, *more)).splitlines()[2]
+        assert line.startswith("rollout     2 x sampler") and f"{words} the training processes" in line

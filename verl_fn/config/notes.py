@@ -138,7 +138,8 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     yield "ray.timeout", cfg.driver.kind == "ray" or sharded, 'with driver.kind = "local"'
     for name in ("ranks", "separate", "address", "runtime_env", "placement"):
         yield f"ray.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
-    yield "rollout.engines", cfg.driver.kind == "ray", 'with driver.kind = "local"'
+    for name in ("engines", "placement"):
+        yield f"rollout.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
     yield "model.new.*", not cfg.model.path, "with model.path"
     yield "data.task", not data.train_files, "with data.train_files"
     for name in ("prompt_key", "filter_overlong_prompts"):

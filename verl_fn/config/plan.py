@@ -83,6 +83,7 @@ class RolloutPlan:
         dtype: the dtype of the engine's weights and cache.
         slots: rows decoded at once by each engine.
         engines: how many engines share the prompts.
+        placement: ``colocated`` with the training ranks, or ``apart``.
         n, temperature, top_k, top_p: sampling settings of training rollouts.
         validation: sampling settings of evaluations.
         max_prompt_length, max_response_length: limits in tokens.
@@ -93,6 +94,7 @@ class RolloutPlan:
     dtype: str
     slots: int
     engines: int
+    placement: str
     n: int
     temperature: float
     top_k: int
@@ -299,6 +301,7 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str) -> RolloutPlan:
         dtype=r.dtype,
         slots=r.slots,
         engines=r.engines,
+        placement=r.placement,
         n=r.n,
         temperature=r.temperature,
         top_k=r.top_k,

@@ -97,6 +97,11 @@ class RolloutConfig:
     top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))
     slots: int = opt(64, "rows decoded at once by each engine", ge(1), le(2**20))
     engines: int = opt(1, "engines that share the prompts of a step; more than one need Ray", ge(1), le(4096))
+    placement: str = opt(
+        "colocated",
+        "colocated: engines share the training ranks' GPUs; apart: each has a GPU of its own if there are GPUs",
+        in_(("colocated", "apart")),
+    )
     dtype: str = opt("float32", "dtype of the engine", in_(("float32", "bfloat16")))
     val_kwargs: ValConfig = sub(ValConfig)
 

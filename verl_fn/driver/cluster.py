@@ -81,7 +81,7 @@ class Cluster:
         if not self._place.wait(START_SECONDS):
             free = {name: count for name, count in ray.available_resources().items() if name in ("CPU", "GPU")}
             raise ActorDied(
-                f"no room for {len(bundles)} training processes in {START_SECONDS} s: each asks for "
+                f"no room for {len(bundles)} processes in {START_SECONDS} s: each asks for "
                 f"{dict(bundles[-1])}, and of the cluster's resources {free} are free"
             )
 

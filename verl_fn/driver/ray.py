@@ -20,7 +20,7 @@ from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, load_object
-from verl_fn.config.plan import Plan, RolePlan
+from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import RayConfig
 
 from . import build
@@ -51,8 +51,8 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
         groups = training_groups(plan)
         cluster = Cluster(plan.ray.timeout)
         try:
-            seats, bundles = seating(list(groups), plan.ray.ranks, device, plan.rollout.engines)
-            check_room(bundles, plan.ray)
+            seats, bundles = seating(list(groups), plan.ray.ranks, device, plan.rollout)
+            check_room(bundles, plan)
             send_code(plan.code)
             cluster.reserve(bundles, plan.ray.placement)
             cluster.start(seats, plan.driver, plan.ray.ranks, plan.code)
@@ -220,50 +220,59 @@ def training_groups(plan: Plan) -> dict[str, tuple[RolePlan, ...]]:
 
 
 def seating(
-    groups: Sequence[str], ranks: int, device: str, engines: int
+    groups: Sequence[str], ranks: int, device: str, rollout: RolloutPlan
 ) -> tuple[dict[str, list[Seat]], list[dict[str, float]]]:
-    """Returns the seats of each group's actors, and the resources of the run's bundles, one for each rank.
+    """Returns the seats of each group's actors, and the resources of the run's bundles.
+
+    There is a bundle for each rank, and one for each engine that is placed apart from them.
 
     Args:
         groups: the names of the groups of training ranks, ``trainer`` first.
         ranks: how many ranks each of them has.
         device: ``cpu`` or ``cuda``.
-        engines: how many rollout engines there are; they take the ranks of ``trainer`` in turns.
+        rollout: says how many rollout engines there are and where; colocated ones take the ranks of ``trainer`` in
+            turns.
     """
     gpu = device == "cuda"
     seats: dict[str, list[Seat]] = {}
     bundles: list[dict[str, float]] = []
-    for name in groups:
-        seats[name] = [Seat(len(bundles) + rank, float(gpu)) for rank in range(ranks)]
-        bundles += [{"CPU": ROOM, "GPU": 1} if gpu else {"CPU": ROOM}] * ranks
-    places = Counter(engine % ranks for engine in range(engines))
-    for rank in places if gpu else ():
-        seats["trainer"][rank] = Seat(rank, TRAINER_SHARE)
-    seats["rollout"] = [
-        Seat(engine % ranks, gpu * ROLLOUT_SHARE / places[engine % ranks]) for engine in range(engines)
-    ]
+    sizes = dict.fromkeys(groups, ranks) | ({"rollout": rollout.engines} if rollout.placement == "apart" else {})
+    for name, size in sizes.items():
+        seats[name] = [Seat(len(bundles) + rank, float(gpu)) for rank in range(size)]
+        bundles += [{"CPU": ROOM, "GPU": 1} if gpu else {"CPU": ROOM}] * size
+    if rollout.placement == "colocated":
+        places = Counter(engine % ranks for engine in range(rollout.engines))
+        for rank in places if gpu else ():
+            seats["trainer"][rank] = Seat(rank, TRAINER_SHARE)
+        seats["rollout"] = [
+            Seat(engine % ranks, gpu * ROLLOUT_SHARE / places[engine % ranks]) for engine in range(rollout.engines)
+        ]
     # One actor keeps batches and another computes rewards, so that no step waits for a result that it doesn't use.
     seats["data"], seats["reward"] = [Seat(0)], [Seat(0)]
     return seats, bundles
 
 
-def check_room(bundles: Sequence[Mapping[str, float]], table: RayConfig) -> None:
+def check_room(bundles: Sequence[Mapping[str, float]], plan: Plan) -> None:
     """Raises an error for bundles that this cluster can never provide.
 
     Raises:
         ConfigError: it has too few GPUs, or too few nodes for the placement.
     """
+    table, rollout = plan.ray, plan.rollout
     gpus, asked = _total("GPU"), sum(bundle.get("GPU", 0) for bundle in bundles)
     if asked > gpus:
-        apart = f" and ray.separate = {list(table.separate)}" if table.separate else ""
+        separate = f" and ray.separate = {list(table.separate)}" if table.separate else ""
+        engines, lower = "", "ray.ranks"
+        if rollout.placement == "apart":
+            engines, lower = f" and rollout.engines = {rollout.engines} apart", "ray.ranks or rollout.engines"
         raise ConfigError(
-            f"ray.ranks = {table.ranks}{apart} ask for {asked:g} GPUs, and the cluster has {gpus:g}; lower "
-            "ray.ranks, or set driver.device=cpu"
+            f"ray.ranks = {table.ranks}{separate}{engines} ask for {asked:g} GPUs, and the cluster has {gpus:g}; "
+            f"lower {lower}, or set driver.device=cpu"
         )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if table.placement == "STRICT_SPREAD" and len(nodes) < len(bundles):
         raise ConfigError(
-            f"ray.placement = STRICT_SPREAD wants a node for each of {len(bundles)} training processes, and the "
+            f"ray.placement = STRICT_SPREAD wants a node for each of {len(bundles)} processes, and the "
             f"cluster has {len(nodes)}; take SPREAD, or lower ray.ranks"
         )
     largest = max(node.get("GPU", 0) for node in nodes)

@@ -37,7 +37,7 @@ def check_run(plan: Plan) -> str:
     lines = [
         f"algorithm   {plan.algorithm} on {origin}: {t.total_training_steps} steps, seed {t.seed}",
         f"a step      {d.train_batch_size} prompts, {rows} rows of at most {max(longest, trained)} tokens",
-        f"rollout     {r.name}, {r.dtype}, {r.slots} rows at once; temperature {r.temperature:g}, n {r.n}",
+        f"rollout     {_engines(plan)}; temperature {r.temperature:g}, n {r.n}",
         f"driver      {plan.driver.kind}, {ranks.device(plan.driver)}, {size} training "
         f"{'process' if size == 1 else 'processes'}",
         f"folder      {t.dir}",
@@ -47,6 +47,15 @@ def check_run(plan: Plan) -> str:
     for name, original in plan.copies.items():
         lines.append(f"{name:<11} the frozen base of {original}, no model of its own")
     return "\n".join(lines)
+
+
+def _engines(plan: Plan) -> str:
+    r = plan.rollout
+    engine = f"{r.name}, {r.dtype}, {r.slots} rows at once"
+    if plan.driver.kind == "local":
+        return engine
+    place = "apart from" if r.placement == "apart" else "colocated with"
+    return f"{r.engines} x {engine}, {place} the training processes"
 
 
 def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
