@@ -1,0 +1,93 @@
+"""Sampling that runs ahead of learning on engines apart: the run of one process, whatever happens meanwhile."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import attrs
+import pytest
+
+from verl_fn.config import load, make_plan
+from verl_fn.runs.checkpoints import checkpoints
+from verl_fn.runs.logs import TIMED, read_journal, read_metrics
+from verl_fn.runs.loop import train
+from verl_fn.runs.replay import replay
+
+SETTINGS = [
+    "algorithm.name=grpo", "rollout.n=2", "data.train_batch_size=8", "data.val_size=8",
+    "algorithm.ppo_mini_batch_size=4", "actor.optim.lr=1e-3", "driver.num_threads=1", "driver.device=cpu",
+    "algorithm.use_kl_in_reward=true", "algorithm.rollout_is=token", "trainer.journal=samples", "trainer.save_freq=2",
+    "trainer.max_ckpt_to_keep=9", "trainer.test_freq=3", "trainer.total_training_steps=6",
+]  # fmt: skip
+AHEAD = ["driver.kind=ray", "rollout.placement=apart", "driver.max_lag=2"]
+
+
+def silent(line):
+    pass
+
+
+def logged(folder):
+    rows = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(folder)]
+    samples = {p.name: p.read_bytes() for p in (folder / "samples").iterdir()}
+    return rows, read_journal(folder), samples
+
+
+@pytest.mark.slow
+def test_a_run_over_ray_is_the_run_of_one_process(ray_cluster, model, tmp_path):
+    """Whenever engines and trainer end what they do; and it is replayed."""
+    folders = {name: tmp_path / name for name in ("one", "ray")}
+    one, over_ray = (
+        make_plan(load(overrides=[*SETTINGS, *more, f"model.path={model}", f"trainer.dir={folders[name]}"]))
+        for name, more in (("one", []), ("ray", AHEAD))
+    )
+    train(attrs.evolve(one, driver=attrs.evolve(one.driver, max_lag=2)), silent)
+    train(over_ray, silent)
+    assert logged(folders["ray"]) == logged(folders["one"])
+    rows = read_metrics(folders["ray"])[1:]
+    assert [row["training/rollout_lag/max"] for row in rows] == [0, 1, 2, 1, 2, 1]
+    assert all(row["perf/residency_copies/actor"] == 0 for row in rows)
+    assert replay(folders["ray"], 3, say=silent).difference is None
+    # Its config asks for max_lag = 0, and so does a replay of recorded samples.
+    assert replay(folders["one"], 6, recorded=True, say=silent).difference is None
+
+
+def start(folder, model, tmp_path):
+    (tmp_path / "empty.toml").touch()
+    settings = [*SETTINGS, *AHEAD, "driver.max_lag=1", f"model.path={model}", f"trainer.dir={folder}"]
+    command = [sys.executable, "-m", "verl_fn.cli", "train", str(tmp_path / "empty.toml"), *settings]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def steps_logged(folder, count, process):
+    while len(read_metrics(folder)) <= count and process.poll() is None:
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_interrupted_is_the_undisturbed_run(model, tmp_path):
+    """It learns from the very samples that waited when it was saved."""
+    whole, folder = tmp_path / "whole", tmp_path / "a"
+    one = make_plan(load(overrides=[*SETTINGS, f"model.path={model}", f"trainer.dir={whole}"]))
+    train(attrs.evolve(one, driver=attrs.evolve(one.driver, max_lag=1)), silent)
+    process = start(folder, model, tmp_path)
+    steps_logged(folder, 3, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    saved = checkpoints(folder)[0]
+    assert len(json.loads((saved / "checkpoint.json").read_text())["waiting"]) == 1
+    process = start(folder, model, tmp_path)
+    steps_logged(folder, 4, process)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate()
+    assert "1 batch of samples wait" in out and "Traceback" not in err
+    assert process.returncode in (0, 130), err
+    if process.returncode == 130:
+        process = start(folder, model, tmp_path)
+        assert process.communicate() and process.returncode == 0
+    assert logged(folder) == logged(whole)
