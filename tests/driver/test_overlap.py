@@ -74,7 +74,8 @@ def test_a_run_that_is_killed_and_interrupted_is_the_undisturbed_run(model, tmp_
     """It learns from the very samples that waited when it was saved."""
     whole, folder = tmp_path / "whole", tmp_path / "a"
     one = make_plan(load(overrides=[*SETTINGS, f"model.path={model}", f"trainer.dir={whole}"]))
-    train(attrs.evolve(one, driver=attrs.evolve(one.driver, max_lag=1)), silent)
+    one = attrs.evolve(one, driver=attrs.evolve(one.driver, max_lag=1))
+    train(one, silent)
     process = start(folder, model, tmp_path)
     steps_logged(folder, 3, process)
     os.kill(process.pid, signal.SIGKILL)
@@ -87,7 +88,6 @@ def test_a_run_that_is_killed_and_interrupted_is_the_undisturbed_run(model, tmp_
     out, err = process.communicate()
     assert "1 batch of samples wait" in out and "Traceback" not in err
     assert process.returncode in (0, 130), err
-    if process.returncode == 130:
-        process = start(folder, model, tmp_path)
-        assert process.communicate() and process.returncode == 0
+    # Which driver continues makes no difference, and starting Ray is slow.
+    train(attrs.evolve(one, trainer=attrs.evolve(one.trainer, dir=str(folder))), silent)
     assert logged(folder) == logged(whole)

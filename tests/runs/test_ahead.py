@@ -139,6 +139,20 @@ def test_draws_depend_on_the_step_and_not_on_when_they_were_asked_for(parts):
         assert tree.equal(*batches)
 
 
+def test_an_algorithm_that_publishes_by_itself_changes_no_version(new):
+    """It knows its weights by the number of its step, and the engine by the step that they are of."""
+    steps = new()
+    whole = steps.algorithm
+
+    def publishes(state, problems, w):
+        w.rollout.publish(state.step, w.trainers["actor"].weights(state.actor.params))
+        assert w.rollout.version == state.step
+        return whole.sample(state, problems, w)
+
+    steps.algorithm = attrs.evolve(whole, sample=publishes)
+    assert steps.take(2, 5).versions() == [[0], [0], [0], [2], [2]]
+
+
 @pytest.mark.parametrize("max_lag", [1, 3])
 def test_a_state_continues_with_the_experience_that_waits(parts, new, tmp_path, max_lag):
     """Saved after any step and restored, it takes the steps of the undisturbed run, bitwise."""
