@@ -1,5 +1,7 @@
 """Sampling that runs ahead of learning on engines apart: the run of one process, whatever happens meanwhile."""
 
+import functools
+import itertools
 import json
 import os
 import signal
@@ -11,6 +13,7 @@ import attrs
 import pytest
 
 from verl_fn.config import load, make_plan
+from verl_fn.driver import build
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.logs import TIMED, read_journal, read_metrics
 from verl_fn.runs.loop import train
@@ -35,16 +38,59 @@ def logged(folder):
     return rows, read_journal(folder), samples
 
 
+def waits_for(file):
+    for _ in range(3000):
+        if file.exists():
+            return
+        time.sleep(0.02)
+    raise RuntimeError(f"there is no {file.name}: the engine does not draw while the trainer learns")
+
+
+def paired_engine(folder, plan, device):
+    """An engine that ends the first batch of each round of two only when the trainer learns from the batch before."""
+    engine = build.rollout(plan, device)
+    generate, batches = engine.generate, itertools.count(1)
+
+    def paired(requests, *, version=None):
+        if requests[0].sampling.temperature > 0:  # no evaluation
+            batch = next(batches)
+            (folder / f"drawing_{batch}").touch()
+            if batch % 2 == 0:
+                waits_for(folder / f"learning_{batch - 1}")
+        return generate(requests, version=version)
+
+    engine.generate = paired
+    return engine
+
+
+def paired_trainer(folder, last, role, driver, device):
+    """A trainer that learns from a batch, in two minibatches, only when the engine draws the next one."""
+    backend = build.trainer(role, driver, device)
+    forward_backward, calls = backend.forward_backward, itertools.count(2)
+
+    def paired(*args):
+        batch = next(calls) // 2
+        (folder / f"learning_{batch}").touch()
+        waits_for(folder / f"drawing_{min(batch + 1, last)}")
+        return forward_backward(*args)
+
+    backend.forward_backward = paired
+    return backend
+
+
 @pytest.mark.slow
-def test_a_run_over_ray_is_the_run_of_one_process(ray_cluster, model, tmp_path):
-    """Whenever engines and trainer end what they do; and it is replayed."""
+def test_a_run_over_ray_is_the_run_of_one_process(ray_cluster, model, tmp_path, monkeypatch):
+    """Engines draw while the trainer learns, with the same numbers; and the run is replayed."""
     folders = {name: tmp_path / name for name in ("one", "ray")}
     one, over_ray = (
         make_plan(load(overrides=[*SETTINGS, *more, f"model.path={model}", f"trainer.dir={folders[name]}"]))
         for name, more in (("one", []), ("ray", AHEAD))
     )
     train(attrs.evolve(one, driver=attrs.evolve(one.driver, max_lag=2)), silent)
-    train(over_ray, silent)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "rollout", functools.partial(paired_engine, tmp_path))
+        patch.setattr(build, "trainer", functools.partial(paired_trainer, tmp_path, 6))
+        train(over_ray, silent)
     assert logged(folders["ray"]) == logged(folders["one"])
     rows = read_metrics(folders["ray"])[1:]
     assert [row["training/rollout_lag/max"] for row in rows] == [0, 1, 2, 1, 2, 1]

@@ -46,4 +46,5 @@ def batch_of(tensors: Mapping[str, Tensor]) -> Batch:
 
     offsets = fields(OFFSETS)
     ragged = {name: Ragged(values, offsets[name]) for name, values in fields(VALUES).items()}
-    return Batch(*(tensors[name] for name in CORE), fields(TOKEN), fields(ROW), ragged)
+    tokens, positions, cu_seqlens = (tensors[name] for name in CORE)
+    return Batch(tokens, positions, cu_seqlens, fields(TOKEN), fields(ROW), ragged)

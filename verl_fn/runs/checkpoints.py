@@ -82,7 +82,7 @@ def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers) -> None
     _, scalars = serial.flatten(state.without_roles(plan))
     paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(aside)): [path.stat().st_size, crc_of(path)] for path in paths}
-    manifest = {"algorithm": plan.algorithm, "state": scalars, "files": files}
+    manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars, "files": files}
     manifest |= {"waiting": waiting} if waiting else {}
     write_text(aside / MANIFEST, json.dumps(manifest | {CHECKSUM: _checksum(manifest)}, indent=1))
     for path in (*aside.rglob("*"), aside):
