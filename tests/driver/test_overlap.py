@@ -78,23 +78,33 @@ def paired_trainer(folder, last, role, driver, device):
     return backend
 
 
-@pytest.mark.slow
-def test_a_run_over_ray_is_the_run_of_one_process(ray_cluster, model, tmp_path, monkeypatch):
-    """Engines draw while the trainer learns, with the same numbers; and the run is replayed."""
+@pytest.fixture(scope="module")
+def folders(ray_cluster, model, tmp_path_factory):
+    """The folders of one run in one process and over Ray, where engine and trainer wait for each other."""
+    tmp_path = tmp_path_factory.mktemp("ahead")
     folders = {name: tmp_path / name for name in ("one", "ray")}
     one, over_ray = (
         make_plan(load(overrides=[*SETTINGS, *more, f"model.path={model}", f"trainer.dir={folders[name]}"]))
         for name, more in (("one", []), ("ray", AHEAD))
     )
     train(attrs.evolve(one, driver=attrs.evolve(one.driver, max_lag=2)), silent)
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "rollout", functools.partial(paired_engine, tmp_path))
         patch.setattr(build, "trainer", functools.partial(paired_trainer, tmp_path, 6))
         train(over_ray, silent)
+    return folders
+
+
+@pytest.mark.slow
+def test_engines_draw_while_the_trainer_learns_with_the_numbers_of_one_process(folders):
     assert logged(folders["ray"]) == logged(folders["one"])
     rows = read_metrics(folders["ray"])[1:]
     assert [row["training/rollout_lag/max"] for row in rows] == [0, 1, 2, 1, 2, 1]
     assert all(row["perf/residency_copies/actor"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_steps_are_replayed(folders):
     assert replay(folders["ray"], 3, say=silent).difference is None
     # Its config asks for max_lag = 0, and so does a replay of recorded samples.
     assert replay(folders["one"], 6, recorded=True, say=silent).difference is None
