@@ -52,3 +52,10 @@ def test_a_check_says_where_the_engines_are(tiny, tmp_path):
         more = ["driver.kind=ray", "rollout.engines=2", f"rollout.placement={placement}"]
         line = check_run(tiny_run(tiny, tmp_path, *more)).splitlines()[2]
         assert line.startswith("rollout     2 x sampler") and f"{words} the training processes" in line
+
+
+def test_a_check_says_that_sampling_runs_ahead(tiny, tmp_path):
+    more = ["driver.kind=ray", "rollout.placement=apart", "driver.max_lag=2"]
+    ahead = [line for line in check_run(tiny_run(tiny, tmp_path, *more)).splitlines() if line.startswith("overlap")]
+    assert ahead == ["overlap     sampling runs up to 2 steps ahead of learning; correction: token"]
+    assert "overlap" not in check_run(tiny_run(tiny, tmp_path))

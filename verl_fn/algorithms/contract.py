@@ -60,7 +60,10 @@ class Algorithm(Generic[S]):
         init: makes the state from the training states by role and a key. A training state may be a handle to
             another process, or None where only the other fields are needed, so ``init`` must only pass it on.
             A role without workers of its own (a frozen copy, with LoRA) is missing from the mapping.
-        sample: draws experience and does not change the state.
+        sample: draws experience and does not change the state. Where sampling runs ahead of learning, it is called
+            with the weights of an earlier step and the ``step`` that will learn. So it must take randomness from
+            ``key`` and ``step`` alone, and ask the engine for the version ``step``, which then stands for those
+            weights.
         learn: returns the next state, whose ``step`` is one higher, and the step's metrics.
         updates: ``(role, prompts, steps)`` to the number of the role's updates in ``steps`` steps of ``prompts``
             prompts; learning rates decay over it.

@@ -12,7 +12,7 @@ from verl_fn.backends.protocol import Ref, TrainBackend, where_used
 from verl_fn.config.algorithms import Aggregation, PolicyOptimization
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
-from verl_fn.state import Batch, Key, Metrics, TokenOutputs, pack, requests_for
+from verl_fn.state import Batch, Key, Metrics, Sample, TokenOutputs, pack, requests_for
 from verl_fn.steps import AdaptiveKL, FixedKL, Loss, aggregate, apply_kl_in_reward, scan
 
 from .contract import Experience
@@ -39,8 +39,17 @@ def sample_and_score(actor: Any, problems: Sequence[Problem], w: Workers, key: K
     prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
     requests = requests_for(prompts, w.sampling, key.fold_in("rollout"), [problem.id for problem in problems])
     samples = clock.run("gen", w.rollout.generate, requests, version=step)
-    batch = clock.run("reward", w.reward, w.call(pack, samples), problems)
+    batch = clock.run("reward", w.reward, w.call(packed, samples), problems)
     return Experience(batch, len(problems), clock.seconds)
+
+
+@where_used
+def packed(samples: Sequence[Sample]) -> Batch:
+    """Packs samples in the process that uses them.
+
+    In the process that keeps batches, functions of a step that learns would wait for samples of a later step.
+    """
+    return pack(samples)
 
 
 def annotate(batch: Any, state: Any, w: Workers, clock: Clock, *, reference: bool, critic: bool = False) -> Any:

@@ -53,13 +53,13 @@ def policy_loss(options: PolicyOptimization) -> Loss:
 def estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
     """Returns the advantage estimator that ``adv_estimator`` names, with its options bound.
 
-    With ``rollout_is``, importance weights multiply its advantages.
+    Unless ``rollout_is`` is None or ``off``, importance weights multiply its advantages.
 
     Raises:
         ConfigError: ``adv_estimator`` refers to an object that cannot be called.
     """
     estimate = _estimator(options)
-    if options.rollout_is is None:
+    if options.rollout_is in (None, "off"):
         return estimate
     return functools.partial(_corrected, estimate=estimate, options=options)
 

@@ -88,8 +88,8 @@ class PolicyOptimization(Aggregation):
     rollout_is: str | None = opt(
         None,
         "importance weights of the advantages for samples that the rollout engine drew with other probabilities: "
-        "token, sequence or geometric",
-        in_(("token", "sequence", "geometric")),
+        "token, sequence, geometric or off; by default token with driver.max_lag, otherwise off",
+        in_(("token", "sequence", "geometric", "off")),
     )
     rollout_is_threshold: float = opt(2.0, "the largest importance weight", ge(1), le(MOST))
     rollout_is_threshold_lower: float = opt(0.0, "the smallest importance weight", ge(0), le(1))

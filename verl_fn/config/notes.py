@@ -10,6 +10,7 @@ from typing import Any
 
 from .algorithms import BUILT_IN, GRPO, PPO, PolicyOptimization
 from .fields import ConfigError
+from .lag import corrected
 from .loading import elsewhere, load, raw_table, to_table
 from .plan import outline, role_names
 from .schema import AlgorithmTable, Config
@@ -87,7 +88,7 @@ def _rules(cfg: Config) -> Iterator[Rule]:
     yield "critic.*", any(role.head == "value" for role in roles.values()), with_name
     for pattern in ("rollout.n", "rollout.temperature", "rollout.top_*"):
         yield pattern, algorithm != "sft", with_name
-    yield from _option_rules(options, cfg.data.train_batch_size)
+    yield from _option_rules(corrected(cfg), cfg.data.train_batch_size)
     yield from _table_rules(cfg)
     absent = [role for role in cfg.ray.separate if role not in role_names(cfg)]
     present = ", ".join(role_names(cfg))
@@ -111,7 +112,7 @@ def _option_rules(options: Any, batch_size: int) -> Iterator[Rule]:
         loss = options.policy_loss
         yield f"algorithm.{key}", loss == "ppo_clip", f"with algorithm.policy_loss = {loss!r}"
     for name in ("threshold", "threshold_lower", "outside"):
-        yield f"algorithm.rollout_is_{name}", options.rollout_is is not None, "without algorithm.rollout_is"
+        yield f"algorithm.rollout_is_{name}", options.rollout_is not in (None, "off"), "without algorithm.rollout_is"
     yield "algorithm.kl_loss_*", options.use_kl_loss, "without algorithm.use_kl_loss"
     for pattern in ("algorithm.kl_penalty", "algorithm.kl_ctrl.*"):
         yield pattern, options.use_kl_in_reward, "without algorithm.use_kl_in_reward"

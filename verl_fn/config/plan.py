@@ -14,6 +14,7 @@ import attrs
 
 from .algorithms import BUILT_IN
 from .fields import ConfigError
+from .lag import check_lag, corrected
 from .loading import to_table
 from .names import absolute, is_reference, load_object
 from .roles import Outline, Role
@@ -155,8 +156,8 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         folder: the folder that relative paths start from, by default the current one.
 
     Raises:
-        ConfigError: an algorithm of the user cannot be imported or made, it has no actor, or it needs more responses
-            per prompt than ``rollout.n``.
+        ConfigError: an algorithm of the user cannot be imported or made, it has no actor, it needs more responses per
+            prompt than ``rollout.n``, or ``driver.max_lag`` does not go with other settings.
 
     Example:
         >>> from verl_fn.config import load
@@ -164,6 +165,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         ['actor', 'critic', 'reference']
     """
     cfg = with_absolute_paths(cfg, folder or Path.cwd())
+    check_lag(cfg)
     shape = outline(cfg)
     if cfg.rollout.n < shape.min_n:
         raise ConfigError(
@@ -177,7 +179,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
     r, d = cfg.rollout, cfg.data
     return Plan(
         algorithm=cfg.algorithm.name,
-        options=cfg.algorithm.options,
+        options=corrected(cfg),
         roles={name: _role_plan(cfg, shape, name, model) for name in names},
         copies={name: role.copy_of for name, role in shape.roles.items() if role.copy_of and name not in names},
         rollout=_rollout_plan(r, d, model),
@@ -198,7 +200,8 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
 
     The weights in a model folder are merged, so the plan has no adapters. Training files need not exist.
     """
-    training = make_plan(attrs.evolve(cfg, data=attrs.evolve(cfg.data, train_files=())), folder)
+    data, driver = attrs.evolve(cfg.data, train_files=()), attrs.evolve(cfg.driver, max_lag=0)
+    training = make_plan(attrs.evolve(cfg, data=data, driver=driver), folder)
     actor = attrs.evolve(
         training.roles["actor"], optim=None, strategy="local", fsdp=FsdpConfig(), lora=None, total_updates=0
     )

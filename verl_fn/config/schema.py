@@ -182,6 +182,13 @@ class DriverConfig:
     )
     device: str = opt("auto", "cpu, cuda, or auto", in_(("auto", "cpu", "cuda")))
     deterministic: bool = opt(True, "use only kernels whose results repeat bitwise")
+    max_lag: int = opt(
+        0,
+        "most steps by which the weights that draw a token are older than those that learn from it; above 0, engines "
+        "that are placed apart sample while the trainer learns",
+        ge(0),
+        le(64),
+    )
 
 
 @attrs.frozen(kw_only=True)

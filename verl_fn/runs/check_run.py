@@ -42,6 +42,10 @@ def check_run(plan: Plan) -> str:
         f"{'process' if size == 1 else 'processes'}",
         f"folder      {t.dir}",
     ]
+    if lag := plan.driver.max_lag:
+        steps = "1 step" if lag == 1 else f"{lag} steps"
+        correction = getattr(plan.options, "rollout_is", None) or "that of the algorithm"
+        lines.append(f"overlap     sampling runs up to {steps} ahead of learning; correction: {correction}")
     for role in plan.roles.values():
         lines += _role_lines(role, size, t.total_training_steps)
     for name, original in plan.copies.items():

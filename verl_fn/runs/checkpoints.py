@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from verl_fn.algorithms import Workers
 from verl_fn.backends.checkpoint.state_folder import TENSORS, CheckpointError
 from verl_fn.backends.tensor_file import sync
@@ -22,6 +24,7 @@ from verl_fn.state import serial
 
 from .errors import RunError
 from .state import RunState, run_of
+from .waiting import read_waiting, save_waiting
 
 MANIFEST = "checkpoint.json"
 CHECKSUM = "checksum"
@@ -66,8 +69,8 @@ def save_roles(state: RunState, aside: Path, plan: Plan, w: Workers) -> None:
         w.trainers[name].save(state.role(name), aside / name)
 
 
-def write_manifest(aside: Path, state: RunState, plan: Plan) -> None:
-    """Writes a checkpoint's manifest: the state beside the training states, and each file's size and checksum.
+def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers) -> None:
+    """Writes experience that waits, and the manifest: the rest of the state, and each file's size and checksum.
 
     Raises:
         RunError: a worker wrote its role to a folder that this process does not see.
@@ -75,10 +78,12 @@ def write_manifest(aside: Path, state: RunState, plan: Plan) -> None:
     for name in plan.roles:
         if not (aside / name).is_dir():
             raise RunError(f"the worker of {name} wrote its checkpoint elsewhere than {aside}: no shared folder?")
+    waiting = save_waiting(state.waiting, aside, w)
     _, scalars = serial.flatten(state.without_roles(plan))
     paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(aside)): [path.stat().st_size, crc_of(path)] for path in paths}
-    manifest = {"algorithm": plan.algorithm, "state": scalars, "files": files}
+    manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars, "files": files}
+    manifest |= {"waiting": waiting} if waiting else {}
     write_text(aside / MANIFEST, json.dumps(manifest | {CHECKSUM: _checksum(manifest)}, indent=1))
     for path in (*aside.rglob("*"), aside):
         sync(path)
@@ -109,6 +114,7 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
             state = serial.unflatten(blank, {}, manifest["state"])
         except ValueError as error:
             raise RunError(f"{folder} is of a run with other settings of its algorithm: {error}") from error
+        state = attrs.evolve(state, waiting=read_waiting(manifest.get("waiting", ()), folder))
         return state.with_roles({name: w.trainers[name].restore(folder / name) for name in plan.roles})
     except CheckpointError as error:
         raise RunError(f"{error}; {_intact_alternative(folder, Path(plan.trainer.dir))}") from error

@@ -28,6 +28,8 @@ Evaluation = tuple[Report, list[dict[str, Any]]]
 
 def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
     """Returns metrics of the actor's answers to held-out problems, and the first answers themselves."""
+    # The engine may still draw experience from earlier weights.
+    w.wait([drawn.samples for drawn in state.waiting])
     # Every evaluation uses the same random numbers, so that results differ only by the weights.
     key = state.key.fold_in("evaluation")
     logged = plan.trainer.log_val_generations

@@ -184,7 +184,7 @@ class Run:
                 save_roles(state, aside, self._plan, w)
                 # No process may continue, and perhaps exit, before the checkpoint is renamed.
                 with ranks.together():
-                    write_manifest(aside, state, self._plan)
+                    write_manifest(aside, state, self._plan, w)
                     for name in LOGS:
                         if (self.folder / name).exists():
                             sync(self.folder / name)

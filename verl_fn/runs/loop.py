@@ -18,24 +18,17 @@ from .continuing import changes, find_origin, finished, goal_reached
 from .errors import RunError
 from .evaluate import check_goal, evaluation_line, validate
 from .folder import Follower, Run, run_config
-from .journal import Recorder, entry, keep_samples
+from .journal import entry, keep_samples
 from .loggers import Log, loggers
 from .logs import GENERATIONS, JOURNAL, last_evaluation, read_metrics
 from .notices import wide_gap, without_signal
 from .prepare import prepare, workers
 from .progress import Lines, Live, Progress, Say
+from .recorder import Drawn
 from .screen import say as print_line
 from .signals import stop_requests
-from .state import (
-    RunState,
-    advance,
-    algorithm_of,
-    blank_state,
-    differing_fields,
-    initial_state,
-    offloaded,
-    run_of,
-)
+from .state import RunState, algorithm_of, blank_state, differing_fields, initial_state, offloaded, run_of
+from .steps import Pace, advance
 
 
 class Interrupted(RuntimeError):
@@ -112,7 +105,7 @@ def restored_state(folder: Path, plan: Plan, w: Workers) -> RunState:
     if before is not plan:
         fresh = blank_state(plan).algorithm
         changed = {name: getattr(fresh, name) for name in differing_fields(before, plan)}
-        state = RunState(attrs.evolve(state.algorithm, **changed), state.cursor)
+        state = attrs.evolve(state, algorithm=attrs.evolve(state.algorithm, **changed))
     return state.with_roles(offloaded({name: state.role(name) for name in plan.roles}, plan, w))
 
 
@@ -123,7 +116,7 @@ class _Loop:
         self.plan, self.run, self.w, self.source, self.say = plan, run, w, source, say
         self.algorithm = algorithm_of(plan)
         self.held_out: tuple[Problem, ...] = source.held_out(plan.data.val_size)
-        self.recorder = Recorder(w)
+        self.pace = Pace.of(plan)
         self.evaluation: Report = {}
         self.saved: Path | None = None
         self.noticed: set[str] = set()
@@ -142,6 +135,8 @@ class _Loop:
             for sentence in changed:
                 say(sentence)
             say(f"continuing {self.run.folder} after step {state.step}, from {origin}")
+            if count := len(state.waiting):
+                say(f"{count} {'batch' if count == 1 else 'batches'} of samples wait to be learned from")
             self.evaluation = ranks.of_first(last_evaluation(run_of(origin), state.step))
         else:
             state = initial_state(plan, self.w)
@@ -161,7 +156,6 @@ class _Loop:
 
     def _steps(self, state: RunState, live: bool, *, fresh: bool) -> RunState:
         plan, t = self.plan, self.plan.trainer
-        step_workers = self.recorder.workers if t.journal != "off" else self.w
         with contextlib.ExitStack() as stack:
             logs: list[Log] = []
             if not isinstance(self.run, Follower):
@@ -176,9 +170,9 @@ class _Loop:
             stack.enter_context(progress)
             skipped: dict[str, int] = {}
             while state.step < total and not goal_reached(plan, self.evaluation):
-                state, report = advance(self.algorithm, state, self.source, step_workers, plan.data.train_batch_size)
+                state, report, drawn = advance(self.algorithm, state, self.source, self.w, self.pace)
                 self.run.log(state.step, report)
-                self._write_journal(state)
+                self._write_journal(state, drawn)
                 _end_if_skipping(skipped, report, state.step, plan, self.run)
                 # An evaluation may fail, so what was trained is saved before.
                 if state.step == total or (t.save_freq > 0 and state.step % t.save_freq == 0):
@@ -240,12 +234,12 @@ class _Loop:
             self.noticed.add(subject)
             self.say(f"note: {notice}")
 
-    def _write_journal(self, state: RunState) -> None:
+    def _write_journal(self, state: RunState, drawn: Drawn) -> None:
         journal = self.plan.trainer.journal
         if journal != "off":
             if journal == "samples":
-                keep_samples(self.run, state.step, self.recorder, self.w)
-            self.run.append(JOURNAL, entry(state, self.recorder, self.w, self.plan))
+                keep_samples(self.run, state.step, drawn, self.w)
+            self.run.append(JOURNAL, entry(state, drawn, self.w, self.plan))
 
 
 def _print_adapters(state: RunState, plan: Plan, w: Workers, say: Say) -> None:

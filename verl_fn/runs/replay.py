@@ -16,13 +16,15 @@ from .checkpoints import checkpoints, step_of
 from .errors import RunError
 from .evaluate import validate
 from .folder import changed_keys, run_config
-from .journal import Recorded, Recorder, entry, first_difference, read_samples, state_digests
+from .journal import Recorded, entry, first_difference, read_samples, state_digests
 from .logs import TIMED, metrics_row, read_journal, read_metrics
 from .loop import restored_state
 from .prepare import prepare, workers
 from .progress import Say
+from .recorder import Drawn
 from .screen import say as print_line
-from .state import RANKS, RunState, advance, algorithm_of, initial_state, run_of
+from .state import RunState, algorithm_of, initial_state, run_of
+from .steps import RANKS, ROWS_WAITING, Pace, advance
 
 
 def fork_plan(folder: str | Path, step: int, overrides: Iterable[str] = ()) -> Plan:
@@ -96,6 +98,8 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     done = (step_of(origin) or 0) if origin is not None else 0
     _check_ranks(folder, [row for at, row in rows.items() if done < at <= step])
     source = prepare(plan, say)
+    # The journal has the samples of steps that have learned. With these, nothing is drawn ahead, so nothing waits.
+    pace = attrs.evolve(Pace.of(plan), max_lag=0) if recorded else Pace.of(plan)
     with workers(plan) as w:
         state = restored_state(origin, plan, w) if origin is not None else initial_state(plan, w)
         say(f"executing steps {state.step + 1} to {step} again, from {origin or 'the beginning'}")
@@ -104,12 +108,14 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
             if at not in rows:
                 raise RunError(f"{folder}/metrics.jsonl has no line for step {at}")
             step_workers = attrs.evolve(w, rollout=Recorded(read_samples(folder, at))) if recorded else w
-            recorder = Recorder(step_workers)
-            state, report = advance(algorithm_of(plan), state, source, recorder.workers, plan.data.train_batch_size)
+            state, report, drawn = advance(algorithm_of(plan), state, source, step_workers, pace)
+            if recorded:
+                for report_of_step in (report, rows[at]):
+                    report_of_step.pop(ROWS_WAITING, None)
             if at == step and any(name.startswith("val-") for name in rows[step]):
                 report |= validate(state, source.held_out(plan.data.val_size), w, plan)[0]
             compared, difference = _compare(
-                folder, plan, w, state, recorder, rows[at], report, journal.get(at), at == step
+                folder, plan, w, state, drawn, rows[at], report, journal.get(at), at == step
             )
             if difference is not None or at == step:
                 return Replayed(at, difference, compared)
@@ -120,7 +126,7 @@ def _compare(
     plan: Plan,
     w: Workers,
     state: RunState,
-    recorder: Recorder,
+    drawn: Drawn,
     row: dict[str, Any],
     report: dict[str, float],
     line: dict[str, Any] | None,
@@ -131,7 +137,7 @@ def _compare(
     Args:
         folder, plan, w: the run, its plan and its workers.
         state: the state after the executed step.
-        recorder: what the step sampled.
+        drawn: the experience that the step learned from.
         row: the logged metrics.
         report: the metrics of the executed step.
         line: the step's line of the journal; None if the run has no journal.
@@ -142,7 +148,7 @@ def _compare(
     """
     logged, repeated = _repeatable(row, last), _repeatable(metrics_row(state.step, report), last)
     compared, difference = {"metrics": len(logged)}, None
-    executed = entry(state, recorder, w, plan) if line is not None else None
+    executed = entry(state, drawn, w, plan) if line is not None else None
     if line is not None and executed is not None:
         compared["sample fields"] = len(executed["samples"])
         compared["state leaves"] = sum(len(leaves) for leaves in executed["state"].values())

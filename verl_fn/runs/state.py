@@ -1,4 +1,4 @@
-"""The state of a run: the algorithm's state, and the position in the data."""
+"""The state of a run: the algorithm's state, the position in the data, and experience that waits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from typing import Any
 import attrs
 
 from verl_fn import algorithms
-from verl_fn.algorithms import Algorithm, Report, Workers
+from verl_fn.algorithms import Algorithm, Workers
 from verl_fn.config import Plan
-from verl_fn.data.tasks import Source
-from verl_fn.driver import ranks
 from verl_fn.state import Key, Node, node, tree
 
-RANKS = "perf/ranks"
+from .recorder import Drawn
 
 
 @node
@@ -24,11 +22,13 @@ class RunState(Node):
 
     Attributes:
         algorithm: the algorithm's own state.
-        cursor: the number of training problems that have been used.
+        cursor: the number of training problems that were learned from.
+        waiting: the experience of the next steps that was asked for already, in order. It may still be on its way.
     """
 
     algorithm: Any
     cursor: int
+    waiting: tuple[Drawn, ...] = ()
 
     @property
     def step(self) -> int:
@@ -46,11 +46,11 @@ class RunState(Node):
 
     def with_roles(self, states: Mapping[str, Any]) -> RunState:
         """Returns this state with other training states in these roles."""
-        return RunState(attrs.evolve(self.algorithm, **states), self.cursor)
+        return attrs.evolve(self, algorithm=attrs.evolve(self.algorithm, **states))
 
     def without_roles(self, plan: Plan) -> RunState:
-        """Returns this state with None for each training state, so that only numbers and keys remain."""
-        return self.with_roles(dict.fromkeys(plan.roles))
+        """Returns this state without training states and experience, so that only numbers and keys remain."""
+        return attrs.evolve(self.with_roles(dict.fromkeys(plan.roles)), waiting=())
 
 
 def algorithm_of(plan: Plan) -> Algorithm[Any]:
@@ -107,24 +107,6 @@ def differing_fields(before: Plan, now: Plan) -> list[str]:
     if type(old) is not type(new):
         return names
     return [name for name in names if not tree.equal(getattr(old, name), getattr(new, name))]
-
-
-def advance(
-    algorithm: Algorithm[Any], state: RunState, source: Source, w: Workers, batch_size: int
-) -> tuple[RunState, Report]:
-    """Takes one step on the next problems.
-
-    Raises:
-        RuntimeError: the algorithm returned a state whose step is not the next one.
-    """
-    problems = source.train(state.key.fold_in("data"), state.cursor, batch_size)
-    before = state.step
-    after, report = algorithm.step(state.algorithm, problems, w)
-    if after.step != before + 1:
-        raise RuntimeError(f"learn returned a state of step {after.step} after step {before}; it must add 1 to step")
-    # The config does not hold torchrun's number of processes, and a replay with another number rounds differently.
-    size = ranks.torchrun_size()
-    return RunState(after, state.cursor + len(problems)), report | ({RANKS: size} if size > 1 else {})
 
 
 def run_of(checkpoint: Path) -> Path | None:

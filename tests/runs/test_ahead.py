@@ -1,0 +1,295 @@
+"""Sampling ahead of learning: versions, lags, the ledger, checkpoints, and the same run whatever happens.
+
+In one process everything that is asked for is drawn at once. Over Ray it is drawn while the trainer learns, with the
+same numbers: ``tests/driver/test_overlap.py``.
+"""
+
+import contextlib
+
+import attrs
+import pytest
+import torch
+from run_configs import tiny_run
+
+from verl_fn.algorithms import Experience
+from verl_fn.config import ConfigError, evaluation_plan, load, make_plan
+from verl_fn.driver.local import local_workers
+from verl_fn.runs.checkpoints import restore
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.evaluate import validate
+from verl_fn.runs.folder import Run
+from verl_fn.runs.journal import Recorded, entry
+from verl_fn.runs.logs import TIMED, read_journal, read_metrics
+from verl_fn.runs.loop import Interrupted, train
+from verl_fn.runs.prepare import prepare
+from verl_fn.runs.state import algorithm_of, blank_state, initial_state
+from verl_fn.runs.steps import ROWS_WAITING, Pace, advance
+from verl_fn.state import pack, tree
+
+SILENT = lambda line: None  # noqa: E731
+GRPO = ["algorithm.name=grpo", "rollout.n=2", "algorithm.rollout_is=token"]
+
+
+class Steps:
+    """Steps of a run one by one, with the values that the loop would write to its logs."""
+
+    def __init__(self, plan, w, source, state=None):
+        self.plan, self.w, self.source, self.algorithm = plan, w, source, algorithm_of(plan)
+        self.state = state or initial_state(plan, w)
+        self.reports, self.entries, self.drawn = [], [], []
+
+    def take(self, max_lag, until, steps=9, w=None):
+        while self.state.step < until:
+            pace = Pace(8, steps, max_lag)
+            self.state, report, drawn = advance(self.algorithm, self.state, self.source, w or self.w, pace)
+            self.reports.append({k: v for k, v in report.items() if not k.startswith(TIMED)})
+            self.entries.append(entry(self.state, drawn, self.w, self.plan))
+            self.drawn.append(drawn)
+        return self
+
+    def versions(self):
+        batches = [drawn.experience.batch for drawn in self.drawn]
+        return [b["versions"][b["response_mask"].bool()].unique().tolist() for b in batches]
+
+
+@pytest.fixture(scope="module")
+def parts(tiny, tmp_path_factory):
+    plan = tiny_run(tiny, tmp_path_factory.mktemp("ahead"), *GRPO)
+    source = prepare(plan, SILENT)
+    with local_workers(plan) as w:
+        yield plan, w, source
+
+
+@pytest.fixture
+def new(parts):
+    return lambda state=None: Steps(*parts, state)
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "versions"),
+    [
+        (0, [0, 1, 2, 3, 4, 5, 6, 7, 8]),
+        (1, [0, 0, 1, 2, 3, 4, 5, 6, 7]),
+        (2, [0, 0, 0, 2, 2, 4, 4, 6, 6]),
+        (3, [0, 0, 0, 0, 3, 3, 3, 6, 6]),
+    ],
+)
+def test_versions_depend_on_the_step_alone_and_lags_are_bounded(new, max_lag, versions):
+    steps = new().take(max_lag, 9)
+    assert steps.versions() == [[version] for version in versions]
+    lags = [step - version for step, version in enumerate(versions)]
+    assert [report["training/rollout_lag/max"] for report in steps.reports] == lags
+    assert max(lags) == max_lag
+    assert steps.state.waiting == ()
+
+
+def test_the_ledger_closes_at_every_step(new):
+    """What was asked for was learned from, dropped for a reason, or waits."""
+    steps, learned = new(), 0
+    for until in range(1, 10):
+        report = steps.take(2, until).reports[-1]
+        dropped = report["rollout/rows_dropped/engine"] + report["rollout/rows_dropped/algorithm"]
+        assert report["rollout/rows_asked"] == report["rollout/rows_learned"] + dropped == 16
+        learned += report["rollout/rows_learned"]
+        waiting = steps.state.waiting
+        assert report[ROWS_WAITING] == 16 * len(waiting)
+        assert learned + report[ROWS_WAITING] == 2 * (steps.state.cursor + sum(d.problems for d in waiting))
+        assert report["rollout/tokens_learned"] == steps.drawn[-1].experience.batch["response_mask"].sum()
+    ids = [i for d in steps.drawn for i in d.experience.batch["group"].unique().tolist()]
+    assert sorted(ids) == list(range(72)), "each problem once"
+
+
+def test_rows_that_are_dropped_have_a_reason(parts):
+    """An engine that loses an answer, and an algorithm that learns from half of the rows."""
+    plan, w, source = parts
+
+    class Loses:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def generate(self, requests, *, version=None):
+            return self.inner.generate(requests, version=version)[:-1]
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+    steps = Steps(plan, w, source)
+    whole = steps.algorithm
+
+    def half(state, problems, w):
+        experience = whole.sample(state, problems, w)
+        return attrs.evolve(experience, batch=experience.batch.take(range(8)))
+
+    steps.algorithm = attrs.evolve(whole, sample=half)
+    report = steps.take(1, 1, w=attrs.evolve(w, rollout=Loses(w.rollout))).reports[0]
+    counts = [report[f"rollout/rows_{name}"] for name in ("asked", "learned", "dropped/engine", "dropped/algorithm")]
+    assert counts == [16, 8, 1, 7]
+    assert report["rollout/tokens_dropped/algorithm"] > 0
+
+
+def test_draws_depend_on_the_step_and_not_on_when_they_were_asked_for(parts):
+    """Weights that never change draw the same tokens for a step, whatever the lag."""
+    plan, _, source = parts
+    frozen = attrs.evolve(plan.roles["actor"].optim, lr=0.0)
+    still = attrs.evolve(plan, roles={"actor": attrs.evolve(plan.roles["actor"], optim=frozen)})
+    with local_workers(still) as w:
+        runs = [Steps(still, w, source).take(lag, 5, steps=5) for lag in (0, 3)]
+    for ours, theirs in zip(*(run.drawn for run in runs), strict=True):
+        batches = [one.experience.batch.without("versions", "version") for one in (ours, theirs)]
+        assert tree.equal(*batches)
+
+
+def test_an_algorithm_that_publishes_by_itself_changes_no_version(new):
+    """It knows its weights by the number of its step, and the engine by the step that they are of."""
+    steps = new()
+    whole = steps.algorithm
+
+    def publishes(state, problems, w):
+        w.rollout.publish(state.step, w.trainers["actor"].weights(state.actor.params))
+        assert w.rollout.version == state.step
+        return whole.sample(state, problems, w)
+
+    steps.algorithm = attrs.evolve(whole, sample=publishes)
+    assert steps.take(2, 5).versions() == [[0], [0], [0], [2], [2]]
+
+
+@pytest.mark.parametrize("max_lag", [1, 3])
+def test_a_state_continues_with_the_experience_that_waits(parts, new, tmp_path, max_lag):
+    """Saved after any step and restored, it takes the steps of the undisturbed run, bitwise."""
+    plan, w, _ = parts
+    whole = new().take(max_lag, 6)
+    for at in (1, 2, 3, 5):
+        stopped = new().take(max_lag, at)
+        run = Run(attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path / str(at)))), SILENT)
+        folder = run.save(stopped.state, w)
+        state = restore(folder, blank_state(plan), plan, w)
+        assert len(list(folder.glob("waiting_*.safetensors"))) == len(state.waiting) == len(stopped.state.waiting)
+        again = new(state).take(max_lag, 6)
+        assert again.reports == whole.reports[at:]
+        assert again.entries == whole.entries[at:]
+        assert [pack(d.samples).tokens.tolist() for d in again.drawn] == [
+            pack(d.samples).tokens.tolist() for d in whole.drawn[at:]
+        ]
+    assert "waiting" not in (run.save(new().take(0, 1).state, w) / "checkpoint.json").read_text()
+
+
+def test_a_damaged_file_of_waiting_experience_is_refused(parts, new, tmp_path):
+    plan, w, _ = parts
+    plan = attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path)))
+    folder = Run(plan, SILENT).save(new().take(1, 2).state, w)
+    file = folder / "waiting_0.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(RunError, match=r"damaged: waiting_0.safetensors has"):
+        restore(folder, blank_state(plan), plan, w)
+
+
+def test_with_recorded_samples_the_learner_is_bitwise_the_same(parts, new):
+    """Sampling ahead or at once, by an engine or from the journal: what is learned depends on the samples alone."""
+    _, w, _ = parts
+    whole, again = new().take(2, 6), new()
+    for step, drawn in enumerate(whole.drawn, 1):
+        again.take(0, step, w=attrs.evolve(w, rollout=Recorded(pack(drawn.samples))))
+    assert again.entries == whole.entries
+    waits = lambda report: {k: v for k, v in report.items() if k != ROWS_WAITING}  # noqa: E731
+    assert [waits(r) for r in again.reports] == [waits(r) for r in whole.reports]
+
+
+def test_another_max_lag_begins_with_what_waits(new):
+    """Nothing that waits is lost or drawn again; then the new bound holds."""
+    for lags, versions in (((3, 0), [0, 0, 0, 0, 4, 5]), ((3, 1), [0, 0, 0, 0, 3, 4]), ((0, 2), [0, 1, 2, 2, 2, 4])):
+        assert new().take(lags[0], 2).take(lags[1], 6).versions() == [[version] for version in versions]
+
+
+def test_an_evaluation_has_the_weights_of_its_step_and_changes_nothing(parts, new):
+    plan, w, source = parts
+    held_out = source.held_out(8)
+    synchronous, whole, evaluated = new().take(0, 1), new().take(2, 5), new()
+    expected = validate(synchronous.state, held_out, w, plan)
+    for until in range(1, 6):
+        evaluated.take(2, until)
+        report, _ = validate(evaluated.state, held_out, w, plan)
+        assert w.rollout.version == until
+        if until == 1:
+            assert expected[0] == report
+    assert evaluated.entries == whole.entries
+
+
+def test_experience_that_cannot_be_saved_is_refused(parts, new, tmp_path):
+    plan, w, _ = parts
+    state = new().take(1, 1).state
+    odd = attrs.evolve(state.waiting[0], experience=Experience({"rows": torch.ones(1)}, 8))
+    run = Run(attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path))), SILENT)
+    with pytest.raises(RunError, match=r"a dict cannot be: .*driver.max_lag=0"):
+        run.save(attrs.evolve(state, waiting=(odd,)), w)
+
+
+@pytest.fixture(scope="module")
+def ahead(tiny):
+    """Makes the plan of a whole run that samples ahead in one process, which a config cannot ask for."""
+
+    def plan(folder, *more, max_lag=2):
+        settings = ["trainer.total_training_steps=5", "trainer.journal=samples", "trainer.save_freq=-1", *more]
+        plan = tiny_run(tiny, folder, *GRPO, *settings)
+        return attrs.evolve(plan, driver=attrs.evolve(plan.driver, max_lag=max_lag))
+
+    return plan
+
+
+def logged(folder):
+    rows = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(folder)]
+    files = {p.name: p.read_bytes() for p in (folder / "samples").iterdir()}
+    return rows, read_journal(folder), files
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(ahead, tmp_path, monkeypatch, at):
+    """Its evaluation in the middle of a round included."""
+    train(ahead(tmp_path / "whole"), SILENT)
+    lines = []
+
+    class Signals:
+        def __bool__(self):
+            return read_metrics(tmp_path / "stopped")[-1]["step"] == at
+
+    with monkeypatch.context() as patch:
+        patch.setattr("verl_fn.runs.loop.stop_requests", lambda say: contextlib.nullcontext(Signals()))
+        with pytest.raises(Interrupted, match=f"stopped after step {at}"):
+            train(ahead(tmp_path / "stopped"), SILENT)
+    train(ahead(tmp_path / "stopped"), lines.append)
+    waits = {1: "2 batches", 2: "1 batch", 3: "2 batches"}[at]
+    assert f"{waits} of samples wait to be learned from" in lines
+    assert logged(tmp_path / "stopped") == logged(tmp_path / "whole")
+
+
+def test_a_run_that_reached_its_goal_keeps_what_waits(ahead, tmp_path):
+    """A higher goal continues it as the undisturbed run."""
+    goal = ["trainer.stop_metric=reward", "trainer.test_freq=1", "trainer.val_before_train=false"]
+    train(ahead(tmp_path / "whole", *goal, "trainer.stop_at=9"), SILENT)
+    train(ahead(tmp_path / "a", *goal, "trainer.stop_at=-9"), SILENT)
+    assert read_metrics(tmp_path / "a")[-1]["step"] == 1
+    train(ahead(tmp_path / "a", *goal, "trainer.stop_at=9"), SILENT)
+    assert logged(tmp_path / "a") == logged(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm.name=sft"], r"driver.max_lag = 1 .* sft samples nothing; leave it at 0"),
+        (["driver.kind=local"], r"one process for both; set driver.kind=ray rollout.placement=apart, or"),
+        (["driver.kind=ray"], r"rollout.placement = colocated .*; set rollout.placement=apart, or driver.max_lag=0"),
+    ],
+)
+def test_settings_that_cannot_sample_ahead_are_refused(overrides, message):
+    cfg = load(overrides=["model.path=m", "driver.max_lag=1", *overrides])
+    with pytest.raises(ConfigError, match=message):
+        make_plan(cfg)
+    assert evaluation_plan(cfg).driver.max_lag == 0
+
+
+def test_correction_is_on_where_sampling_runs_ahead():
+    apart = ["model.path=m", "driver.kind=ray", "rollout.placement=apart"]
+    for more, level in (([], None), (["driver.max_lag=1"], "token")):
+        assert make_plan(load(overrides=[*apart, *more])).options.rollout_is == level
+    for level in ("off", "sequence"):
+        chosen = ["driver.max_lag=1", f"algorithm.rollout_is={level}"]
+        assert make_plan(load(overrides=[*apart, *chosen])).options.rollout_is == level

@@ -1,0 +1,51 @@
+"""Sampling ahead of learning (``driver.max_lag``): which settings allow it, and which it changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from .algorithms import PolicyOptimization
+from .fields import ConfigError
+from .schema import Config
+
+
+def check_lag(cfg: Config) -> None:
+    """Checks that sampling can run ahead of learning, where the config asks for it.
+
+    Raises:
+        ConfigError: the algorithm does not sample, or the engines cannot work while the trainer learns.
+    """
+    lag = f"driver.max_lag = {cfg.driver.max_lag}"
+    if cfg.driver.max_lag == 0:
+        return
+    if cfg.algorithm.name == "sft":
+        raise ConfigError(f"{lag} lets sampling run ahead of learning, and sft samples nothing; leave it at 0")
+    if cfg.driver.kind == "local":
+        raise ConfigError(
+            f"{lag} lets engines sample while the trainer learns, and driver.kind = local has one process for both; "
+            "set driver.kind=ray rollout.placement=apart, or driver.max_lag=0"
+        )
+    if cfg.rollout.placement == "colocated":
+        raise ConfigError(
+            f"{lag} lets engines sample while the trainer learns, and rollout.placement = colocated lets them share "
+            "a GPU; set rollout.placement=apart, or driver.max_lag=0"
+        )
+
+
+def corrected(cfg: Config) -> Any:
+    """Returns the options of the config's algorithm, with ``rollout_is`` turned on where weights that draw are older.
+
+    An algorithm of the user decides itself how it corrects.
+
+    Example:
+        >>> from verl_fn.config import load
+        >>> cfg = load(overrides=["driver.max_lag=1"])
+        >>> corrected(cfg).rollout_is, corrected(load()).rollout_is
+        ('token', None)
+    """
+    options = cfg.algorithm.options
+    if cfg.driver.max_lag > 0 and isinstance(options, PolicyOptimization) and options.rollout_is is None:
+        return attrs.evolve(options, rollout_is="token")
+    return options

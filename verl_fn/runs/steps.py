@@ -1,0 +1,207 @@
+"""The steps of a run: experience is drawn, at once or some steps ahead, and learned from.
+
+Experience is drawn in rounds. A round begins when at most the experience of the next step waits: the engines get the
+weights of that step, and are asked for the experience of the ``max_lag`` steps after it. So the version that draws
+experience depends on the number of its step alone, never on how long anything takes, and no engine gets weights while
+it draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import attrs
+
+from verl_fn.algorithms import Algorithm, Clock, Experience, Report, Workers
+from verl_fn.algorithms.experience import publish
+from verl_fn.algorithms.workers import get_here
+from verl_fn.backends.protocol import Capabilities, Handle, Ref, Request, RolloutBackend, Sample, WeightSource
+from verl_fn.config import Plan
+from verl_fn.data.tasks import Problem, Source
+from verl_fn.driver import ranks
+from verl_fn.state import Batch, pack
+
+from .recorder import Drawn, draw
+from .state import RunState
+
+RANKS = "perf/ranks"
+ROWS_WAITING = "rollout/rows_waiting"
+
+
+@attrs.frozen
+class Pace:
+    """How many problems a step takes, and how far sampling runs ahead of learning.
+
+    Attributes:
+        batch_size: the problems of a step.
+        steps: the steps of the whole run; nothing is drawn for later ones.
+        max_lag: the most steps by which the weights that draw a token are older than those that learn from it; with
+            0, each step samples and then learns.
+    """
+
+    batch_size: int
+    steps: int
+    max_lag: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan) -> Pace:
+        """Returns the pace that a plan asks for."""
+        return cls(plan.data.train_batch_size, plan.trainer.total_training_steps, plan.driver.max_lag)
+
+
+def advance(
+    algorithm: Algorithm[Any], state: RunState, source: Source, w: Workers, pace: Pace
+) -> tuple[RunState, Report, Drawn]:
+    """Takes one step: learns from the experience that has waited longest, after asking for more if it is time.
+
+    Over Ray, the engines draw what was asked for while the training ranks learn.
+
+    Returns:
+        The next state, the step's metrics, and the experience that the step learned from.
+
+    Raises:
+        RuntimeError: the algorithm returned a state whose step is not the next one.
+    """
+    clock = Clock(w.wait)
+    drawn, *waiting = _asked(algorithm, state, source, w, pace, clock)
+    experience = drawn.experience
+    if pace.max_lag:
+        clock.run("wait_prev_gen", get_here, drawn.samples)
+        clock.run("reward", get_here, experience.batch)
+        experience = attrs.evolve(experience, seconds=clock.seconds)
+    after, report = algorithm.learn(state.algorithm, experience, w)
+    if after.step != state.step + 1:
+        raise RuntimeError(
+            f"learn returned a state of step {after.step} after step {state.step}; it must add 1 to step"
+        )
+    report |= _ledger(drawn, waiting, state.step, w)
+    # The config does not hold torchrun's number of processes, and a replay with another number rounds differently.
+    size = ranks.torchrun_size()
+    report |= {RANKS: size} if size > 1 else {}
+    return RunState(after, state.cursor + drawn.problems, tuple(waiting)), report, drawn
+
+
+def _asked(
+    algorithm: Algorithm[Any], state: RunState, source: Source, w: Workers, pace: Pace, clock: Clock
+) -> tuple[Drawn, ...]:
+    """Returns the experience that waits, with that of a new round if one is due."""
+    step, waiting = state.step, state.waiting
+    wanted = range(step + len(waiting), min(step + pace.max_lag + 1, pace.steps))
+    if len(waiting) > 1 or not wanted:
+        return waiting
+    if pace.max_lag:
+        clock.run("wait_prev_gen", get_here, [drawn.samples for drawn in waiting])
+        clock.run("update_weights", publish, w, state.role("actor"), step)
+    key, start = state.key.fold_in("data"), state.cursor + sum(drawn.problems for drawn in waiting)
+    for number in wanted:
+        problems = source.train(key, start, pace.batch_size)
+        start += len(problems)
+        waiting += (_ask(algorithm, state, problems, w, number, ahead=pace.max_lag > 0),)
+    return waiting
+
+
+def _ask(
+    algorithm: Algorithm[Any], state: RunState, problems: Sequence[Problem], w: Workers, step: int, *, ahead: bool
+) -> Drawn:
+    """Asks for the experience of a step, with the weights of ``state``.
+
+    Args:
+        algorithm, state, problems, w: as for ``Algorithm.sample``.
+        step: the step that will learn from it.
+        ahead: return at once, where values are references, instead of waiting for the experience.
+    """
+    if ahead:
+        engine = _Ahead(w.rollout, step - state.step)
+        w = attrs.evolve(w, rollout=engine, wait=get_here)
+    of_step = attrs.evolve(state.algorithm, step=step) if step != state.step else state.algorithm
+
+    def sample(w: Workers) -> Experience:
+        return algorithm.sample(of_step, problems, w)
+
+    return draw(sample, len(problems), w)
+
+
+class _Ahead:
+    """A rollout engine as ``sample`` of a later step sees it: that step's number stands for the engine's version.
+
+    Weights are published under the step that they are of, and ``sample`` asks for the version of its own step. The
+    engine itself sees true versions, and writes these into its samples.
+    """
+
+    def __init__(self, inner: RolloutBackend, steps: int) -> None:
+        self._inner, self._steps = inner, steps
+
+    @property
+    def version(self) -> int | None:
+        version = self._inner.version
+        return None if version is None else version + self._steps
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._inner.capabilities
+
+    def publish(self, version: int, weights: Handle[WeightSource]) -> Ref[None]:
+        return self._inner.publish(version - self._steps, weights)
+
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
+        return self._inner.generate(requests, version=self._true(version))
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
+        return self._inner.stream(requests, version=self._true(version))
+
+    def _true(self, version: int | None) -> int | None:
+        return None if version is None else version - self._steps
+
+    def sleep(self, level: int = 2) -> Ref[None]:
+        return self._inner.sleep(level)
+
+    def wake(self, tags: Sequence[str] = ()) -> Ref[None]:
+        return self._inner.wake(tags)
+
+
+def _ledger(drawn: Drawn, waiting: Sequence[Drawn], step: int, w: Workers) -> Report:
+    """Returns the counts of rows that were asked for, and what became of them; empty where nothing was sampled."""
+    if drawn.samples is None:
+        return {}
+    returned = drawn.scored if drawn.scored is not None else w.call(pack, drawn.samples)
+    report: Report = w.get(w.call(compare_rows, returned, drawn.experience.batch, step, drawn.asked))
+    return report | {"rollout/rows_asked": drawn.asked, ROWS_WAITING: sum(other.asked for other in waiting)}
+
+
+def compare_rows(returned: Batch, learned: Batch, step: int, asked: int) -> Report:
+    """Compares the rows that engine and reward returned with those that a step learns from.
+
+    Args:
+        returned: the rows that were returned.
+        learned: the rows that the step learns from.
+        step: the version of the weights that learn.
+        asked: how many rows the engine was asked for.
+
+    Returns:
+        Rows and sampled tokens that were learned from or dropped, and by how many steps the weights that drew the
+        tokens are older than those that learn; empty where the step learns from other data than rows of samples.
+
+    Example:
+        >>> fields = {"response_mask": [[0.0, 1.0, 1.0]], "versions": [[-1, 3, 4]]}
+        >>> report = compare_rows(batch := Batch.from_rows([[5, 6, 7]], fields), batch, step=4, asked=2)
+        >>> report["rollout/rows_dropped/engine"], report["training/rollout_lag/mean"]
+        (1, 0.5)
+    """
+    if not isinstance(learned, Batch) or "versions" not in learned:
+        # An algorithm of the user may learn from other data.
+        return {}
+    mask = learned["response_mask"].bool()
+    lags = (step - learned["versions"])[mask].double()
+    tokens = int(mask.sum())
+    report: Report = {
+        "rollout/rows_learned": len(learned),
+        "rollout/rows_dropped/engine": asked - len(returned),
+        "rollout/rows_dropped/algorithm": len(returned) - len(learned),
+        "rollout/tokens_learned": tokens,
+        "rollout/tokens_dropped/algorithm": int(returned["response_mask"].bool().sum()) - tokens,
+    }
+    if tokens:
+        lag = {"mean": lags.mean(), "min": lags.min(), "max": lags.max()}
+        report |= {f"training/rollout_lag/{name}": float(value) for name, value in lag.items()}
+    return report
