@@ -7,6 +7,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tests make calls fail on purpose.
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+# Ray gives its actors the priority 15, at which they would wait for all that other workers of pytest-xdist do.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # Tiny models only lose time to a second thread, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

@@ -140,21 +140,23 @@ def numbers(folder):
 
 
 @pytest.mark.slow
-def test_torchrun_fine_tunes_as_one_process_does(model, tmp_path):
+def test_torchrun_fine_tunes_as_one_process_does(warm, model, tmp_path):
     """Two ranks, one folder, one voice; and the local driver goes on from there."""
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    one_process = {"program": [warm]}
+    torchrun = {
+        "program": [warm, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "PYTHON_EXEC": warm,
+    }
     two, one = tmp_path / "two", tmp_path / "one"
-    ended = command(f"model.path={model}", f"trainer.dir={two}", "actor.strategy=fsdp", program=torchrun)
+    ended = command(f"model.path={model}", f"trainer.dir={two}", "actor.strategy=fsdp", **torchrun)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("done: 3 steps") == 1 and "2 processes" in ended.stdout
-    assert command(f"model.path={model}", f"trainer.dir={one}").returncode == 0
+    assert command(f"model.path={model}", f"trainer.dir={one}", **one_process).returncode == 0
     for ours, theirs in zip(numbers(two), numbers(one), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5)
-    more = command(f"model.path={model}", f"trainer.dir={two}", "trainer.total_training_steps=4")
+    more = command(f"model.path={model}", f"trainer.dir={two}", "trainer.total_training_steps=4", **one_process)
     assert more.returncode == 0 and "continuing" in more.stdout and "after step 3" in more.stdout
-    refused = command(
-        f"model.path={model}", f"trainer.dir={two}", "algorithm.name=grpo", "rollout.n=2", program=torchrun
-    )
+    refused = command(f"model.path={model}", f"trainer.dir={two}", "algorithm.name=grpo", "rollout.n=2", **torchrun)
     assert "error: torchrun trains algorithm.name=sft only" in refused.stderr
 
 

@@ -1,7 +1,6 @@
 """A Ray of a run alone: nobody else reaches its ports or reads its files, and it ends as a whole."""
 
 import ipaddress
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -11,6 +10,7 @@ import psutil
 import pytest
 import ray
 import remote_mutants
+from ray._private import worker as ray_worker
 from ray._raylet import AuthenticationMode, get_authentication_mode
 
 from verl_fn.driver import ray_private
@@ -26,11 +26,11 @@ def test_it_is_written_for_this_version():
 
 
 def reachable():
-    """The sockets of all processes of this run that another machine, or another address of this one, can reach."""
+    """The sockets of this process and of Ray's that another machine, or another address of this one, can reach."""
     sockets = []
-    # Other tests keep ranks of their own, which multiprocessing started.
-    others = with_descendants([child.pid for child in multiprocessing.active_children()])
-    for pid in set(with_descendants([os.getpid()])) - set(others):
+    # Other tests keep processes of their own.
+    started = [one.process.pid for infos in ray_worker._global_node.all_processes.values() for one in infos]
+    for pid in [os.getpid(), *with_descendants(started)]:
         process = psutil.Process(pid)
         sockets += [
             (process.name(), connection.laddr)

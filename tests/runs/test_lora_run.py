@@ -11,6 +11,7 @@ from test_train import config, files, model, numbers  # noqa: F401
 
 from verl_fn.cli import main
 from verl_fn.config import load, make_plan
+from verl_fn.config.schema import RayConfig
 from verl_fn.runs.continuing import changes
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run
@@ -118,13 +119,17 @@ def test_targets_that_match_nothing_end_a_run_in_one_line(model, tmp_path, capsy
 def test_ray_and_ranks_give_the_same_lora_run(model, tmp_path):  # noqa: F811
     """Through handles the reference is the actor's base too: one rank bitwise, two sharded ones up to rounding."""
     pytest.importorskip("ray")
+    from verl_fn.driver.ray import connected
+
     said = []
-    for name, more in {
-        "local": [],
-        "ray": ["driver.kind=ray"],
-        "two": ["driver.kind=ray", "ray.ranks=2", "actor.strategy=fsdp"],
-    }.items():
-        train(config(model, tmp_path / name, "grpo", *LORA, *more, "trainer.total_training_steps=2"), said.append)
+    # Both runs of Ray's driver on one cluster, since one takes seconds to start.
+    with connected(RayConfig()):
+        for name, more in {
+            "local": [],
+            "ray": ["driver.kind=ray"],
+            "two": ["driver.kind=ray", "ray.ranks=2", "actor.strategy=fsdp"],
+        }.items():
+            train(config(model, tmp_path / name, "grpo", *LORA, *more, "trainer.total_training_steps=2"), said.append)
     sizes = [line for line in said if line.startswith("actor trains")]
     base = sum(t.numel() for t in load_file(model / "model.safetensors").values())
     moments = load_file(tmp_path / "two/checkpoints/step_2/actor/train_state.safetensors")
