@@ -106,12 +106,17 @@ def _free(value: Any, _: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def _is_mapping(hint: Any) -> bool:
+    origin: Any = typing.get_origin(hint)
+    return origin is Mapping
+
+
 _KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 _CONVERTER = cattrs.Converter(forbid_extra_keys=True)
 for _kind, _accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
     _CONVERTER.register_structure_hook(_kind, _strict(_kind, *_accepted))
 _CONVERTER.register_structure_hook_func(_is_tuple, _tuple)
-_CONVERTER.register_structure_hook_func(lambda hint: typing.get_origin(hint) is Mapping, _free)
+_CONVERTER.register_structure_hook_func(_is_mapping, _free)
 _CONVERTER.register_structure_hook_func(
     lambda hint: isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint), _optional
 )

@@ -79,8 +79,8 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for name, value in table.items():
-        table = isinstance(value, Mapping) and value
-        values |= flat(value, f"{prefix}{name}.") if table else {prefix + name: value}
+        nested = isinstance(value, Mapping) and len(value) > 0
+        values |= flat(value, f"{prefix}{name}.") if nested else {prefix + name: value}
     return values
 
 
