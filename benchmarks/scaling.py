@@ -78,7 +78,8 @@ def _rank(rank: int, ranks: int, port: int, device: str, first: int, pipe: Any, 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch.distributed as dist
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    # The GPUs compute. More threads of one process only take the cores from the others, at a time that varies.
+    torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(first + rank)
     try:

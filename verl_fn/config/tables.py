@@ -79,8 +79,7 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     values: dict[str, Any] = {}
     for name, value in table.items():
-        nested = isinstance(value, Mapping) and len(value) > 0
-        values |= flat(value, f"{prefix}{name}.") if nested else {prefix + name: value}
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return values
 
 

@@ -39,8 +39,8 @@ def wide_gap(step: int, report: Report) -> str:
     """Returns a sentence about a step whose samples came from another distribution than the trainer's; or nothing.
 
     Example:
-        >>> wide_gap(3, {"rollout_corr/k3_kl": 0.5})[:80]
-        "in step 3 the engine's log-probs differ from the trainer's: KL 0.5 per token. Lik"
+        >>> wide_gap(3, {"rollout_corr/k3_kl": 0.5})[:76]
+        "in step 3 the engine's log-probs differ from the trainer's: KL 0.5 per token"
         >>> wide_gap(3, {"rollout_corr/k3_kl": 1e-4})
         ''
     """
