@@ -22,30 +22,22 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist.
 SHARED = {
-    **{
-        f"tests/driver/test_{name}.py": "Ray"
-        for name in ("clusters", "failures", "groups", "private_ray", "publish_benchmark", "ray_driver")
-    },
-    **{f"tests/backends/test_{name}.py": "ranks" for name in ("checkpoints", "fsdp", "loading", "rank_checks")},
+    "Ray": ["clusters", "failures", "groups", "private_ray", "publish_benchmark", "ray_driver"],
+    "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "warm_python", "weight_sync"],
 }
 # What takes longest starts first, so that all workers end at about the same time.
-FIRST = [
-    "Ray",
-    "ranks",
-    "tests/driver/test_torchrun.py",
-    "tests/runs/test_interrupt.py",
-    "tests/runs/test_lora_run.py",
-]
+FIRST = ["Ray", "ranks", "torchrun", "interrupt", "lora_run"]
 
 
 def unit(nodeid):
     """The tests that run in one worker: those of a file, or of all files that share processes."""
-    file = nodeid.partition("::")[0]
-    return SHARED.get(file, file)
+    file = nodeid.partition("::")[0].rpartition("/")[2].removeprefix("test_").removesuffix(".py")
+    return next((name for name, files in SHARED.items() if file in files), file)
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: FIRST.index(unit(item.nodeid)) if unit(item.nodeid) in FIRST else len(FIRST))
+    places = {name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(unit(item.nodeid), len(FIRST)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -48,7 +48,7 @@ def test_files_are_inherited(warm):
     os.close(ours)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
 def test_signals_reach_the_process(warm, number):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     executable = subprocess.Popen([warm, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
