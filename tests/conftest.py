@@ -22,7 +22,10 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist.
 SHARED = {
-    "Ray": ["clusters", "failures", "groups", "private_ray", "publish_benchmark", "ray_driver"],
+    "Ray": [
+        *("batches_benchmark", "clusters", "failures", "groups"),
+        *("overlap", "private_ray", "ray_driver", "weight_sync_benchmark"),
+    ],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "warm_python", "weight_sync"],
 }
 # What takes longest starts first, so that all workers end at about the same time.
