@@ -67,7 +67,7 @@ class Raw:
     def __init__(self, folder: str, shape: str, prompts: int) -> None:
         from verl_fn.backends.vllm.arguments import prepare_environment
 
-        prepare_environment("cuda", 1)
+        prepare_environment("cuda")
         from vllm import LLM, SamplingParams
 
         self.engine = LLM(

@@ -81,7 +81,7 @@ def check_version() -> None:
         )
 
 
-def prepare_environment(device: str, tensor_parallel_size: int) -> None:
+def prepare_environment(device: str) -> None:
     """Sets the variables that vLLM reads when it is imported, where the user has not set them."""
     settings = {
         # The engine of one worker runs in this process; the workers of several are started anew, never forked.

@@ -94,7 +94,7 @@ class Vllm(Serving):
         self._awake = {WEIGHTS, CACHE}
         self._compared = False
         self._outlets: list[Outlet] = []
-        prepare_environment(device, tensor_parallel_size)
+        prepare_environment(device)
         arguments = engine_arguments(
             Path(folder),
             device=device,
@@ -158,6 +158,7 @@ class Vllm(Serving):
     def _draw(
         self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
     ) -> Iterator[tuple[int, Sample]]:
+        self._continue(call)
         self._require(CACHE, "generate")
         self._abort()
         for sampling in dict.fromkeys(request.sampling for request in requests):
@@ -312,6 +313,7 @@ def _started(arguments: Mapping[str, Any], device: str) -> Any:
 
     Raises:
         ModelError: vLLM does not know the model.
+        EngineArgumentError: the GPU has less free memory than the engine may take.
     """
     # The compiler tries out kernels, which it refuses to do in that mode.
     torch.use_deterministic_algorithms(False)
@@ -328,6 +330,8 @@ def _started(arguments: Mapping[str, Any], device: str) -> Any:
             raise ModelError(
                 f"{arguments['model']}: vLLM does not know this model ({error}); set rollout.name=sampler"
             ) from error
+        if "gpu memory utilization" in str(error).lower():
+            raise EngineArgumentError(f"rollout.gpu_memory_utilization does not fit this GPU: {error}") from error
         raise
 
 

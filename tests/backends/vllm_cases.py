@@ -197,6 +197,11 @@ def streams_and_interruptions():
     assert {(s.request, s.number): s.tokens.tolist() for s in made.generate(asked)} == whole
     with pytest.raises(StaleWeightsError, match="interrupted"):
         list(stream)
+    older, newer = made.stream(asked), made.stream(asked)
+    next(newer)
+    with pytest.raises(StaleWeightsError, match="interrupted"):
+        next(older)
+    assert len(list(newer)) == len(whole) - 1
     next(made.stream(asked))
     made.publish(1, trainer().weights(params(3)))
     assert not made._engine.has_unfinished_requests()

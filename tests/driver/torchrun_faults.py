@@ -27,7 +27,7 @@ def no_data(plan, say):
     raise DataError("/data/train.parquet cannot be read")
 
 
-def no_room(aside, state, plan):
+def no_room(*args):
     raise OSError(28, "No space left on device")
 
 
