@@ -209,6 +209,24 @@ def streams_and_interruptions():
     assert other != whole
 
 
+def late_outputs():
+    """A stream is the same where vLLM returns responses a step after it drew them, as it may with GPUs."""
+    made, asked = engine(), requests_for(PROMPTS, Sampling(20, n=4), KEY)
+    made.publish(0, trainer().weights(params(2)))
+    whole = {(s.request, s.number): s.tokens.tolist() for s in made.generate(asked)}
+    step, unfinished, held = made._engine.step, made._engine.has_unfinished_requests, []
+
+    def late():
+        held.append(step() if unfinished() else [])
+        return held.pop(0) if len(held) > 1 or not unfinished() else []
+
+    made._engine.step, made._engine.has_unfinished_requests = late, lambda: unfinished() or any(held)
+    try:
+        assert {(s.request, s.number): s.tokens.tolist() for s in made.stream(asked)} == whole
+    finally:
+        del made._engine.step, made._engine.has_unfinished_requests
+
+
 def sleep_and_wake():
     made, asked = engine(), requests_for(PROMPTS, Sampling(4), KEY)
     made.publish(0, trainer().weights(params(0)))
@@ -223,6 +241,8 @@ def sleep_and_wake():
     made.publish(1, trainer().weights(params(0)))
     made.wake(["cache"])
     assert [s.tokens.tolist() for s in made.generate(asked, version=1)] == expected
+    with pytest.raises(ValueError, match="'kv_cache'"):
+        made.wake(["weights", "kv_cache"])
     # A CPU has nothing to free; what a GPU's engine refuses depends on this record alone.
     made._awake = {"weights"}
     with pytest.raises(AsleepError, match="awake only with its weights"):
