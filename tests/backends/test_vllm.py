@@ -38,14 +38,17 @@ def _same_log_probs(alone):
     assert moved >= 0.1
 
 
+# vLLM's Llama, unlike its Qwen3, has a second layer for the tied weight, of which a CPU keeps a packed copy. Experts
+# are stacked here, and loaded one by one there.
 @pytest.mark.slow
-def test_a_tied_output_layer_of_its_own(monkeypatch):
-    # vLLM's Llama, unlike its Qwen3, has a second layer for the tied weight, of which a CPU keeps a packed copy.
-    monkeypatch.setenv("ARCH", "llama")
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+def test_other_models(monkeypatch, arch):
+    monkeypatch.setenv("ARCH", arch)
     process, call = _process()
     try:
         _same_log_probs(call)
         call("same_draws_as_the_sampler")
+        call("spoilt_publications")
     finally:
         process.kill()
 
