@@ -208,6 +208,8 @@ class Vllm(Serving):
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            # vLLM would copy all of this deeply for each request, and writes to none of it.
+            skip_clone=True,
         )
         rows = {}
         for row in range(len(requests) * sampling.n):

@@ -178,7 +178,10 @@ class DriverConfig:
         "local", "local: this process; ray: rollout, reward and training as actors", in_(("local", "ray"))
     )
     num_threads: int = opt(
-        0, "CPU threads of torch in each process; 0 divides the cores among the ranks", ge(0), le(4096)
+        0,
+        "CPU threads of torch in each process; 0: two beside a GPU, else the cores divided among the ranks",
+        ge(0),
+        le(4096),
     )
     device: str = opt("auto", "cpu, cuda, or auto", in_(("auto", "cpu", "cuda")))
     deterministic: bool = opt(True, "use only kernels whose results repeat bitwise")
