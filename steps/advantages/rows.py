@@ -43,8 +43,7 @@ def group_mean(
         >>> group_mean(torch.tensor([1.0, 4.0, 9.0]), groups, count, torch.tensor([2.0, 1.0, 1.0])).tolist()
         [2.0, 9.0]
     """
-    if weights is None:
-        return group_sum(values, groups, count) / count
+    weights = torch.ones_like(values) if weights is None else weights
     # Distances from the largest value, so that the mean of equal values is exactly that value for all weights.
     top = group_max(values, groups, count)
     total = group_sum(weights, groups, count)
