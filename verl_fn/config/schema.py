@@ -297,7 +297,7 @@ class Config:
 
     def _check_engine(self) -> None:
         r = self.rollout
-        if r.name == "vllm" and self.driver.kind != "ray" and self.algorithm.name != "sft":
+        if r.name == "vllm" and self.driver.kind != "ray":
             raise ConfigError(
                 'rollout.name = "vllm" runs in processes of its own: set driver.kind=ray, or rollout.name=sampler'
             )
