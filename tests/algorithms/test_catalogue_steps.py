@@ -9,7 +9,7 @@ from verl_fn.algorithms.experience import weighted_minibatches
 from verl_fn.algorithms.policy import selection
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import GRPO, PPO
-from verl_fn.config.algorithms import GROUP_ESTIMATORS, POLICY_LOSSES
+from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.data.tasks import TASKS
 from verl_fn.rewards import Reward, by_rules
 from verl_fn.state import Key, Sampling, tree

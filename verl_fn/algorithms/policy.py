@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 
 from verl_fn.config import ConfigError
-from verl_fn.config.algorithms import GRPO, PPO, TOKEN_BASELINES, PolicyOptimization
+from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
+from verl_fn.config.catalogue import TOKEN_BASELINES
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.state import Batch, Key, TokenOutputs
 from verl_fn.steps import (

@@ -23,7 +23,8 @@ from verl_fn.config import (
     options_lines,
     origins,
 )
-from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, GROUP_ESTIMATORS, KL_TYPES, POLICY_LOSSES
+from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, KL_TYPES
+from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.config.loading import algorithm_options
 from verl_fn.errors import UsageError
 from verl_fn.runs.screen import complain, say

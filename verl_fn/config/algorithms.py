@@ -8,22 +8,12 @@ from typing import Any
 import attrs
 from attrs.validators import ge, gt, in_, le
 
+from .catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
 from .fields import MOST, opt, sub
 from .names import is_reference
 from .roles import Role, one_a_step
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
-POLICY_LOSSES = (
-    "ppo_clip", "gspo", "sapo", "cispo", "gpg", "dro", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov", "kl_cov",
-    "reinforce",
-)  # fmt: skip
-GROUP_ESTIMATORS = (
-    "grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo",
-    "optimal_token_baseline", "tir_optimal_token_baseline",
-)  # fmt: skip
-TOKEN_BASELINES = GROUP_ESTIMATORS[-2:]
-SCALED_BY_STD = ("grpo", "grpo_passk", "gdpo")
-CLIPPED = ("ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov")
 KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
 
 

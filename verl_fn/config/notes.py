@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .algorithms import BUILT_IN, CLIPPED, GRPO, PPO, SCALED_BY_STD, TOKEN_BASELINES, PolicyOptimization
+from .algorithms import BUILT_IN, GRPO, PPO, PolicyOptimization
+from .catalogue import CLIPPED, SCALED_BY_STD, TOKEN_BASELINES
 from .fields import ConfigError
 from .lag import corrected
 from .loading import elsewhere, load, raw_table, to_table
