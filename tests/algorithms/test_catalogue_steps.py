@@ -1,5 +1,7 @@
 """Every policy loss and every estimator that a config can name takes steps of GRPO, on mocks."""
 
+import pickle
+
 import attrs
 import pytest
 import torch
@@ -15,7 +17,7 @@ from verl_fn.rewards import Reward, by_rules
 from verl_fn.state import Key, Sampling, tree
 from verl_fn.steps import adamw
 from verl_fn.steps.aggregate import last_of_rows
-from verl_fn.testing import Mock, MockRollout, sample_table
+from verl_fn.testing import Mock, MockRollout, sample_table, tiny_batch, tiny_outputs
 
 TASK = TASKS["count"]
 TOKENIZER = char_tokenizer(TASK.alphabet)
@@ -118,6 +120,14 @@ def test_rows_are_weighted_where_the_loss_has_values_of_rows():
     assert "row_weight" not in actor.updates[0]
     parts = weighted_minibatches(actor.updates[0], (1, 4), 1, None, "token-mean", None, rows_too=True)
     assert [float(part["row_weight"].sum()) for part in parts] == pytest.approx([1.0] * 4)
+
+
+def test_a_selection_travels_to_another_process():
+    chosen = selection(GRPO(policy_loss="clip_cov", clip_cov_ratio=0.3, clip_cov_lb=0.0, top_entropy_quantile=0.5))
+    batch, key = tiny_batch(), Key.from_seed(3)
+    outputs = tiny_outputs(batch, chosen.needs)
+    there = pickle.loads(pickle.dumps(chosen.choose))
+    assert tree.equal(there(batch, outputs, key), chosen.choose(batch, outputs, key))
 
 
 def test_dro_needs_its_weight():
