@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | docs | lock.  Everything is installed below this folder: .uv and .venv.
+# make setup | demo | test | test-peers | lint | docs | lock.  All is installed below this folder: .uv, .venv, .peers.
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,7 +6,10 @@ STAMP := $(VENV)/.stamp
 UV := .uv/bin/uv
 DEMO_SEED ?= 1
 
-.PHONY: setup demo test lint docs lock clean
+PEERS := .peers
+PEERS_REPORT := benchmarks/results/verl_core_algos.json
+
+.PHONY: setup demo test test-peers lint docs lock clean
 
 setup: $(STAMP)
 
@@ -30,6 +33,15 @@ test: $(STAMP)
 	@$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --no-loadscope-reorder --durations=30 \
 		--durations-min=2
 
+# verl and what its functions import that .venv lacks; .venv itself stays as it is.
+$(PEERS)/.stamp: locks/peers.txt $(STAMP)
+	@rm -rf $(PEERS) && $(UV) pip install --quiet --python $(BIN)/python --target $(PEERS) --no-deps --require-hashes \
+		-r locks/peers.txt
+	@touch $@
+
+test-peers: $(STAMP) $(PEERS)/.stamp
+	@PYTHONPATH=$(PEERS) VERL_FN_PEERS_REPORT=$(PEERS_REPORT) $(BIN)/python -m pytest -n0 tests/peers
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -49,4 +61,4 @@ lock: $(UV)
 	$(COMPILE) --extra dev --extra docs --extra vllm -o locks/vllm.txt
 
 clean:
-	rm -rf $(VENV) .uv runs site
+	rm -rf $(VENV) $(PEERS) .uv runs site

@@ -24,6 +24,8 @@ class TokenOutputs(Node):
 
     * ``logprobs[t]``: the log-probability of token t at the row's sampling temperature, in nats.
     * ``entropy[t]``: the entropy of the distribution that token t was drawn from, in nats.
+    * ``sum_pi_squared[t]``: the sum of squared probabilities of that distribution, the chance that two draws are
+      equal; it has no gradient, so only ``forward`` gives it.
     * ``values[t]``: the value of the state before token t.
     * ``row_values[b]``: the value of the state after the last token of row b; a reward model's score of the row.
 

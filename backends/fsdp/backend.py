@@ -245,7 +245,7 @@ class Fsdp:
         expect_params("forward", params, batch)
         refuse_derivatives("forward", params, batch)
         with self._one_call():
-            return self._forward(params, batch.detached(), check_needs(self.head, needs))
+            return self._forward(params, batch.detached(), check_needs(self.head, needs, forward=True))
 
     def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
         outputs: list[dict[str, Tensor]] = []

@@ -49,10 +49,46 @@ def logprobs_and_entropy(
     """
     if plain:
         return _plain(hidden, weight, bias, targets, temperature, entropy)
-    if chunk is None:
-        chunk = max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // len(weight))
+    chunk = chunk or _default_chunk(hidden, weight)
     logprobs, entropies, _ = _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy, chunk)
     return logprobs, entropies if entropy else None
+
+
+@torch.no_grad()
+def sum_pi_squared(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    temperature: Float[Tensor, " N"] | None = None,
+    *,
+    chunk: int | None = None,
+) -> Float[Tensor, " N"]:
+    """Returns the sum of squared probabilities under softmax(logits / temperature), as a constant for autograd.
+
+    It is the chance that two draws are the same token.
+
+    Args:
+        hidden: hidden states.
+        weight: of the output layer.
+        bias: of the output layer, if it has one.
+        temperature: one for each hidden state; None stands for 1.
+        chunk: how many are computed at a time, as for ``logprobs_and_entropy``.
+
+    Example:
+        >>> sum_pi_squared(torch.zeros(1, 2), torch.zeros(4, 2), None).tolist()
+        [0.25]
+    """
+    chunk = chunk or _default_chunk(hidden, weight)
+    sums = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    for part in _slices(len(hidden), chunk):
+        logits = _scaled(torch.nn.functional.linear(hidden[part], weight, bias), _at(temperature, part))
+        log_z = logits.logsumexp(-1)
+        sums[part] = (logits.mul_(2.0).logsumexp(-1) - 2.0 * log_z).exp()
+    return sums
+
+
+def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
+    return max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // len(weight))
 
 
 def _plain(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_fn.backends.hf.attention import Packing
-from verl_fn.backends.hf.logprobs import logprobs_and_entropy
+from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.ulysses import Sequence
 from verl_fn.state import PER_ROW, Batch, TokenOutputs
@@ -22,6 +22,8 @@ SUPPORTED_NEEDS = {
     "lm": frozenset({"logprobs", "entropy"}),
     "value": frozenset({"values", "row_values"}),
 }
+# Outputs that only ``forward`` gives, since they have no gradient.
+CONSTANT_NEEDS = {"lm": frozenset({"sum_pi_squared"}), "value": frozenset[str]()}
 
 
 @attrs.frozen(eq=False)
@@ -101,18 +103,7 @@ def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> T
     at_targets = _Reading.of(staged.targets, staged.targets - 1, batch.num_tokens, sequence)
     layer = skeleton.output_layer
     if skeleton.head == "lm":
-        logprobs, entropy = logprobs_and_entropy(
-            at_targets.read(hidden),
-            layer.weight,
-            layer.bias,
-            batch.tokens[at_targets.places],
-            at_targets.chosen(staged.temperature),
-            entropy="entropy" in wanted,
-            plain=staged.packing.plain,
-        )
-        outputs = {"logprobs": at_targets.spread(logprobs)}
-        if entropy is not None:
-            outputs["entropy"] = at_targets.spread(entropy)
+        outputs = _of_vocabulary(at_targets, hidden, layer, staged, wanted)
         return TokenOutputs({name: t for name, t in outputs.items() if name in wanted})
     outputs = {}
     if "values" in wanted:
@@ -122,6 +113,28 @@ def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> T
         after_last = _Reading.of(rows, batch.last, len(batch), sequence)
         outputs["row_values"] = after_last.spread(layer(after_last.read(hidden)).float()[:, 0])
     return TokenOutputs(outputs)
+
+
+def _of_vocabulary(
+    at_targets: _Reading, hidden: Tensor, layer: torch.nn.Linear, staged: Staged, wanted: set[str]
+) -> dict[str, Tensor]:
+    """Returns outputs of the distribution over the vocabulary."""
+    read, temperature = at_targets.read(hidden), at_targets.chosen(staged.temperature)
+    logprobs, entropy = logprobs_and_entropy(
+        read,
+        layer.weight,
+        layer.bias,
+        staged.batch.tokens[at_targets.places],
+        temperature,
+        entropy="entropy" in wanted,
+        plain=staged.packing.plain,
+    )
+    outputs = {"logprobs": at_targets.spread(logprobs)}
+    if entropy is not None:
+        outputs["entropy"] = at_targets.spread(entropy)
+    if "sum_pi_squared" in wanted:
+        outputs["sum_pi_squared"] = at_targets.spread(sum_pi_squared(read, layer.weight, layer.bias, temperature))
+    return outputs
 
 
 @attrs.frozen(eq=False)
@@ -175,19 +188,30 @@ def check_head(head: str) -> str:
     return head
 
 
-def check_needs(head: str, needs: Iterable[str]) -> frozenset[str]:
+def check_needs(head: str, needs: Iterable[str], *, forward: bool = False) -> frozenset[str]:
     """Returns the needs as a set after checking them.
 
+    Args:
+        head: the model's head.
+        needs: the names of outputs.
+        forward: whether outputs without a gradient may be among them.
+
     Raises:
-        ValueError: the head cannot compute one of them.
+        ValueError: the head cannot compute one of them, or a loss needs one that has no gradient.
 
     Example:
         >>> sorted(check_needs("lm", ["logprobs"]))
         ['logprobs']
+        >>> check_needs("lm", ["sum_pi_squared"])
+        Traceback (most recent call last):
+        ValueError: a loss cannot need ['sum_pi_squared'], which has no gradient; ...
     """
     wanted = frozenset(needs)
-    if not wanted <= SUPPORTED_NEEDS[head]:
+    if constant := sorted(wanted & CONSTANT_NEEDS[head]) if not forward else []:
         raise ValueError(
-            f"a {head} model gives {sorted(SUPPORTED_NEEDS[head])}, not {sorted(wanted - SUPPORTED_NEEDS[head])}"
+            f"a loss cannot need {constant}, which has no gradient; write what forward gives into the batch"
         )
+    known = SUPPORTED_NEEDS[head] | CONSTANT_NEEDS[head] if forward else SUPPORTED_NEEDS[head]
+    if not wanted <= known:
+        raise ValueError(f"a {head} model gives {sorted(known)}, not {sorted(wanted - known)}")
     return wanted

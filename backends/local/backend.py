@@ -180,7 +180,7 @@ class Local:
         """
         expect_params("forward", params, batch)
         refuse_derivatives("forward", params, batch)
-        wanted = check_needs(self.head, needs)
+        wanted = check_needs(self.head, needs, forward=True)
         with self._one_call():
             tensors = self._compute_tensors(params)
             split = split_by_tokens(batch, self.max_tokens)

@@ -44,6 +44,7 @@ from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_lo
 from verl_fn.steps.losses.contract import check_fields
 
 NEEDS = frozenset({"logprobs", "entropy", "values", "row_values"})
+CONSTANT_NEEDS = frozenset({"sum_pi_squared"})
 METHODS = (
     "init",
     "load_pretrained",
@@ -173,7 +174,7 @@ class Mock:
         self._called("forward")
         expect_params("forward", params, batch)
         refuse_derivatives("forward", params, batch)
-        wanted = _check_needs(needs)
+        wanted = _check_needs(needs, NEEDS | CONSTANT_NEEDS)
         split = split_by_tokens(batch, self.max_tokens)
         return split.join_outputs([TokenOutputs(_Lookup.of(params, part).outputs(wanted)) for part in split])
 
@@ -190,7 +191,7 @@ class Mock:
         expect_state("forward_backward", state, batch)
         refuse_derivatives("forward_backward", state, batch)
         check_weights(loss, batch)
-        wanted = _check_needs(loss.needs)
+        wanted = _check_needs(loss.needs, NEEDS)
         params = tree.map_tensors(Tensor.detach, state.params)
         gathered = {name: torch.zeros_like(t) for name, t in params.items()}
         reported: Metrics = {}
@@ -209,7 +210,7 @@ class Mock:
         expect("loss_fn", Batch, batch)
         # Weights may be traced, so their values are not checked.
         check_fields(loss, batch)
-        wanted = _check_needs(loss.needs)
+        wanted = _check_needs(loss.needs, NEEDS)
 
         @isolated(gradients=None)
         def fn(params: Params) -> tuple[Tensor, Metrics]:
@@ -281,6 +282,7 @@ class _Lookup:
             "logprobs": lambda: self.log_probs.gather(1, self.tokens[self.targets, None])[:, 0],
             "entropy": lambda: self._entropy,
             "values": lambda: self.values,
+            "sum_pi_squared": lambda: self.log_probs.exp().square().sum(-1),
         }
         zeros = torch.zeros(len(self.tokens))
         return {
@@ -318,8 +320,8 @@ def _tables(folder: str | Path) -> dict[str, Tensor]:
     return {name: t.clone() for name, t in load_file(Path(folder) / MODEL).items()}
 
 
-def _check_needs(needs: Iterable[str]) -> list[str]:
+def _check_needs(needs: Iterable[str], known: frozenset[str]) -> list[str]:
     wanted = sorted(set(needs))
-    if unknown := set(wanted) - NEEDS:
-        raise ValueError(f"a mock gives {sorted(NEEDS)}, not {sorted(unknown)}")
+    if unknown := set(wanted) - known:
+        raise ValueError(f"a mock gives {sorted(known)}, not {sorted(unknown)}")
     return wanted

@@ -7,7 +7,24 @@ warning.
 
 from .columns import whiten_masked
 from .gae import gae
-from .group import grpo, rloo
-from .reinforce import reinforce_plus_plus
+from .group import dr_grpo, gpg, grpo, grpo_passk, opo, rloo
+from .normalised import gdpo, reinforce_plus_plus_baseline
+from .reinforce import reinforce_plus_plus, remax
+from .token_baseline import optimal_token_baseline, tir_optimal_token_baseline
 
-__all__ = ["gae", "grpo", "reinforce_plus_plus", "rloo", "whiten_masked"]
+__all__ = [
+    "dr_grpo",
+    "gae",
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "rloo",
+    "tir_optimal_token_baseline",
+    "whiten_masked",
+]

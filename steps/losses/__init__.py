@@ -11,9 +11,13 @@ from .contract import (
     total_loss,
     weighted_sum,
 )
-from .policy import entropy, kl_to_reference, ppo_clip
+from .covariance import clip_cov, kl_cov
+from .divergence import dppo_kl, dppo_tv
+from .policy import entropy, kl_to_reference, ppo_clip, reinforce
 from .preference import bradley_terry
+from .sequence import geo_mean, gspo
 from .supervised import cross_entropy
+from .surrogates import cispo, dro, sapo
 from .value import value_clip
 
 __all__ = [
@@ -22,12 +26,22 @@ __all__ = [
     "Term",
     "bradley_terry",
     "check_weights",
+    "cispo",
+    "clip_cov",
     "cross_entropy",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
     "entropy",
+    "geo_mean",
+    "gspo",
+    "kl_cov",
     "kl_to_reference",
     "loss",
     "ppo_clip",
+    "reinforce",
     "row_mean",
+    "sapo",
     "token_mean",
     "total_loss",
     "value_clip",

@@ -1,4 +1,4 @@
-"""Policy losses: the clipped surrogate, the entropy and the KL to a reference."""
+"""Policy losses: the clipped surrogate, the plain policy gradient, the entropy and the KL to a reference."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from verl_fn.state import Batch, Metrics, TokenOutputs
 from verl_fn.steps.kl import kl_penalty
 
 from .contract import Loss, loss, token_mean, weighted_sum
+from .ratio import bounds, log_ratio
 
 
 def ppo_clip(
@@ -38,17 +39,15 @@ def ppo_clip(
     Source: Schulman et al. 2017 (arXiv 1707.06347); dual clip, Ye et al. 2020 (arXiv 1912.09729);
     separate bounds, Yu et al. 2025 (DAPO, arXiv 2503.14476).
     """
-    low = clip_ratio if clip_ratio_low is None else clip_ratio_low
-    high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+    low, high = bounds(clip_ratio, clip_ratio_low, clip_ratio_high)
     if clip_ratio_c <= 1.0:
         raise ValueError(f"clip_ratio_c is {clip_ratio_c}; the dual clip needs a value above 1")
 
     @loss(needs=["logprobs"])
     def ppo_clip(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
         advantages = batch["advantages"]
-        # The exponential of a large log-ratio would overflow.
-        log_ratio = (outputs.logprobs - batch["old_log_probs"]).clamp(-20.0, 20.0)
-        ratio = log_ratio.exp()
+        gap = log_ratio(outputs, batch)
+        ratio = gap.exp()
         unclipped = -advantages * ratio
         clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
         upper = torch.maximum(unclipped, clipped)
@@ -58,10 +57,36 @@ def ppo_clip(
             "actor/pg_loss": weighted_sum(batch, per_token),
             "actor/pg_clipfrac": token_mean(batch, clipped > unclipped),
             "actor/pg_clipfrac_lower": token_mean(batch, (upper > cap) & (advantages < 0)),
-            "actor/ppo_kl": token_mean(batch, -log_ratio),
+            "actor/ppo_kl": token_mean(batch, -gap),
         }
 
     return ppo_clip
+
+
+def reinforce() -> Loss:
+    """Returns the policy gradient itself as a loss: ``-advantage * log-probability``. It reads ``advantages``.
+
+    GPG's loss is the same; its advantages (``steps.gpg``) differ. Only the metric ``actor/ppo_kl`` reads
+    ``old_log_probs``.
+
+    Example:
+        >>> batch = Batch.from_rows([[1]], {"old_log_probs": [[-2.0]], "advantages": [[3.0]],
+        ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> reinforce()(TokenOutputs({"logprobs": torch.tensor([-2.0])}), batch)[0].tolist()
+        [6.0]
+
+    Source: Williams 1992; GPG, Chu et al. 2025 (arXiv 2504.02546).
+    """
+
+    @loss(needs=["logprobs"])
+    def reinforce(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        per_token = -batch["advantages"] * outputs.logprobs
+        return per_token, {
+            "actor/pg_loss": weighted_sum(batch, per_token),
+            "actor/ppo_kl": token_mean(batch, -log_ratio(outputs, batch)),
+        }
+
+    return reinforce
 
 
 def entropy() -> Loss:

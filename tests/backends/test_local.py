@@ -19,6 +19,7 @@ from verl_fn.steps import (
     cross_entropy,
     entropy,
     frozen,
+    loss,
     ppo_clip,
     value_clip,
 )
@@ -226,6 +227,21 @@ def test_batches_that_cannot_be_run_are_refused(tiny):
         backend.forward_backward(state, short, cross_entropy())
     with pytest.raises(ValueError, match=r"a lm model gives .* not \['values'\]"):
         backend.forward(state.params, short, ["values"])
+
+
+def test_the_chance_of_equal_draws_comes_from_forward_alone(tiny):
+    """It is at least the square of the token's own probability, and 1 where the distribution has one token."""
+    backend, batch = Local(tiny, OPTIMIZER), ragged()
+    state = backend.load_pretrained()
+    outputs = backend.forward(state.params, batch, ["logprobs", "entropy", "sum_pi_squared"])
+    mask, chance = batch["response_mask"] != 0, outputs.sum_pi_squared
+    assert not chance[~mask].any() and bool((chance <= 1.0 + 1e-6).all())
+    assert bool((chance >= outputs.logprobs.exp().square() - 1e-6)[mask].all())
+    # By Jensen's inequality, exp(-entropy) is no more than the mean probability of a draw.
+    assert bool((chance >= (-outputs.entropy).exp() - 1e-6)[mask].all())
+    reads = loss(needs=["sum_pi_squared"])(lambda outputs, batch: (outputs.sum_pi_squared, {}))
+    with pytest.raises(ValueError, match=r"a loss cannot need \['sum_pi_squared'\], which has no gradient"):
+        backend.forward_backward(state, aggregate(batch), reads)
 
 
 def test_states_keep_their_meaning_when_another_folder_is_read(tiny, tmp_path):

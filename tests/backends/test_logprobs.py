@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_fn.backends.hf.logprobs import logprobs_and_entropy
+from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 
 N, H, V = 23, 8, 31
 
@@ -46,6 +46,17 @@ def test_values_and_gradients(bias, chunk, entropy):
         assert got_h is None
     got = torch.autograd.grad(total, ours)
     assert all(torch.allclose(a.double(), b, atol=1e-4) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_sum_pi_squared(bias, chunk):
+    hidden, weight, shift, _, temperature = inputs(bias)
+    probs = (torch.nn.functional.linear(hidden, weight, shift) / temperature[:, None]).softmax(-1)
+    narrow = [None if t is None else t.float() for t in (hidden, weight, shift, temperature)]
+    got = sum_pi_squared(*narrow, chunk=chunk)
+    assert torch.allclose(got.double(), probs.square().sum(-1), atol=1e-5) and not got.requires_grad
+    assert torch.equal(narrow[0], hidden.float())
 
 
 def test_no_temperature_is_temperature_one():

@@ -142,12 +142,55 @@ def rounds_to_bf16(batch):
     return new.with_tokens(advantages=new["advantages"].bfloat16().to(new["advantages"].dtype))
 
 
+def first_of_the_best(batch):
+    """Praises the best row of each group, and the first one where several are the best."""
+    scores = batch.sum_rows(torch.where(batch["response_mask"].bool(), batch["token_level_rewards"], 0.0))
+    praised = torch.zeros_like(scores)
+    for group in batch["group"].unique():
+        (rows,) = torch.where(batch["group"] == group)
+        praised[rows[scores[rows].argmax()]] = scores[rows].amax()
+    return outcome(batch, praised)
+
+
+def against_the_same_position(batch):
+    """Compares tokens of a group that have the same position in their rows, prompts included."""
+    mask, width = batch["response_mask"].bool(), int(batch.positions.max()) + 1
+    scores = batch.spread(batch.sum_rows(torch.where(mask, batch["token_level_rewards"], 0.0)))
+    _, groups = batch["group"].unique(return_inverse=True)
+    cell = batch.spread(groups) * width + batch.positions
+    total, count = (
+        torch.zeros(width * len(batch), dtype=torch.float64).index_add(0, cell, torch.where(mask, x, 0.0).double())
+        for x in (scores, torch.ones_like(scores))
+    )
+    advantages = torch.where(mask, scores - (total / count.clamp(min=1))[cell].to(scores), 0.0)
+    return batch.with_tokens(advantages=advantages, returns=advantages)
+
+
+def gathers_over_rows(batch):
+    """A weight that goes on growing from row to row."""
+    w = torch.where(batch["response_mask"].bool(), 1.0 + batch["sum_pi_squared"], 0.0)
+    new = rloo(batch)
+    return new.with_tokens(advantages=new["advantages"] / w.cumsum(0).clamp(min=1.0))
+
+
+def ignores_the_baseline_of_holes(batch):
+    """Subtracts a row's baseline from all of its tokens, the prompt's too."""
+    return batch.with_tokens(
+        advantages=rloo(batch)["advantages"] - batch.spread(batch["reward_baselines"]),
+        returns=rloo(batch)["returns"],
+    )
+
+
 def outcome(batch, advantages):
     spread = torch.where(batch["response_mask"].bool(), batch.spread(advantages), 0.0)
     return batch.with_tokens(advantages=spread, returns=spread)
 
 
 ADVANTAGES = [
+    (first_of_the_best, "Zero"),
+    (against_the_same_position, "Zero"),
+    (gathers_over_rows, "Rows"),
+    (ignores_the_baseline_of_holes, "Zero"),
     (writes_to_rewards, "Purity"),
     (explores, "Purity"),
     (running_baseline(), "Purity"),

@@ -217,7 +217,51 @@ def reads_what_no_backend_serves(outputs, batch):
     return outputs.hidden.sum(-1), {}
 
 
+@loss(needs=["logprobs"])
+def selects_inside(outputs, batch):
+    """Leaves out the tokens of highest covariance in this micro-batch."""
+    advantages, mask = batch["advantages"], batch["response_mask"] != 0
+    covariance = torch.where(mask, advantages * outputs.logprobs.detach(), -torch.inf)
+    largest = covariance >= covariance.topk(max(1, int(0.2 * int(mask.sum())))).values[-1]
+    return torch.where(largest, 0.0, -advantages * outputs.logprobs), {}
+
+
+@loss(needs=["logprobs"])
+def draws_inside(outputs, batch):
+    """Leaves out tokens that a generator of the process draws."""
+    drawn = torch.randperm(batch.num_tokens)[: batch.num_tokens // 2]
+    return -(batch["advantages"] * outputs.logprobs).index_fill(0, drawn, 0.0), {}
+
+
+@loss(needs=["logprobs"])
+def one_ratio_for_all_rows(outputs, batch):
+    mask = batch["response_mask"] != 0
+    gap = torch.where(mask, (outputs.logprobs - batch["old_log_probs"]).clamp(-20.0, 20.0), 0.0)
+    return -batch["advantages"] * (gap.sum() / mask.sum().clamp(min=1)).exp(), {}
+
+
+@loss(needs=["logprobs"], level="row")
+def ratio_over_whole_lengths(outputs, batch):
+    """The geometric mean over a row's prompt and response."""
+    mask = batch["response_mask"] != 0
+    gap = torch.where(mask, (outputs.logprobs - batch["old_log_probs"]).clamp(-20.0, 20.0), 0.0)
+    advantages = batch.sum_rows(torch.where(mask, batch["advantages"], 0.0))
+    return -advantages * (batch.sum_rows(gap) / batch.lengths).exp(), {}
+
+
+@loss(needs=["logprobs"])
+def penalizes_without_advantage(outputs, batch):
+    """A penalty that ``zero_advantages`` must be told of, as that of DRO."""
+    gap = outputs.logprobs - batch["old_log_probs"]
+    return gap.square() - batch["advantages"] * outputs.logprobs, {}
+
+
 LOSSES = [
+    (selects_inside, "Split invariance"),
+    (draws_inside, "Purity"),
+    (one_ratio_for_all_rows, "Split invariance"),
+    (ratio_over_whole_lengths, "Zero"),
+    (penalizes_without_advantage, "Zero"),
     (compares_with_the_next_row, "Split invariance"),
     (mean_over_rows, "Split invariance"),
     (token_loss_as_row_loss, "Signature"),

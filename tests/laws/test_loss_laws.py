@@ -10,11 +10,21 @@ from verl_fn.steps import (
     aggregate,
     aggregate_rows,
     bradley_terry,
+    cispo,
+    clip_cov,
     cross_entropy,
+    dppo_kl,
+    dppo_tv,
+    dro,
     entropy,
+    geo_mean,
+    gspo,
+    kl_cov,
     kl_to_reference,
     loss,
     ppo_clip,
+    reinforce,
+    sapo,
     value_clip,
 )
 from verl_fn.steps.aggregate import MODES, ROW_MODES
@@ -26,6 +36,21 @@ LOSSES = {
     "ppo_clip": (ppo_clip(), True),
     "ppo_clip with bounds of its own": (ppo_clip(clip_ratio_low=0.1, clip_ratio_high=0.28), True),
     "ppo_clip with a tight dual clip": (ppo_clip(clip_ratio_c=1.2), True),
+    "reinforce": (reinforce(), True),
+    "gspo": (gspo(), True),
+    "gspo with bounds of its own": (gspo(clip_ratio_low=0.02, clip_ratio_high=0.05), True),
+    "geo_mean": (geo_mean(), True),
+    "geo_mean with bounds of its own": (geo_mean(0.4, clip_ratio_low=0.1), True),
+    "sapo": (sapo(), True),
+    "sapo, sharp": (sapo(2.0, 5.0), True),
+    "cispo": (cispo(), True),
+    "dro": (dro(0.5), False),
+    "dppo_tv": (dppo_tv(0.1), True),
+    "dppo_kl": (dppo_kl(0.05), True),
+    "dppo_kl, truncated early": (dppo_kl(0.05, clip_ratio_high=0.2, clip_ratio_c=1.1), True),
+    "clip_cov": (clip_cov(), True),
+    "kl_cov": (kl_cov(), False),
+    "geo_mean and KL": (geo_mean() + 0.1 * kl_to_reference(), False),
     "value_clip": (value_clip(), True),
     "value_clip, tight": (value_clip(0.05), True),
     "entropy": (entropy(), True),
@@ -43,7 +68,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(key=KEYS, rows=st.integers(1, 9))
-@examples(6)
+@examples(5)
 def test_built_in_loss(name, key, rows):
     built_in, policy_only = LOSSES[name]
     check_loss(built_in, tiny_batch(key, rows=rows), zero_advantages=policy_only, key=key)

@@ -112,8 +112,8 @@ from verl_fn.steps import loss
 def reinforce(outputs, batch):
     return -batch["advantages"] * outputs.logprobs, {}
 
-@loss(needs=["logprobs"], level="row")
-def by_row(outputs, batch):
+@loss(needs=["logprobs"], level="row", together="group")
+def by_group(outputs, batch):
     return -batch.sum_rows(outputs.logprobs), {}
 
 def signs(batch):
@@ -135,7 +135,7 @@ def test_a_loss_and_an_estimator_of_ones_own(tiny, tmp_path):
     assert {abs(row["critic/advantages/max"]) for row in rows} == {1.0}
     for name, message in (
         ("signs", "signs is a function, where a Loss is expected"),
-        ("by_row", "values of whole rows"),
+        ("by_group", "keeps rows together by 'group'"),
     ):
         wrong = [*TINY, *more, f"algorithm.policy_loss={tmp_path}/parts.py:{name}", f"trainer.dir={tmp_path}/wrong"]
         with pytest.raises(ConfigError, match=rf"algorithm.policy_loss: .*{message}"):

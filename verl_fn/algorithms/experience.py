@@ -13,9 +13,10 @@ from verl_fn.config.algorithms import Aggregation, PolicyOptimization
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch, Key, Metrics, Sample, TokenOutputs, pack, requests_for
-from verl_fn.steps import AdaptiveKL, FixedKL, Loss, aggregate, apply_kl_in_reward, scan
+from verl_fn.steps import AdaptiveKL, FixedKL, Loss, aggregate, aggregate_rows, apply_kl_in_reward, scan
 
 from .contract import Experience
+from .policy import Selection
 from .reports import update_report
 from .workers import Clock, Workers
 
@@ -52,19 +53,28 @@ def packed(samples: Sequence[Sample]) -> Batch:
     return pack(samples)
 
 
-def annotate(batch: Any, state: Any, w: Workers, clock: Clock, *, reference: bool, critic: bool = False) -> Any:
-    """Writes ``old_log_probs`` and ``entropys``, and if asked ``ref_log_prob`` and ``values``, into the batch.
+def annotate(
+    batch: Any,
+    state: Any,
+    w: Workers,
+    clock: Clock,
+    *,
+    reference: bool,
+    critic: bool = False,
+    outputs: tuple[str, ...] = ("logprobs", "entropy"),
+) -> Any:
+    """Writes the actor's outputs, and if asked ``ref_log_prob`` and ``values``, into the batch.
 
     The forward passes of roles on workers of their own overlap.
 
     Args:
         state: has ``actor``, and ``critic`` and ``reference`` as asked for; without a reference of its own, the
             actor's frozen base stands for it.
+        reference, critic: whether ``ref_log_prob`` and ``values`` are asked for.
+        outputs: the actor's outputs; ``logprobs`` is written as ``old_log_probs`` and ``entropy`` as ``entropys``.
     """
     actor, params = w.trainers["actor"], state.actor.params
-    passes: dict[str, Callable[[], Any]] = {
-        "old_log_prob": lambda: actor.forward(params, batch, ("logprobs", "entropy"))
-    }
+    passes: dict[str, Callable[[], Any]] = {"old_log_prob": lambda: actor.forward(params, batch, outputs)}
     if reference:
         if state.reference is None:
             passes["ref"] = lambda: actor.forward(params.base, batch, ("logprobs",))
@@ -72,13 +82,14 @@ def annotate(batch: Any, state: Any, w: Workers, clock: Clock, *, reference: boo
             passes["ref"] = lambda: w.trainers["reference"].forward(state.reference.params, batch, ("logprobs",))
     if critic:
         passes["values"] = lambda: w.trainers["critic"].forward(state.critic.params, batch, ("values",))
-    outputs = clock.run_all(passes)
+    results = clock.run_all(passes)
+    renamed = {"logprobs": "old_log_probs", "entropy": "entropys"}
     names = {
-        "old_log_prob": {"logprobs": "old_log_probs", "entropy": "entropys"},
+        "old_log_prob": {name: renamed.get(name, name) for name in outputs},
         "ref": {"logprobs": "ref_log_prob"},
         "values": {"values": "values"},
     }
-    for phase, output in outputs.items():
+    for phase, output in results.items():
         batch = w.call(with_outputs, batch, output, **names[phase])
     return batch
 
@@ -114,20 +125,47 @@ def kl_controller(options: PolicyOptimization) -> FixedKL | AdaptiveKL:
 
 
 def update(
-    backend: TrainBackend, state: Any, batches: Sequence[Any], loss: Loss
+    backend: TrainBackend,
+    state: Any,
+    batches: Sequence[Any],
+    loss: Loss,
+    select: Callable[[Any, Any, int], Any] | None = None,
 ) -> tuple[Any, list[tuple[Ref[Metrics], Ref[Metrics]]]]:
-    """Applies one update a batch; also the metrics of each as a pair, of the gradient and of the update."""
+    """Applies one update a batch; also the metrics of each as a pair, of the gradient and of the update.
 
-    def one(state: Any, batch: Any) -> tuple[Any, tuple[Ref[Metrics], Ref[Metrics]]]:
+    Args:
+        select: ``(state, batch, number) -> batch``, applied before the update of that number.
+    """
+
+    def one(state: Any, numbered: tuple[int, Any]) -> tuple[Any, tuple[Ref[Metrics], Ref[Metrics]]]:
+        number, batch = numbered
+        if select is not None:
+            batch = select(state, batch, number)
         grads, of_gradient = backend.forward_backward(state, batch, loss)
         state, of_update = backend.apply_update(state, grads)
         return state, (of_gradient, of_update)
 
-    return scan(one, state, batches)
+    return scan(one, state, enumerate(batches))
 
 
-def update_batches(w: Workers, batch: Any, problems: int, options: PolicyOptimization, key: Key) -> list[Any]:
-    """Returns the weighted minibatches of a batch that answers so many problems, over all epochs."""
+def selecting(
+    backend: TrainBackend, selection: Selection | None, w: Workers, key: Key
+) -> Callable[[Any, Any, int], Any] | None:
+    """Returns the function that selects tokens of a whole update batch by the policy's outputs, for ``update``."""
+    if selection is None:
+        return None
+
+    def select(state: Any, batch: Any, number: int) -> Any:
+        outputs = backend.forward(state.params, batch, selection.needs)
+        return w.call(selection.choose, batch, outputs, key.fold_in(number))
+
+    return select
+
+
+def update_batches(
+    w: Workers, batch: Any, problems: int, options: PolicyOptimization, key: Key, loss: Loss
+) -> list[Any]:
+    """Returns the minibatches of a batch that answers so many problems, over all epochs, with the loss's weights."""
     size = min(options.ppo_mini_batch_size, problems)
     return w.call(
         weighted_minibatches,
@@ -137,6 +175,7 @@ def update_batches(w: Workers, batch: Any, problems: int, options: PolicyOptimiz
         key if options.shuffle else None,
         options.loss_agg_mode,
         loss_scale(options, w),
+        "row" in loss.levels,
         returns=options.minibatches(problems) * options.ppo_epochs,
     )
 
@@ -148,7 +187,13 @@ def loss_scale(options: Aggregation, w: Workers) -> float:
 
 @where_used
 def weighted_minibatches(
-    batch: Batch, share: tuple[int, int], epochs: int, key: Key | None, mode: str, scale: float | None
+    batch: Batch,
+    share: tuple[int, int],
+    epochs: int,
+    key: Key | None,
+    mode: str,
+    scale: float | None,
+    rows_too: bool = False,
 ) -> list[Batch]:
     """Splits a batch into minibatches and writes ``loss_weight`` into each.
 
@@ -157,6 +202,8 @@ def weighted_minibatches(
             a minibatch has that share of the rows, and the last one the rest.
         epochs: passes over the batch.
         key: for another order of rows in every pass; None keeps the order.
+        mode: how ``loss_weight`` averages, and ``scale`` its constant, as for ``aggregate``.
+        rows_too: also write ``row_weight``, for the mean over rows.
 
     Raises:
         ValueError: there are fewer rows than minibatches.
@@ -177,5 +224,6 @@ def weighted_minibatches(
         if key is not None:
             order = torch.randperm(rows, generator=key.fold_in(epoch).generator())
         for start, end in itertools.pairwise(bounds):
-            parts.append(aggregate(batch.take(order[start:end]), mode, loss_scale_factor=scale))
+            part = aggregate(batch.take(order[start:end]), mode, loss_scale_factor=scale)
+            parts.append(aggregate_rows(part) if rows_too else part)
     return parts

@@ -11,8 +11,8 @@ from verl_fn.state import Key, Node, node
 from verl_fn.steps import AdaptiveKL, FixedKL
 
 from .contract import Algorithm, Experience, Report
-from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, update, update_batches
-from .policy import estimator, policy_loss
+from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, selecting, update, update_batches
+from .policy import actor_outputs, estimator, policy_loss, selection
 from .reports import batch_report, timing_report, update_report
 from .workers import Clock, Workers
 
@@ -39,6 +39,7 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
         Shao et al. 2024, arXiv 2402.03300.
     """
     advantages, loss, needs_reference = estimator(options), policy_loss(options), "reference" in options.roles
+    chosen, outputs = selection(options), actor_outputs(options)
 
     def init(states: Mapping[str, Any], key: Key) -> GRPOState:
         reference = states.get("reference")
@@ -49,11 +50,12 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
 
     def learn(state: GRPOState, experience: Experience, w: Workers) -> tuple[GRPOState, Report]:
         clock, key = Clock(w.wait, experience.seconds), state.key.fold_in(state.step)
-        batch = annotate(experience.batch, state, w, clock, reference=needs_reference)
+        batch = annotate(experience.batch, state, w, clock, reference=needs_reference, outputs=outputs)
         batch, kl, report = kl_in_reward(batch, state.kl, options, w)
         batch = clock.run("adv", w.call, advantages, batch)
-        batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"))
-        actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, batches, loss)
+        batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), loss)
+        select = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection"))
+        actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, batches, loss, select)
 
         report |= update_report("actor", w.get(metrics)) | experience.report | w.get(w.call(batch_report, batch))
         report |= timing_report(clock, report["perf/total_num_tokens"])

@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
 
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
+from verl_fn.config.catalogue import TOKEN_BASELINES
 from verl_fn.config.names import is_reference, load_object
-from verl_fn.state import Batch
+from verl_fn.state import Batch, Key, TokenOutputs
 from verl_fn.steps import (
     Loss,
+    cispo,
+    clip_cov,
     correct_advantages,
+    dppo_kl,
+    dppo_tv,
+    dr_grpo,
+    dro,
     entropy,
     gae,
+    gdpo,
+    geo_mean,
+    gpg,
     grpo,
+    grpo_passk,
+    gspo,
+    importance_weights,
+    kl_cov,
     kl_to_reference,
+    opo,
+    optimal_token_baseline,
     ppo_clip,
+    reinforce,
     reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
     rloo,
+    sapo,
+    select_clip_cov,
+    select_high_entropy,
+    select_kl_cov,
+    tir_optimal_token_baseline,
 )
 
 
@@ -35,19 +61,87 @@ def policy_loss(options: PolicyOptimization) -> Loss:
                 f"algorithm.policy_loss: {options.policy_loss} is a {type(loss).__name__}, where a Loss is expected; "
                 "decorate the function with @verl_fn.steps.loss(needs=[...])"
             )
-        if loss.levels != {"token"} or loss.together is not None:
+        if loss.together is not None:
             raise ConfigError(
-                f"algorithm.policy_loss: {options.policy_loss} has values of whole rows or keeps rows together, "
-                "which the minibatches of this algorithm do not; write an algorithm around it (algorithm.name)"
+                f"algorithm.policy_loss: {options.policy_loss} keeps rows together by {loss.together!r}, which the "
+                "minibatches of this algorithm do not; write an algorithm around it (algorithm.name)"
             )
     else:
-        low, high = options.clip_ratio_low, options.clip_ratio_high
-        loss = ppo_clip(options.clip_ratio, low, high, options.clip_ratio_c)
+        loss = _built_in_loss(options)
     if options.use_kl_loss:
         loss = loss + options.kl_loss_coef * kl_to_reference(options.kl_loss_type)
     if options.entropy_coeff:
         loss = loss - options.entropy_coeff * entropy()
     return loss
+
+
+def _clip_range(options: PolicyOptimization) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")}
+
+
+def _built_in_loss(options: PolicyOptimization) -> Loss:
+    clip, cap = _clip_range(options), options.clip_ratio_c
+    makers: Mapping[str, Callable[[], Loss]] = {
+        "ppo_clip": lambda: ppo_clip(**clip, clip_ratio_c=cap or 3.0),
+        "gspo": lambda: gspo(**clip),
+        "sapo": lambda: sapo(options.tau_pos, options.tau_neg),
+        "cispo": lambda: cispo(**clip),
+        "gpg": reinforce,
+        "dro": lambda: dro(options.dro_beta or 0.0),
+        "dppo_tv": lambda: dppo_tv(**clip, clip_ratio_c=cap or 20.0),
+        "dppo_kl": lambda: dppo_kl(**clip, clip_ratio_c=cap or 20.0),
+        "geo_mean": lambda: geo_mean(**clip),
+        "clip_cov": lambda: clip_cov(**clip),
+        "kl_cov": lambda: kl_cov(options.ppo_kl_coef),
+        "reinforce": reinforce,
+    }
+    return makers[options.policy_loss]()
+
+
+@attrs.frozen(eq=False)
+class Selection:
+    """A step before each update that selects tokens of its whole batch.
+
+    Attributes:
+        needs: the outputs of the policy that it compares.
+        choose: ``(batch, outputs, key) -> batch``.
+    """
+
+    needs: tuple[str, ...]
+    choose: Callable[[Batch, TokenOutputs, Key], Batch]
+
+
+def selection(options: PolicyOptimization) -> Selection | None:
+    """Returns the selection that ``policy_loss`` and ``top_entropy_quantile`` need, or None.
+
+    Example:
+        >>> selection(GRPO(policy_loss="kl_cov", top_entropy_quantile=0.2)).needs
+        ('logprobs', 'entropy')
+        >>> selection(GRPO()) is None
+        True
+    """
+    by_covariance = options.policy_loss in ("clip_cov", "kl_cov")
+    by_entropy = options.top_entropy_quantile < 1.0
+    needs = ("logprobs",) * by_covariance + ("entropy",) * by_entropy
+    return Selection(needs, functools.partial(_choose, options=options)) if needs else None
+
+
+def _choose(batch: Batch, outputs: TokenOutputs, key: Key, options: PolicyOptimization) -> Batch:
+    if options.policy_loss == "clip_cov":
+        batch = select_clip_cov(
+            batch,
+            outputs.logprobs,
+            key,
+            clip_cov_ratio=options.clip_cov_ratio,
+            clip_cov_lb=options.clip_cov_lb,
+            clip_cov_ub=options.clip_cov_ub,
+            **_clip_range(options),
+        )
+    elif options.policy_loss == "kl_cov":
+        batch = select_kl_cov(batch, outputs.logprobs, kl_cov_ratio=options.kl_cov_ratio)
+    if options.top_entropy_quantile < 1.0:
+        batch = select_high_entropy(batch, outputs.entropy, top_entropy_quantile=options.top_entropy_quantile)
+    return batch
 
 
 def estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
@@ -66,13 +160,15 @@ def estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
 
 def _corrected(batch: Batch, estimate: Callable[[Batch], Batch], options: PPO | GRPO) -> Batch:
     assert options.rollout_is is not None
-    return correct_advantages(
-        estimate(batch),
-        options.rollout_is,
-        low=options.rollout_is_threshold_lower,
-        high=options.rollout_is_threshold,
-        outside=options.rollout_is_outside,
-    )
+    bounds: dict[str, Any] = {
+        "low": options.rollout_is_threshold_lower,
+        "high": options.rollout_is_threshold,
+        "outside": options.rollout_is_outside,
+    }
+    if options.adv_estimator in TOKEN_BASELINES:
+        weights = importance_weights(batch, options.rollout_is, **bounds)
+        batch = batch.with_tokens(rollout_is_weights=weights)
+    return correct_advantages(estimate(batch), options.rollout_is, **bounds)
 
 
 def _estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
@@ -84,8 +180,37 @@ def _estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
         return function
     if isinstance(options, PPO):
         return functools.partial(gae, gamma=options.gamma, lam=options.lam)
-    if name == "grpo":
-        return functools.partial(grpo, norm_adv_by_std=options.norm_adv_by_std_in_grpo)
-    if name == "rloo":
-        return rloo
-    return functools.partial(reinforce_plus_plus, gamma=options.gamma)
+    by_std: dict[str, Any] = {"norm_adv_by_std": options.norm_adv_by_std_in_grpo}
+    baseline: dict[str, Any] = {
+        "handle_zero_tail": options.handle_zero_tail,
+        "rollout_is_weights": options.rollout_is not in (None, "off"),
+    }
+    estimators: Mapping[str, Callable[[Batch], Batch]] = {
+        "grpo": functools.partial(grpo, **by_std),
+        "dr_grpo": dr_grpo,
+        "grpo_passk": functools.partial(grpo_passk, **by_std),
+        "rloo": rloo,
+        "opo": opo,
+        "gpg": gpg,
+        "gdpo": functools.partial(
+            gdpo,
+            reward_keys=options.gdpo_reward_keys or None,
+            reward_weights=options.gdpo_reward_weights or None,
+            **by_std,
+        ),
+        "reinforce_plus_plus": functools.partial(reinforce_plus_plus, gamma=options.gamma),
+        "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+        "optimal_token_baseline": functools.partial(optimal_token_baseline, **baseline),
+        "tir_optimal_token_baseline": functools.partial(tir_optimal_token_baseline, **baseline),
+    }
+    return estimators[name]
+
+
+def actor_outputs(options: PPO | GRPO) -> tuple[str, ...]:
+    """Returns the outputs of the actor before the update that the step reads: of each token, in this order.
+
+    Example:
+        >>> actor_outputs(GRPO(adv_estimator="optimal_token_baseline"))
+        ('logprobs', 'entropy', 'sum_pi_squared')
+    """
+    return ("logprobs", "entropy") + ("sum_pi_squared",) * (options.adv_estimator in TOKEN_BASELINES)

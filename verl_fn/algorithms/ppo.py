@@ -11,8 +11,8 @@ from verl_fn.state import Key, Node, node
 from verl_fn.steps import AdaptiveKL, FixedKL, value_clip
 
 from .contract import Algorithm, Experience, Report
-from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, update, update_batches
-from .policy import estimator, policy_loss
+from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, selecting, update, update_batches
+from .policy import estimator, policy_loss, selection
 from .reports import batch_report, timing_report, update_report
 from .workers import Clock, Workers
 
@@ -49,7 +49,7 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
     """
     advantages, actor_loss = estimator(options), policy_loss(options)
     critic_loss = value_clip(options.cliprange_value)
-    needs_reference = "reference" in options.roles
+    needs_reference, chosen = "reference" in options.roles, selection(options)
 
     def init(states: Mapping[str, Any], key: Key) -> PPOState:
         return PPOState(
@@ -69,11 +69,12 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
         batch = annotate(experience.batch, state, w, clock, reference=needs_reference, critic=True)
         batch, kl, report = kl_in_reward(batch, state.kl, options, w)
         batch = clock.run("adv", w.call, advantages, batch)
-        batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"))
+        batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), actor_loss)
 
         updates = {"critic": lambda: update(w.trainers["critic"], state.critic, batches, critic_loss)}
         if state.step >= options.critic_warmup:
-            updates["actor"] = lambda: update(w.trainers["actor"], state.actor, batches, actor_loss)
+            select = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection"))
+            updates["actor"] = lambda: update(w.trainers["actor"], state.actor, batches, actor_loss, select)
         results = clock.run_all({f"update_{role}": run for role, run in updates.items()})
         updated = {role: results[f"update_{role}"] for role in updates}
         for role, (_, metrics) in updated.items():

@@ -24,6 +24,7 @@ from verl_fn.config import (
     origins,
 )
 from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, KL_TYPES
+from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.config.loading import algorithm_options
 from verl_fn.errors import UsageError
 from verl_fn.runs.screen import complain, say
@@ -221,11 +222,11 @@ def show_choices(args: argparse.Namespace) -> int:
     from verl_fn.data.tasks import TASKS
     from verl_fn.rewards.rules import SOURCES
 
-    losses = ("ppo_clip", "value_clip", "cross_entropy", "entropy", "kl_to_reference")
+    losses = (*POLICY_LOSSES, "value_clip", "cross_entropy", "bradley_terry", "entropy", "kl_to_reference")
     for kind, names in (
         ("tasks", TASKS),
         ("algorithms", (*BUILT_IN, "FILE.py:NAME", "MODULE:NAME")),
-        ("estimators", ("gae", "grpo", "rloo", "reinforce_plus_plus", "FILE.py:NAME")),
+        ("estimators", ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "FILE.py:NAME")),
         ("losses", losses),
         ("KL estimators", KL_TYPES),
         ("aggregation", AGGREGATIONS),

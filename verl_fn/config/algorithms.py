@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 from attrs.validators import ge, gt, in_, le
 
+from .catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
 from .fields import MOST, opt, sub
 from .names import is_reference
 from .roles import Role, one_a_step
@@ -25,6 +26,12 @@ def one_of_or_own(*choices: str) -> Callable[[Any, Any, str], None]:
             raise ValueError(f"must be {known}, or an object of yours as FILE.py:NAME or MODULE:NAME (got {value!r})")
 
     return check
+
+
+def has_its_options(instance: Any, attribute: Any, value: str) -> None:
+    """Validates a policy loss: ``dro`` has no default for the weight of its penalty."""
+    if value == "dro" and instance.dro_beta is None:
+        raise ValueError("dro needs algorithm.dro_beta, the weight of its penalty, such as 0.1")
 
 
 @attrs.frozen(kw_only=True)
@@ -70,12 +77,31 @@ class PolicyOptimization(Aggregation):
 
     gamma: float = opt(1.0, "discount of later rewards", ge(0), le(1))
     policy_loss: str = opt(
-        "ppo_clip", "the policy's loss: ppo_clip, or a Loss of yours as FILE.py:NAME", one_of_or_own("ppo_clip")
+        "ppo_clip",
+        f"the policy's loss: {', '.join(POLICY_LOSSES)}, or a Loss of yours as FILE.py:NAME",
+        one_of_or_own(*POLICY_LOSSES),
+        has_its_options,
     )
-    clip_ratio: float = opt(0.2, "PPO's clip range", gt(0), le(MOST))
+    clip_ratio: float = opt(0.2, "clip range of the ratio; for dppo_*, of the divergence", gt(0), le(MOST))
     clip_ratio_low: float | None = opt(None, "lower clip range, by default clip_ratio", gt(0), le(MOST))
     clip_ratio_high: float | None = opt(None, "upper clip range, by default clip_ratio", gt(0), le(MOST))
-    clip_ratio_c: float = opt(3.0, "largest ratio where the advantage is negative (dual clip)", gt(1), le(MOST))
+    clip_ratio_c: float | None = opt(
+        None,
+        "largest ratio where the advantage is negative (dual clip), by default 3; for dppo_*, largest weight, by "
+        "default 20",
+        gt(1), le(MOST),
+    )  # fmt: skip
+    tau_pos: float = opt(1.0, "sapo: how fast the gradient fades where the advantage is positive", gt(0), le(MOST))
+    tau_neg: float = opt(1.05, "sapo: how fast the gradient fades elsewhere", gt(0), le(MOST))
+    dro_beta: float | None = opt(None, "dro: weight of the quadratic penalty, which dro needs", gt(0), le(MOST))
+    clip_cov_ratio: float = opt(0.0002, "clip_cov: share of the tokens that are left out", gt(0), le(1))
+    clip_cov_lb: float = opt(1.0, "clip_cov: these tokens have a larger covariance", ge(-MOST), le(MOST))
+    clip_cov_ub: float = opt(5.0, "clip_cov: these tokens have a smaller covariance", ge(-MOST), le(MOST))
+    kl_cov_ratio: float = opt(0.0002, "kl_cov: share of the tokens that get the penalty", gt(0), le(1))
+    ppo_kl_coef: float = opt(0.1, "kl_cov: weight of the penalty", ge(0), le(MOST))
+    top_entropy_quantile: float = opt(
+        1.0, "learn from this share of the tokens alone, those of the highest entropy", gt(0), le(1)
+    )
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus", ge(-MOST), le(MOST))
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = opt(0.001, "weight of the KL in the loss", ge(0), le(MOST))
@@ -153,15 +179,20 @@ class GRPO(PolicyOptimization):
 
     adv_estimator: str = opt(
         "grpo",
-        "grpo, rloo, reinforce_plus_plus, or an estimator of yours as FILE.py:NAME",
-        one_of_or_own("grpo", "rloo", "reinforce_plus_plus"),
+        f"{', '.join(GROUP_ESTIMATORS)}, reinforce_plus_plus, or an estimator of yours as FILE.py:NAME",
+        one_of_or_own(*GROUP_ESTIMATORS, "reinforce_plus_plus"),
     )
-    norm_adv_by_std_in_grpo: bool = opt(True, "divide by the group's standard deviation; off is Dr. GRPO")
+    norm_adv_by_std_in_grpo: bool = opt(True, "grpo, grpo_passk, gdpo: divide by the group's standard deviation")
+    gdpo_reward_keys: tuple[str, ...] = opt((), "gdpo: names of the rewards, by default all there are")
+    gdpo_reward_weights: tuple[float, ...] = opt((), "gdpo: one weight for each reward, by default 1")
+    handle_zero_tail: bool = opt(
+        True, "optimal token baselines: no baseline where only the longest response of a group goes on"
+    )
 
     @property
     def min_n(self) -> int:
         """Returns 2 for estimators that compare within a group."""
-        return 2 if self.adv_estimator in ("grpo", "rloo") else 1
+        return 2 if self.adv_estimator in GROUP_ESTIMATORS else 1
 
 
 BUILT_IN: Mapping[str, type[Any]] = {"ppo": PPO, "grpo": GRPO, "sft": SFT}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .algorithms import BUILT_IN, GRPO, PPO, PolicyOptimization
+from .catalogue import CLIPPED, SCALED_BY_STD, TOKEN_BASELINES
 from .fields import ConfigError
 from .lag import corrected
 from .loading import elsewhere, load, raw_table, to_table
@@ -105,12 +106,12 @@ def _option_rules(options: Any, batch_size: int) -> Iterator[Rule]:
     if isinstance(options, PPO | GRPO):
         estimator = options.adv_estimator
         by_user = ":" in estimator
-        yield "algorithm.norm_adv_by_std_in_grpo", estimator == "grpo", f"with {estimator}"
+        yield "algorithm.norm_adv_by_std_in_grpo", estimator in SCALED_BY_STD, f"with {estimator}"
+        yield "algorithm.gdpo_reward_*", estimator == "gdpo", f"with {estimator}"
+        yield "algorithm.handle_zero_tail", estimator in TOKEN_BASELINES, f"with {estimator}"
         yield "algorithm.lam", estimator == "gae", f"with {estimator}"
         yield "algorithm.gamma", not by_user and estimator in ("gae", "reinforce_plus_plus"), f"with {estimator}"
-    for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
-        loss = options.policy_loss
-        yield f"algorithm.{key}", loss == "ppo_clip", f"with algorithm.policy_loss = {loss!r}"
+    yield from _loss_rules(options)
     for name in ("threshold", "threshold_lower", "outside"):
         yield f"algorithm.rollout_is_{name}", options.rollout_is not in (None, "off"), "without algorithm.rollout_is"
     yield "algorithm.kl_loss_*", options.use_kl_loss, "without algorithm.use_kl_loss"
@@ -119,10 +120,25 @@ def _option_rules(options: Any, batch_size: int) -> Iterator[Rule]:
     for name in ("target_kl", "horizon"):
         adaptive = options.kl_ctrl.type == "adaptive"
         yield f"algorithm.kl_ctrl.{name}", adaptive, 'with algorithm.kl_ctrl.type = "fixed"'
-    both = options.clip_ratio_low is not None and options.clip_ratio_high is not None
-    yield "algorithm.clip_ratio", not both, "with algorithm.clip_ratio_low and algorithm.clip_ratio_high"
     whole = f"above data.train_batch_size = {batch_size}: every update takes the whole batch"
     yield "algorithm.ppo_mini_batch_size", options.ppo_mini_batch_size <= batch_size, whole
+
+
+def _loss_rules(options: PolicyOptimization) -> Iterator[Rule]:
+    """Yields the rules of the policy losses' options."""
+    loss, with_loss = options.policy_loss, f"with algorithm.policy_loss = {options.policy_loss!r}"
+    for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+        yield f"algorithm.{key}", loss in CLIPPED, with_loss
+    both = options.clip_ratio_low is not None and options.clip_ratio_high is not None
+    yield "algorithm.clip_ratio", not both, "with algorithm.clip_ratio_low and algorithm.clip_ratio_high"
+    yield "algorithm.clip_ratio_c", loss in ("ppo_clip", "dppo_tv", "dppo_kl"), with_loss
+    yield "algorithm.tau_*", loss == "sapo", with_loss
+    yield "algorithm.dro_beta", loss == "dro", with_loss
+    yield "algorithm.clip_cov_*", loss == "clip_cov", with_loss
+    for key in ("kl_cov_ratio", "ppo_kl_coef"):
+        yield f"algorithm.{key}", loss == "kl_cov", with_loss
+    by_row = loss == "geo_mean" and not (options.use_kl_loss or options.entropy_coeff)
+    yield "algorithm.loss_agg_mode", not by_row, f"{with_loss}, which averages over responses"
 
 
 def _table_rules(cfg: Config) -> Iterator[Rule]:

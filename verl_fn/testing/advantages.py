@@ -109,7 +109,7 @@ def _holes(
 
 
 def _with_rewards(batch: Batch, rewards: Tensor) -> Batch:
-    """Returns the batch with these rewards of its rows, on their last response tokens, and with values of 0."""
+    """Returns the batch with these rewards of its rows, on their last response tokens, and with baselines of 0."""
     last = last_of_rows(batch, batch["response_mask"])
     fields = {
         name: (batch.spread(rewards) * last).to(batch[name])
@@ -118,7 +118,10 @@ def _with_rewards(batch: Batch, rewards: Tensor) -> Batch:
     }
     if "values" in batch:
         fields["values"] = torch.zeros_like(batch["values"])
-    return batch.with_tokens(**fields)
+    rows = {name: rewards.to(t) for name, t in batch.per_row.items() if name.startswith("reward/")}
+    if "reward_baselines" in batch:
+        rows["reward_baselines"] = torch.zeros_like(batch["reward_baselines"])
+    return batch.with_tokens(**fields).with_rows(**rows)
 
 
 def _reads_groups(estimator: Callable[[Batch], Batch], batch: Batch) -> bool:

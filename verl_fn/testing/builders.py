@@ -33,7 +33,7 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
         >>> batch.lengths.tolist(), batch.rows("response_mask")[0].tolist()
         ([9, 3, 8], [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
         >>> sorted(batch.per_row)
-        ['group', 'prompt_length', 'row_weight', 'temperature']
+        ['group', 'prompt_length', 'reward/style', 'reward/truth', 'reward_baselines', 'row_weight', 'temperature']
     """
     key = key or Key.from_seed(0)
     dice = random.Random(key.fold_in("shape").seed())
@@ -74,7 +74,21 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
         prompt_length=prompts,
         temperature=torch.tensor([dice.choice([0.7, 1.0, 1.5]) for _ in range(rows)]),
     )
-    return aggregate_rows(aggregate(batch))
+    return aggregate_rows(aggregate(_with_rarer_fields(batch, stream)))
+
+
+def _with_rarer_fields(batch: Batch, stream: torch.Generator) -> Batch:
+    """Adds the fields that only a few estimators and losses read."""
+    mask, rows = batch["response_mask"], len(batch)
+    # The chance that two draws are equal is at least the square of the drawn token's probability.
+    chance = batch["old_log_probs"].exp().square()
+    return batch.with_tokens(
+        sum_pi_squared=(chance + (1.0 - chance) * torch.rand(batch.num_tokens, generator=stream)) * mask,
+        rollout_is_weights=(0.5 + torch.rand(batch.num_tokens, generator=stream)) * mask,
+        cov_selected=(torch.rand(batch.num_tokens, generator=stream) < 0.4) * mask,
+    ).with_rows(
+        **{name: torch.randn(rows, generator=stream) for name in ("reward_baselines", "reward/style", "reward/truth")}
+    )
 
 
 def tiny_pairs(key: Key | None = None, *, pairs: int = 4, vocab_size: int = 8) -> Batch:

@@ -1,0 +1,135 @@
+"""Every policy loss and every estimator that a config can name takes steps of GRPO, on mocks."""
+
+import pickle
+
+import attrs
+import pytest
+import torch
+
+from verl_fn.algorithms import Workers, grpo, ppo
+from verl_fn.algorithms.experience import weighted_minibatches
+from verl_fn.algorithms.policy import selection
+from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.config import GRPO, PPO
+from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
+from verl_fn.data.tasks import TASKS
+from verl_fn.rewards import Reward, by_rules
+from verl_fn.state import Key, Sampling, tree
+from verl_fn.steps import adamw
+from verl_fn.steps.aggregate import last_of_rows
+from verl_fn.testing import Mock, MockRollout, sample_table, tiny_batch, tiny_outputs
+
+TASK = TASKS["count"]
+TOKENIZER = char_tokenizer(TASK.alphabet)
+
+
+class Scored:
+    """A reward that differs between responses, and two parts of it."""
+
+    def __init__(self):
+        self.rule = Reward(by_rules, TOKENIZER)
+
+    def __call__(self, batch, problems):
+        batch = self.rule(batch, problems)
+        lengths = batch.sum_rows(batch["response_mask"])
+        spelling = 0.37 * batch.sum_rows(batch.tokens * batch["response_mask"]) % 1.0
+        rewards = batch.spread(batch["score"] + spelling) * last_of_rows(batch, batch["response_mask"])
+        batch = batch.with_tokens(token_level_scores=rewards, token_level_rewards=rewards.clone())
+        return batch.with_rows(**{"reward/spelling": spelling, "reward/length": lengths})
+
+
+@attrs.define
+class Watched:
+    """A backend that remembers what it was asked for."""
+
+    backend: Mock
+    forwards: list = attrs.field(factory=list)
+    updates: list = attrs.field(factory=list)
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+    def forward(self, params, batch, needs):
+        self.forwards.append((tuple(needs), len(batch)))
+        return self.backend.forward(params, batch, needs)
+
+    def forward_backward(self, state, batch, loss):
+        self.updates.append(batch)
+        return self.backend.forward_backward(state, batch, loss)
+
+
+def run(options, steps=2, make=grpo):
+    actor = Watched(Mock(len(TOKENIZER), adamw(0.1), max_tokens=64))
+    trainers = {"actor": actor, "critic": Mock(len(TOKENIZER), adamw(0.1))} if make is ppo else {"actor": actor}
+    sampling = Sampling(max_tokens=8, n=4, stop_token_ids=(TOKENIZER.eos_token_id,))
+    workers = Workers(trainers, MockRollout(sample_table), Scored(), TOKENIZER, sampling)
+    algorithm, key = make(options), Key.from_seed(0)
+    state = algorithm.init({role: backend.init(key) for role, backend in trainers.items()}, key)
+    before = tree.digest(state.actor.params)
+    for step in range(steps):
+        problems = TASK.train(key.fold_in("data"), 4 * step, 4)
+        state, report = algorithm.step(state, problems, workers)
+    assert tree.digest(state.actor.params) != before
+    assert torch.tensor([value for name, value in report.items() if name.startswith("actor/")]).isfinite().all()
+    return state, report, actor
+
+
+@pytest.mark.parametrize("name", [*GROUP_ESTIMATORS, "reinforce_plus_plus"])
+def test_every_estimator_takes_steps(name):
+    _, report, actor = run(GRPO(adv_estimator=name), steps=1)
+    assert report["critic/advantages/max"] > report["critic/advantages/min"]
+    needs = {needs for needs, _ in actor.forwards}
+    assert needs == {("logprobs", "entropy") + ("sum_pi_squared",) * name.endswith("token_baseline")}
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+@pytest.mark.parametrize("share", [1.0, 0.2])
+def test_every_policy_loss_takes_steps(name, share):
+    options = GRPO(policy_loss=name, dro_beta=0.1, ppo_mini_batch_size=2, ppo_epochs=2, top_entropy_quantile=share)
+    state, report, actor = run(options)
+    assert "actor/pg_loss" in report and state.step == 2
+    chosen = selection(options)
+    # Each of the four updates of a step selects in its whole batch of eight rows, at the weights it starts from.
+    of_updates = [call for call in actor.forwards if call[0] != ("logprobs", "entropy") or call[1] == 8]
+    assert of_updates == ([] if chosen is None else [(chosen.needs, 8)] * 8)
+
+
+def test_ppo_takes_them_too():
+    _, report, _ = run(PPO(policy_loss="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=0.0), make=ppo)
+    assert "actor/pg_clipfrac" in report
+
+
+def test_what_is_selected_is_in_the_update_batch():
+    _, _, actor = run(GRPO(policy_loss="kl_cov", kl_cov_ratio=0.25, top_entropy_quantile=0.3))
+    for batch in actor.updates:
+        tokens = int(batch["response_mask"].sum())
+        assert int(batch["cov_selected"].sum()) >= int(0.25 * tokens) > 0
+        assert 0 < int(batch["high_entropy"].sum()) < tokens
+        assert not batch["advantages"][batch["high_entropy"] == 0].any()
+
+
+def test_importance_weights_reach_the_token_baseline():
+    _, _, actor = run(GRPO(adv_estimator="optimal_token_baseline", rollout_is="token"), steps=1)
+    assert "rollout_is_weights" in actor.updates[0]
+
+
+def test_rows_are_weighted_where_the_loss_has_values_of_rows():
+    _, _, actor = run(GRPO(policy_loss="geo_mean"), steps=1)
+    assert float(actor.updates[0]["row_weight"].sum()) == pytest.approx(1.0)
+    _, _, actor = run(GRPO(), steps=1)
+    assert "row_weight" not in actor.updates[0]
+    parts = weighted_minibatches(actor.updates[0], (1, 4), 1, None, "token-mean", None, rows_too=True)
+    assert [float(part["row_weight"].sum()) for part in parts] == pytest.approx([1.0] * 4)
+
+
+def test_a_selection_travels_to_another_process():
+    chosen = selection(GRPO(policy_loss="clip_cov", clip_cov_ratio=0.3, clip_cov_lb=0.0, top_entropy_quantile=0.5))
+    batch, key = tiny_batch(), Key.from_seed(3)
+    outputs = tiny_outputs(batch, chosen.needs)
+    there = pickle.loads(pickle.dumps(chosen.choose))
+    assert tree.equal(there(batch, outputs, key), chosen.choose(batch, outputs, key))
+
+
+def test_dro_needs_its_weight():
+    with pytest.raises(ValueError, match=r"policy_loss.*dro needs algorithm.dro_beta"):
+        GRPO(policy_loss="dro")
