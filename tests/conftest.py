@@ -9,6 +9,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 # Ray gives its actors the priority 15, at which they would wait for all that other workers of pytest-xdist do.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Ray would start Pythons for actors that take a warm one (the fixture ``warm_ray``) instead.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+os.environ.setdefault("RAY_enable_worker_prestart", "0")
 # Tiny models only lose time to a second thread, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -62,6 +65,14 @@ def warm():
         multiprocessing.spawn.set_executable(executable)
         yield executable
         multiprocessing.spawn.set_executable(before)
+
+
+@pytest.fixture(scope="session")
+def warm_ray(warm, tmp_path_factory):
+    """The setting of a run whose Ray actors are forked from the warm Python."""
+    file = tmp_path_factory.mktemp("warm_ray") / "env.yaml"
+    file.write_text(f"py_executable: {warm}\n")
+    return f"ray.runtime_env={file}"
 
 
 @pytest.fixture(scope="session")
