@@ -1,5 +1,6 @@
 """Strict surroundings for every test, the tiny models that many share, and which tests run in one worker."""
 
+import contextlib
 import multiprocessing.spawn
 import os
 
@@ -16,11 +17,7 @@ os.environ.setdefault("RAY_enable_worker_prestart", "0")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 from warm_python import warm_python
-
-torch.use_deterministic_algorithms(True)
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 # Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist.
@@ -29,10 +26,22 @@ SHARED = {
         *("batches_benchmark", "clusters", "failures", "groups"),
         *("overlap", "private_ray", "ray_driver", "weight_sync_benchmark"),
     ],
-    "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "warm_python", "weight_sync"],
+    "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "weight_sync"],
 }
 # What takes longest starts first, so that all workers end at about the same time.
-FIRST = ["Ray", "ranks", "torchrun", "interrupt", "lora_run"]
+FIRST = ["ranks", "Ray", "lora_run", "interrupt", "backend_laws", "mutants", "damage", "lora", "vllm", "sampler"]
+
+
+def pytest_configure(config):
+    if getattr(config.option, "numprocesses", None):  # this process only starts workers, and one warm Python for all
+        warm = warm_python()
+        os.environ["WARM_PYTHON"] = warm.__enter__()
+        config.add_cleanup(lambda: warm.__exit__(None, None, None))
+        return
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def unit(nodeid):
@@ -61,7 +70,8 @@ def pytest_xdist_make_scheduler(config, log):
 def warm():
     """The path of a Python whose imports are done. multiprocessing takes it too, from here on."""
     before = multiprocessing.spawn.get_executable()
-    with warm_python() as executable:
+    shared = os.environ.get("WARM_PYTHON")
+    with contextlib.nullcontext(shared) if shared else warm_python() as executable:
         multiprocessing.spawn.set_executable(executable)
         yield executable
         multiprocessing.spawn.set_executable(before)
