@@ -1,5 +1,6 @@
 """Strict surroundings for every test, the tiny models that many share, and which tests run in one worker."""
 
+import contextlib
 import multiprocessing.spawn
 import os
 
@@ -9,15 +10,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
 # Ray gives its actors the priority 15, at which they would wait for all that other workers of pytest-xdist do.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Ray would start Pythons for actors that take a warm one (the fixture ``warm_ray``) instead.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+os.environ.setdefault("RAY_enable_worker_prestart", "0")
 # Tiny models only lose time to a second thread, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 from warm_python import warm_python
-
-torch.use_deterministic_algorithms(True)
-torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 # Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist.
@@ -26,10 +26,22 @@ SHARED = {
         *("batches_benchmark", "clusters", "failures", "groups"),
         *("overlap", "private_ray", "ray_driver", "weight_sync_benchmark"),
     ],
-    "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "warm_python", "weight_sync"],
+    "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "weight_sync"],
 }
 # What takes longest starts first, so that all workers end at about the same time.
-FIRST = ["Ray", "ranks", "torchrun", "interrupt", "lora_run"]
+FIRST = ["ranks", "Ray", "lora_run", "interrupt", "backend_laws", "mutants", "damage", "lora", "vllm", "sampler"]
+
+
+def pytest_configure(config):
+    if getattr(config.option, "numprocesses", None):  # this process only starts workers, and one warm Python for all
+        warm = warm_python()
+        os.environ["WARM_PYTHON"] = warm.__enter__()
+        config.add_cleanup(lambda: warm.__exit__(None, None, None))
+        return
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def unit(nodeid):
@@ -58,10 +70,19 @@ def pytest_xdist_make_scheduler(config, log):
 def warm():
     """The path of a Python whose imports are done. multiprocessing takes it too, from here on."""
     before = multiprocessing.spawn.get_executable()
-    with warm_python() as executable:
+    shared = os.environ.get("WARM_PYTHON")
+    with contextlib.nullcontext(shared) if shared else warm_python() as executable:
         multiprocessing.spawn.set_executable(executable)
         yield executable
         multiprocessing.spawn.set_executable(before)
+
+
+@pytest.fixture(scope="session")
+def warm_ray(warm, tmp_path_factory):
+    """The setting of a run whose Ray actors are forked from the warm Python."""
+    file = tmp_path_factory.mktemp("warm_ray") / "env.yaml"
+    file.write_text(f"py_executable: {warm}\n")
+    return f"ray.runtime_env={file}"
 
 
 @pytest.fixture(scope="session")

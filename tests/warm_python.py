@@ -40,7 +40,7 @@ MOST_FILES = 250
 
 @contextlib.contextmanager
 def warm_python():
-    """Starts a server for the body; yields the path of the executable."""
+    """Starts a server for the body; yields the path of the executable, which waits until the imports are done."""
     with tempfile.TemporaryDirectory(prefix="warm_") as folder:
         executable, place = Path(folder, "python"), Path(folder, "socket")
         command = [sys.executable, "-I", "-S", __file__, str(place), sys.executable, json.dumps(settings())]
@@ -70,6 +70,10 @@ def options(argv):
 
 def serve(place):
     """Forks processes until stdin is closed; returns what to run in each of them, and in the server None."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(place)
+    listener.listen(64)
+    print("ready", flush=True)
     for name in PRELOADED:
         importlib.import_module(name)
     threads = os.listdir("/proc/self/task")
@@ -80,10 +84,6 @@ def serve(place):
     os.set_blocking(waked, False)
     signal.set_wakeup_fd(waked)
     signal.signal(signal.SIGCHLD, lambda *args: None)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(place)
-    listener.listen(64)
-    print("ready", flush=True)
     children = {}  # the connection of each process; None if the executable has ended first
     while True:
         ready, _, _ = select.select([0, wake, listener, *filter(None, children.values())], [], [])

@@ -65,11 +65,15 @@ def laws(folder, options, tolerance):
     check_backend(backend, other, loss=loss_for(options.get("head", "lm")), tolerance=tolerance)
 
 
-def first_step(folder, options, rows):
+def sharded(folder, options):
+    return Fsdp(folder, optimizer(), max_tokens=24, **options)
+
+
+def first_step(folder, options, rows, many=None):
     """Loss, norm, gradients and updates beside ``Local``: relative errors. LoRA's factors need three to move all."""
     loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
     alone = {name: options[name] for name in ("head", "lora") if name in options}
-    one, many = (cls(folder, optimizer(), max_tokens=24, **o) for cls, o in ((Local, alone), (Fsdp, options)))
+    one, many = Local(folder, optimizer(), max_tokens=24, **alone), many or sharded(folder, options)
     worst = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "update": 0.0}
     a, b = one.init(KEY), many.init(KEY)
     for _ in range(3 if "lora" in options else 2):
@@ -94,21 +98,18 @@ def first_step(folder, options, rows):
 
 
 def compiled(folder, options, rows):
-    """The same with compiled layers: captured as they would be, and run without making kernels of their own."""
-    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
-        return first_step(folder, options | {"compile": True}, rows)
+    """The same with compiled layers: captured as they would be, and run without making kernels of their own.
 
-
-def compiled_once(folder, options):
-    """After one micro-batch each way, others of other sizes find their code made."""
+    After one micro-batch each way, all others, of other sizes, find their code made.
+    """
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
-        backend = Fsdp(folder, optimizer(), max_tokens=24, compile=True, **options)
-        state, size = backend.init(KEY), dist.get_world_size() // options.get("sp", 1)
-        first, others = tiny_batch(rows=2 * size), tiny_batch(rows=6 * size)
-        for batch, stance in ((first, "default"), (others, "fail_on_recompile")):
-            with torch.compiler.set_stance(stance):
-                backend.forward(state.params, batch)
-                backend.forward_backward(state, batch, ppo_clip())
+        backend = sharded(folder, options | {"compile": True})
+        state, first = backend.init(KEY), tiny_batch(rows=2 * dist.get_world_size() // options.get("sp", 1))
+        backend.forward(state.params, first)
+        backend.forward_backward(state, first, ppo_clip())
+        with torch.compiler.set_stance("fail_on_recompile"):
+            backend.forward(state.params, tiny_batch(rows=rows))
+            return first_step(folder, options, rows, backend)
 
 
 def holds(folder):

@@ -1,15 +1,14 @@
 """The command line as a user meets it."""
 
 import subprocess
-import sys
 
 import pytest
 
 from verl_fn.cli import main
 
 
-def run(*args):
-    return subprocess.run([sys.executable, "-m", "verl_fn.cli", *args], capture_output=True, text=True)
+def run(python, *args):
+    return subprocess.run([python, "-m", "verl_fn.cli", *args], capture_output=True, text=True)
 
 
 def test_help_names_the_commands(capsys):
@@ -21,22 +20,22 @@ def test_help_names_the_commands(capsys):
     )
 
 
-def test_a_users_mistake_is_one_line_without_a_traceback(tmp_path):
+def test_a_users_mistake_is_one_line_without_a_traceback(warm, tmp_path):
     for args in (
         ["train", "nowhere.toml"],
         ["train", "recipes/ppo_reverse.toml", "algorithm.clip_ration=1"],
         ["train", "recipes/ppo_reverse.toml", f"model.path={tmp_path}", f"trainer.dir={tmp_path}/run"],
     ):
-        found = run(*args)
+        found = run(warm, *args)
         assert found.returncode in (1, 2)
         assert found.stderr.startswith("error: ")
         assert "Traceback" not in found.stderr
         assert found.stderr.count("\n") == 1
 
 
-def test_train_trains(tmp_path):
+def test_train_trains(warm, tmp_path):
     found = run(
-        "train", "recipes/sft_reverse.toml", f"trainer.dir={tmp_path}", "trainer.total_training_steps=2",
+        warm, "train", "recipes/sft_reverse.toml", f"trainer.dir={tmp_path}", "trainer.total_training_steps=2",
         "data.val_size=8", "driver.num_threads=1",
     )  # fmt: skip
     assert found.returncode == 0, found.stderr

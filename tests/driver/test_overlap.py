@@ -110,10 +110,10 @@ def test_steps_are_replayed(folders):
     assert replay(folders["one"], 6, recorded=True, say=silent).difference is None
 
 
-def start(folder, model, tmp_path):
+def start(python, folder, model, tmp_path, *more):
     (tmp_path / "empty.toml").touch()
-    settings = [*SETTINGS, *AHEAD, "driver.max_lag=1", f"model.path={model}", f"trainer.dir={folder}"]
-    command = [sys.executable, "-m", "verl_fn.cli", "train", str(tmp_path / "empty.toml"), *settings]
+    settings = [*SETTINGS, *AHEAD, "driver.max_lag=1", f"model.path={model}", f"trainer.dir={folder}", *more]
+    command = [python, "-m", "verl_fn.cli", "train", str(tmp_path / "empty.toml"), *settings]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -126,19 +126,20 @@ def steps_logged(folder, count, process):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_and_interrupted_is_the_undisturbed_run(model, tmp_path):
+def test_a_run_that_is_killed_and_interrupted_is_the_undisturbed_run(warm, warm_ray, model, tmp_path):
     """It learns from the very samples that waited when it was saved."""
     whole, folder = tmp_path / "whole", tmp_path / "a"
     one = make_plan(load(overrides=[*SETTINGS, f"model.path={model}", f"trainer.dir={whole}"]))
     one = attrs.evolve(one, driver=attrs.evolve(one.driver, max_lag=1))
     train(one, silent)
-    process = start(folder, model, tmp_path)
+    process = start(warm, folder, model, tmp_path, warm_ray)
     steps_logged(folder, 3, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     saved = checkpoints(folder)[0]
     assert len(json.loads((saved / "checkpoint.json").read_text())["waiting"]) == 1
-    process = start(folder, model, tmp_path)
+    # The signal goes to the whole group of processes, of which a warm Python is none.
+    process = start(sys.executable, folder, model, tmp_path, warm_ray)
     steps_logged(folder, 4, process)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate()

@@ -25,12 +25,18 @@ def test_it_is_written_for_this_version():
     assert ray.__version__.startswith(f"{ray_private.RAY}."), "read verl_fn/driver/ray_private.py anew"
 
 
-def reachable():
-    """The sockets of this process and of Ray's that another machine, or another address of this one, can reach."""
+def test_it_starts_only_what_a_machine_alone_needs(ray_cluster):
+    """A dashboard, an autoscaler and a log monitor take seconds to start."""
+    assert set(ray_worker._global_node.all_processes) <= {"gcs_server", "raylet", "reaper"}
+
+
+def reachable(actors):
+    """The sockets of this process, of Ray's and of actors that another machine, or another address, can reach."""
     sockets = []
     # Other tests keep processes of their own.
     started = [one.process.pid for infos in ray_worker._global_node.all_processes.values() for one in infos]
-    for pid in [os.getpid(), *with_descendants(started)]:
+    # A warm Python has forked the actors, and so they do not descend from Ray's processes.
+    for pid in {os.getpid(), *with_descendants(started), *(actor.pid for actor in actors)}:
         process = psutil.Process(pid)
         sockets += [
             (process.name(), connection.laddr)
@@ -47,7 +53,7 @@ def test_nothing_of_it_is_reachable_from_another_address(two, model):
     fsdp = two.backend("listening", remote_mutants.fsdp, model)
     engines = two.engines("listening", remote_mutants.table_engine)
     two.get(engines.publish(1, fsdp.weights(fsdp.init(Key.from_seed(0)).params)))
-    assert reachable() == []
+    assert reachable(members(two)) == []
 
 
 def test_its_files_and_its_token_are_this_users(two):

@@ -377,14 +377,14 @@ def test_workers_end_with_their_object(here):
 
 
 @pytest.mark.parametrize("name", ["backtracks", "runs"])
-def test_even_a_worker_that_hangs_ends_when_its_trainer_is_killed(here, name):
+def test_even_a_worker_that_hangs_ends_when_its_trainer_is_killed(warm, here, name):
     (here / "trainer.py").write_text(
         "from verl_fn.rewards.functions import RewardFunctions\n"
         "from verl_fn.rewards.reward import Answer\n"
         "from verl_fn.data.tasks import Problem\n"
         f"RewardFunctions(['mine.py:{name}'], timeout=1000)([Answer(Problem('q', 'good'), 'bad')])\n"
     )
-    trainer = subprocess.Popen([sys.executable, "trainer.py"], stderr=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen([warm, "trainer.py"], stderr=subprocess.PIPE, text=True)
     assert any(line == f"{name} was here\n" for line in trainer.stderr)
     trainer.kill()
     # The worker and what it runs hold the other end of this pipe for as long as they live.

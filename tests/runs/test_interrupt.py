@@ -13,8 +13,8 @@ from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.logs import read_metrics
 
 
-def start(folder, model, *more):
-    command = [sys.executable, "-m", "verl_fn.cli", "train", "recipes/sft_reverse.toml", *TINY, *more]
+def start(python, folder, model, *more):
+    command = [python, "-m", "verl_fn.cli", "train", "recipes/sft_reverse.toml", *TINY, *more]
     command += [f"trainer.dir={folder}", f"model.path={model}", "trainer.save_freq=-1", "trainer.stop_at=1.0"]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -24,10 +24,11 @@ def start(folder, model, *more):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local", "ray"])
-def test_an_interrupted_run_saves_and_goes_on(kind, tiny, tmp_path):
+def test_an_interrupted_run_saves_and_goes_on(kind, warm, warm_ray, tiny, tmp_path):
     """The signal goes to the whole group of processes, as a terminal sends it."""
-    more = [f"driver.kind={kind}"]
-    process = start(tmp_path / "a", tiny, *more, "trainer.total_training_steps=100000")
+    # Of a warm Python that would be the executable alone, not Ray's processes and what else the run starts.
+    more = [f"driver.kind={kind}", warm_ray]
+    process = start(sys.executable, tmp_path / "a", tiny, *more, "trainer.total_training_steps=100000")
     while len(read_metrics(tmp_path / "a")) < 3 and process.poll() is None:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)
@@ -40,7 +41,7 @@ def test_an_interrupted_run_saves_and_goes_on(kind, tiny, tmp_path):
     assert "Traceback" not in err
     if kind == "ray":  # which driver continues makes no difference, and starting one is slow
         return
-    process = start(tmp_path / "a", tiny, f"trainer.total_training_steps={last + 1}")
+    process = start(warm, tmp_path / "a", tiny, f"trainer.total_training_steps={last + 1}")
     out, err = process.communicate()
     assert process.returncode == 0, err
     assert f"after step {last}" in out
