@@ -11,8 +11,10 @@ from .contract import (
     total_loss,
     weighted_sum,
 )
+from .kto import kto, kto_reference_point
 from .policy import entropy, kl_to_reference, ppo_clip
-from .preference import bradley_terry
+from .preference import bradley_terry, cdpo, dpo, ipo
+from .reference_free import orpo, simpo
 from .supervised import cross_entropy
 from .value import value_clip
 
@@ -21,13 +23,20 @@ __all__ = [
     "Loss",
     "Term",
     "bradley_terry",
+    "cdpo",
     "check_weights",
     "cross_entropy",
+    "dpo",
     "entropy",
+    "ipo",
     "kl_to_reference",
+    "kto",
+    "kto_reference_point",
     "loss",
+    "orpo",
     "ppo_clip",
     "row_mean",
+    "simpo",
     "token_mean",
     "total_loss",
     "value_clip",

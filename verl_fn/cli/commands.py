@@ -221,7 +221,10 @@ def show_choices(args: argparse.Namespace) -> int:
     from verl_fn.data.tasks import TASKS
     from verl_fn.rewards.rules import SOURCES
 
-    losses = ("ppo_clip", "value_clip", "cross_entropy", "entropy", "kl_to_reference")
+    losses = (
+        *("ppo_clip", "value_clip", "cross_entropy", "entropy", "kl_to_reference"),
+        *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto"),
+    )
     for kind, names in (
         ("tasks", TASKS),
         ("algorithms", (*BUILT_IN, "FILE.py:NAME", "MODULE:NAME")),
