@@ -27,19 +27,24 @@ def publish(w: Workers, actor: Any, version: int) -> Any:
     return None
 
 
-def sample_and_score(actor: Any, problems: Sequence[Problem], w: Workers, key: Key, step: int) -> Experience:
+def sample_and_score(
+    actor: Any, problems: Sequence[Problem], w: Workers, key: Key, step: int, *, score: bool = True
+) -> Experience:
     """Draws responses to ``problems`` from the actor's weights and scores them.
 
     Args:
         key: of this step; draws are a function of it and of the problems' ids.
         step: the version that the weights are published under.
+        score: ask the workers' reward; otherwise ``learn`` scores the rows, as with a reward model.
     """
     clock = Clock(w.wait)
     clock.run("update_weights", publish, w, actor, step)
     prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
     requests = requests_for(prompts, w.sampling, key.fold_in("rollout"), [problem.id for problem in problems])
     samples = clock.run("gen", w.rollout.generate, requests, version=step)
-    batch = clock.run("reward", w.reward, w.call(packed, samples), problems)
+    batch = w.call(packed, samples)
+    if score:
+        batch = clock.run("reward", w.reward, batch, problems)
     return Experience(batch, len(problems), clock.seconds)
 
 

@@ -6,11 +6,13 @@ from .fields import ConfigError, opt, sub
 from .loading import keys, load, structure, to_table
 from .notes import notes
 from .plan import Plan, RolePlan, RolloutPlan, evaluation_plan, make_plan
+from .preferences import DPO, RewardModel
 from .roles import Role
 from .schema import AlgorithmTable, Config
 from .tables import flat
 
 __all__ = [
+    "DPO",
     "GRPO",
     "PPO",
     "SFT",
@@ -18,6 +20,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Plan",
+    "RewardModel",
     "Role",
     "RolePlan",
     "RolloutPlan",

@@ -250,7 +250,7 @@ class AlgorithmTable:
     """The ``[algorithm]`` table: an algorithm's name and its options.
 
     Attributes:
-        name: ``ppo``, ``grpo``, ``sft``, or a function of yours as ``FILE.py:NAME`` or ``MODULE:NAME``.
+        name: a built-in one, such as ``ppo``, or a function of yours as ``FILE.py:NAME`` or ``MODULE:NAME``.
         options: an instance of the algorithm's options class; its fields are the other keys of the table.
     """
 
@@ -297,7 +297,7 @@ class Config:
 
     def _check_engine(self) -> None:
         r = self.rollout
-        if r.name == "vllm" and self.driver.kind != "ray" and self.algorithm.name != "sft":
+        if r.name == "vllm" and self.driver.kind != "ray" and not self._samples_nothing():
             raise ConfigError(
                 'rollout.name = "vllm" runs in processes of its own: set driver.kind=ray, or rollout.name=sampler'
             )
@@ -306,6 +306,9 @@ class Config:
                 f"rollout.tensor_parallel_size = {r.tensor_parallel_size} takes whole GPUs: set "
                 "rollout.placement=apart, or several rollout.engines with a GPU each"
             )
+
+    def _samples_nothing(self) -> bool:
+        return getattr(self.algorithm.options, "learns_from", "samples") != "samples"
 
     def _check_goal(self) -> None:
         t = self.trainer
