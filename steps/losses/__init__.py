@@ -11,6 +11,7 @@ from .contract import (
     total_loss,
     weighted_sum,
 )
+from .distillation import distill
 from .kto import kto, kto_reference_point
 from .policy import entropy, kl_to_reference, ppo_clip
 from .preference import bradley_terry, cdpo, dpo, ipo
@@ -26,6 +27,7 @@ __all__ = [
     "cdpo",
     "check_weights",
     "cross_entropy",
+    "distill",
     "dpo",
     "entropy",
     "ipo",

@@ -12,6 +12,7 @@ from verl_fn.steps import (
     bradley_terry,
     cdpo,
     cross_entropy,
+    distill,
     dpo,
     entropy,
     ipo,
@@ -72,6 +73,14 @@ PAIR_LOSSES = {
 @examples(6)
 def test_loss_of_pairs(name, key, pairs):
     check_loss(PAIR_LOSSES[name], tiny_pairs(key, pairs=pairs), together="pair", key=key)
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+@given(key=KEYS, rows=st.integers(1, 9))
+@examples(6)
+def test_distill(kl, key, rows):
+    batch = tiny_batch(key, rows=rows)
+    check_loss(distill(kl), batch.with_tokens(teacher_log_probs=batch["ref_log_prob"]), key=key)
 
 
 @given(key=KEYS, rows=st.integers(1, 9))

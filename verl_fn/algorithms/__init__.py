@@ -8,9 +8,11 @@ from typing import Any
 from verl_fn.config.names import load_object
 
 from .contract import Algorithm, AlgorithmState, Experience, Report
+from .distill import distill
 from .dpo import dpo
 from .grpo import grpo
 from .ppo import ppo
+from .rejection import rejection
 from .reward_model import reward_model
 from .sft import sft
 from .workers import Clock, Workers
@@ -22,10 +24,12 @@ __all__ = [
     "Experience",
     "Report",
     "Workers",
+    "distill",
     "dpo",
     "grpo",
     "make",
     "ppo",
+    "rejection",
     "reward_model",
     "sft",
 ]
@@ -36,6 +40,8 @@ _BUILT_IN: Mapping[str, Callable[[Any], Algorithm[Any]]] = {
     "sft": sft,
     "dpo": dpo,
     "reward_model": reward_model,
+    "distill": distill,
+    "rejection": rejection,
 }
 
 

@@ -69,6 +69,7 @@ class Algorithm(Generic[S]):
             prompts; learning rates decay over it.
         min_n: the fewest responses per prompt that the algorithm can learn from.
         learns_from: ``samples``, or what the problems hold: ``answers``, ``pairs`` or ``labels``.
+        needs_reward: whether ``sample`` asks the workers' reward, so that every training problem must have one.
         evaluate: ``(state, problems, workers)`` to metrics on held-out problems, beside those of sampled answers.
 
     Example:
@@ -82,6 +83,7 @@ class Algorithm(Generic[S]):
     updates: Callable[[str, int, int], int] = one_a_step
     min_n: int = 1
     learns_from: LearnsFrom = "samples"
+    needs_reward: bool = True
     evaluate: Callable[[S, Sequence[Problem], Workers], Report] | None = None
 
     def step(self, state: S, problems: Sequence[Problem], workers: Workers) -> tuple[S, Report]:

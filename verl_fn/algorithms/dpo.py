@@ -104,7 +104,7 @@ def dpo(options: DPO) -> Algorithm[DPOState]:
         return pair_report(pairs, row_log_probs(batch, policy - reference), "val-aux", "preference/mean@1")
 
     return Algorithm(
-        options.roles, init, sample, learn, options.updates, options.min_n, options.learns_from, evaluate
+        options.roles, init, sample, learn, options.updates, options.min_n, options.learns_from, False, evaluate
     )
 
 

@@ -48,8 +48,8 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
         return GRPOState(states["actor"], reference, kl, key, step=0, reward_model=judge)
 
     def sample(state: GRPOState, problems: Sequence[Problem], w: Workers) -> Experience:
-        key, by_reward = state.key.fold_in(state.step), state.reward_model is None
-        return sample_and_score(state.actor, problems, w, key, state.step, score=by_reward)
+        key = state.key.fold_in(state.step)
+        return sample_and_score(state.actor, problems, w, key, state.step, score=options.needs_reward)
 
     def learn(state: GRPOState, experience: Experience, w: Workers) -> tuple[GRPOState, Report]:
         clock, key = Clock(w.wait, experience.seconds), state.key.fold_in(state.step)
@@ -66,4 +66,6 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
         report |= timing_report(clock, report["perf/total_num_tokens"])
         return GRPOState(actor, state.reference, kl, state.key, state.step + 1, state.reward_model), report
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n)
+    return Algorithm(
+        options.roles, init, sample, learn, options.updates, options.min_n, needs_reward=options.needs_reward
+    )

@@ -66,8 +66,8 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
         )
 
     def sample(state: PPOState, problems: Sequence[Problem], w: Workers) -> Experience:
-        key, by_reward = state.key.fold_in(state.step), state.reward_model is None
-        return sample_and_score(state.actor, problems, w, key, state.step, score=by_reward)
+        key = state.key.fold_in(state.step)
+        return sample_and_score(state.actor, problems, w, key, state.step, score=options.needs_reward)
 
     def learn(state: PPOState, experience: Experience, w: Workers) -> tuple[PPOState, Report]:
         clock, key = Clock(w.wait, experience.seconds), state.key.fold_in(state.step)
@@ -93,4 +93,6 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
         actor = updated["actor"][0] if "actor" in updated else state.actor
         return PPOState(actor, critic, state.reference, kl, state.key, state.step + 1, state.reward_model), report
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n)
+    return Algorithm(
+        options.roles, init, sample, learn, options.updates, options.min_n, needs_reward=options.needs_reward
+    )

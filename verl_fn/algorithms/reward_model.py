@@ -61,4 +61,4 @@ def reward_model(options: RewardModel) -> Algorithm[RewardModelState]:
         scores = w.get(w.trainers["actor"].forward(state.actor.params, batch, ("row_values",))).row_values
         return pair_report(pairs, scores, "val-core", "acc/mean@1")
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n, "pairs", evaluate)
+    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n, "pairs", False, evaluate)

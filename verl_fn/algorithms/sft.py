@@ -50,4 +50,4 @@ def sft(options: SFT) -> Algorithm[SFTState]:
         report |= timing_report(clock, report["train/global_tokens"])
         return SFTState(actor, state.key, state.step + 1), report
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n, "answers")
+    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n, "answers", False)

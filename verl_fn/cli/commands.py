@@ -23,7 +23,8 @@ from verl_fn.config import (
     options_lines,
     origins,
 )
-from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, KL_TYPES
+from verl_fn.config.aggregation import AGGREGATIONS
+from verl_fn.config.algorithms import BUILT_IN, KL_TYPES
 from verl_fn.config.loading import algorithm_options
 from verl_fn.errors import UsageError
 from verl_fn.runs.screen import complain, say
@@ -223,7 +224,7 @@ def show_choices(args: argparse.Namespace) -> int:
 
     losses = (
         *("ppo_clip", "value_clip", "cross_entropy", "entropy", "kl_to_reference"),
-        *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto"),
+        *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "distill"),
     )
     for kind, names in (
         ("tasks", TASKS),

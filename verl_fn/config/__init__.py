@@ -3,6 +3,7 @@
 from .algorithms import GRPO, PPO, SFT
 from .describe import describe, options_lines, origins
 from .fields import ConfigError, opt, sub
+from .learners import Distill, Rejection
 from .loading import keys, load, structure, to_table
 from .notes import notes
 from .plan import Plan, RolePlan, RolloutPlan, evaluation_plan, make_plan
@@ -19,7 +20,9 @@ __all__ = [
     "AlgorithmTable",
     "Config",
     "ConfigError",
+    "Distill",
     "Plan",
+    "Rejection",
     "RewardModel",
     "Role",
     "RolePlan",

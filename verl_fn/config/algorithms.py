@@ -8,12 +8,13 @@ from typing import Any
 import attrs
 from attrs.validators import ge, gt, in_, le
 
+from .aggregation import Aggregation
 from .fields import MOST, opt, paths, sub
+from .learners import Distill, Rejection
 from .names import is_reference
 from .preferences import DPO, RewardModel
 from .roles import LearnsFrom, Role, one_a_step
 
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
 
 
@@ -39,16 +40,6 @@ class KLCtrl:
 
 
 @attrs.frozen(kw_only=True)
-class Aggregation:
-    """Options that all built-in algorithms share: how per-token losses are averaged."""
-
-    loss_agg_mode: str = opt("token-mean", "how per-token losses are averaged", in_(AGGREGATIONS))
-    loss_scale_factor: float | None = opt(
-        None, "divisor of seq-mean-token-sum-norm, by default data.max_response_length", gt(0), le(1e12)
-    )
-
-
-@attrs.frozen(kw_only=True)
 class SFT(Aggregation):
     """Options of supervised fine-tuning."""
 
@@ -66,6 +57,11 @@ class SFT(Aggregation):
     def learns_from(self) -> LearnsFrom:
         """Returns ``answers``: those of the data."""
         return "answers"
+
+    @property
+    def needs_reward(self) -> bool:
+        """Returns False: nothing is sampled."""
+        return False
 
     updates = staticmethod(one_a_step)
 
@@ -125,6 +121,11 @@ class PolicyOptimization(Aggregation):
     def learns_from(self) -> LearnsFrom:
         """Returns ``samples``."""
         return "samples"
+
+    @property
+    def needs_reward(self) -> bool:
+        """Returns whether the workers' reward scores training responses: where no reward model does."""
+        return not self.reward_model
 
     def minibatches(self, prompts: int) -> int:
         """Counts the minibatches of one pass over ``prompts`` prompts.
@@ -188,4 +189,6 @@ BUILT_IN: Mapping[str, type[Any]] = {
     "sft": SFT,
     "dpo": DPO,
     "reward_model": RewardModel,
+    "distill": Distill,
+    "rejection": Rejection,
 }

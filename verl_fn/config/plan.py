@@ -123,6 +123,7 @@ class Plan:
         algorithm: the algorithm's name.
         options: an instance of the algorithm's options class.
         learns_from: what the algorithm learns from: ``samples``, or ``answers``, ``pairs`` or ``labels`` of the data.
+        needs_reward: whether the reward scores training responses.
         roles: the models by name, in the algorithm's order.
         copies: roles without a model of their own, each with the role whose frozen base is used in its place.
         rollout: the engine that samples.
@@ -136,6 +137,7 @@ class Plan:
     algorithm: str
     options: Any
     learns_from: LearnsFrom
+    needs_reward: bool
     roles: Mapping[str, RolePlan]
     copies: Mapping[str, str]
     rollout: RolloutPlan
@@ -183,6 +185,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         algorithm=cfg.algorithm.name,
         options=corrected(cfg),
         learns_from=shape.learns_from,
+        needs_reward=shape.needs_reward,
         roles={name: _role_plan(cfg, shape, name, model) for name in names},
         copies={name: role.copy_of for name, role in shape.roles.items() if role.copy_of and name not in names},
         rollout=_rollout_plan(r, d, model),
@@ -259,8 +262,8 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
         for name, value in ((n, getattr(a.options, n, None)) for n in ("policy_loss", "adv_estimator"))
         if isinstance(value, str)
     }
-    if isinstance(folder_of_judge := getattr(a.options, "reward_model", None), str):
-        references["reward_model"] = path(folder_of_judge)
+    folders = ((name, getattr(a.options, name, None)) for name in ("reward_model", "teacher"))
+    references |= {name: path(value) for name, value in folders if isinstance(value, str)}
     return attrs.evolve(
         cfg,
         trainer=attrs.evolve(t, dir=path(t.dir), resume_from_path=t.resume_from_path and path(t.resume_from_path)),

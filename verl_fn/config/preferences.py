@@ -49,6 +49,11 @@ class DPO:
         return "labels" if self.loss_type == "kto" else "pairs"
 
     @property
+    def needs_reward(self) -> bool:
+        """Returns False: nothing is sampled."""
+        return False
+
+    @property
     def min_n(self) -> int:
         """Returns 1: nothing is sampled."""
         return 1
@@ -69,6 +74,11 @@ class RewardModel:
     def learns_from(self) -> LearnsFrom:
         """Returns ``pairs``."""
         return "pairs"
+
+    @property
+    def needs_reward(self) -> bool:
+        """Returns False: nothing is sampled."""
+        return False
 
     @property
     def min_n(self) -> int:

@@ -54,6 +54,11 @@ class Outline(Protocol):
         """Returns what the algorithm learns from; only one that learns from ``samples`` uses the rollout to train."""
         ...
 
+    @property
+    def needs_reward(self) -> bool:
+        """Returns whether the workers' reward scores training responses."""
+        ...
+
     def updates(self, role: str, prompts: int, steps: int) -> int:
         """Returns the optimizer updates of ``role`` in ``steps`` steps of ``prompts`` prompts each."""
         ...

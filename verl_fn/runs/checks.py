@@ -22,6 +22,9 @@ from verl_fn.driver import ranks
 from verl_fn.rewards.reward import Answer
 from verl_fn.rewards.rules import by_rules, has_rule
 
+# Frozen models of other folders, which algorithm.NAME names.
+OTHER_MODELS = ("reward_model", "teacher")
+
 
 def check(plan: Plan, source: Source, tokenizer: Any) -> None:
     """Checks that tokenizer, models, row lengths, ranks and device go together.
@@ -40,7 +43,7 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
     _check_rules(plan, source)
     rows = row_lengths(plan, source, tokenizer)
     own = plan.learns_from != "samples"
-    check_reward_model(plan, tokenizer)
+    check_other_models(plan, tokenizer)
     for role in plan.roles.values():
         check_vocabulary(role.folder, tokenizer)
         positions = getattr(read_config(role.folder), "max_position_embeddings", None)
@@ -125,7 +128,7 @@ def check_model_folders(plan: Plan) -> None:
             continue
         if not Path(role.folder).is_dir():
             key = "critic.path" if role.table == "critic" and role.folder != plan.model else "model.path"
-            key = "algorithm.reward_model" if role.name == "reward_model" else key
+            key = f"algorithm.{role.name}" if role.name in OTHER_MODELS else key
             raise ConfigError(
                 f"{key}: there is no folder {role.folder}. Models are not downloaded: a name of the Hugging Face hub "
                 "is no folder, so download it first (hf download NAME --local-dir FOLDER) and set the folder"
@@ -141,8 +144,7 @@ def _check_rules(plan: Plan, source: Source) -> None:
     if plan.reward.functions or not isinstance(source, FileData):
         return
     held_out = source.held_out(plan.data.val_size)
-    by_reward = plan.learns_from == "samples" and "reward_model" not in plan.roles
-    sampled = source.training if by_reward else ()
+    sampled = source.training if plan.needs_reward else ()
     by_rules([Answer(problem, "") for problem in (*(held_out if samples_answers(plan, held_out) else ()), *sampled)])
 
 
@@ -196,26 +198,30 @@ def _check_device(plan: Plan) -> None:
         raise ConfigError("driver.device is cuda, but torch finds no GPU here; set driver.device=cpu or auto")
 
 
-def check_reward_model(plan: Plan, tokenizer: Any) -> None:
-    """Checks that a plan's reward model, if it has one, has a value head and the actor's tokens.
+def check_other_models(plan: Plan, tokenizer: Any) -> None:
+    """Checks that a plan's reward model has a value head, and that it and a teacher have the actor's tokens.
 
     Raises:
-        ConfigError: it has another head, whose scores would all be 0.
-        ModelError: it was trained with another tokenizer.
+        ConfigError: a teacher is not named, or a reward model has another head, whose scores would all be 0.
+        ModelError: a model was trained with another tokenizer.
     """
-    role = plan.roles.get("reward_model")
-    if role is None:
-        return
-    if not any("TokenClassification" in name for name in read_config(role.folder).architectures or ()):
-        raise ConfigError(
-            f"algorithm.reward_model: {role.folder} has no value head, so it gives no scores; train one with "
-            "algorithm.name=reward_model"
-        )
-    if read_tokenizer(role.folder).get_vocab() != tokenizer.get_vocab():
-        raise ModelError(
-            f"algorithm.reward_model: the tokenizer in {role.folder} is not the actor's, so the reward model would "
-            "read other texts than the actor writes; train it from a model with the same tokenizer"
-        )
+    for name in OTHER_MODELS:
+        role = plan.roles.get(name)
+        if role is None:
+            continue
+        if not getattr(plan.options, name, role.folder):
+            raise ConfigError(f"algorithm.{name} is empty; set it to the model folder of the {name}")
+        architectures = read_config(role.folder).architectures or ()
+        if role.head == "value" and not any("TokenClassification" in one for one in architectures):
+            raise ConfigError(
+                f"algorithm.{name}: {role.folder} has no value head, so it gives no scores; train one with "
+                "algorithm.name=reward_model"
+            )
+        if read_tokenizer(role.folder).get_vocab() != tokenizer.get_vocab():
+            raise ModelError(
+                f"algorithm.{name}: the tokenizer in {role.folder} is not the actor's, so it would read other texts "
+                "than the actor writes; take a model with the same tokenizer"
+            )
 
 
 def check_vocabulary(folder: str | Path, tokenizer: Any) -> None:
