@@ -58,6 +58,10 @@ class Pairs:
         """Returns, for both rows of a pair, the value of the preferred row less that of the other."""
         return self._of_pairs(self.sign * values)
 
+    def total(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """Returns, for both rows of a pair, the sum of their values."""
+        return self._of_pairs(values)
+
     def preferred(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
         """Returns, for both rows of a pair, the value of the preferred row."""
         return self._of_pairs(torch.where(self.sign > 0, values, 0.0))

@@ -15,16 +15,19 @@ from .pairs import Pairs, row_log_probs
 OfMargin = Callable[[Tensor], Tensor]
 
 
-def bradley_terry(pair: str = "pair", chosen: str = "chosen") -> Loss:
+def bradley_terry(pair: str = "pair", chosen: str = "chosen", *, center_rewards_coefficient: float = 0.0) -> Loss:
     """Returns the loss of a reward model: minus the log-likelihood that the preferred row of each pair wins.
 
-    For scores r of the preferred row w and the other row l it is -log sigmoid(r_w - r_l). It is a row loss and reads
-    ``row_values``. Both rows of a pair get the loss of the pair, so with the weights of
-    ``aggregate_rows(batch, "group-mean", group="pair")`` the total is the mean over pairs.
+    For scores r of the preferred row w and the other row l it is -log sigmoid(r_w - r_l). Preferences say nothing of
+    the mean of both scores, which may differ from prompt to prompt; center_rewards_coefficient * (r_w + r_l)^2 keeps
+    it near 0, so that scores of different prompts compare. It is a row loss and reads ``row_values``. Both rows of a
+    pair get the loss of the pair, so with the weights of ``aggregate_rows(batch, "group-mean", group="pair")`` the
+    total is the mean over pairs.
 
     Args:
         pair: the per-row field of integers that is the same for the two rows of a pair.
         chosen: the per-row field that is 1 for the preferred row and 0 for the other.
+        center_rewards_coefficient: the weight of the second term, under TRL's name; such as 0.01.
 
     Raises:
         ValueError: when it is computed, if a pair does not have exactly one preferred row and one other row.
@@ -37,13 +40,17 @@ def bradley_terry(pair: str = "pair", chosen: str = "chosen") -> Loss:
         >>> [round(value, 4) for value in bradley_terry()(outputs, batch)[0].tolist()]
         [0.1269, 0.1269]
 
-    Source: Bradley & Terry 1952; Ouyang et al. 2022 (arXiv 2203.02155), equation 1.
+    Source: Bradley & Terry 1952; Ouyang et al. 2022 (arXiv 2203.02155), equation 1; the second term, Eisenstein et
+    al. 2023 (arXiv 2312.09244), section 3.
     """
 
     @loss(needs=["row_values"], level="row", together=pair)
     def bradley_terry(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        margin = Pairs.of(batch, pair, chosen, outputs.row_values.dtype).margin(outputs.row_values)
+        pairs = Pairs.of(batch, pair, chosen, outputs.row_values.dtype)
+        margin = pairs.margin(outputs.row_values)
         values = softplus(-margin)
+        if center_rewards_coefficient:
+            values = values + center_rewards_coefficient * pairs.total(outputs.row_values).square()
         return values, {
             "reward_model/loss": weighted_sum(batch, values, "row"),
             "reward_model/accuracy": row_mean(batch, margin > 0),

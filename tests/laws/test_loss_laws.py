@@ -58,6 +58,7 @@ def test_built_in_loss(name, key, rows):
 
 PAIR_LOSSES = {
     "bradley_terry": bradley_terry(),
+    "bradley_terry, centered": bradley_terry(center_rewards_coefficient=0.1),
     "dpo": dpo(),
     "dpo, steep": dpo(3.0),
     "cdpo": cdpo(),

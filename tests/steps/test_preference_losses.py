@@ -99,6 +99,11 @@ def by_bradley_terry(outputs, row):
     return both(torch.log(1 + torch.exp(-margin)))
 
 
+def by_centered(outputs, row):
+    first, second = outputs.row_values
+    return by_bradley_terry(outputs, row) + 0.3 * (first + second) ** 2
+
+
 def full_pairs(key):
     """Pairs in which every row has a response."""
     batch = tiny_pairs(key)
@@ -120,6 +125,7 @@ def full_pairs(key):
         (simpo(), by_simpo(2.0, 1.0)),
         (simpo(0.7, 0.2), by_simpo(0.7, 0.2)),
         (bradley_terry(), by_bradley_terry),
+        (bradley_terry(center_rewards_coefficient=0.3), by_centered),
     ],
     ids=lambda case: getattr(case, "__name__", None),
 )

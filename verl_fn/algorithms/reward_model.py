@@ -38,7 +38,7 @@ def reward_model(options: RewardModel) -> Algorithm[RewardModelState]:
     Source:
         Ouyang et al. 2022, arXiv 2203.02155.
     """
-    loss = bradley_terry()
+    loss = bradley_terry(center_rewards_coefficient=options.center_rewards_coefficient)
 
     def init(states: Mapping[str, Any], key: Key) -> RewardModelState:
         return RewardModelState(states["actor"], key, step=0)

@@ -65,6 +65,13 @@ class DPO:
 class RewardModel:
     """Options of a reward model: a value head that scores whole responses, trained on pairs (Bradley-Terry)."""
 
+    center_rewards_coefficient: float = opt(
+        0.0,
+        "weight of the squared sum of a pair's scores, which keeps scores of different prompts comparable",
+        ge(0),
+        le(MOST),
+    )
+
     @property
     def roles(self) -> Mapping[str, Role]:
         """Returns the actor, which is the reward model: it is evaluated and exported."""

@@ -25,7 +25,7 @@ def task_data(task: Task, learns_from: LearnsFrom) -> Source:
     Example:
         >>> from verl_fn.data.tasks import TASKS
         >>> task_data(TASKS["count"], "pairs").held_out(1)[0].chosen
-        ('aaaaaaa',)
+        ('a',)
     """
     return TaskPairs(task) if learns_from in ("pairs", "labels") else task
 
