@@ -19,12 +19,15 @@ class _TakesTooLong(BaseException):
     """Ends the thread of a template that does not end by itself."""
 
 
-def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+def chat_tokens(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
+) -> list[int]:
     """Returns the token ids of chat messages, up to the start of the assistant's answer.
 
     Args:
         tokenizer: has a chat template.
         messages: the messages so far.
+        generation_prompt: begin the assistant's answer; otherwise end with the last message.
 
     Raises:
         ModelError: the template fails on these messages, or does not end.
@@ -43,7 +46,7 @@ def chat_tokens(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[i
         try:
             ids.extend(
                 tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+                    list(messages), add_generation_prompt=generation_prompt, tokenize=True, return_dict=False
                 )
             )
         except _TakesTooLong:

@@ -12,9 +12,12 @@ from .contract import (
     weighted_sum,
 )
 from .covariance import clip_cov, kl_cov
+from .distillation import distill
 from .divergence import dppo_kl, dppo_tv
+from .kto import kto, kto_reference_point
 from .policy import entropy, kl_to_reference, ppo_clip, reinforce
-from .preference import bradley_terry
+from .preference import bradley_terry, cdpo, dpo, ipo
+from .reference_free import orpo, simpo
 from .sequence import geo_mean, gspo
 from .supervised import cross_entropy
 from .surrogates import cispo, dro, sapo
@@ -25,23 +28,31 @@ __all__ = [
     "Loss",
     "Term",
     "bradley_terry",
+    "cdpo",
     "check_weights",
     "cispo",
     "clip_cov",
     "cross_entropy",
+    "distill",
+    "dpo",
     "dppo_kl",
     "dppo_tv",
     "dro",
     "entropy",
     "geo_mean",
     "gspo",
+    "ipo",
     "kl_cov",
     "kl_to_reference",
+    "kto",
+    "kto_reference_point",
     "loss",
+    "orpo",
     "ppo_clip",
     "reinforce",
     "row_mean",
     "sapo",
+    "simpo",
     "token_mean",
     "total_loss",
     "value_clip",

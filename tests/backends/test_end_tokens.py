@@ -11,8 +11,9 @@ from verl_fn.backends.hf.new_model import EOS, new_model
 from verl_fn.backends.hf.tokenizer import contradiction, end_tokens, read_tokenizer
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
+from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import Problem
-from verl_fn.rewards.reward import Reward, pack_examples, response_texts
+from verl_fn.rewards.reward import Reward, response_texts
 from verl_fn.state import Batch, Key
 
 ABSENT = "absent"

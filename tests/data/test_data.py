@@ -13,10 +13,11 @@ from transformers import AutoTokenizer
 
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.config import load
-from verl_fn.data.files import FileData, encode_prompts, file_data, read_problems
+from verl_fn.data.examples import pack_examples
+from verl_fn.data.files import FileData, encode_prompts, read_problems
+from verl_fn.data.loading import file_data
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import TASKS, Problem
-from verl_fn.rewards.reward import pack_examples
 from verl_fn.runs.screen import text_of
 from verl_fn.state import Key
 

@@ -11,10 +11,10 @@ from verl_fn.algorithms import make
 from verl_fn.backends.local import Local
 from verl_fn.benchmarks import ppo_layouts
 from verl_fn.config import load, make_plan
+from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver import build
 from verl_fn.driver.ray import ActorDied, ray_workers
-from verl_fn.rewards.reward import pack_examples
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.state import DonatedError, Key, requests_for, tree

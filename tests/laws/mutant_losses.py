@@ -256,12 +256,49 @@ def penalizes_without_advantage(outputs, batch):
     return gap.square() - batch["advantages"] * outputs.logprobs, {}
 
 
+@loss(needs=["logprobs"], level="row")
+def estimates_the_kl_inside(outputs, batch):
+    """KTO with a reference point of the micro-batch."""
+    gain = batch.sum_rows(torch.where(batch["response_mask"] != 0, outputs.logprobs - batch["ref_log_prob"], 0.0))
+    return torch.sigmoid(gain.detach().mean() - gain), {}
+
+
+def margins(batch, gain):
+    _, pair = batch["pair"].unique(return_inverse=True)
+    return gain.new_zeros(int(pair.max()) + 1).index_add(0, pair, gain * (2.0 * batch["chosen"] - 1.0)), pair
+
+
+@loss(needs=["row_values"], level="row", together="pair")
+def divides_by_pairs(outputs, batch):
+    margin, pair = margins(batch, outputs.row_values)
+    return torch.nn.functional.softplus(-margin)[pair] / len(margin), {}
+
+
+@loss(needs=["row_values"], level="row", together="pair")
+def takes_neighbours_for_pairs(outputs, batch):
+    """The preferred row comes first only where nobody permutes the rows."""
+    first, second = outputs.row_values.reshape(-1, 2).unbind(1)
+    return torch.nn.functional.softplus(second - first).repeat_interleave(2), {}
+
+
+@loss(needs=["logprobs"], level="row", together="pair")
+def averages_over_prompts(outputs, batch):
+    """SimPO with a mean over prompt and response."""
+    mean = batch.sum_rows(torch.where(batch["response_mask"] != 0, outputs.logprobs, 0.0)) / batch.lengths
+    margin, pair = margins(batch, mean)
+    return torch.nn.functional.softplus(-margin)[pair], {}
+
+
 LOSSES = [
     (selects_inside, "Split invariance"),
     (draws_inside, "Purity"),
     (one_ratio_for_all_rows, "Split invariance"),
     (ratio_over_whole_lengths, "Zero"),
     (penalizes_without_advantage, "Zero"),
+    (estimates_the_kl_inside, "Split invariance"),
+    (divides_by_pairs, "Split invariance"),
+    (takes_neighbours_for_pairs, "Split invariance"),
+    (averages_over_prompts, "Zero"),
     (compares_with_the_next_row, "Split invariance"),
     (mean_over_rows, "Split invariance"),
     (token_loss_as_row_loss, "Signature"),

@@ -10,21 +10,28 @@ from verl_fn.steps import (
     aggregate,
     aggregate_rows,
     bradley_terry,
+    cdpo,
     cispo,
     clip_cov,
     cross_entropy,
+    distill,
+    dpo,
     dppo_kl,
     dppo_tv,
     dro,
     entropy,
     geo_mean,
     gspo,
+    ipo,
     kl_cov,
     kl_to_reference,
+    kto,
     loss,
+    orpo,
     ppo_clip,
     reinforce,
     sapo,
+    simpo,
     value_clip,
 )
 from verl_fn.steps.aggregate import MODES, ROW_MODES
@@ -74,10 +81,40 @@ def test_built_in_loss(name, key, rows):
     check_loss(built_in, tiny_batch(key, rows=rows), zero_advantages=policy_only, key=key)
 
 
+PAIR_LOSSES = {
+    "bradley_terry": bradley_terry(),
+    "bradley_terry, centered": bradley_terry(center_rewards_coefficient=0.1),
+    "dpo": dpo(),
+    "dpo, steep": dpo(3.0),
+    "cdpo": cdpo(),
+    "ipo": ipo(),
+    "simpo": simpo(),
+    "orpo": orpo(),
+    "dpo and orpo": dpo() + 0.5 * orpo(),
+}
+
+
+@pytest.mark.parametrize("name", PAIR_LOSSES)
 @given(key=KEYS, pairs=st.integers(1, 5))
 @examples(6)
-def test_bradley_terry(key, pairs):
-    check_loss(bradley_terry(), tiny_pairs(key, pairs=pairs), together="pair", key=key)
+def test_loss_of_pairs(name, key, pairs):
+    check_loss(PAIR_LOSSES[name], tiny_pairs(key, pairs=pairs), together="pair", key=key)
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+@given(key=KEYS, rows=st.integers(1, 9))
+@examples(6)
+def test_distill(kl, key, rows):
+    batch = tiny_batch(key, rows=rows)
+    check_loss(distill(kl), batch.with_tokens(teacher_log_probs=batch["ref_log_prob"]), key=key)
+
+
+@given(key=KEYS, rows=st.integers(1, 9))
+@examples(6)
+def test_kto(key, rows):
+    batch = tiny_batch(key, rows=rows)
+    fields = {"label": (torch.arange(rows) % 2).float(), "reference_point": torch.full((rows,), 0.2)}
+    check_loss(kto(), batch.with_rows(**fields), key=key)
 
 
 @pytest.mark.parametrize("mode", ROW_MODES)

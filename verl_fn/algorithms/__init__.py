@@ -8,21 +8,48 @@ from typing import Any
 from verl_fn.config.names import load_object
 
 from .contract import Algorithm, AlgorithmState, Experience, Report
+from .distill import distill
+from .dpo import dpo
 from .grpo import grpo
 from .ppo import ppo
+from .rejection import rejection
+from .reward_model import reward_model
 from .sft import sft
 from .workers import Clock, Workers
 
-__all__ = ["Algorithm", "AlgorithmState", "Clock", "Experience", "Report", "Workers", "grpo", "make", "ppo", "sft"]
+__all__ = [
+    "Algorithm",
+    "AlgorithmState",
+    "Clock",
+    "Experience",
+    "Report",
+    "Workers",
+    "distill",
+    "dpo",
+    "grpo",
+    "make",
+    "ppo",
+    "rejection",
+    "reward_model",
+    "sft",
+]
 
-_BUILT_IN: Mapping[str, Callable[[Any], Algorithm[Any]]] = {"ppo": ppo, "grpo": grpo, "sft": sft}
+_BUILT_IN: Mapping[str, Callable[[Any], Algorithm[Any]]] = {
+    "ppo": ppo,
+    "grpo": grpo,
+    "sft": sft,
+    "dpo": dpo,
+    "reward_model": reward_model,
+    "distill": distill,
+    "rejection": rejection,
+}
 
 
 def make(name: str, options: Any) -> Algorithm[Any]:
     """Makes an algorithm from its name and its options.
 
     Args:
-        name: ``ppo``, ``grpo``, ``sft``, or a function of the user as ``FILE.py:NAME`` or ``MODULE:NAME``.
+        name: a built-in one, such as ``ppo``, or a function of the user as ``FILE.py:NAME`` or ``MODULE:NAME``.
         options: an instance of the algorithm's options class.
 
     Raises:

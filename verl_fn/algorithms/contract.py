@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import attrs
 
-from verl_fn.config.roles import Role, one_a_step
+from verl_fn.config.roles import LearnsFrom, Role, one_a_step
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key
 
@@ -68,6 +68,9 @@ class Algorithm(Generic[S]):
         updates: ``(role, prompts, steps)`` to the number of the role's updates in ``steps`` steps of ``prompts``
             prompts; learning rates decay over it.
         min_n: the fewest responses per prompt that the algorithm can learn from.
+        learns_from: ``samples``, or what the problems hold: ``answers``, ``pairs`` or ``labels``.
+        needs_reward: whether ``sample`` asks the workers' reward, so that every training problem must have one.
+        evaluate: ``(state, problems, workers)`` to metrics on held-out problems, beside those of sampled answers.
 
     Example:
         A complete algorithm is ``examples/custom_algorithm.py``; ``verl_fn/algorithms/grpo.py`` is a built-in one.
@@ -79,6 +82,9 @@ class Algorithm(Generic[S]):
     learn: Callable[[S, Experience, Workers], tuple[S, Report]]
     updates: Callable[[str, int, int], int] = one_a_step
     min_n: int = 1
+    learns_from: LearnsFrom = "samples"
+    needs_reward: bool = True
+    evaluate: Callable[[S, Sequence[Problem], Workers], Report] | None = None
 
     def step(self, state: S, problems: Sequence[Problem], workers: Workers) -> tuple[S, Report]:
         """Takes one step; it spends ``state``, since ``learn`` donates the training states that it updates."""

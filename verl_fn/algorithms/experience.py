@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from verl_fn.backends.protocol import Ref, TrainBackend, where_used
-from verl_fn.config.algorithms import Aggregation, PolicyOptimization
+from verl_fn.config.aggregation import Aggregation
+from verl_fn.config.algorithms import PolicyOptimization
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch, Key, Metrics, Sample, TokenOutputs, pack, requests_for
@@ -28,19 +29,24 @@ def publish(w: Workers, actor: Any, version: int) -> Any:
     return None
 
 
-def sample_and_score(actor: Any, problems: Sequence[Problem], w: Workers, key: Key, step: int) -> Experience:
+def sample_and_score(
+    actor: Any, problems: Sequence[Problem], w: Workers, key: Key, step: int, *, score: bool = True
+) -> Experience:
     """Draws responses to ``problems`` from the actor's weights and scores them.
 
     Args:
         key: of this step; draws are a function of it and of the problems' ids.
         step: the version that the weights are published under.
+        score: ask the workers' reward; otherwise ``learn`` scores the rows, as with a reward model.
     """
     clock = Clock(w.wait)
     clock.run("update_weights", publish, w, actor, step)
     prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
     requests = requests_for(prompts, w.sampling, key.fold_in("rollout"), [problem.id for problem in problems])
     samples = clock.run("gen", w.rollout.generate, requests, version=step)
-    batch = clock.run("reward", w.reward, w.call(packed, samples), problems)
+    batch = w.call(packed, samples)
+    if score:
+        batch = clock.run("reward", w.reward, batch, problems)
     return Experience(batch, len(problems), clock.seconds)
 
 

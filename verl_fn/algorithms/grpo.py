@@ -12,6 +12,7 @@ from verl_fn.steps import AdaptiveKL, FixedKL
 
 from .contract import Algorithm, Experience, Report
 from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, selecting, update, update_batches
+from .model_reward import score_by_model
 from .policy import actor_outputs, estimator, policy_loss, selection
 from .reports import batch_report, timing_report, update_report
 from .workers import Clock, Workers
@@ -26,6 +27,7 @@ class GRPOState(Node):
     kl: FixedKL | AdaptiveKL
     key: Key
     step: int
+    reward_model: Any = None
 
 
 def grpo(options: GRPO) -> Algorithm[GRPOState]:
@@ -43,14 +45,19 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
 
     def init(states: Mapping[str, Any], key: Key) -> GRPOState:
         reference = states.get("reference")
-        return GRPOState(states["actor"], reference, kl_controller(options), key, step=0)
+        kl, judge = kl_controller(options), states.get("reward_model")
+        return GRPOState(states["actor"], reference, kl, key, step=0, reward_model=judge)
 
     def sample(state: GRPOState, problems: Sequence[Problem], w: Workers) -> Experience:
-        return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
+        key = state.key.fold_in(state.step)
+        return sample_and_score(state.actor, problems, w, key, state.step, score=options.needs_reward)
 
     def learn(state: GRPOState, experience: Experience, w: Workers) -> tuple[GRPOState, Report]:
         clock, key = Clock(w.wait, experience.seconds), state.key.fold_in(state.step)
-        batch = annotate(experience.batch, state, w, clock, reference=needs_reference, outputs=outputs)
+        batch = experience.batch
+        if state.reward_model is not None:
+            batch = score_by_model(batch, state.reward_model, w, clock)
+        batch = annotate(batch, state, w, clock, reference=needs_reference, outputs=outputs)
         batch, kl, report = kl_in_reward(batch, state.kl, options, w)
         batch = clock.run("adv", w.call, advantages, batch)
         batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), loss)
@@ -59,6 +66,8 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
 
         report |= update_report("actor", w.get(metrics)) | experience.report | w.get(w.call(batch_report, batch))
         report |= timing_report(clock, report["perf/total_num_tokens"])
-        return GRPOState(actor, state.reference, kl, state.key, state.step + 1), report
+        return GRPOState(actor, state.reference, kl, state.key, state.step + 1, state.reward_model), report
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n)
+    return Algorithm(
+        options.roles, init, sample, learn, options.updates, options.min_n, needs_reward=options.needs_reward
+    )

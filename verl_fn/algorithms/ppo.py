@@ -12,6 +12,7 @@ from verl_fn.steps import AdaptiveKL, FixedKL, value_clip
 
 from .contract import Algorithm, Experience, Report
 from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, selecting, update, update_batches
+from .model_reward import score_by_model
 from .policy import estimator, policy_loss, selection
 from .reports import batch_report, timing_report, update_report
 from .workers import Clock, Workers
@@ -27,6 +28,7 @@ class PPOState(Node):
         kl: the controller of the KL penalty in the reward.
         key: the run's key; each step derives a key of its own from it and ``step``.
         step: the number of steps done.
+        reward_model: the training state of a reward model, or a handle to it; None where others give the reward.
     """
 
     actor: Any
@@ -35,6 +37,7 @@ class PPOState(Node):
     kl: FixedKL | AdaptiveKL
     key: Key
     step: int
+    reward_model: Any = None
 
 
 def ppo(options: PPO) -> Algorithm[PPOState]:
@@ -59,14 +62,19 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
             kl=kl_controller(options),
             key=key,
             step=0,
+            reward_model=states.get("reward_model"),
         )
 
     def sample(state: PPOState, problems: Sequence[Problem], w: Workers) -> Experience:
-        return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
+        key = state.key.fold_in(state.step)
+        return sample_and_score(state.actor, problems, w, key, state.step, score=options.needs_reward)
 
     def learn(state: PPOState, experience: Experience, w: Workers) -> tuple[PPOState, Report]:
         clock, key = Clock(w.wait, experience.seconds), state.key.fold_in(state.step)
-        batch = annotate(experience.batch, state, w, clock, reference=needs_reference, critic=True)
+        batch = experience.batch
+        if state.reward_model is not None:
+            batch = score_by_model(batch, state.reward_model, w, clock)
+        batch = annotate(batch, state, w, clock, reference=needs_reference, critic=True)
         batch, kl, report = kl_in_reward(batch, state.kl, options, w)
         batch = clock.run("adv", w.call, advantages, batch)
         batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), actor_loss)
@@ -84,6 +92,8 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
         report |= timing_report(clock, report["perf/total_num_tokens"])
         critic = updated["critic"][0]
         actor = updated["actor"][0] if "actor" in updated else state.actor
-        return PPOState(actor, critic, state.reference, kl, state.key, state.step + 1), report
+        return PPOState(actor, critic, state.reference, kl, state.key, state.step + 1, state.reward_model), report
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n)
+    return Algorithm(
+        options.roles, init, sample, learn, options.updates, options.min_n, needs_reward=options.needs_reward
+    )

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_fn.config.algorithms import SFT
+from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import Problem
-from verl_fn.rewards.reward import pack_examples
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import aggregate, cross_entropy
 
@@ -50,4 +50,4 @@ def sft(options: SFT) -> Algorithm[SFTState]:
         report |= timing_report(clock, report["train/global_tokens"])
         return SFTState(actor, state.key, state.step + 1), report
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n)
+    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n, "answers", False)

@@ -23,7 +23,8 @@ from verl_fn.config import (
     options_lines,
     origins,
 )
-from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, KL_TYPES
+from verl_fn.config.aggregation import AGGREGATIONS
+from verl_fn.config.algorithms import BUILT_IN, KL_TYPES
 from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.config.loading import algorithm_options
 from verl_fn.errors import UsageError
@@ -222,7 +223,10 @@ def show_choices(args: argparse.Namespace) -> int:
     from verl_fn.data.tasks import TASKS
     from verl_fn.rewards.rules import SOURCES
 
-    losses = (*POLICY_LOSSES, "value_clip", "cross_entropy", "bradley_terry", "entropy", "kl_to_reference")
+    losses = (
+        *(*POLICY_LOSSES, "value_clip", "cross_entropy", "entropy", "kl_to_reference"),
+        *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "distill"),
+    )
     for kind, names in (
         ("tasks", TASKS),
         ("algorithms", (*BUILT_IN, "FILE.py:NAME", "MODULE:NAME")),

@@ -3,21 +3,27 @@
 from .algorithms import GRPO, PPO, SFT
 from .describe import describe, options_lines, origins
 from .fields import ConfigError, opt, sub
+from .learners import Distill, Rejection
 from .loading import keys, load, structure, to_table
 from .notes import notes
 from .plan import Plan, RolePlan, RolloutPlan, evaluation_plan, make_plan
+from .preferences import DPO, RewardModel
 from .roles import Role
 from .schema import AlgorithmTable, Config
 from .tables import flat
 
 __all__ = [
+    "DPO",
     "GRPO",
     "PPO",
     "SFT",
     "AlgorithmTable",
     "Config",
     "ConfigError",
+    "Distill",
     "Plan",
+    "Rejection",
+    "RewardModel",
     "Role",
     "RolePlan",
     "RolloutPlan",

@@ -8,12 +8,14 @@ from typing import Any
 import attrs
 from attrs.validators import ge, gt, in_, le
 
+from .aggregation import Aggregation
 from .catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
-from .fields import MOST, opt, sub
+from .fields import MOST, opt, paths, sub
+from .learners import Distill, Rejection
 from .names import is_reference
-from .roles import Role, one_a_step
+from .preferences import DPO, RewardModel
+from .roles import LearnsFrom, Role, one_a_step
 
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
 
 
@@ -45,16 +47,6 @@ class KLCtrl:
 
 
 @attrs.frozen(kw_only=True)
-class Aggregation:
-    """Options that all built-in algorithms share: how per-token losses are averaged."""
-
-    loss_agg_mode: str = opt("token-mean", "how per-token losses are averaged", in_(AGGREGATIONS))
-    loss_scale_factor: float | None = opt(
-        None, "divisor of seq-mean-token-sum-norm, by default data.max_response_length", gt(0), le(1e12)
-    )
-
-
-@attrs.frozen(kw_only=True)
 class SFT(Aggregation):
     """Options of supervised fine-tuning."""
 
@@ -67,6 +59,16 @@ class SFT(Aggregation):
     def min_n(self) -> int:
         """Returns 1: nothing is sampled."""
         return 1
+
+    @property
+    def learns_from(self) -> LearnsFrom:
+        """Returns ``answers``: those of the data."""
+        return "answers"
+
+    @property
+    def needs_reward(self) -> bool:
+        """Returns False: nothing is sampled."""
+        return False
 
     updates = staticmethod(one_a_step)
 
@@ -124,15 +126,32 @@ class PolicyOptimization(Aggregation):
         "what becomes of weights outside the thresholds: truncate moves them to the threshold, mask makes them 0",
         in_(("truncate", "mask")),
     )
+    reward_model: str = paths(
+        "", "model folder of a reward model, whose score is then the only reward of training responses"
+    )
     ppo_mini_batch_size: int = opt(256, "prompts per update", ge(1))
     ppo_epochs: int = opt(1, "passes over a batch", ge(1))
     shuffle: bool = opt(False, "draw a new order of rows in every pass")
 
     @property
     def roles(self) -> Mapping[str, Role]:
-        """Returns the actor, and the reference policy if a KL term needs it."""
-        reference = self.use_kl_loss or self.use_kl_in_reward
-        return {"actor": Role()} | ({"reference": Role(trained=False, copy_of="actor")} if reference else {})
+        """Returns the actor, the reference policy if a KL term needs it, and the reward model if there is one."""
+        roles = {"actor": Role()}
+        if self.use_kl_loss or self.use_kl_in_reward:
+            roles["reference"] = Role(trained=False, copy_of="actor")
+        if self.reward_model:
+            roles["reward_model"] = Role(head="value", trained=False, path=self.reward_model)
+        return roles
+
+    @property
+    def learns_from(self) -> LearnsFrom:
+        """Returns ``samples``."""
+        return "samples"
+
+    @property
+    def needs_reward(self) -> bool:
+        """Returns whether the workers' reward scores training responses: where no reward model does."""
+        return not self.reward_model
 
     def minibatches(self, prompts: int) -> int:
         """Counts the minibatches of one pass over ``prompts`` prompts.
@@ -159,7 +178,7 @@ class PPO(PolicyOptimization):
 
     @property
     def roles(self) -> Mapping[str, Role]:
-        """Returns the actor, the critic, and the reference policy if a KL term needs it."""
+        """Returns the actor, the critic, the reference policy if a KL term needs it, and a reward model."""
         return {"actor": Role(), "critic": Role(head="value")} | dict(super().roles)
 
     @property
@@ -195,4 +214,12 @@ class GRPO(PolicyOptimization):
         return 2 if self.adv_estimator in GROUP_ESTIMATORS else 1
 
 
-BUILT_IN: Mapping[str, type[Any]] = {"ppo": PPO, "grpo": GRPO, "sft": SFT}
+BUILT_IN: Mapping[str, type[Any]] = {
+    "ppo": PPO,
+    "grpo": GRPO,
+    "sft": SFT,
+    "dpo": DPO,
+    "reward_model": RewardModel,
+    "distill": Distill,
+    "rejection": Rejection,
+}

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import tomli_w
 
+from .algorithms import BUILT_IN
 from .loading import raw_table
 from .schema import AlgorithmTable, Config
 from .tables import flat
@@ -48,7 +49,9 @@ def options_lines(options: Any, prefix: str, origins: Mapping[str, str] | None =
 def _describe(value: Any, prefix: str, origins: Mapping[str, str], lines: list[str]) -> None:
     if isinstance(value, AlgorithmTable):
         lines.append(f"[{prefix}]")
-        lines.append(_line("name", value.name, "ppo, grpo, sft, or FILE.py:NAME or MODULE:NAME", prefix, origins))
+        lines.append(
+            _line("name", value.name, f"{', '.join(BUILT_IN)}, or FILE.py:NAME or MODULE:NAME", prefix, origins)
+        )
         start = len(lines)
         _describe(value.options, prefix, origins, lines)
         # The options belong to the table of the name, whose header is already there.

@@ -8,11 +8,16 @@ import attrs
 
 from .algorithms import PolicyOptimization
 from .fields import ConfigError
+from .roles import LearnsFrom
 from .schema import Config
 
 
-def check_lag(cfg: Config) -> None:
+def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
     """Checks that sampling can run ahead of learning, where the config asks for it.
+
+    Args:
+        cfg: the config.
+        learns_from: what its algorithm learns from.
 
     Raises:
         ConfigError: the algorithm does not sample, or the engines cannot work while the trainer learns.
@@ -20,8 +25,9 @@ def check_lag(cfg: Config) -> None:
     lag = f"driver.max_lag = {cfg.driver.max_lag}"
     if cfg.driver.max_lag == 0:
         return
-    if cfg.algorithm.name == "sft":
-        raise ConfigError(f"{lag} lets sampling run ahead of learning, and sft samples nothing; leave it at 0")
+    if learns_from != "samples":
+        name = cfg.algorithm.name
+        raise ConfigError(f"{lag} lets sampling run ahead of learning, and {name} samples nothing; leave it at 0")
     if cfg.driver.kind == "local":
         raise ConfigError(
             f"{lag} lets engines sample while the trainer learns, and driver.kind = local has one process for both; "

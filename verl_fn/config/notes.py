@@ -13,7 +13,8 @@ from .catalogue import CLIPPED, SCALED_BY_STD, TOKEN_BASELINES
 from .fields import ConfigError
 from .lag import corrected
 from .loading import elsewhere, load, raw_table, to_table
-from .plan import outline, role_names
+from .plan import outline, role_names, uses_critic
+from .preferences import DPO, OF_LOSS_TYPE
 from .schema import AlgorithmTable, Config
 from .tables import flat
 
@@ -50,11 +51,12 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
             f"trainer.total_training_steps is {steps}"
         )
     for name, role in outline(cfg).roles.items():
-        table, settings = ("critic", cfg.critic) if role.head == "value" else ("actor", cfg.actor)
+        table, settings = ("critic", cfg.critic) if uses_critic(name, role) else ("actor", cfg.actor)
         if role.trained and settings.optim.lr == 0:
             yield f"{table}.optim.lr is 0: the weights of the {name} stay as they are"
-    if cfg.algorithm.name == "sft" and cfg.trainer.journal == "samples":
-        yield 'trainer.journal = "samples" keeps digests alone with algorithm.name = "sft", which samples nothing'
+    if outline(cfg).learns_from != "samples" and cfg.trainer.journal == "samples":
+        with_name = f'with algorithm.name = "{cfg.algorithm.name}"'
+        yield f'trainer.journal = "samples" keeps digests alone {with_name}, which samples nothing'
 
 
 def _without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
@@ -86,9 +88,9 @@ def _rules(cfg: Config) -> Iterator[Rule]:
     with_name = f'with algorithm.name = "{algorithm}"'
     for key in elsewhere(type(options)):
         yield key, False, with_name
-    yield "critic.*", any(role.head == "value" for role in roles.values()), with_name
+    yield "critic.*", any(uses_critic(name, role) for name, role in roles.items()), with_name
     for pattern in ("rollout.n", "rollout.temperature", "rollout.top_*"):
-        yield pattern, algorithm != "sft", with_name
+        yield pattern, outline(cfg).learns_from == "samples", with_name
     yield from _option_rules(corrected(cfg), cfg.data.train_batch_size)
     yield from _table_rules(cfg)
     absent = [role for role in cfg.ray.separate if role not in role_names(cfg)]
@@ -101,6 +103,11 @@ def _option_rules(options: Any, batch_size: int) -> Iterator[Rule]:
     norm = "seq-mean-token-sum-norm"
     used = getattr(options, "loss_agg_mode", norm) == norm
     yield "algorithm.loss_scale_factor", used, f'without algorithm.loss_agg_mode = "{norm}"'
+    if isinstance(options, DPO):
+        for loss_type, keys in OF_LOSS_TYPE.items():
+            for key in keys:
+                kind = options.loss_type
+                yield f"algorithm.{key}", kind == loss_type, f'with algorithm.loss_type = "{kind}"'
     if not isinstance(options, PolicyOptimization):
         return
     if isinstance(options, PPO | GRPO):

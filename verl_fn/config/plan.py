@@ -17,7 +17,7 @@ from .fields import ConfigError
 from .lag import check_lag, corrected
 from .loading import to_table
 from .names import absolute, is_reference, load_object
-from .roles import Outline, Role
+from .roles import LearnsFrom, Outline, Role
 from .schema import (
     ActorConfig,
     Config,
@@ -122,6 +122,8 @@ class Plan:
     Attributes:
         algorithm: the algorithm's name.
         options: an instance of the algorithm's options class.
+        learns_from: what the algorithm learns from: ``samples``, or ``answers``, ``pairs`` or ``labels`` of the data.
+        needs_reward: whether the reward scores training responses.
         roles: the models by name, in the algorithm's order.
         copies: roles without a model of their own, each with the role whose frozen base is used in its place.
         rollout: the engine that samples.
@@ -134,6 +136,8 @@ class Plan:
 
     algorithm: str
     options: Any
+    learns_from: LearnsFrom
+    needs_reward: bool
     roles: Mapping[str, RolePlan]
     copies: Mapping[str, str]
     rollout: RolloutPlan
@@ -165,8 +169,8 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         ['actor', 'critic', 'reference']
     """
     cfg = with_absolute_paths(cfg, folder or Path.cwd())
-    check_lag(cfg)
     shape = outline(cfg)
+    check_lag(cfg, shape.learns_from)
     if cfg.rollout.n < shape.min_n:
         raise ConfigError(
             f"rollout.n is {cfg.rollout.n}: {cfg.algorithm.name} compares responses within a group and needs "
@@ -180,6 +184,8 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
     return Plan(
         algorithm=cfg.algorithm.name,
         options=corrected(cfg),
+        learns_from=shape.learns_from,
+        needs_reward=shape.needs_reward,
         roles={name: _role_plan(cfg, shape, name, model) for name in names},
         copies={name: role.copy_of for name, role in shape.roles.items() if role.copy_of and name not in names},
         rollout=_rollout_plan(r, d, model),
@@ -256,6 +262,8 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
         for name, value in ((n, getattr(a.options, n, None)) for n in ("policy_loss", "adv_estimator"))
         if isinstance(value, str)
     }
+    folders = ((name, getattr(a.options, name, None)) for name in ("reward_model", "teacher"))
+    references |= {name: path(value) for name, value in folders if isinstance(value, str)}
     return attrs.evolve(
         cfg,
         trainer=attrs.evolve(t, dir=path(t.dir), resume_from_path=t.resume_from_path and path(t.resume_from_path)),
@@ -275,19 +283,29 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
 def _table(cfg: Config, roles: Mapping[str, Role], name: str) -> tuple[str, ActorConfig]:
     """Returns the name and the settings of a role's table: the critic's for a value head, otherwise the actor's.
 
-    A critic has the actor's layout unless ``critic.strategy`` is set.
+    A critic has the actor's layout unless ``critic.strategy`` is set. An actor has its own table whatever its head.
     """
-    if roles[name].head != "value":
+    if not uses_critic(name, roles[name]):
         return "actor", cfg.actor
     if cfg.critic.strategy is not None:
         return "critic", cfg.critic
     return "critic", attrs.evolve(cfg.critic, strategy=cfg.actor.strategy, fsdp_config=cfg.actor.fsdp_config)
 
 
+def uses_critic(name: str, role: Role) -> bool:
+    """Returns whether the settings of a role are those of the critic's table.
+
+    Example:
+        >>> uses_critic("critic", Role(head="value")), uses_critic("actor", Role(head="value"))
+        (True, False)
+    """
+    return name != "actor" and role.head == "value"
+
+
 def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:
     role = shape.roles[name]
     table, settings = _table(cfg, shape.roles, name)
-    path = role.path or (cfg.critic.path if role.head == "value" else "") or model
+    path = role.path or (cfg.critic.path if table == "critic" else "") or model
     strategy = settings.strategy or "local"
     shared = settings.fsdp_config.ulysses_sequence_parallel_size if strategy == "fsdp" else 1
     steps, prompts = cfg.trainer.total_training_steps, cfg.data.train_batch_size
@@ -303,8 +321,14 @@ def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:
         max_tokens=settings.ppo_max_token_len_per_gpu * shared,
         dtype=settings.dtype,
         checkpointing=settings.enable_gradient_checkpointing,
-        lora=(settings.lora_rank, settings.lora_alpha, settings.target_modules) if settings.lora_rank else None,
+        lora=_adapters(settings, role),
     )
+
+
+def _adapters(settings: ActorConfig, role: Role) -> tuple[int, float, tuple[str, ...]] | None:
+    if not settings.lora_rank or not (role.trained or role.copy_of):
+        return None
+    return settings.lora_rank, settings.lora_alpha, settings.target_modules
 
 
 def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str) -> RolloutPlan:

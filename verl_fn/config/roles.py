@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import attrs
 from attrs.validators import in_
+
+LearnsFrom: TypeAlias = Literal["samples", "answers", "pairs", "labels"]
+"""What an algorithm learns from: responses that it samples, the answers in the data, pairs of a preferred and another
+response, or responses that are each labelled good or bad."""
 
 
 @attrs.frozen
@@ -43,6 +47,16 @@ class Outline(Protocol):
     @property
     def min_n(self) -> int:
         """Returns the fewest responses per prompt that the algorithm can learn from."""
+        ...
+
+    @property
+    def learns_from(self) -> LearnsFrom:
+        """Returns what the algorithm learns from; only one that learns from ``samples`` uses the rollout to train."""
+        ...
+
+    @property
+    def needs_reward(self) -> bool:
+        """Returns whether the workers' reward scores training responses."""
         ...
 
     def updates(self, role: str, prompts: int, steps: int) -> int:

@@ -253,7 +253,7 @@ class AlgorithmTable:
     """The ``[algorithm]`` table: an algorithm's name and its options.
 
     Attributes:
-        name: ``ppo``, ``grpo``, ``sft``, or a function of yours as ``FILE.py:NAME`` or ``MODULE:NAME``.
+        name: a built-in one, such as ``ppo``, or a function of yours as ``FILE.py:NAME`` or ``MODULE:NAME``.
         options: an instance of the algorithm's options class; its fields are the other keys of the table.
     """
 

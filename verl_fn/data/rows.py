@@ -54,6 +54,22 @@ def read_rows(
         raise DataError(f"{path} has no rows")
 
 
+def column_names(file: str | Path) -> tuple[str, ...]:
+    """Returns the names of a file's columns, of a JSONL file those of its first row; none if it cannot be read.
+
+    ``read_rows`` reports what is wrong with such a file.
+    """
+    path = Path(file).expanduser()
+    try:
+        if path.suffix == ".parquet":
+            return tuple(pq.read_schema(path).names)
+        with path.open(encoding="utf-8-sig") as lines:
+            row = json.loads(next(line for line in lines if line.strip()))
+        return tuple(row) if isinstance(row, dict) else ()
+    except (OSError, ValueError, StopIteration, RecursionError, pa.ArrowException):
+        return ()
+
+
 def _parquet(path: Path, required: Sequence[str], optional: Sequence[str], hint: str) -> Iterator[tuple[str, Row]]:
     number = 0
     try:

@@ -112,12 +112,12 @@ def _check_torchrun(plan: Plan, size: int) -> None:
     if plan.driver.kind == "ray":
         raise ConfigError(
             "driver.kind=ray starts its training processes itself: run it without torchrun and set ray.ranks, or set "
-            "driver.kind=local to fine-tune (algorithm.name=sft) under torchrun"
+            "driver.kind=local for an algorithm that samples nothing, such as sft, under torchrun"
         )
-    if plan.algorithm != "sft":
+    if plan.learns_from == "samples":
         raise ConfigError(
-            f"torchrun trains algorithm.name=sft only; for {plan.algorithm} set driver.kind=ray and "
-            f"ray.ranks={size}, and run it without torchrun"
+            f"torchrun trains algorithms that sample nothing, such as sft; for {plan.algorithm} set driver.kind=ray "
+            f"and ray.ranks={size}, and run it without torchrun"
         )
 
 

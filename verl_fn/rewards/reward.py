@@ -10,7 +10,6 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.data.files import encode_answers, encode_prompts
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
 from verl_fn.rewards.worker import LARGEST, short
@@ -164,20 +163,3 @@ def response_texts(batch: Batch, tokenizer: Any, end_tokens: Sequence[int] = ())
     ids = [tokens[mask.bool()].tolist() for tokens, mask in rows]
     ids = [tokens[:-1] if tokens and tokens[-1] in end_tokens else tokens for tokens in ids]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-
-def pack_examples(problems: Sequence[Problem], tokenizer: Any, end_token: int) -> Batch:
-    """Packs prompt, answer and end token of each problem into a row; ``response_mask`` marks answer and end token.
-
-    Args:
-        problems: their answers are what is learned.
-        tokenizer: the model's tokenizer.
-        end_token: the first of the model's ``end_tokens``, at which sampling stops.
-
-    Raises:
-        DataError: a prompt or answer has characters that the tokenizer does not know.
-    """
-    prompts = encode_prompts(problems, tokenizer)
-    answers = encode_answers(problems, tokenizer, end_token)
-    mask = [[0.0] * len(p) + [1.0] * len(a) for p, a in zip(prompts, answers, strict=True)]
-    return Batch.from_rows([p + a for p, a in zip(prompts, answers, strict=True)], {"response_mask": mask})

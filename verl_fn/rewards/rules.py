@@ -40,6 +40,16 @@ def rule_for(data_source: str) -> Rule:
     )
 
 
+def has_rule(data_source: str) -> bool:
+    """Returns whether a data source has a rule.
+
+    Example:
+        >>> has_rule("reverse"), has_rule("mine")
+        (True, False)
+    """
+    return data_source in SOURCES or data_source.endswith("gsm8k")
+
+
 def by_rules(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     """Scores each answer by the rule of its problem's data source.
 

@@ -31,12 +31,13 @@ def check_run(plan: Plan) -> str:
     tokenizer = read_tokenizer(plan.model)
     size = ranks.training_ranks(plan)
     d, r, t = plan.data, plan.rollout, plan.trainer
-    rows = d.train_batch_size * (1 if plan.algorithm == "sft" else r.n)
-    longest, trained, _ = row_lengths(plan, source, tokenizer)
+    rows = d.train_batch_size * {"samples": r.n, "answers": 1, "pairs": 2, "labels": 2}[plan.learns_from]
+    lengths = row_lengths(plan, source, tokenizer)
+    longest = max(lengths.sampled, lengths.trained)
     origin = "files" if d.train_files else d.task
     lines = [
         f"algorithm   {plan.algorithm} on {origin}: {t.total_training_steps} steps, seed {t.seed}",
-        f"a step      {d.train_batch_size} prompts, {rows} rows of at most {max(longest, trained)} tokens",
+        f"a step      {d.train_batch_size} prompts, {rows} rows of at most {longest} tokens",
         f"rollout     {_engines(plan)}; temperature {r.temperature:g}, n {r.n}",
         f"driver      {plan.driver.kind}, {ranks.device(plan.driver)}, {size} training "
         f"{'process' if size == 1 else 'processes'}",

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from verl_fn.backends.hf.folder import ModelError, read_config
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.config import ConfigError, Plan, RolePlan
+from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import FileData
-from verl_fn.data.tasks import Source, Task
+from verl_fn.data.judged import Judged, TaskPairs
+from verl_fn.data.tasks import Problem, Source, Task
 from verl_fn.driver import ranks
 from verl_fn.rewards.reward import Answer
-from verl_fn.rewards.rules import by_rules
+from verl_fn.rewards.rules import by_rules, has_rule
+
+# Frozen models of other folders, which algorithm.NAME names.
+OTHER_MODELS = ("reward_model", "teacher")
 
 
 def check(plan: Plan, source: Source, tokenizer: Any) -> None:
@@ -33,57 +41,79 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
     if plan.trainer.stop_at is not None and data.train_files and not data.val_files:
         raise ConfigError("trainer.stop_at needs held-out problems; set data.val_files")
     _check_rules(plan, source)
-    longest, trained, parts = row_lengths(plan, source, tokenizer)
+    rows = row_lengths(plan, source, tokenizer)
+    own = plan.learns_from != "samples"
+    check_other_models(plan, tokenizer)
     for role in plan.roles.values():
         check_vocabulary(role.folder, tokenizer)
         positions = getattr(read_config(role.folder), "max_position_embeddings", None)
-        if positions is not None and trained > positions and plan.algorithm == "sft":
+        if positions is not None and rows.trained > positions and own:
             raise ConfigError(
-                f"a row of the data may have {trained} tokens ({parts}), but {role.folder} has only {positions} "
+                f"a row of the data may have {rows.trained} tokens (prompt, answer and end token), but "
+                f"{role.folder} has only {positions} "
                 "positions; leave long rows out, or take a model with more positions"
             )
-        if positions is not None and longest > positions:
+        if positions is not None and rows.sampled > positions:
             raise ConfigError(
-                f"a row may have {longest} tokens (prompt and data.max_response_length), but {role.folder} has only "
-                f"{positions} positions; lower data.max_response_length or data.max_prompt_length"
+                f"a row may have {rows.sampled} tokens (prompt and data.max_response_length), but {role.folder} has "
+                f"only {positions} positions; lower data.max_response_length or data.max_prompt_length"
             )
-        if trained > role.max_tokens:
-            _refuse_budget(role, trained, parts)
+        if rows.together > role.max_tokens:
+            _refuse_budget(role, rows)
 
 
-def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> tuple[int, int, str]:
+@attrs.frozen
+class RowLengths:
+    """The lengths of the longest rows of a run in tokens.
+
+    Attributes:
+        sampled: of a row that is sampled.
+        trained: of a row that is trained on.
+        together: of the rows that are trained on together, such as a pair.
+        parts: what ``together`` consists of.
+    """
+
+    sampled: int
+    trained: int
+    together: int
+    parts: str
+
+
+def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> RowLengths:
     """Returns the lengths of the longest rows in tokens.
-
-    Returns:
-        The length of the longest row that is sampled, that of the longest row that is trained on, and a description
-        of the parts of the latter.
 
     Raises:
         ConfigError: prompts of a generated task are longer than allowed.
     """
     data, prompt = plan.data, source.max_prompt
-    if isinstance(source, Task):
+    if isinstance(source, Task | TaskPairs):
         # A generated task has one token for each character, after the bos token.
         prompt += tokenizer.bos_token_id is not None
         if prompt > data.max_prompt_length:
             raise ConfigError(
-                f"prompts of data.task = {source.name} have up to {prompt} tokens, more than data.max_prompt_length "
+                f"prompts of data.task = {data.task} have up to {prompt} tokens, more than data.max_prompt_length "
                 f"= {data.max_prompt_length}; raise it"
             )
     sampled = prompt + data.max_response_length
-    if plan.algorithm != "sft":
-        return sampled, sampled, "prompt and data.max_response_length"
-    # Fine-tuning trains on the data's own answers, which data.max_response_length does not limit.
-    trained = prompt + source.max_answer + 1 if isinstance(source, Task) else getattr(source, "max_row", 0)
-    return sampled, trained, "prompt, answer and end token"
+    if plan.learns_from == "samples":
+        return RowLengths(sampled, sampled, sampled, "a row: prompt and data.max_response_length")
+    # What the data holds is not limited by data.max_response_length.
+    trained = (
+        prompt + source.max_answer + 1 if isinstance(source, Task | TaskPairs) else getattr(source, "max_row", 0)
+    )
+    if plan.learns_from != "pairs":
+        return RowLengths(sampled, trained, trained, "a row: prompt, answer and end token")
+    together = 2 * trained if isinstance(source, TaskPairs) else getattr(source, "max_group", 0)
+    return RowLengths(sampled, trained, together, "a pair: twice prompt, response and end token")
 
 
-def _refuse_budget(role: RolePlan, tokens: int, parts: str) -> None:
+def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
     shared = role.fsdp.ulysses_sequence_parallel_size if role.strategy == "fsdp" else 1
-    together = f" on {shared} ranks together" if shared > 1 else ""
+    on_ranks = f" on {shared} ranks together" if shared > 1 else ""
+    unit, _, parts = rows.parts.partition(": ")
     raise ConfigError(
-        f"a row may have {tokens} tokens ({parts}), more than {role.table}.ppo_max_token_len_per_gpu = "
-        f"{role.max_tokens // shared}{together}; raise that budget"
+        f"{unit} may have {rows.together} tokens ({parts}), more than {role.table}.ppo_max_token_len_per_gpu = "
+        f"{role.max_tokens // shared}{on_ranks}; raise that budget"
     )
 
 
@@ -98,6 +128,7 @@ def check_model_folders(plan: Plan) -> None:
             continue
         if not Path(role.folder).is_dir():
             key = "critic.path" if role.table == "critic" and role.folder != plan.model else "model.path"
+            key = f"algorithm.{role.name}" if role.name in OTHER_MODELS else key
             raise ConfigError(
                 f"{key}: there is no folder {role.folder}. Models are not downloaded: a name of the Hugging Face hub "
                 "is no folder, so download it first (hf download NAME --local-dir FOLDER) and set the folder"
@@ -112,8 +143,22 @@ def _check_rules(plan: Plan, source: Source) -> None:
     """
     if plan.reward.functions or not isinstance(source, FileData):
         return
-    sampled = () if plan.algorithm == "sft" else source.training
-    by_rules([Answer(problem, "") for problem in (*source.held_out(plan.data.val_size), *sampled)])
+    held_out = source.held_out(plan.data.val_size)
+    sampled = source.training if plan.needs_reward else ()
+    by_rules([Answer(problem, "") for problem in (*(held_out if samples_answers(plan, held_out) else ()), *sampled)])
+
+
+def samples_answers(plan: Plan, problems: Sequence[Problem]) -> bool:
+    """Returns whether an evaluation samples answers to problems.
+
+    It does, unless the model is no language model, or the problems hold responses to learn from and there is nothing
+    that answers could be judged by: neither reward functions nor a ground truth and a rule for its data source.
+    """
+    if plan.roles["actor"].head != "lm":
+        return False
+    return bool(plan.reward.functions) or not any(
+        isinstance(p, Conversation | Judged) and not (p.answer and has_rule(p.data_source)) for p in problems
+    )
 
 
 def check_ranks(plan: Plan, size: int) -> None:
@@ -151,6 +196,32 @@ def _check_device(plan: Plan) -> None:
     connected = (ray is not None and ray.is_initialized()) or (on_ray and bool(plan.ray.address))
     if plan.driver.device == "cuda" and not connected and not torch.cuda.is_available():
         raise ConfigError("driver.device is cuda, but torch finds no GPU here; set driver.device=cpu or auto")
+
+
+def check_other_models(plan: Plan, tokenizer: Any) -> None:
+    """Checks that a plan's reward model has a value head, and that it and a teacher have the actor's tokens.
+
+    Raises:
+        ConfigError: a teacher is not named, or a reward model has another head, whose scores would all be 0.
+        ModelError: a model was trained with another tokenizer.
+    """
+    for name in OTHER_MODELS:
+        role = plan.roles.get(name)
+        if role is None:
+            continue
+        if not getattr(plan.options, name, role.folder):
+            raise ConfigError(f"algorithm.{name} is empty; set it to the model folder of the {name}")
+        architectures = read_config(role.folder).architectures or ()
+        if role.head == "value" and not any("TokenClassification" in one for one in architectures):
+            raise ConfigError(
+                f"algorithm.{name}: {role.folder} has no value head, so it gives no scores; train one with "
+                "algorithm.name=reward_model"
+            )
+        if read_tokenizer(role.folder).get_vocab() != tokenizer.get_vocab():
+            raise ModelError(
+                f"algorithm.{name}: the tokenizer in {role.folder} is not the actor's, so it would read other texts "
+                "than the actor writes; take a model with the same tokenizer"
+            )
 
 
 def check_vocabulary(folder: str | Path, tokenizer: Any) -> None:

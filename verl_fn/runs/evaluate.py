@@ -18,22 +18,31 @@ from verl_fn.driver.build import validation_sampling
 from verl_fn.rewards.reward import response_texts
 from verl_fn.state import Batch, Key, pack, requests_for
 
+from .checks import samples_answers
 from .prepare import prepare, workers
 from .progress import Say
 from .screen import text_of
-from .state import RunState
+from .state import RunState, algorithm_of
 
 Evaluation = tuple[Report, list[dict[str, Any]]]
 
 
 def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
-    """Returns metrics of the actor's answers to held-out problems, and the first answers themselves."""
+    """Returns metrics on held-out problems, and the first answers of the actor to them.
+
+    The metrics are those of sampled answers where these can be judged, and those of the algorithm's own evaluation.
+    """
     # The engine may still draw experience from earlier weights.
     w.wait([drawn.samples for drawn in state.waiting])
+    algorithm = algorithm_of(plan)
+    own = algorithm.evaluate(state.algorithm, problems, w) if algorithm.evaluate is not None else {}
+    if not samples_answers(plan, problems):
+        return own, []
     # Every evaluation uses the same random numbers, so that results differ only by the weights.
     key = state.key.fold_in("evaluation")
     logged = plan.trainer.log_val_generations
-    return _answers(state.role("actor"), state.step, key, problems, w, plan, logged)
+    report, answers = _answers(state.role("actor"), state.step, key, problems, w, plan, logged)
+    return report | own, answers
 
 
 def _answers(
@@ -64,6 +73,12 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
     key = Key.from_seed(plan.trainer.seed)
     with workers(plan) as w:
         actor = w.trainers["actor"].load_pretrained(plan.roles["actor"].folder, key.fold_in("actor"))
+        if plan.roles["actor"].head != "lm":
+            algorithm = algorithm_of(plan)
+            assert algorithm.evaluate is not None
+            return algorithm.evaluate(algorithm.init({"actor": actor}, key), held_out, w), []
+        if not samples_answers(plan, held_out):
+            raise ConfigError("held-out responses have no ground truth to judge answers by; set reward.functions")
         return _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan, None)
 
 

@@ -8,7 +8,8 @@ from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.folder import ModelError, read_config
 from verl_fn.backends.hf.tokenizer import contradiction, end_tokens, read_tokenizer
 from verl_fn.config import ConfigError, Plan
-from verl_fn.data.files import FileData, file_data, read_problems
+from verl_fn.data.files import FileData
+from verl_fn.data.loading import file_data, read_files, task_data
 from verl_fn.data.notices import notices
 from verl_fn.data.tasks import TASKS, Source
 from verl_fn.driver import build
@@ -30,7 +31,8 @@ def prepare(plan: Plan, say: Say) -> Source:
     if from_files and plan.new_model is not None:
         # What is wrong with the data is worth more than a sentence about a model that is still to be chosen.
         for files in (plan.data.train_files, plan.data.val_files):
-            read_problems(files, prompt_key=plan.data.prompt_key)
+            held_out = files is plan.data.val_files
+            read_files(files, plan.learns_from, prompt_key=plan.data.prompt_key, held_out=held_out)
         raise ConfigError("data from files needs model.path: a random model knows only a task's characters")
     check_model_folders(plan)
     build.make_model_folder(plan)
@@ -45,14 +47,19 @@ def prepare(plan: Plan, say: Say) -> Source:
         )
     if note := contradiction(plan.model, tokenizer):
         say(f"note: {note}")
-    answers = plan.algorithm == "sft" and any(role.optim is not None for role in plan.roles.values())
+    learns_from = plan.learns_from
+    answers = learns_from != "samples" and any(role.optim is not None for role in plan.roles.values())
     end_token = ends[0] if answers else None
     source: Source = (
-        file_data(plan.data, tokenizer, say, end_token=end_token) if from_files else TASKS[plan.data.task]
+        file_data(plan.data, tokenizer, say, learns_from=learns_from, end_token=end_token)
+        if from_files
+        else task_data(TASKS[plan.data.task], learns_from)
     )
     check(plan, source, tokenizer)
     if isinstance(source, FileData):
-        for notice in notices(source.training, source.validation, plan.data, tokenizer, answers=answers):
+        for notice in notices(
+            source.training, source.validation, plan.data, tokenizer, answers=learns_from == "answers" and answers
+        ):
             say(f"note: {notice}")
     return source
 

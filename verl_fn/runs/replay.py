@@ -92,8 +92,8 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
             f"{folder} has no step {step} to replay; its metrics.jsonl ends at step {max(rows, default=0)}"
         )
     journal = read_journal(folder)
-    if recorded and plan.algorithm == "sft":
-        raise RunError("sft draws no samples, so there are none to take from the journal")
+    if recorded and plan.learns_from != "samples":
+        raise RunError(f"{plan.algorithm} draws no samples, so there are none to take from the journal")
     origin = _origin(folder, plan.trainer.resume_from_path, step, since)
     done = (step_of(origin) or 0) if origin is not None else 0
     _check_ranks(folder, [row for at, row in rows.items() if done < at <= step])

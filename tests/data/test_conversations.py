@@ -1,0 +1,126 @@
+"""Conversations: what is learned of each turn, templates that cannot be rendered turn by turn, and bad rows."""
+
+import json
+
+import pytest
+
+from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.data.conversations import Conversation, read_conversations, turn_tokens
+from verl_fn.data.examples import pack_examples, pack_pairs
+from verl_fn.data.judged import Judged
+from verl_fn.data.loading import read_files
+from verl_fn.data.rows import DataError
+from verl_fn.data.tasks import Problem
+
+# ChatML in one letter each: U and A begin a message, and a newline follows its end token.
+CHATML = (
+    "{% for m in messages %}{{ 'A' if m['role'] == 'assistant' else 'U' }}{{ m['content'] }}{{ eos_token + '\n' }}"
+    "{% endfor %}{{ 'A' if add_generation_prompt }}"
+)
+# Earlier answers are cut to their first letter, as templates drop earlier reasoning.
+FORGETFUL = CHATML.replace(
+    "{{ m['content'] }}", "{{ m['content'] if loop.last or m['role'] == 'user' else m['content'][:1] }}"
+)
+END = 2
+
+
+def tokenizer(template=CHATML):
+    made = char_tokenizer("abcdUA\n")
+    made.chat_template = template
+    return made
+
+
+def talk(*contents):
+    return tuple({"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents))
+
+
+def learned(tokens, mask, made):
+    """The text of every stretch that is learned from, with its end token."""
+    stretches, current = [], []
+    for token, on in zip(tokens, [*mask], strict=True):
+        if on:
+            current.append(token)
+        elif current:
+            stretches, current = [*stretches, current], []
+    return [made.decode(stretch) for stretch in (*stretches, *([current] if current else []))]
+
+
+def test_only_what_the_assistant_says_is_learned_turn_by_turn():
+    made = tokenizer()
+    messages = talk("ab", "c", "d", "ba")
+    ids, mask = turn_tokens(made, messages, END)
+    assert made.decode(ids) == "Uab<eos>\nAc<eos>\nUd<eos>\nAba<eos>"
+    assert learned(ids, mask, made) == ["c<eos>", "ba<eos>"]
+    ids, mask = turn_tokens(made, messages, END, start=2)
+    assert learned(ids, mask, made) == ["ba<eos>"]
+    system = ({"role": "system", "content": "dd"}, *messages[:2])
+    ids, mask = turn_tokens(made, system, END)
+    assert made.decode(ids).startswith("Udd<eos>\nUab") and learned(ids, mask, made) == ["c<eos>"]
+
+
+def test_one_turn_is_the_same_row_as_a_prompt_and_its_answer():
+    made = tokenizer()
+    conversation = Conversation(talk("ab"), "c", messages=talk("ab", "c"))
+    whole, answered = (pack_examples([p], made, END) for p in (conversation, Problem(talk("ab"), "c")))
+    assert whole.tokens.tolist() == answered.tokens.tolist()
+    assert whole["response_mask"].tolist() == answered["response_mask"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (FORGETFUL, "renders the messages before message 3 otherwise .* make a row of its own of every turn"),
+        (CHATML.replace("'A' if add_generation_prompt", "'U' if add_generation_prompt"), "begins message 1"),
+        (CHATML.replace("eos_token + ", ""), "does not end message 1 with '<eos>', so the model would never learn"),
+        ("{{ raise_exception('no') }}", "chat template failed"),
+        (None, "has no chat template; use a tokenizer folder with chat_template.jinja"),
+    ],
+)  # fmt: skip
+def test_templates_that_cannot_be_used(template, message):
+    problem = Conversation(talk("ab"), "b", 5, "mine", messages=talk("ab", "cd", "a", "b"))
+    with pytest.raises(DataError, match=f"problem 5 of 'mine': .*{message}"):
+        pack_examples([problem], tokenizer(template), END)
+    if template == FORGETFUL:
+        single = Conversation(talk("ab", "cd", "a"), "b", messages=talk("ab", "cd"))
+        assert len(pack_examples([single], tokenizer(template), END)) == 1
+
+
+def test_pairs_of_messages_learn_from_the_responses_alone():
+    made = tokenizer()
+    prompt = talk("ab", "c", "d")
+    rejected = ({"role": "assistant", "content": "b"}, {"role": "user", "content": "c"},
+                {"role": "assistant", "content": "d"})  # fmt: skip
+    pair = Judged(prompt, "", 4, chosen=(({"role": "assistant", "content": "ba"},),), rejected=(rejected,))
+    batch = pack_pairs([pair], made, END)
+    rows = zip(batch.rows(), batch.rows("response_mask"), strict=True)
+    assert [learned(ids.tolist(), mask.tolist(), made) for ids, mask in rows] == [["ba<eos>"], ["b<eos>", "d<eos>"]]
+
+
+def write(tmp_path, *rows):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_conversations_from_a_file(tmp_path):
+    file = write(
+        tmp_path, {"messages": talk("ab", "c", "d", "ba", "a")}, {"messages": talk("b", "c"), "data_source": "x"}
+    )
+    first, second = read_files([file], "answers")
+    assert (first.prompt, first.answer, first.messages) == (talk("ab", "c", "d"), "ba", talk("ab", "c", "d", "ba"))
+    assert (first.id, first.data_source, second.id, second.data_source) == (0, "messages", 1, "x")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        (talk("ab"), "line 1: messages has no message of the assistant to learn from"),
+        (talk("ab", "", "c", "d"), "message 1 of messages is a turn of the assistant without content"),
+        (talk("ab", "c")[1:], "messages begins with the assistant's only turn"),
+        ("ab", "messages must be a list of messages, not the string"),
+        ([{"role": "user"}], "messages must be a string or a list of messages"),
+    ],
+)
+def test_conversations_that_cannot_be_learned_from(messages, message, tmp_path):
+    with pytest.raises(DataError, match=message):
+        read_conversations([write(tmp_path, {"messages": messages})])

@@ -1,0 +1,138 @@
+"""Runs with a reward model as the reward of PPO and GRPO, distillation, and rejection sampling."""
+
+import shutil
+
+import pytest
+import torch
+from run_configs import tiny_run
+
+from verl_fn.algorithms.model_reward import with_model_score
+from verl_fn.algorithms.rejection import best_of_groups
+from verl_fn.backends.hf.new_model import char_tokenizer, new_model
+from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.backends.local import Local
+from verl_fn.config import ConfigError
+from verl_fn.data.examples import pack_pairs
+from verl_fn.data.judged import TaskPairs
+from verl_fn.data.tasks import TASKS
+from verl_fn.errors import UserError
+from verl_fn.runs.logs import read_metrics
+from verl_fn.runs.loop import train
+from verl_fn.state import Batch, Key
+from verl_fn.steps import frozen
+
+
+def silent(line):
+    pass
+
+
+def plan(model, folder, name, *more):
+    steps = ["trainer.total_training_steps=2", "trainer.val_before_train=false"]
+    return tiny_run(model, folder, f"algorithm.name={name}", *steps, *more)
+
+
+def rows(folder):
+    return [row for row in read_metrics(folder) if row["step"] > 0]
+
+
+@pytest.fixture(scope="module")
+def judge(tiny, tmp_path_factory):
+    """A reward model of two steps."""
+    folder = tmp_path_factory.mktemp("judge")
+    train(plan(tiny, folder, "reward_model", "actor.optim.lr=1e-2"), silent)
+    return (folder / "model").resolve()
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_reward_model_is_the_only_reward(name, judge, tiny, tmp_path):
+    run = plan(tiny, tmp_path, name, f"algorithm.reward_model={judge}", "rollout.n=2", "algorithm.use_kl_loss=true")
+    assert run.roles["reward_model"].optim is None and not run.needs_reward
+    report = train(run, silent)
+    assert "val-core/reverse/acc/mean@1" in report
+    for row in rows(tmp_path):
+        assert row["critic/score/mean"] == pytest.approx(row["critic/rewards/mean"], rel=1e-5)
+        assert "training/acc" not in row and row["critic/score/max"] not in (0.0, 1.0)
+        assert row["rollout/rows_learned"] == row["rollout/rows_asked"] == 16
+
+
+def test_the_score_is_the_reward_models_of_the_whole_row(judge):
+    tokenizer = read_tokenizer(judge)
+    backend = Local(judge, frozen(), head="value")
+    params = backend.load_pretrained().params
+    batch = pack_pairs(TaskPairs(TASKS["reverse"]).held_out(3), tokenizer, tokenizer.eos_token_id)
+    scored = with_model_score(batch, backend.forward(params, batch, ("row_values",)))
+    values = [backend.forward(params, batch.take([i]), ("row_values",)).row_values.item() for i in range(len(batch))]
+    torch.testing.assert_close(scored["score"], torch.tensor(values))
+    assert len(set(values)) == len(values)
+    torch.testing.assert_close(scored.sum_rows(scored["token_level_scores"]), scored["score"])
+    assert torch.equal(scored["token_level_rewards"][scored.last], scored["score"])
+
+
+def test_a_reward_model_in_a_resumed_run(judge, tiny, tmp_path):
+    more = [f"algorithm.reward_model={judge}", "rollout.n=2"]
+    train(plan(tiny, tmp_path / "whole", "grpo", *more), silent)
+    train(plan(tiny, tmp_path / "parts", "grpo", *more, "trainer.total_training_steps=1"), silent)
+    train(plan(tiny, tmp_path / "parts", "grpo", *more), silent)
+    whole, parts = (rows(tmp_path / name)[-1] for name in ("whole", "parts"))
+    assert parts["critic/score/mean"] == whole["critic/score/mean"]
+    assert parts["actor/grad_norm"] == whole["actor/grad_norm"]
+
+
+def test_models_that_cannot_be_the_reward_or_the_teacher(judge, tiny, tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm.reward_model: .* has no value head, so it gives no scores"):
+        train(plan(tiny, tmp_path / "a", "ppo", f"algorithm.reward_model={tiny}"), silent)
+    with pytest.raises(ConfigError, match=r"algorithm.reward_model: there is no folder .*nowhere"):
+        train(plan(tiny, tmp_path / "b", "ppo", f"algorithm.reward_model={tmp_path}/nowhere"), silent)
+    with pytest.raises(ConfigError, match=r"algorithm.teacher is empty; set it to the model folder of the teacher"):
+        train(plan(tiny, tmp_path / "c", "distill"), silent)
+    with pytest.raises(ConfigError, match=r"algorithm.teacher: there is no folder .*nowhere"):
+        train(plan(tiny, tmp_path / "d", "distill", f"algorithm.teacher={tmp_path}/nowhere"), silent)
+    other = shutil.copytree(tiny, tmp_path / "other")
+    char_tokenizer("hgfedcba>").save_pretrained(other)
+    with pytest.raises(UserError, match=r"algorithm.teacher: the tokenizer in .*other is not the actor's"):
+        train(plan(tiny, tmp_path / "e", "distill", f"algorithm.teacher={other}"), silent)
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+def test_distillation_comes_nearer_to_its_teacher(kl, tiny, tmp_path):
+    teacher = new_model(tmp_path / "teacher", chars="abcdefgh>", hidden_size=16, seed=5, num_hidden_layers=1)
+    more = ["data.train_batch_size=32", "actor.optim.lr=3e-3", "trainer.total_training_steps=12"]
+    run = plan(tiny, tmp_path / "run", "distill", f"algorithm.teacher={teacher}", f"algorithm.kl={kl}", *more)
+    assert run.roles["teacher"].folder == str(teacher) and run.roles["teacher"].optim is None
+    train(run, silent)
+    found = [row["distill/reverse_kl"] for row in rows(tmp_path / "run")]
+    assert sum(found[-3:]) < 0.7 * sum(found[:3])
+
+
+def test_a_student_that_is_its_teacher_stays_as_it_is(tiny, tmp_path):
+    train(plan(tiny, tmp_path, "distill", f"algorithm.teacher={tiny}"), silent)
+    first = rows(tmp_path)[0]
+    assert first["distill/reverse_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert first["actor/grad_norm"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_rejection_learns_from_the_best_rows_and_its_ledger_closes(tiny, tmp_path):
+    train(plan(tiny, tmp_path / "all", "rejection", "rollout.n=3"), silent)
+    for row in rows(tmp_path / "all"):
+        assert row["rejection/rows_kept"] == row["rollout/rows_learned"] == 8
+        assert row["rollout/rows_asked"] == 24 and row["rollout/rows_dropped/algorithm"] == 16
+        assert row["actor/grad_norm"] > 0
+    train(plan(tiny, tmp_path / "none", "rejection", "rollout.n=2", "algorithm.min_score=1.0"), silent)
+    for row in rows(tmp_path / "none"):
+        assert row["rejection/rows_kept"] == row["rollout/rows_learned"] == 0
+        assert row["rollout/rows_dropped/algorithm"] == 16 and "actor/grad_norm" not in row
+    with pytest.raises(ConfigError, match="rejection compares responses within a group and needs at least 2"):
+        plan(tiny, tmp_path / "one", "rejection", "rollout.n=1")
+
+
+def test_the_best_of_a_group_has_a_response():
+    fields = {"group": [1, 1, 5, 5], "score": [3.0, 2.0, 0.0, -1.0]}
+    batch = Batch.from_rows([[1], [2], [3], [4]], {"response_mask": [[0.0], [1.0], [1.0], [1.0]]}, fields)
+    assert best_of_groups(batch).tokens.tolist() == [2, 3]
+    assert best_of_groups(batch, 0.5).tokens.tolist() == [2]
+    assert len(best_of_groups(batch, 9.0)) == 0
+
+
+def test_keys_draw_other_pairs():
+    source = TaskPairs(TASKS["reverse"])
+    assert source.train(Key.from_seed(0), 0, 4) != source.train(Key.from_seed(1), 0, 4)

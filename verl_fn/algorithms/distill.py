@@ -1,0 +1,73 @@
+"""Distillation on policy (Agarwal et al. 2023, arXiv 2306.13649): a teacher judges each token of the student."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl_fn.config.learners import Distill
+from verl_fn.data.tasks import Problem
+from verl_fn.state import Key, Node, node
+from verl_fn.steps import aggregate
+from verl_fn.steps import distill as distill_loss
+
+from .contract import Algorithm, Experience, Report
+from .experience import loss_scale, sample_and_score, update, with_outputs
+from .reports import timing_report, update_report
+from .workers import Clock, Workers
+
+
+@node
+class DistillState(Node):
+    """The state of a run that distils; the actor is the student.
+
+    Attributes:
+        actor: the student's training state.
+        teacher: the teacher's.
+        key: the run's key.
+        step: the number of steps done.
+    """
+
+    actor: Any
+    teacher: Any
+    key: Key
+    step: int
+
+
+def distill(options: Distill) -> Algorithm[DistillState]:
+    """Makes distillation on policy: a step samples from the student and is one update towards the teacher.
+
+    Example:
+        >>> distill(Distill(teacher="runs/teacher/model")).roles["teacher"].trained
+        False
+
+    Source:
+        Agarwal et al. 2023, arXiv 2306.13649.
+    """
+    loss = distill_loss(options.kl)
+
+    def init(states: Mapping[str, Any], key: Key) -> DistillState:
+        return DistillState(states["actor"], states["teacher"], key, step=0)
+
+    def sample(state: DistillState, problems: Sequence[Problem], w: Workers) -> Experience:
+        key = state.key.fold_in(state.step)
+        return sample_and_score(state.actor, problems, w, key, state.step, score=False)
+
+    def learn(state: DistillState, experience: Experience, w: Workers) -> tuple[DistillState, Report]:
+        clock, batch = Clock(w.wait, experience.seconds), experience.batch
+        outputs = clock.run("teacher", w.trainers["teacher"].forward, state.teacher.params, batch, ("logprobs",))
+        batch = w.call(with_outputs, batch, outputs, logprobs="teacher_log_probs")
+        batch = w.call(aggregate, batch, options.loss_agg_mode, loss_scale_factor=loss_scale(options, w))
+        actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, [batch], loss)
+        report = update_report("actor", w.get(metrics)) | experience.report
+        tokens = float(w.get(w.call(_tokens, batch)))
+        report |= {"perf/total_num_tokens": tokens} | timing_report(clock, tokens)
+        return DistillState(actor, state.teacher, state.key, state.step + 1), report
+
+    return Algorithm(
+        options.roles, init, sample, learn, options.updates, options.min_n, needs_reward=options.needs_reward
+    )
+
+
+def _tokens(batch: Any) -> int:
+    return batch.num_tokens

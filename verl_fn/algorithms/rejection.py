@@ -1,0 +1,92 @@
+"""Rejection sampling: fine-tuning on the best of several sampled responses (Dong et al. 2023, arXiv 2304.06767)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from verl_fn.config.learners import Rejection
+from verl_fn.data.tasks import Problem
+from verl_fn.state import Batch, Key, Node, node
+from verl_fn.steps import aggregate, cross_entropy
+
+from .contract import Algorithm, Experience, Report
+from .experience import loss_scale, sample_and_score, update
+from .reports import timing_report, update_report
+from .workers import Clock, Workers
+
+
+@node
+class RejectionState(Node):
+    """The state of a run that learns from its best responses."""
+
+    actor: Any
+    key: Key
+    step: int
+
+
+def rejection(options: Rejection) -> Algorithm[RejectionState]:
+    """Makes rejection sampling: a step samples groups of responses and fine-tunes on the best of each group.
+
+    A step in which no response is good enough changes no weights.
+
+    Example:
+        >>> rejection(Rejection()).min_n
+        2
+
+    Source:
+        Dong et al. 2023, arXiv 2304.06767.
+    """
+    loss = cross_entropy()
+
+    def init(states: Mapping[str, Any], key: Key) -> RejectionState:
+        return RejectionState(states["actor"], key, step=0)
+
+    def sample(state: RejectionState, problems: Sequence[Problem], w: Workers) -> Experience:
+        experience = sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
+        # The rows that are left out here count as dropped by the algorithm.
+        return attrs.evolve(experience, batch=w.call(best_of_groups, experience.batch, options.min_score))
+
+    def learn(state: RejectionState, experience: Experience, w: Workers) -> tuple[RejectionState, Report]:
+        clock, actor = Clock(w.wait, experience.seconds), state.actor
+        rows, score, tokens = w.get(w.call(summary, experience.batch))
+        report = {"rejection/rows_kept": float(rows), "perf/total_num_tokens": float(tokens)} | experience.report
+        if rows:
+            scale = loss_scale(options, w)
+            batch = w.call(aggregate, experience.batch, options.loss_agg_mode, loss_scale_factor=scale)
+            actor, metrics = clock.run("update_actor", update, w.trainers["actor"], actor, [batch], loss)
+            report |= {"rejection/score/mean": score} | update_report("actor", w.get(metrics))
+        report |= timing_report(clock, float(tokens))
+        return RejectionState(actor, state.key, state.step + 1), report
+
+    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n)
+
+
+def best_of_groups(batch: Batch, min_score: float | None = None) -> Batch:
+    """Returns the row with the highest score of each group, the first of several; groups keep their order.
+
+    Args:
+        batch: has ``group``, ``score`` and ``response_mask``; rows without a response are never the best.
+        min_score: groups whose best row has less are left out.
+
+    Example:
+        >>> fields = {"group": [4, 4, 9, 9], "score": [0.0, 1.0, 0.5, 0.5]}
+        >>> batch = Batch.from_rows([[1], [2], [3], [4]], {"response_mask": [[1.0]] * 4}, fields)
+        >>> best_of_groups(batch).tokens.tolist(), best_of_groups(batch, 1.0).tokens.tolist()
+        ([2, 3], [2])
+    """
+    live = (batch.sum_rows((batch["response_mask"] != 0).float()) > 0).tolist()
+    best: dict[int, tuple[float, int]] = {}
+    for row, (group, score) in enumerate(zip(batch["group"].tolist(), batch["score"].tolist(), strict=True)):
+        good = live[row] and (min_score is None or score >= min_score)
+        if good and (group not in best or score > best[group][0]):
+            best[group] = (score, row)
+    return batch.take(torch.tensor([row for _, row in best.values()], dtype=torch.int64))
+
+
+def summary(batch: Batch) -> tuple[int, float, int]:
+    """Returns the number of rows, their mean score, and the number of tokens."""
+    return len(batch), float(batch["score"].double().mean()) if len(batch) else 0.0, batch.num_tokens

@@ -1,0 +1,124 @@
+"""Conversations to learn from, whose assistant's turns are found in what the chat template makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from verl_fn.backends.hf.chat import chat_tokens
+from verl_fn.data.columns import Messages, check_turns, extra_info_of, prompt_of, source_of
+from verl_fn.data.rows import DataError, read_rows
+from verl_fn.data.tasks import Problem
+
+MESSAGES = "messages"
+
+
+@attrs.frozen
+class Conversation(Problem):
+    """A conversation; its prompt is all before the last turn of the assistant, and that turn is its answer.
+
+    Attributes:
+        messages: the conversation up to the last turn of the assistant.
+    """
+
+    messages: Messages = ()
+
+
+def read_conversations(files: Sequence[str | Path]) -> tuple[Conversation, ...]:
+    """Reads conversations of parquet and JSONL files with a column ``messages``, and numbers them from 0.
+
+    Optional columns are ``data_source``, ``ability`` and ``extra_info``. Messages after the last turn of the
+    assistant are left out: nothing is learned from them.
+
+    Args:
+        files: the files, in order.
+
+    Raises:
+        DataError: a file cannot be read, is empty or has no such column, or a conversation has no turn of the
+            assistant, begins with one, or has one without content.
+    """
+    problems: list[Conversation] = []
+    optional = ("data_source", "ability", "extra_info")
+    for file in files:
+        for place, row in read_rows(file, (MESSAGES,), optional):
+            value = prompt_of(place, row[MESSAGES], MESSAGES, Path(file).suffix == ".parquet")
+            if isinstance(value, str):
+                raise DataError(f"{place}: {MESSAGES} must be a list of messages, not the string {value!r:.80}")
+            check_turns(place, value, MESSAGES)
+            last = max(i for i, message in enumerate(value) if message["role"] == "assistant")
+            if last == 0:
+                raise DataError(f"{place}: {MESSAGES} begins with the assistant's only turn; add what it answers")
+            problems.append(
+                Conversation(
+                    prompt=value[:last],
+                    answer=value[last]["content"] or "",
+                    id=len(problems),
+                    data_source=source_of(place, row, MESSAGES),
+                    extra_info=extra_info_of(place, row),
+                    messages=value[: last + 1],
+                )
+            )
+    return tuple(problems)
+
+
+def turn_tokens(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], end_token: int, start: int = 0
+) -> tuple[list[int], list[float]]:
+    """Returns the token ids of a conversation, and a mask of those that the assistant says.
+
+    The template renders the conversation up to each turn of the assistant, once without the turn and once with it.
+    The mask is 1 from the end of the first rendering to the turn's end token, which the model must say as well, and 0
+    for what the template writes after it. Tokens after the last turn's end token are left out.
+
+    Args:
+        tokenizer: has a chat template.
+        messages: the conversation.
+        end_token: the token that ends a turn.
+        start: turns before this message are not learned from.
+
+    Raises:
+        DataError: the template cannot render the conversation turn by turn: it changes earlier messages where more
+            follow, or begins a turn otherwise than for sampling, or ends it without the end token.
+        ModelError: the template fails.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> tokenizer = char_tokenizer("abc>")
+        >>> end = "{{ '<eos>' if m['role'] == 'assistant' else '>' }}"
+        >>> tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}" + end + "{% endfor %}"
+        >>> turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "a")]
+        >>> turn_tokens(tokenizer, [{"role": role, "content": content} for role, content in turns], 2)
+        ([4, 7, 5, 2, 6, 7, 4, 2], [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
+    """
+    ids: list[int] = []
+    mask: list[float] = []
+    end = 0
+    for i, message in enumerate(messages):
+        if i < start or message["role"] != "assistant":
+            continue
+        before = chat_tokens(tokenizer, messages[:i])
+        after = chat_tokens(tokenizer, messages[: i + 1], generation_prompt=False)
+        if before[: len(ids)] != ids:
+            raise DataError(
+                f"the chat template renders the messages before message {i} otherwise than without it, as templates "
+                "do that drop earlier reasoning; make a row of its own of every turn, or use a template that leaves "
+                "earlier messages as they are"
+            )
+        if after[: len(before)] != before:
+            raise DataError(
+                f"the chat template begins message {i} otherwise than the prompt of an answer "
+                "(add_generation_prompt); use a template in which the rendered turn continues that prompt"
+            )
+        turn = after[len(before) :]
+        if end_token not in turn:
+            raise DataError(
+                f"the chat template does not end message {i} with {tokenizer.convert_ids_to_tokens(end_token)!r}, so "
+                "the model would never learn to stop; write that token after the assistant's content in the template"
+            )
+        said = turn.index(end_token) + 1
+        mask += [0.0] * (len(before) - len(ids)) + [1.0] * said + [0.0] * (len(turn) - said)
+        ids, end = after, len(before) + said
+    return ids[:end], mask[:end]

@@ -1,0 +1,156 @@
+"""Pairs of responses, and responses that are each labelled good or bad, from files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_fn.data.columns import check_turns, extra_info_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.judged import Judged, Response
+from verl_fn.data.rows import DataError, Row, column_names, read_rows
+
+PAIR_COLUMNS = ("chosen", "rejected")
+LABEL_COLUMNS = ("completion", "label")
+OPTIONAL = ("data_source", "reward_model", "ability", "extra_info")
+SOURCE = "preferences"  # the data source of rows that name none
+
+Read = Callable[[str, Row, str, int, bool], Judged]
+
+
+def read_pairs(files: Sequence[str | Path], *, prompt_key: str = "prompt") -> tuple[Judged, ...]:
+    """Reads preference pairs of parquet and JSONL files, and numbers them from 0 over all files.
+
+    Each row has ``chosen`` and ``rejected``, strings or lists of chat messages. The prompt is a column of its own;
+    without it, chosen and rejected are whole conversations, and the prompt is how both begin. Optional are
+    ``data_source``, ``reward_model`` with the ``ground_truth`` that sampled answers are judged by, ``ability`` and
+    ``extra_info``.
+
+    Args:
+        files: the files, in order.
+        prompt_key: the column of prompts.
+
+    Raises:
+        DataError: a file cannot be read, is empty or lacks a column, or a row is no pair: a response is missing or
+            empty, both are equal, or the two conversations do not begin alike.
+    """
+    return _read(files, prompt_key, lambda file: (PAIR_COLUMNS, _pair))
+
+
+def read_labelled(files: Sequence[str | Path], *, prompt_key: str = "prompt") -> tuple[Judged, ...]:
+    """Reads responses that are each labelled good or bad, and numbers their problems from 0 over all files.
+
+    Each row has a prompt, ``completion`` (a string or chat messages) and ``label``, true or false; the other columns
+    are those of ``read_pairs``. A file of pairs gives two labelled responses a row.
+
+    Args:
+        files: the files, in order.
+        prompt_key: the column of prompts.
+
+    Raises:
+        DataError: as ``read_pairs``, or a label is neither true nor false.
+    """
+
+    def columns(file: Path) -> tuple[tuple[str, ...], Read]:
+        paired = set(PAIR_COLUMNS) <= set(column_names(file))
+        return (PAIR_COLUMNS, _pair) if paired else (LABEL_COLUMNS, _labelled)
+
+    return _read(files, prompt_key, columns)
+
+
+def _read(
+    files: Sequence[str | Path], prompt_key: str, columns: Callable[[Path], tuple[tuple[str, ...], Read]]
+) -> tuple[Judged, ...]:
+    problems: list[Judged] = []
+    for file in map(Path, files):
+        required, read = columns(file)
+        hint = f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column"
+        for place, row in read_rows(file, required, (prompt_key, *OPTIONAL), hint=hint):
+            problems.append(read(place, row, prompt_key, len(problems), file.suffix == ".parquet"))
+    return tuple(problems)
+
+
+def _pair(place: str, row: Row, prompt_key: str, number: int, padded: bool) -> Judged:
+    for column in PAIR_COLUMNS:
+        if row[column] is None:
+            other = PAIR_COLUMNS[1 - PAIR_COLUMNS.index(column)]
+            raise DataError(f"{place}: {column} is missing, so {other} has no partner; complete or remove the row")
+    if row["chosen"] == row["rejected"]:
+        raise DataError(f"{place}: chosen and rejected are equal, so neither is preferred; remove the row")
+    chosen, rejected = (_response(place, row[column], column, padded) for column in PAIR_COLUMNS)
+    if row.get(prompt_key) is None:
+        prompt, chosen, rejected = _common_prompt(place, chosen, rejected, prompt_key)
+    else:
+        prompt = prompt_of(place, row[prompt_key], prompt_key, padded)
+    for column, response in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
+        _check_response(place, prompt, response, column)
+    return _judged(place, row, number, prompt, (chosen,), (rejected,))
+
+
+def _labelled(place: str, row: Row, prompt_key: str, number: int, padded: bool) -> Judged:
+    label = row["label"]
+    if not isinstance(label, bool) and label not in (0, 1):
+        raise DataError(f"{place}: label must be true or false, not {label!r:.80}")
+    if row.get(prompt_key) is None:
+        raise DataError(f"{place}: there is no {prompt_key}; data.prompt_key names the prompts' column")
+    prompt = prompt_of(place, row[prompt_key], prompt_key, padded)
+    response = _response(place, row["completion"], "completion", padded)
+    _check_response(place, prompt, response, "completion")
+    return _judged(place, row, number, prompt, (response,) if label else (), () if label else (response,))
+
+
+def _response(place: str, value: Any, column: str, padded: bool) -> Response:
+    if value in ("", [], None):
+        raise DataError(f"{place}: {column} is empty; write a response, or remove the row")
+    return prompt_of(place, value, column, padded)
+
+
+def _common_prompt(
+    place: str, chosen: Response, rejected: Response, prompt_key: str
+) -> tuple[Response, Response, Response]:
+    """Splits two conversations into the messages that both begin with and the rest of each."""
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError(
+            f"{place}: there is no {prompt_key}; without it, chosen and rejected must be lists of messages that "
+            "begin with the prompt. data.prompt_key names the prompts' column"
+        )
+    common = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        common += 1
+    if common == 0:
+        raise DataError(
+            f"{place}: the conversations chosen and rejected begin differently, so they are no pair of responses to "
+            f"one prompt; let both begin with the same messages, or add the column {prompt_key}"
+        )
+    return chosen[:common], chosen[common:], rejected[common:]
+
+
+def _check_response(place: str, prompt: Response, response: Response, column: str) -> None:
+    if isinstance(response, str):
+        return
+    if isinstance(prompt, str):
+        raise DataError(f"{place}: {column} is a list of messages, and the prompt is a string; write both alike")
+    check_turns(place, response, column)
+    if response[0]["role"] != "assistant":
+        raise DataError(f"{place}: {column} begins with a message of {response[0]['role']!r}, not of the assistant")
+
+
+def _judged(
+    place: str,
+    row: Row,
+    number: int,
+    prompt: Response,
+    chosen: tuple[Response, ...],
+    rejected: tuple[Response, ...],
+) -> Judged:
+    return Judged(
+        prompt=prompt,
+        answer="" if row.get("reward_model") is None else ground_truth_of(place, row["reward_model"]),
+        id=number,
+        data_source=source_of(place, row, SOURCE),
+        extra_info=extra_info_of(place, row),
+        chosen=chosen,
+        rejected=rejected,
+    )
