@@ -217,7 +217,7 @@ class Cluster:
         streams = group.stream(dict(enumerate(parts)))
         given: set[tuple[int, int]] = set()
         while streams:
-            self._until(lambda: list(streams.values()), some=True)
+            self._until(lambda: list(streams.values()), some=True)  # noqa: B023
             for i, stream in list(streams.items()):
                 while stream.next_ready():
                     try:

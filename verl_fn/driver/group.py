@@ -148,7 +148,7 @@ class Group:
         return not ends or len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends)
 
     def replace(self, old: Member, new: Member) -> None:
-        """Puts the process that was restarted in the place of the one that ended, also in calls that have not ended."""
+        """Puts a restarted process in the place of the one that ended, also in calls that have not ended."""
         self.members = tuple(new if member is old else member for member in self.members)
         for call in self.calls:
             call.open = {new if member is old else member: end for member, end in call.open.items()}

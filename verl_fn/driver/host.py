@@ -28,7 +28,6 @@ from verl_fn.state import Request, Sample
 from . import identity
 from .parcels import Argument, Parcels
 
-
 # What an engine that is restarted can do again.
 CURABLE = ("invoke", "receive", "stream")
 
@@ -84,8 +83,8 @@ class Host:
     The driver numbers the values and decides when they are dropped.
 
     Args:
-        restarts: Ray starts this process again when it ends. Its results then hold their tensors, since what a process
-            has put into the object store ends with it.
+        restarts: Ray starts this process again when it ends. Its results then hold their tensors, since what a
+            process has put into the object store ends with it.
     """
 
     def __init__(self, restarts: bool = False) -> None:

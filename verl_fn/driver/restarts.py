@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -197,12 +197,13 @@ class Restarts:
 
     def _calls(
         self, member: Member, calls: Sequence[tuple[Any, ...]], *, ready: bool, sender: Group | None = None
-    ) -> Iterator[_Stage]:
+    ) -> Generator[_Stage, None, list[Any]]:
         """Makes calls in a new process before those that wait there; returns their results."""
         ref = member.host.restore.options(concurrency_group="restore", max_task_retries=0).remote(calls, ready)
         yield _Stage(ref, None if sender is None else self._timeout, sender)
         try:
-            return ray.get(ref)
+            results: list[Any] = ray.get(ref)
+            return results
         except ray.exceptions.RayActorError:
             # Its sentinel has the reason.
             raise _EndedAgain from None
