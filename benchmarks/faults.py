@@ -8,6 +8,7 @@ run must end by itself in a limited time, so a hang fails it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -36,12 +37,13 @@ from verl_fn.runs.logs import read_metrics
 from . import measure
 from .crash import numbers
 
-STEPS = 5
+# Of a run; a fault hits one of these versions.
+STEPS = 12
 ENGINE = ("kill", "stop", "stuck", "memory")
 BUCKET = ("drop", "repeat", "delay")
 KINDS = (*ENGINE, *BUCKET, "twice", "run")
 # The most seconds of a run without faults, and of each fault beside it.
-RUN_SECONDS, FAULT_SECONDS = 600, 300
+RUN_SECONDS, FAULT_SECONDS = 900, 300
 # A small bucket, of which a tiny model has many.
 BUCKET_LIMIT = 4096
 
@@ -156,12 +158,13 @@ def faulty_trainer(folder: Path, inner: Callable[..., Any], *args: Any) -> Any:
     return backend
 
 
-def disturbed(plan: Plan, faults: Sequence[Fault], say: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Trains with these faults, none of them ``run``, and returns the kinds of those that happened."""
-    folder = Path(plan.trainer.dir).with_suffix(".faults").absolute()
-    folder.mkdir(exist_ok=True)
-    for fault in faults:
-        (folder / fault.name).touch()
+@contextlib.contextmanager
+def injected(folder: Path) -> Iterator[None]:
+    """Makes engines, trainers and publications of this process's runs fail as files in a folder say.
+
+    Args:
+        folder: has a file named ``Fault.name`` for each fault; it is renamed when the fault happens.
+    """
     engine, trainer, publish = build.rollout, build.trainer, RemoteRollout.publish
 
     def twice(self: RemoteRollout, version: int, weights: Any) -> Any:
@@ -174,21 +177,31 @@ def disturbed(plan: Plan, faults: Sequence[Fault], say: Callable[[str], None] = 
     build.trainer = functools.partial(faulty_trainer, folder, trainer)
     RemoteRollout.publish = twice  # type: ignore[method-assign]
     try:
-        training.train(plan, say)
+        yield
     finally:
         build.rollout, build.trainer = engine, trainer
         RemoteRollout.publish = publish  # type: ignore[method-assign]
+
+
+def disturbed(plan: Plan, faults: Sequence[Fault], say: Callable[[str], None] = lambda line: None) -> list[str]:
+    """Trains with these faults, none of them ``run``, and returns the kinds of those that happened."""
+    folder = Path(plan.trainer.dir).with_suffix(".faults").absolute()
+    folder.mkdir(exist_ok=True)
+    for fault in faults:
+        (folder / fault.name).touch()
+    with injected(folder):
+        training.train(plan, say)
     return [file.name.split("-")[1] for file in folder.glob("done-*")]
 
 
 def plan_of(folder: Path, model: Path, max_lag: int, *more: str) -> Plan:
-    """A GRPO run of some steps with two engines apart from the trainer, which saves after each step."""
+    """Returns the plan of a GRPO run with two engines apart from the trainer, which saves after each step."""
     settings = [
         f"trainer.dir={folder}", f"model.path={model}", f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=1", "trainer.test_freq=2", "trainer.journal=samples", "algorithm.name=grpo", "rollout.n=2",
         "data.train_batch_size=8", "algorithm.ppo_mini_batch_size=4", "data.val_size=8", "actor.optim.lr=1e-3",
         "driver.kind=ray", "driver.num_threads=1", "driver.device=cpu", f"driver.max_lag={max_lag}",
-        "rollout.placement=apart", "rollout.engines=2", "ray.timeout=45",
+        "rollout.placement=apart", "rollout.engines=2", "rollout.max_restarts=20",
     ]  # fmt: skip
     return make_plan(load(None, [*settings, *more]))
 
@@ -258,7 +271,7 @@ def _runs(child: int) -> bool:
         return False
 
 
-def trials(folder: Path, count: int, seed: int, per_run: int) -> dict[str, Any]:
+def trials(folder: Path, count: int, seed: int, per_run: int, timeout: float) -> dict[str, Any]:
     """Trains again and again with some faults each time, and compares every run with one without faults."""
     # Before anything computes: a process with threads must not be forked.
     torch.set_num_threads(1)
@@ -274,7 +287,7 @@ def trials(folder: Path, count: int, seed: int, per_run: int) -> dict[str, Any]:
     while drawn:
         faults, drawn = drawn[:per_run], drawn[per_run:]
         lag = result["runs"] % 2
-        plan = plan_of(folder / "run", model, lag)
+        plan = plan_of(folder / "run", model, lag, f"ray.timeout={timeout}")
         began = time.perf_counter()
         ended, happened = run(plan, faults)
         log = folder / "run.log"
@@ -306,10 +319,11 @@ def main(argv: Sequence[str]) -> int:
     parser = measure.parser("faults", __doc__)
     parser.add_argument("--count", type=int, default=50, help="faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--per-run", type=int, default=5, help="faults of one run")
+    parser.add_argument("--per-run", type=int, default=25, help="faults of one run")
+    parser.add_argument("--timeout", type=float, default=60.0, help="ray.timeout, after which an engine hangs")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        result = trials(Path(folder), args.count, args.seed, args.per_run)
+        result = trials(Path(folder), args.count, args.seed, args.per_run, args.timeout)
     measure.write(args.json, "faults", "cpu", result)
     print(f"{result['faults']} faults in {result['runs']} runs: {dict(sorted(result['kinds'].items()))}")
     for failure in result["failures"]:

@@ -83,7 +83,7 @@ class RemoteRollout:
 
         The ranks that send run no other call meanwhile, so no update can donate the weights that they send.
         """
-        self._version = None
+        self._version, idle = None, self._group.idle
         if not isinstance(weights, RemoteWeights):
             refs = self._all("invoke", "publish", (), {}, version, weights)
         else:
@@ -95,8 +95,8 @@ class RemoteRollout:
             refs = self._all("receive", version)
         self._publishing = _Publication(version, weights, refs)
         if self._group.restarts:
-            if any(one.done() for one in self._publications[-1:]):
-                del self._publications[:-1]
+            if idle:
+                self._publications.clear()
             self._publications.append(self._publishing)
         return refs if len(refs) > 1 else refs[0]
 
@@ -147,9 +147,12 @@ class RemoteRollout:
         While requests are open, an engine may need weights that are older than the trainer's.
         """
         for one in self._publications:
-            if isinstance(one.weights, RemoteWeights) and one.weights.component == component and not one.copied:
-                one.copied = not self._group.idle
-                one.weights = one.weights.copied() if one.copied else None
+            if not isinstance(one.weights, RemoteWeights) or one.weights.component != component:
+                continue
+            if self._group.idle:
+                one.weights = None
+            elif not one.copied:
+                one.weights, one.copied = one.weights.copied(), True
 
     def listening(self, engine: int) -> list[tuple[Any, ...]]:
         """See ``restarts.Holder``."""
