@@ -36,6 +36,7 @@ class Serving(ABC):
     Attributes:
         version: the version of the weights; None where there are none.
         end_tokens: the tokens that end a response.
+        steps: how many decoding steps were begun, which shows that the engine makes progress.
     """
 
     capabilities = Capabilities()
@@ -50,6 +51,7 @@ class Serving(ABC):
         self._lock = threading.RLock()
         # A run has the cache and the weights for itself; another call ends it.
         self._calls = 0
+        self.steps = 0
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
         """Returns the samples of ``requests``, on the CPU; see ``RolloutBackend``.
@@ -105,13 +107,14 @@ class Serving(ABC):
         return self.verify == "always" or not self._published
 
     def _continue(self, call: int) -> None:
-        """Raises an error if another call has changed weights or cache.
+        """Begins a step; raises an error if another call has changed weights or cache.
 
         Raises:
             StaleWeightsError: the engine was called between two steps.
         """
         if self._calls != call:
             raise StaleWeightsError("this stream was interrupted by another call; read streams to their end")
+        self.steps += 1
 
     def _admitted(
         self, requests: Sequence[Request], version: int | None, *, as_they_end: bool

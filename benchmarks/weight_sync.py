@@ -90,7 +90,8 @@ def compare(shape: str, device: str, dtype: str, engine: str, placement: str, ro
     """Seconds of both, and what was sent."""
     from verl_fn.driver.cluster import Cluster, Seat
     from verl_fn.driver.ray import ROLLOUT_SHARE, ROOM, TRAINER_SHARE, connected
-    from verl_fn.driver.remote import RemoteRollout, RemoteTrain
+    from verl_fn.driver.remote import RemoteTrain
+    from verl_fn.driver.remote_rollout import RemoteRollout
 
     gpu, apart = float(device == "cuda"), placement == "apart"
     bundle = {"CPU": ROOM, "GPU": 1.0} if gpu else {"CPU": ROOM}

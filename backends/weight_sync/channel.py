@@ -190,7 +190,11 @@ class Outlet(_End):
             The engine's bucket size, whether it compares checksums, and its dtype; None if it refuses the weights.
         """
         if self._connection is None:
-            self._connection = _prompt(Client(self._address, authkey=self._secret))
+            try:
+                self._connection = _prompt(Client(self._address, authkey=self._secret))
+            except (ConnectionError, EOFError):
+                # The engine has ended, which whoever waits for its call notices.
+                return None
         with self._refusable():
             send_message(self._connection, ("specs", version, specs))
             kind, *rest = receive_message(self._connection)

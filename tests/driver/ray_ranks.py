@@ -6,7 +6,8 @@ from verl_fn.config.schema import DriverConfig
 from verl_fn.driver.cluster import Cluster, Seat
 from verl_fn.driver.group import Group
 from verl_fn.driver.ray import ROOM
-from verl_fn.driver.remote import RemoteRollout, RemoteTrain
+from verl_fn.driver.remote import RemoteTrain
+from verl_fn.driver.remote_rollout import RemoteRollout
 
 
 @attrs.frozen

@@ -293,7 +293,7 @@ def test_a_stream_may_end_before_ray_reports_it(two, monkeypatch):
             return self.ended
 
     monkeypatch.setattr(two.cluster, "_until", lambda *args, **options: None)
-    assert list(two.cluster.stream(SimpleNamespace(stream=lambda parts: [Stream()]), [])) == [1, 2]
+    assert list(two.cluster.stream(SimpleNamespace(stream=lambda parts: {0: Stream()}, restarts=False), [])) == [1, 2]
 
 
 def test_parts_are_built_side_by_side(two, tmp_path):

@@ -46,6 +46,7 @@ class Workers:
             it returns a list of k results.
         get: returns the value of a reference, or a nested value with all its references resolved.
         wait: blocks until the values of references are available, and returns the references.
+        restarts: returns why engines were restarted since it was called last, in a sentence each.
         about: a line about the workers, for the screen.
     """
 
@@ -59,6 +60,7 @@ class Workers:
     call: Callable[..., Any] = call_here
     get: Callable[[Any], Any] = get_here
     wait: Callable[[Any], Any] = get_here
+    restarts: Callable[[], list[str]] = list
     about: str = ""
 
     @end_tokens.default

@@ -134,6 +134,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
             "sampler",
             "imports",
             "crash",
+            "faults",
             "first-step",
             "ppo-layouts",
             "throughput",

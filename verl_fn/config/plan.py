@@ -86,6 +86,7 @@ class RolloutPlan:
         engines: how many engines share the prompts.
         placement: ``colocated`` with the training ranks, or ``apart``.
         verify: whether checksums are compared in the ``first`` publication or ``always``.
+        max_restarts: restarts of an engine without an answer in between, before the run ends.
         tensor_parallel_size: GPUs of an engine.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes.
         enforce_eager: whether vLLM runs without CUDA graphs and compiler.
@@ -102,6 +103,7 @@ class RolloutPlan:
     engines: int
     placement: str
     verify: str
+    max_restarts: int
     tensor_parallel_size: int
     gpu_memory_utilization: float
     enforce_eager: bool
@@ -340,6 +342,7 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str) -> RolloutPlan:
         engines=r.engines,
         placement=r.placement,
         verify=r.verify,
+        max_restarts=r.max_restarts,
         tensor_parallel_size=r.tensor_parallel_size,
         gpu_memory_utilization=r.gpu_memory_utilization,
         enforce_eager=r.enforce_eager,

@@ -111,6 +111,9 @@ class RolloutConfig:
         "compare checksums of published weights: first, in the first publication of a run, or always",
         in_(("first", "always")),
     )
+    max_restarts: int = opt(
+        3, "restarts of an engine over Ray that dies or hangs and answers nothing in between; 0 ends the run", ge(0)
+    )
     tensor_parallel_size: int = opt(1, "vllm: GPUs that share a model, for engines placed apart", ge(1), le(64))
     gpu_memory_utilization: float = opt(
         0.5, "vllm: share of a GPU's memory for weights, cache and computation", gt(0), le(1)

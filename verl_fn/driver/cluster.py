@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.utils import _pytree as pytree
 
 from verl_fn.backends.protocol import is_where_used
 from verl_fn.config import ConfigError
 from verl_fn.config.schema import DriverConfig
-from verl_fn.errors import UserError
 
 from . import identity, ray_private
-from .errors import ActorDied
+from .errors import ActorDied, ActorHangs
+from .failures import NODE_SECONDS, cause_of, death_of, of_others, unwrapped_error
 from .group import Group, Member
 from .host import Host
 from .parcels import Lazy, Parcels
 from .processes import await_end
+from .restarts import START_SECONDS, Holder, Restarts
 from .watch import Watch
 
-LOG_TAIL_LINES = 20
-START_SECONDS = 300
-NODE_SECONDS = 20
 # How long an error of a collective waits for the error or the death of another rank that may have caused it.
 GRACE_SECONDS = 10
 
@@ -61,6 +57,11 @@ class Cluster:
         self._parcels = Parcels()
         self._lazy = itertools.count()
         self.secret = os.urandom(16)
+        self._code: Sequence[str] = ()
+        self._made: dict[str, list[tuple[Any, ...]]] = {}
+        self._restarts: list[Restarts] = []
+        # Called with the name of a component before an update of it donates its state.
+        self.before_update: list[Callable[[str], None]] = []
 
     @property
     def members(self) -> dict[str, Member]:
@@ -86,7 +87,12 @@ class Cluster:
             )
 
     def start(
-        self, seats: Mapping[str, Sequence[Seat]], driver: DriverConfig, ranks: int, code: Sequence[str] = ()
+        self,
+        seats: Mapping[str, Sequence[Seat]],
+        driver: DriverConfig,
+        ranks: int,
+        code: Sequence[str] = (),
+        restarted: Sequence[str] = (),
     ) -> None:
         """Starts the actors of all groups together.
 
@@ -95,22 +101,28 @@ class Cluster:
             driver: the config's settings of processes.
             ranks: how many training processes share the cores of their machine.
             code: references to the user's own objects, which every actor must have.
+            restarted: the groups whose actors Ray starts again when they end; see ``restart``.
 
         Raises:
             ActorDied: an actor did not start.
             ConfigError: an actor runs other code than the driver.
         """
-        actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1, "ask": 1})(Host)
+        actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1, "ask": 1, "restore": 1})(Host)
+        self._code = code
         hosts: dict[str, list[Any]] = {name: [] for name in seats}
         for name, places in seats.items():
+            again = name in restarted
+            options = {"max_restarts": -1, "max_task_retries": -1} if again else {}
             for seat in places:
                 where = PlacementGroupSchedulingStrategy(self._place, seat.bundle)
-                hosts[name].append(actor.options(num_gpus=seat.gpus, scheduling_strategy=where).remote())
+                one = actor.options(num_gpus=seat.gpus, scheduling_strategy=where, **options)
+                hosts[name].append(one.remote(again))
                 self._hosts.append(hosts[name][-1])
         for name, members in hosts.items():
             names = [name] if len(members) == 1 else [f"{name} rank {i}" for i in range(len(members))]
             started = [(one, host, host.about.remote(code)) for one, host in zip(names, members, strict=True)]
-            self.groups[name] = Group(name, tuple(self._member(*one, code) for one in started))
+            self.groups[name] = Group(name, tuple(self._member(*one) for one in started))
+            self._made[name] = [("set_up", driver, ranks)]
         self._on_all([(group, "set_up", driver, ranks) for group in self.groups.values()])
 
     def join(self, group: Group, device: str) -> None:
@@ -139,7 +151,29 @@ class Cluster:
         Args:
             components: the arguments of ``build`` for each.
         """
-        self._on_all([(self.groups[group], "build", *args) for group, *args in components])
+        calls = [(group, ("build", *args)) for group, *args in components]
+        self._on_all([(self.groups[group], *call) for group, call in calls])
+        for group, call in calls:
+            self._made[group].append(call)
+
+    def restart(self, group: Group, limit: int, holder: Holder) -> None:
+        """Restarts members of a group that die or hang, from now on, in place of raising an error.
+
+        Args:
+            group: has no other calls than those of ``holder``; Ray starts its actors again.
+            limit: the most restarts of an engine that answers nothing in between.
+            holder: has the weights of the engines.
+        """
+        group.restarts = True
+        made = self._made[group.name]
+        self._restarts.append(Restarts(group, limit, self._timeout, made, self._code, self._member, holder))
+
+    def restarts(self) -> list[str]:
+        """Returns why engines were restarted, since the last call of this method."""
+        reasons = [reason for one in self._restarts for reason in one.reasons]
+        for one in self._restarts:
+            one.reasons.clear()
+        return reasons
 
     def call(self, fn: Callable[..., Any], *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
         """Applies a function to values or references, in the actor for batches or where its results are used."""
@@ -176,20 +210,35 @@ class Cluster:
         return self._parcels.value(self._fetch(leaf)) if isinstance(leaf, ray.ObjectRef) else leaf
 
     def stream(self, group: Group, parts: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-        """Calls ``Host.stream`` on members of a group, and yields a reference to each value when it has arrived."""
-        streams = group.stream(parts)
+        """Calls ``Host.stream`` on members of a group, and yields a reference to each value when it has arrived.
+
+        A member that was restarted is asked again, and samples that it gave before are left out.
+        """
+        streams = group.stream(dict(enumerate(parts)))
+        given: set[tuple[int, int]] = set()
         while streams:
-            self._until(lambda: list(streams), some=True)
-            for stream in list(streams):
+            self._until(lambda: list(streams.values()), some=True)  # noqa: B023
+            for i, stream in list(streams.items()):
                 while stream.next_ready():
                     try:
                         value = next(stream)
+                        sample = ray.get(value) if group.restarts else None
                     except StopIteration:
                         # The end of a stream may be ready before Ray reports the stream as finished.
                         break
-                    yield value
-                if stream.is_finished():
-                    streams.remove(stream)
+                    except ray.exceptions.RayActorError:
+                        if not group.restarts:
+                            raise
+                        streams |= group.stream({i: parts[i]})
+                        break
+                    except ray.exceptions.RayTaskError:
+                        sample = None
+                    if sample is None or (name := (sample.request, sample.number)) not in given:
+                        yield value
+                    if sample is not None:
+                        given.add(name)
+                if streams[i] is stream and stream.is_finished():
+                    del streams[i]
 
     def finish(self, group: Group) -> None:
         """Waits until every member has ended every call."""
@@ -202,9 +251,10 @@ class Cluster:
             for host in self._hosts:
                 ray.kill(host)
             if members:
-                ray.wait([m.sentinel for m in members], num_returns=len(members), timeout=NODE_SECONDS)
+                sentinels = list(dict.fromkeys(m.sentinel for m in members))
+                ray.wait(sentinels, num_returns=len(sentinels), timeout=NODE_SECONDS)
             # Ray's own node ends with this process, and could leave an actor behind that it has not killed yet.
-            await_end(m.pid for m in members if m.node == ray.get_runtime_context().get_node_id())
+            await_end(m.pid for m in members if m.pid and m.node == ray.get_runtime_context().get_node_id())
             if self._place is not None:
                 remove_placement_group(self._place)
         self.groups.clear()
@@ -217,7 +267,7 @@ class Cluster:
         for group, *_ in calls:
             self.finish(group)
 
-    def _member(self, name: str, host: Any, about_ref: Any, code: Sequence[str]) -> Member:
+    def _member(self, name: str, host: Any, about_ref: Any) -> Member:
         """Waits until an actor has started, and checks its code."""
         try:
             about = ray.get(about_ref, timeout=START_SECONDS)
@@ -228,10 +278,10 @@ class Cluster:
                 f"{name} did not start: {error}\nIf it cannot import verl_fn, install it on every node, or send "
                 "it with the run: py_modules or working_dir in the file of ray.runtime_env"
             ) from None
-        self.code = self.code or identity.identity(code)
+        self.code = self.code or identity.identity(self._code)
         if (difference := identity.difference(self.code, about["identity"], name)) is not None:
             raise ConfigError(difference)
-        sentinel = host.watch.options(concurrency_group="watch").remote()
+        sentinel = host.watch.options(concurrency_group="watch", max_task_retries=0).remote()
         return Member(name, host, sentinel, about["pid"], about["node"], tuple(about["logs"]))
 
     def _until(self, wanted: Callable[[], list[Any]], some: bool = False) -> None:
@@ -241,8 +291,10 @@ class Cluster:
             wanted: returns references and streams.
             some: whether one of them is enough.
         """
-        sentinels = {member.sentinel: member for member in self.members.values()}
         while True:
+            for one in self._restarts:
+                one.advance()
+            sentinels = {member.sentinel: member for member in self.members.values() if member.pid}
             refs = wanted()
             if not some:
                 refs += [end for group in self.groups.values() for end in group.ends_of(refs)]
@@ -253,11 +305,28 @@ class Cluster:
                 return
             ray_private.require_alive()
             ends = [end for group in self.groups.values() for end in group.ends]
+            ends += [ref for one in self._restarts for ref in one.refs]
             awaited = list(dict.fromkeys([*sentinels, *ends, *(ref for ref in refs if ref not in ready)]))
             ready, _ = ray.wait(awaited, timeout=self._watch.interval, fetch_local=False)
             if ready and ready[0] in sentinels:
-                raise self._died(sentinels[ready[0]])
-            self._watch.look(self.groups.values())
+                self._lost(sentinels[ready[0]], None)
+            try:
+                self._watch.look(self.groups.values())
+            except ActorHangs as error:
+                self._lost(error.member, error)
+
+    def _lost(self, member: Member, error: Exception | None) -> None:
+        """Restarts a member that has died or hangs.
+
+        Raises:
+            Exception: it cannot be restarted; the error is ``error``, or says why it died.
+        """
+        error = error or death_of(member)
+        for one in self._restarts:
+            if one.has(member):
+                one.begin(member, error)
+                return
+        raise error
 
     def _settle(self) -> None:
         """Raises the error that came first, if any call has failed."""
@@ -269,18 +338,18 @@ class Cluster:
             if not errors:
                 return
             for member in self.members.values():
-                if ray.wait([member.sentinel], timeout=0)[0]:
-                    raise self._died(member)
-            own = {member: error for member, error in errors.items() if not _of_others(error)}
+                if member.pid and ray.wait([member.sentinel], timeout=0)[0]:
+                    self._lost(member, None)
+            own = {member: error for member, error in errors.items() if not of_others(error)}
             deadline = deadline or time.monotonic() + GRACE_SECONDS
             if own or time.monotonic() > deadline:
                 for group in self.groups.values() if not own else ():
-                    failed = {member: _cause(errors[member]) for member in group.members if member in errors}
+                    failed = {member: cause_of(errors[member]) for member in group.members if member in errors}
                     if failed and (absent := self._watch.absent(group, failed)) is not None:
                         raise absent from next(iter(failed.values()))
                 self._forget_errors()
                 member = next(m for m in self.members.values() if m in (own or errors))
-                raise _unwrapped(errors[member], member.name)
+                raise unwrapped_error(errors[member], member.name)
             time.sleep(0.1)
 
     def _forget_errors(self) -> None:
@@ -297,23 +366,10 @@ class Cluster:
         except ray.exceptions.RayActorError as error:
             for member in self.members.values():
                 if ray.wait([member.sentinel], timeout=1.0)[0]:
-                    raise self._died(member) from None
+                    raise death_of(member) from None
             raise ActorDied(str(error)) from None
         except ray.exceptions.RayTaskError as error:
-            raise _unwrapped(error) from None
-
-    def _died(self, member: Member) -> ActorDied:
-        try:
-            ray.get(member.sentinel)
-            reason = "it returned"
-        except ray.exceptions.RayError as error:
-            reason = str(error)
-        tail = _on_node(member.node, _tails, member.logs) or ["(its log cannot be read)"]
-        end = "\n  ".join(tail)
-        return ActorDied(
-            f"{member.name} (pid {member.pid}) died: {reason}\nits log ends:\n  {end}\n"
-            "The same command continues from the last checkpoint"
-        )
+            raise unwrapped_error(error) from None
 
 
 def _references(value: Any) -> Iterator[Any]:
@@ -323,50 +379,3 @@ def _references(value: Any) -> Iterator[Any]:
             yield from _references(leaf.args)
         elif isinstance(leaf, ray.ObjectRef):
             yield leaf
-
-
-def _of_others(error: Exception) -> bool:
-    """Returns whether an error only means that another rank failed."""
-    import torch.distributed as dist
-
-    if isinstance(error, ray.exceptions.RayActorError):
-        return True
-    cause = _cause(error)
-    message = str(cause).lower()
-    return isinstance(cause, dist.DistError) or "gloo" in message or "nccl" in message
-
-
-def _cause(error: Exception) -> Exception:
-    """Returns what a worker raised, without Ray's traceback around it."""
-    return error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-
-
-def _unwrapped(error: Exception, name: str = "") -> Exception:
-    """Returns a worker's error with its own class."""
-    if not isinstance(error, ray.exceptions.RayTaskError):
-        return ActorDied(f"{name}: {error}")
-    unwrapped = error.cause if isinstance(error.cause, UserError) else error.as_instanceof_cause()
-    if name:
-        unwrapped.add_note(f"raised in {name}")
-    return unwrapped
-
-
-def _on_node(node: str, fn: Callable[..., Any], *args: Any) -> Any:
-    """Returns ``fn(*args)``, applied on a node of the cluster; None where that node does not answer."""
-    if node == ray.get_runtime_context().get_node_id():
-        return fn(*args)
-    there = NodeAffinitySchedulingStrategy(node, soft=False)
-    with contextlib.suppress(ray.exceptions.RayError):
-        task = ray.remote(num_cpus=0, max_retries=0)(fn).options(scheduling_strategy=there)
-        return ray.get(task.remote(*args), timeout=NODE_SECONDS)
-    return None
-
-
-def _tails(logs: Sequence[str]) -> list[str]:
-    """Returns the last lines of log files, without Ray's own marks."""
-    tails = []
-    for log in logs:
-        with contextlib.suppress(OSError):
-            lines = Path(log).read_text(errors="replace").splitlines()
-            tails += [line for line in lines if not line.startswith(":")][-LOG_TAIL_LINES:]
-    return tails or ["(empty)"]

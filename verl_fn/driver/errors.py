@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from verl_fn.errors import UserError
 
 
@@ -10,4 +12,13 @@ class ActorDied(UserError, RuntimeError):
 
 
 class ActorHangs(UserError, RuntimeError):
-    """A worker makes no progress while others wait for it; the message has its stack."""
+    """A worker makes no progress while others wait for it; the message has its stack.
+
+    Args:
+        message: the error's text.
+        member: the worker.
+    """
+
+    def __init__(self, message: str, member: Any = None) -> None:
+        super().__init__(message)
+        self.member = member

@@ -43,12 +43,14 @@ class Call:
         needs: the references among its arguments; members start when these are ready.
         streams: whether its results come one by one before it ends.
         quiet: whether its errors are not to be raised.
+        draws: whether engines answer requests with it.
     """
 
     open: dict[Member, Any]
     needs: tuple[Any, ...]
     streams: bool = False
     quiet: bool = False
+    draws: bool = False
 
 
 class Group:
@@ -57,11 +59,17 @@ class Group:
     ``run`` calls all members with the same arguments and in the same order, and returns the result of the first.
     ``scatter`` gives each member its own arguments, and returns every member's result.
     ``stream`` does the same with results that come one by one.
+
+    Attributes:
+        restarts: whether members that end are restarted, and their calls made again.
+        answered: the names of engines that have answered requests since they were restarted.
     """
 
     def __init__(self, name: str, members: tuple[Member, ...]) -> None:
         self.name = name
         self.members = members
+        self.restarts = False
+        self.answered: set[str] = set()
         self.calls: list[Call] = []
         self.dropped: list[int] = []
 
@@ -73,21 +81,31 @@ class Group:
         results = self._call(dict.fromkeys(self.members, args), method, returns)[0]
         return results if returns > 1 else results[0]
 
-    def scatter(self, method: str, parts: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls a method of ``Host`` on the first members, each with its own arguments; returns a reference each."""
-        members = self.members[: len(parts)]
-        return [results[0] for results in self._call(dict(zip(members, parts, strict=True)), method, 1)]
+    def scatter(self, method: str, parts: Sequence[tuple[Any, ...]], *, draws: bool = False) -> list[Any]:
+        """Calls a method of ``Host`` on the first members, each with its own arguments; returns a reference each.
 
-    def stream(self, parts: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls ``Host.stream`` on the first members, each with its own arguments; returns their generators."""
-        self._send_drops()
+        Args:
+            method: its name.
+            parts: the arguments of each member.
+            draws: whether engines answer requests with it.
+        """
         members = self.members[: len(parts)]
-        streams = [
-            member.host.stream.options(num_returns="streaming").remote(*args)
-            for member, args in zip(members, parts, strict=True)
-        ]
-        ends = {member: stream.completed() for member, stream in zip(members, streams, strict=True)}
-        self.calls.append(Call(ends, (), streams=True))
+        results = self._call(dict(zip(members, parts, strict=True)), method, 1)
+        self.calls[-1].draws = draws
+        return [first for first, *_ in results]
+
+    def stream(self, parts: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """Calls ``Host.stream`` on members, by their numbers, each with its own arguments; returns their generators.
+
+        Ray does not make these calls again, since a stream that is drawn again may have another order.
+        """
+        self._send_drops()
+        streams = {}
+        for i, args in parts.items():
+            stream = self.members[i].host.stream.options(num_returns="streaming", max_task_retries=0)
+            streams[i] = stream.remote(*args)
+        ends = {self.members[i]: stream.completed() for i, stream in streams.items()}
+        self.calls.append(Call(ends, (), streams=True, draws=True))
         return streams
 
     def _call(self, arguments: Mapping[Member, tuple[Any, ...]], method: str, returns: int) -> list[list[Any]]:
@@ -123,6 +141,18 @@ class Group:
         needs = list(dict.fromkeys(need for call in self.calls for need in call.needs))
         return len(ray.wait(needs, num_returns=len(needs), timeout=0)[0]) == len(needs) if needs else True
 
+    @property
+    def idle(self) -> bool:
+        """Whether all calls have ended."""
+        ends = self.ends
+        return not ends or len(ray.wait(ends, num_returns=len(ends), timeout=0)[0]) == len(ends)
+
+    def replace(self, old: Member, new: Member) -> None:
+        """Puts a restarted process in the place of the one that ended, also in calls that have not ended."""
+        self.members = tuple(new if member is old else member for member in self.members)
+        for call in self.calls:
+            call.open = {new if member is old else member: end for member, end in call.open.items()}
+
     def settle(self) -> dict[Member, Exception]:
         """Removes calls that have ended, and returns the first error of each member that is not quiet."""
         ends = self.ends
@@ -134,8 +164,11 @@ class Group:
                     del call.open[member]
                     try:
                         ray.get(end)
+                        if call.draws:
+                            self.answered.add(member.name)
                     except ray.exceptions.RayError as error:
-                        if not call.quiet:
+                        ended = self.restarts and isinstance(error, ray.exceptions.RayActorError)
+                        if not call.quiet and not ended:
                             errors.setdefault(member, error)
         self.calls = [call for call in self.calls if call.open]
         return errors

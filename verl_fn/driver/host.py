@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import operator
 import os
 import sys
@@ -17,13 +18,18 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.backends.protocol import Freed
-from verl_fn.backends.weight_sync.channel import Inlet, Outlet, send
+from verl_fn.backends.protocol import Freed, StaleWeightsError
+from verl_fn.backends.weight_sync import IncompleteWeights
+from verl_fn.backends.weight_sync.channel import Inlet, Outlet, SenderFailed, send
 from verl_fn.config.schema import DriverConfig
+from verl_fn.errors import UserError
 from verl_fn.state import Request, Sample
 
 from . import identity
 from .parcels import Argument, Parcels
+
+# What an engine that is restarted can do again.
+CURABLE = ("invoke", "receive", "stream")
 
 
 @attrs.frozen
@@ -61,22 +67,34 @@ class Pulse:
         calls: how many calls it has started and ended.
         collectives: how many collectives it has started, in all process groups.
         place: a hash of the lines of code that it is at.
+        steps: how many decoding steps its engine has made; None while it draws nothing.
     """
 
     busy: bool
     calls: int
     collectives: int
     place: int
+    steps: int | None = None
 
 
 class Host:
     """Holds components and values; the driver calls every method through Ray.
 
     The driver numbers the values and decides when they are dropped.
+
+    Args:
+        restarts: Ray starts this process again when it ends. Its results then hold their tensors, since what a
+            process has put into the object store ends with it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, restarts: bool = False) -> None:
         faulthandler.enable()
+        self._restarts = restarts
+        # In a process that was restarted, calls wait until the driver has restored it.
+        self._restored = threading.Event()
+        if not (restarts and was_restarted()):
+            self._restored.set()
+        self._drawing: Any = None
         self.components: dict[str, Any] = {}
         self.values: dict[int, Any] = {}
         self.parcels = Parcels()
@@ -115,18 +133,39 @@ class Host:
         Returns:
             The results, which are None on all ranks but the first, and another None to wait for the end of the call.
         """
-        with self._busy():
+        self._restored.wait()
+        with self._busy(), self._ending_if_broken(method):
             args, columns = self.parcels.arguments(places, list(flat), shared=method == "compute")
             result = getattr(self, method)(*args)
             results = result if returns > 1 else (result,)
-            return (*(self.parcels.out(r, columns) if self._first else None for r in results), None)
+            out = self.parcels.whole if self._restarts else functools.partial(self.parcels.out, columns=columns)
+            return (*(out(r) if self._first else None for r in results), None)
 
     def stream(self, component: str, version: int | None, requests: Sequence[Request]) -> Iterator[Sample]:
         """Yields the samples of a rollout engine as they end."""
-        with self._busy():
+        self._restored.wait()
+        with self._busy(), self._ending_if_broken("stream"), self._draws(component):
             # Ray calls methods of generators, which other iterators lack.
             for sample in self.components[component].stream(requests, version=version):  # noqa: UP028
                 yield sample
+
+    def restore(self, calls: Sequence[tuple[Any, ...]], ready: bool) -> list[Any]:
+        """Makes calls of the driver while other calls wait, in a process that was restarted.
+
+        Args:
+            calls: methods of this class and their arguments.
+            ready: whether the calls that wait may begin afterwards.
+
+        Returns:
+            The results.
+        """
+        results = []
+        for method, *args in calls:
+            with self._ending_if_broken(method):
+                results.append(getattr(self, method)(*args))
+        if ready:
+            self._restored.set()
+        return results
 
     def set_up(self, driver: DriverConfig, ranks: int) -> None:
         """Sets up this process.
@@ -170,7 +209,8 @@ class Host:
         self, component: str, method: str, keep: tuple[int | None, ...], kwargs: dict[str, Any], *args: Any
     ) -> Any:
         """Calls a component's method; results with a number in ``keep`` stay here, the others are returned."""
-        result = getattr(self.components[component], method)(*(self._open(a) for a in args), **kwargs)
+        with self._draws(component) if method == "generate" else contextlib.nullcontext():
+            result = getattr(self.components[component], method)(*(self._open(a) for a in args), **kwargs)
         if not keep:
             return result
         results = result if len(keep) > 1 else (result,)
@@ -261,7 +301,8 @@ class Host:
         frame = self._frame()
         lines = traceback.walk_stack(frame) if frame else ()
         at = hash(tuple((f.f_code.co_filename, line) for f, line in lines))
-        return Pulse(self._thread is not None, self._calls, ranks.collectives(), at)
+        steps = getattr(self._drawing, "steps", None)
+        return Pulse(self._thread is not None, self._calls, ranks.collectives(), at, steps)
 
     def stack(self) -> traceback.StackSummary:
         """Returns the stack of the running call without Ray's lines, outermost first; empty where none runs."""
@@ -280,6 +321,27 @@ class Host:
             self._thread = None
             self._calls += 1
 
+    @contextlib.contextmanager
+    def _draws(self, component: str) -> Iterator[None]:
+        """Marks an engine as one that draws, whose steps ``pulse`` counts."""
+        self._drawing = self.components[component]
+        try:
+            yield
+        finally:
+            self._drawing = None
+
+    @contextlib.contextmanager
+    def _ending_if_broken(self, method: str) -> Iterator[None]:
+        """Ends this process after an error that a restart may cure; the log has the error."""
+        try:
+            yield
+        except Exception as error:
+            if not (self._restarts and method in CURABLE and curable(error)):
+                raise
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
     def _frame(self) -> FrameType | None:
         """Returns the innermost frame of the running call."""
         return sys._current_frames().get(self._thread or 0)
@@ -293,6 +355,30 @@ class Host:
             raise Freed(f"value {value.id} is not here: the call that should have made it failed, or it was dropped")
         whole = self.values[value.id]
         return whole if value.field is None else operator.attrgetter(value.field)(whole)
+
+
+def curable(error: Exception) -> bool:
+    """Returns whether an engine that is made anew may not have this error, such as too little memory.
+
+    Errors that a user has caused, or the process that sends weights, come again.
+
+    Example:
+        >>> curable(torch.OutOfMemoryError("CUDA out of memory")), curable(ValueError("prompt 0 is empty"))
+        (True, False)
+    """
+    if isinstance(error, SenderFailed):
+        return False
+    if isinstance(error, (IncompleteWeights, MemoryError)):
+        return True
+    own = isinstance(error, (UserError, StaleWeightsError, NotImplementedError))
+    return isinstance(error, RuntimeError) and not own
+
+
+def was_restarted() -> bool:
+    """Returns whether Ray has started this process in place of one that ended."""
+    import ray
+
+    return bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _device_of(component: Any) -> torch.device:

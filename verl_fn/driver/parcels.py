@@ -41,6 +41,15 @@ class Column:
     shape: tuple[int, ...]
 
 
+@attrs.frozen(eq=False)
+class Whole:
+    """A tensor that travels inside its value, as bytes, which Ray does not copy."""
+
+    stored: np.ndarray[Any, Any]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 @attrs.frozen
 class Samples:
     """Replaces a list of samples, whose many small tensors travel as the few large ones of a batch."""
@@ -147,6 +156,18 @@ class Parcels:
             return Samples(self.out(pack(value), columns))
         return pytree.tree_map(lambda leaf: self._put(leaf, columns), value)
 
+    def whole(self, value: Any) -> Any:
+        """Returns a result as it travels with its tensors inside, so that it outlives this process."""
+        if isinstance(value, list) and value and all(isinstance(item, Sample) for item in value):
+            return Samples(self.whole(pack(value)))
+
+        def inside(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.nbytes < SMALL_BYTES:
+                return leaf
+            return Whole(_bytes(leaf), leaf.dtype, tuple(leaf.shape))
+
+        return pytree.tree_map(inside, value)
+
     def value(self, value: Any) -> Any:
         """Returns a value that has travelled in its original form."""
         return self._in(value, {})
@@ -156,7 +177,7 @@ class Parcels:
             return unpack(self._in(value.batch, columns, shared=shared))
         leaves, structure = pytree.tree_flatten(value)
         wanted = [leaf for leaf in leaves if isinstance(leaf, Column)]
-        if not wanted:
+        if not wanted and not any(isinstance(leaf, Whole) for leaf in leaves):
             return value
         by_name = {column.ref.hex(): column for column in wanted}
         missing = [name for name in by_name if name not in self._tensors]
@@ -177,6 +198,9 @@ class Parcels:
                 tensor = self._tensors[leaf.ref.hex()]
                 columns[id(tensor)] = leaf
                 leaf = tensor
+            elif isinstance(leaf, Whole):
+                leaf = _in_place(leaf.stored).view(leaf.dtype).view(leaf.shape).clone()
+                self.nbytes += leaf.nbytes
             opened.append(leaf)
         self._make_room()
         return pytree.tree_unflatten(opened, structure)
@@ -186,8 +210,7 @@ class Parcels:
             return leaf
         if id(leaf) in columns:
             return columns[id(leaf)]
-        plain = leaf.detach().cpu().contiguous()
-        ref = ray.put(plain.reshape(-1).view(torch.uint8).numpy())
+        ref = ray.put(_bytes(leaf))
         self._keep(ref.hex(), leaf.detach())
         self._make_room()
         return Column(ref, leaf.dtype, tuple(leaf.shape))
@@ -202,6 +225,10 @@ class Parcels:
             name, tensor = self._tensors.popitem(last=False)
             self._shared.discard(name)
             self._cached_bytes -= tensor.nbytes
+
+
+def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _in_place(stored: np.ndarray[Any, Any]) -> Tensor:

@@ -28,7 +28,8 @@ from . import build
 from .cluster import Cluster, Seat
 from .errors import ActorDied
 from .ray_private import private_ray
-from .remote import RemoteRollout, RemoteTrain
+from .remote import RemoteTrain
+from .remote_rollout import RemoteRollout
 
 __all__ = ["ActorDied", "connected", "ray_workers"]
 
@@ -58,7 +59,8 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             cluster.reserve(bundles, plan.ray.placement)
             # An actor without a GPU would take the machine for one without GPUs.
             driver = attrs.evolve(plan.driver, device=device)
-            cluster.start(seats, driver, plan.ray.ranks, plan.code)
+            limit = plan.rollout.max_restarts
+            cluster.start(seats, driver, plan.ray.ranks, plan.code, ["rollout"] if limit else [])
             # An actor may run in another folder than the driver, whose folder has the user's reward functions.
             components: list[tuple[Any, ...]] = [
                 ("rollout", "rollout", build.rollout, plan.rollout, device),
@@ -79,7 +81,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             # express.
             yield Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
-                rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout"),
+                rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", limit),
                 reward=lambda batch, problems: reward.run("invoke", "reward", "__call__", (), {}, batch, problems),
                 tokenizer=tokenizer,
                 sampling=build.sampling(plan.rollout),
@@ -88,6 +90,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 call=cluster.call,
                 get=cluster.get,
                 wait=cluster.wait,
+                restarts=cluster.restarts,
                 about=f"{len(cluster.members)} processes on {device} run {cluster.code}",
             )
         finally:

@@ -1,28 +1,26 @@
-"""The backend protocols over Ray actors; algorithms use them as they use local backends."""
+"""The protocol of training backends over Ray actors; algorithms use it as they use local backends."""
 
 from __future__ import annotations
 
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import attrs
-import ray
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from verl_fn.backends import protocol
-from verl_fn.backends.protocol import Capabilities, Freed, Ref, WeightSource
-from verl_fn.state import DonatedError, Grads, Key, Params, Request, Sample, Slots, TrainState
+from verl_fn.backends.protocol import Freed, Ref, WeightSource
+from verl_fn.state import DonatedError, Grads, Key, Params, Slots, TrainState, snapshot
 from verl_fn.steps import Loss
 
 from .cluster import Cluster
 from .group import Group
 from .host import Component, Stored
-from .sharing import in_order, shares
 
 T = TypeVar("T")
 
@@ -136,6 +134,8 @@ class RemoteTrain:
         self, state: Remote[TrainState], grads: Remote[Grads], *, donate: bool = True
     ) -> tuple[Remote[TrainState], Any]:
         if donate:
+            for prepare in self._cluster.before_update:
+                prepare(self._component)
             self._keep_fields(state)
         new = self._new()
         metrics = self._invoke("apply_update", (new.stored.id, None), state, grads, donate=donate)
@@ -182,7 +182,13 @@ class RemoteTrain:
 
     def weights(self, params: protocol.Remote[Params]) -> RemoteWeights:
         """Returns a handle to the weights; ``RemoteRollout.publish`` sends them directly to the engine."""
-        return RemoteWeights(self._group, self._component, params, self._opened(params))
+        self._opened(params)
+        return RemoteWeights(self, params)
+
+    def send(self, weights: RemoteWeights, version: int, addresses: Sequence[tuple[str, int]]) -> None:
+        """Sends weights from their ranks to the engines at these addresses."""
+        stored = self._opened(weights.params)
+        self._group.run("send", self._component, stored, version, list(addresses), self._cluster.secret)
 
     def _keep_one(self, method: str, *args: Any, **kwargs: Any) -> Remote[Any]:
         value = self._new()
@@ -221,91 +227,24 @@ class RemoteWeights(protocol.Remote[WeightSource]):
     """A handle to weights on the ranks of a group.
 
     Attributes:
-        group: the ranks.
-        component: the training backend that has the weights.
+        backend: the training backend that has the weights.
         params: the handle of the parameters, kept so that they stay alive.
-        stored: the number of the parameters on the ranks.
     """
 
-    group: Group
-    component: str
+    backend: RemoteTrain
     params: protocol.Remote[Params]
-    stored: Stored
-
-
-class RemoteRollout:
-    """``RolloutBackend`` over a component of one or several actors, which share the requests of a call."""
-
-    def __init__(self, cluster: Cluster, group: Group, component: str) -> None:
-        self._cluster, self._group, self._component = cluster, group, component
-        self.capabilities: Capabilities = cluster.get(group.run("attribute", component, "capabilities"))
-        self._version: int | None = None
-        self._publishing: tuple[int, list[Any]] | None = None
-        self._addresses: list[tuple[str, int]] = []
 
     @property
-    def version(self) -> int | None:
-        """The version of the engines' weights; None while another is being published."""
-        if self._publishing is not None:
-            version, refs = self._publishing
-            if len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs):
-                self._publishing = None
-                try:
-                    ray.get(refs)
-                    self._version = version
-                except ray.exceptions.RayError:
-                    # Waiting for the reference raises the error; here it means that the version is unknown.
-                    self._version = None
-        return self._version
+    def component(self) -> str:
+        """The name of the training backend."""
+        return self.backend._component
 
-    def publish(self, version: int, weights: protocol.Handle[WeightSource]) -> Any:
-        """Sends weights from their ranks to every engine, and returns a reference that is ready afterwards.
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+        return self.backend._group
 
-        The ranks that send run no other call meanwhile, so no update can donate the weights that they send.
-        """
-        self._version = None
-        if not isinstance(weights, RemoteWeights):
-            refs = self._all("invoke", "publish", (), {}, version, weights)
-        else:
-            secret = self._cluster.secret
-            if not self._addresses:
-                groups, members = (self._group, weights.group), self._group.members
-                listen = [(self._component, self._cluster.address(member, *groups), secret) for member in members]
-                self._addresses = self._cluster.get(self._group.scatter("listen", listen))
-            weights.group.run("send", weights.component, weights.stored, version, self._addresses, secret)
-            refs = self._all("receive", version)
-        self._publishing = version, refs
-        return refs if len(refs) > 1 else refs[0]
-
-    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
-        """Returns a reference to the samples; each engine answers its share of the requests."""
-        calls = [(self._component, "generate", (), {"version": version}, share) for share in self._shares(requests)]
-        parts = self._group.scatter("invoke", calls)
-        samples: Ref[list[Sample]] = self._cluster.joined(in_order, [r.id for r in requests], parts)
-        return samples
-
-    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
-        """Returns an iterator over references to the samples, in the order in which they end on any engine."""
-        return self._cluster.stream(
-            self._group, [(self._component, version, share) for share in self._shares(requests)]
-        )
-
-    def _shares(self, requests: Sequence[Request]) -> list[Sequence[Request]]:
-        """Returns the requests of each engine; without any, one engine reports what is wrong with that."""
-        if len(self._group.members) == 1 or not all(isinstance(request, Request) for request in requests):
-            return [requests]
-        return list(shares(requests, len(self._group.members))) or [requests]
-
-    def sleep(self, level: int = 2) -> Any:
-        """See ``RolloutBackend``."""
-        if level > 1:
-            self._version = self._publishing = None
-        return self._all("invoke", "sleep", (), {}, level)
-
-    def wake(self, tags: Sequence[str] = ()) -> Any:
-        """See ``RolloutBackend``."""
-        return self._all("invoke", "wake", (), {}, tuple(tags))
-
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of ``Host`` on every engine, and returns a reference for each."""
-        return self._group.scatter(method, [(self._component, *args)] * len(self._group.members))
+    def copied(self) -> RemoteWeights:
+        """Returns a handle to a copy of the weights, which an update does not change."""
+        copy: Remote[Params] = self.backend.map(snapshot, self.params, keep=True)
+        return RemoteWeights(self.backend, copy)

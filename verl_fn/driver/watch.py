@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import attrs
 import ray
 import torch
 
@@ -37,7 +38,7 @@ class Watch:
         self._next = 0.0
         self._asked: dict[Member, tuple[Any, float]] = {}
         self._pulses: dict[Member, Pulse] = {}
-        self._since: dict[Group, tuple[list[Pulse], float]] = {}
+        self._since: dict[tuple[Member, ...], tuple[list[Pulse], float]] = {}
 
     def look(self, groups: Iterable[Group]) -> None:
         """Reads the answers that came and asks again, if it is time.
@@ -50,14 +51,17 @@ class Watch:
             return
         self._next = now + self.interval
         for group in groups:
-            silent = any(self._waited(member, now) > self._timeout for member in group.members)
+            # Engines don't wait for each other, so each may hang by itself.
+            units = [group.members] if not group.restarts else [(m,) for m in group.members if m.pid]
             reachable = group.reachable
-            for member in group.members:
-                if member not in self._asked and reachable:
-                    self._asked[member] = (ask(member, "pulse"), now)
-            stands_still = len(group.members) > 1 and self._stands_still(group, now)
-            if (silent or stands_still) and (error := self._hanging(group)) is not None:
-                raise error
+            for members in units:
+                silent = any(self._waited(member, now) > self._timeout for member in members)
+                for member in members:
+                    if member not in self._asked and reachable:
+                        self._asked[member] = (ask(member, "pulse"), now)
+                still = self._stands_still(members, now, engine=group.restarts)
+                if (silent or still) and (error := self._hanging(group, members)) is not None:
+                    raise error
 
     def _waited(self, member: Member, now: float) -> float:
         """Returns for how many seconds a member has not answered."""
@@ -72,21 +76,28 @@ class Watch:
             self._pulses[member] = ray.get(ref)
         return 0.0
 
-    def _stands_still(self, group: Group, now: float) -> bool:
-        pulses = [self._pulses[member] for member in group.members if member in self._pulses]
-        before, since = self._since.get(group, ([], now))
-        if pulses != before or not any(pulse.busy for pulse in pulses):
+    def _stands_still(self, members: tuple[Member, ...], now: float, *, engine: bool) -> bool:
+        """Returns whether ranks make no progress together, or an engine makes no step while it draws."""
+        pulses = [self._pulses[member] for member in members if member in self._pulses]
+        if engine:
+            # The line where a step waits for its GPU is nearly always the same.
+            pulses = [attrs.evolve(pulse, place=0) for pulse in pulses]
+        elif len(members) == 1:
+            return False
+        before, since = self._since.get(members, ([], now))
+        waited_for = [pulse.steps is not None if engine else pulse.busy for pulse in pulses]
+        if pulses != before or not any(waited_for):
             since = now
-        self._since[group] = (pulses, since)
+        self._since[members] = (pulses, since)
         return now - since > self._timeout
 
-    def _hanging(self, group: Group) -> ActorHangs | None:
+    def _hanging(self, group: Group, members: tuple[Member, ...] = ()) -> ActorHangs | None:
         """Returns an error with every rank's stack, and the rank that differs; None where a rank has died.
 
         That is a rank that does not answer, or else one that is in no collective; of several, the one that has
         started the fewest collectives.
         """
-        stacks = stacks_of(group.members)
+        stacks = stacks_of(members or group.members)
         if stacks is None:
             return None
         answering = [member for member, stack in stacks.items() if stack is not None]
@@ -97,7 +108,8 @@ class Watch:
         return ActorHangs(
             f"{differing[0].name} (pid {differing[0].pid}) hangs: {group.name} made no progress for ray.timeout = "
             f"{self._timeout:g} s\n{described(stacks)}\nThe same command continues from the last checkpoint. If this "
-            "was only slow, raise ray.timeout"
+            "was only slow, raise ray.timeout",
+            differing[0],
         )
 
     def absent(self, group: Group, failed: Mapping[Member, Exception]) -> ActorHangs | None:

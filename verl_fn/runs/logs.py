@@ -14,7 +14,7 @@ from .errors import RunError
 
 METRICS, GENERATIONS, JOURNAL = "metrics.jsonl", "generations.jsonl", "journal.jsonl"
 LOGS = (METRICS, GENERATIONS, JOURNAL)
-TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput")
+TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput", "perf/engine_restarts")
 _LAST_STEP = 2**53  # steps are drawn as floats, which hold whole numbers up to here
 
 Row = dict[str, Any]

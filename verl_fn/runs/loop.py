@@ -171,6 +171,7 @@ class _Loop:
             skipped: dict[str, int] = {}
             while state.step < total and not goal_reached(plan, self.evaluation):
                 state, report, drawn = advance(self.algorithm, state, self.source, self.w, self.pace)
+                report |= self._restarts()
                 self.run.log(state.step, report)
                 self._write_journal(state, drawn)
                 _end_if_skipping(skipped, report, state.step, plan, self.run)
@@ -191,6 +192,13 @@ class _Loop:
                             "the same command continues from there"
                         )
         return state
+
+    def _restarts(self) -> Report:
+        """Says which engines were restarted since the step before, and returns how many."""
+        reasons = self.w.restarts()
+        for reason in reasons:
+            self.say(f"note: {reason}")
+        return {"perf/engine_restarts": len(reasons)} if reasons else {}
 
     def _evaluate_first(self, state: RunState, logs: list[Log], *, fresh: bool) -> None:
         """Evaluates a new run before its first step, and one that was killed in an evaluation after its last one."""

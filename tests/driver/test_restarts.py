@@ -1,0 +1,137 @@
+"""Engines die, hang or lose buckets while they draw; the answers are those of engines that did not."""
+
+import os
+import signal
+import time
+
+import pytest
+
+from verl_fn.benchmarks import faults
+from verl_fn.benchmarks.crash import numbers
+from verl_fn.benchmarks.faults import Fault, disturbed, injected, open_rows, plan_of
+from verl_fn.driver.errors import ActorDied
+from verl_fn.driver.ray import ray_workers
+from verl_fn.driver.watch import Watch
+from verl_fn.runs.logs import read_metrics
+from verl_fn.runs.loop import train
+from verl_fn.state import Key, Sampling, requests_for
+from verl_fn.steps import cross_entropy
+from verl_fn.testing import tiny_batch
+
+REQUESTS = requests_for([[1, 4 + i % 5] for i in range(6)], Sampling(24, n=2), Key.from_seed(1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def workers(ray_cluster, model, folder):
+    """A trainer and two engines, each restarted once without an answer in between."""
+    with injected(folder), ray_workers(plan_of(folder / "run", model, 1, "rollout.max_restarts=1")) as w:
+        yield w
+
+
+def named(samples):
+    return [(s.request, s.number, s.tokens.tolist(), s.log_probs.tolist(), s.versions.tolist()) for s in samples]
+
+
+def pids(w):
+    return [member.pid for member in w.rollout._group.members]
+
+
+@pytest.fixture(scope="module")
+def drawn(workers, model):
+    """The state whose weights are published as version 0, and the samples of engines without faults."""
+    state = workers.trainers["actor"].load_pretrained(model, Key.from_seed(0))
+    workers.get(workers.rollout.publish(0, workers.trainers["actor"].weights(state.params)))
+    return state, named(workers.get(workers.rollout.generate(REQUESTS, version=0)))
+
+
+@pytest.mark.parametrize("kind", ["kill", "stuck"])
+def test_rows_in_flight_are_answered_by_a_restarted_engine(workers, drawn, folder, kind, monkeypatch):
+    """As before, and the other engine keeps its answers."""
+    if kind == "stuck":
+        monkeypatch.setattr(workers.get.__self__, "_watch", Watch(20.0))
+    before = pids(workers)
+    (folder / Fault(kind, 0, 3).name).touch()
+    refs = workers.rollout.generate(REQUESTS, version=0)
+    later = workers.call(len, refs)
+    assert named(workers.get(refs)) == drawn[1] and workers.get(later) == len(drawn[1])
+    assert sum(now != then for now, then in zip(pids(workers), before, strict=True)) == 1
+    (reason,) = workers.restarts()
+    assert ("died: its process ended" if kind == "kill" else "hangs") in reason and "1 of 1" in reason
+    assert workers.rollout.version == 0 and workers.restarts() == []
+
+
+def test_a_stream_goes_on_and_gives_each_sample_once(workers, drawn):
+    stream = workers.rollout.stream(REQUESTS, version=0)
+    samples = [workers.get(next(stream)) for _ in range(3)]
+    os.kill(pids(workers)[samples[-1].request % 2], signal.SIGKILL)
+    samples += [workers.get(ref) for ref in stream]
+    assert sorted(named(samples)) == sorted(drawn[1])
+    assert len(workers.restarts()) <= 1
+
+
+def test_an_engine_that_dies_idle_gets_its_weights_again(workers, drawn):
+    w = workers
+    os.kill(pids(w)[0], signal.SIGKILL)
+    assert named(w.get(w.rollout.generate(REQUESTS, version=0))) == drawn[1]
+    assert len(w.restarts()) == 1
+
+
+def test_weights_older_than_the_trainers_are_published_again(workers, drawn, folder):
+    """An update while an engine draws keeps a copy of what the engine holds; one while it is idle keeps nothing."""
+    w, actor, (state, expected) = workers, workers.trainers["actor"], drawn
+    (publication,) = w.rollout._publications
+    (folder / Fault("kill", 0, 20).name).touch()
+    refs = w.rollout.generate(REQUESTS, version=0)
+    for copied in (True, True):
+        grads, _ = actor.forward_backward(state, tiny_batch(), cross_entropy())
+        state, metrics = actor.apply_update(state, grads)
+        assert publication.copied == copied
+    assert named(w.get(refs)) == expected and len(w.restarts()) == 1
+    assert w.get(metrics)["perf/residency_copies"].value == 0
+    grads, _ = actor.forward_backward(state, tiny_batch(), cross_entropy())
+    state, _ = actor.apply_update(state, grads)
+    assert publication.weights is None
+    # Nobody has the weights of version 0 any more.
+    os.kill(pids(w)[0], signal.SIGKILL)
+    while not w.restarts():
+        w.wait(w.call(time.sleep, 0.2))
+    while w.rollout.version is not None:
+        w.wait(w.call(time.sleep, 0.2))
+    w.get(w.rollout.publish(3, actor.weights(state.params)))
+    samples = w.get(w.rollout.generate(REQUESTS, version=3))
+    assert {v for s in samples for v in s.versions.tolist()} == {3} and named(samples) != expected
+
+
+def test_an_engine_that_dies_again_and_again_ends_the_run(workers, drawn, folder):
+    """With its own error; so does one whose weights nobody has."""
+    w = workers
+    for step in range(2):
+        (folder / Fault("memory", w.rollout.version, step).name).touch()
+    with pytest.raises(ActorDied, match=r"rollout rank \d .*died") as caught:
+        w.get(w.rollout.generate(REQUESTS[:1], version=w.rollout.version))
+    assert "OutOfMemoryError: out of memory, on purpose" in str(caught.value)
+    assert "restarted 1 times (rollout.max_restarts)" in caught.value.__notes__[0]
+
+
+@pytest.mark.slow
+def test_a_run_with_faults_is_the_run_without(ray_cluster, model, tmp_path):
+    """A lost bucket, a repeated one, and a publication that is made twice."""
+    whole, run = (plan_of(tmp_path / name, model, 1, "trainer.total_training_steps=4") for name in ("whole", "run"))
+    train(whole, lambda line: None)
+    wanted = [Fault("drop", 1, 2), Fault("repeat", 2, 1), Fault("twice", 0, 0), Fault("twice", 2, 0)]
+    happened = disturbed(run, wanted)
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+    assert sorted(happened) == ["drop", "repeat", "twice", "twice"]
+    assert open_rows(tmp_path / "run") == []
+    assert sum(row.get("perf/engine_restarts", 0) for row in read_metrics(tmp_path / "run")) >= 2
+
+
+def test_faults_are_drawn_from_a_seed():
+    drawn = faults.draw(50, seed=3)
+    assert drawn == faults.draw(50, seed=3) != faults.draw(50, seed=4)
+    assert {fault.kind for fault in drawn} == set(faults.KINDS)
