@@ -24,7 +24,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 SHARED = {
     "Ray": [
         *("batches_benchmark", "clusters", "failures", "groups"),
-        *("overlap", "private_ray", "ray_driver", "weight_sync_benchmark"),
+        *("overlap", "private_ray", "ray_driver", "turns", "weight_sync_benchmark"),
     ],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "warm_python", "weight_sync"],
 }

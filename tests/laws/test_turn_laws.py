@@ -270,7 +270,7 @@ def test_states_lie_on_the_cpu_but_in_learn(parts, monkeypatch):
 
 
 def test_an_update_that_was_left_out_copies_nothing_back(parts):
-    plan, w, source = parts
+    plan, w, _ = parts
     algorithm = algorithm_of(plan)
     same = attrs.evolve(algorithm, learn=lambda state, experience, w: (attrs.evolve(state, step=state.step + 1), {}))
     state = initial_state(plan, w)

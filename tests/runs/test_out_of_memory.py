@@ -42,11 +42,13 @@ def test_each_phase_is_named_with_its_bytes(phase, tiny, tmp_path, monkeypatch):
     assert first == f"out of memory in {phase} ({title}): {error.args[0].splitlines()[0]}"
     described = next(p for p in phases(plan, 1) if p.name == phase).describe()
     assert second == f"By the plan, a GPU holds there: {described}"
-    lower = {"gen": "Lower rollout.slots (64 now)", "update_actor": "ppo_max_token_len_per_gpu (16,384 now)"}
+    lower = {"gen": "lower rollout.slots (64 now)", "update_actor": "ppo_max_token_len_per_gpu (16,384 now)"}
     assert lower.get(phase, "") in third and third.endswith("The same command continues from the last checkpoint")
 
 
-@pytest.mark.parametrize(("cls", "method", "phase"), [(Sampler, "publish", "update_weights"), (Sampler, "generate", "gen")])
+@pytest.mark.parametrize(
+    ("cls", "method", "phase"), [(Sampler, "publish", "update_weights"), (Sampler, "generate", "gen")]
+)
 def test_an_evaluation_names_its_phase(cls, method, phase, tiny, tmp_path, monkeypatch):
     def fail(self, *args, **kwargs):
         raise CUMEM

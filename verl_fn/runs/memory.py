@@ -262,7 +262,9 @@ class _Model:
         table = self.role.table
         if self.role.strategy != "fsdp":
             return f"more ranks ({table}.strategy=fsdp, ray.ranks)"
-        return "more ranks (ray.ranks)" + ("" if self.role.offload else f" or {table}.fsdp_config.offload_policy=true")
+        if self.role.offload:
+            return "more ranks (ray.ranks)"
+        return f"more ranks (ray.ranks) or {table}.fsdp_config.offload_policy=true"
 
     def forward(self) -> Iterator[Part]:
         """Yields what a forward pass adds."""

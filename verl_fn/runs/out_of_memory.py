@@ -58,9 +58,5 @@ def explain(plan: Plan, gpu: int | None, name: str, reason: str) -> str:
     size = f" of {gpu / GIB:.2f} GiB" if gpu is not None else ""
     return (
         f"out of memory {where}: {reason}\nBy the plan, a GPU{size} holds {which}: {shown.describe()}\n"
-        f"{_capital(advice(shown, gpu))}. The same command continues from the last checkpoint"
+        f"What takes less: {advice(shown, gpu)}. The same command continues from the last checkpoint"
     )
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
