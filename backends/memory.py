@@ -1,8 +1,9 @@
-"""Reports which micro-batch did not fit into a device's memory, and which setting to lower."""
+"""Reports what did not fit into a device's memory: the micro-batch and the setting to lower, and the phase."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import torch
@@ -13,6 +14,79 @@ from verl_fn.state import Batch
 
 class OutOfMemory(UserError, torch.OutOfMemoryError):
     """A micro-batch does not fit into the memory of its device."""
+
+
+class PhaseOutOfMemory(OutOfMemory):
+    """A phase of a step does not fit into the memory of a device.
+
+    Attributes:
+        phase: the phase, as in ``timing_s/*``.
+    """
+
+    def __init__(self, phase: str, reason: str) -> None:
+        super().__init__(phase, reason)
+        self.phase, self.reason = phase, reason
+
+    def __str__(self) -> str:
+        return f"out of memory in the phase {self.phase}: {self.reason}"
+
+
+# How torch, vLLM, NCCL and CUDA itself say it; errors of the last three are plain RuntimeErrors.
+_SIGNS = re.compile(
+    r"cuda[^\n]*out of memory|out of memory[^\n]*cu(da|mem)|can't allocate memory|"
+    r"no available memory for the cache blocks|free memory on device[^\n]*less than desired",
+    re.IGNORECASE,
+)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Returns whether an error says that a device has too little memory.
+
+    Example:
+        >>> lacks_memory(RuntimeError("CUDA Error: out of memory at csrc/cumem_allocator.cpp:62"))
+        True
+        >>> lacks_memory(RuntimeError("the row is out of range"))
+        False
+    """
+    return isinstance(error, torch.OutOfMemoryError) or bool(_SIGNS.search(str(error)))
+
+
+def reason_of(error: BaseException) -> str:
+    """Returns what an error of another process says itself, without the traceback that Ray puts around it."""
+    cause = getattr(error, "cause", None)
+    lines = str(cause if isinstance(cause, BaseException) else error).strip().splitlines()
+    said = [line for line in lines if _SIGNS.search(line)] or lines[-1:]
+    return said[0].strip() if said else type(error).__name__
+
+
+@contextlib.contextmanager
+def in_phase(phase: str) -> Iterator[None]:
+    """Names the phase in an error that says that memory lacks; other errors pass.
+
+    Args:
+        phase: the phase, as in ``timing_s/*``.
+
+    Raises:
+        PhaseOutOfMemory: in place of an error for a lack of memory.
+
+    Example:
+        >>> with in_phase("update_actor"):
+        ...     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        Traceback (most recent call last):
+        verl_fn.backends.memory.PhaseOutOfMemory: out of memory in the phase update_actor: CUDA out of memory. Tried
+        to allocate 2.00 GiB.
+    """
+    try:
+        yield
+    except PhaseOutOfMemory:
+        raise
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        found = PhaseOutOfMemory(phase, reason_of(error))
+        for note in getattr(error, "__notes__", ()):
+            found.add_note(note)
+        raise found from error
 
 
 @contextlib.contextmanager

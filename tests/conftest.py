@@ -23,7 +23,7 @@ from warm_python import warm_python
 SHARED = {
     "Ray": [
         *("batches_benchmark", "clusters", "failures", "groups"),
-        *("overlap", "private_ray", "ray_driver", "restarts", "weight_sync_benchmark"),
+        *("overlap", "private_ray", "ray_driver", "restarts", "turns", "weight_sync_benchmark"),
     ],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "weight_sync"],
 }

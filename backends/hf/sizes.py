@@ -1,13 +1,20 @@
-"""How large a model is, without its weights."""
+"""How large a model is and what its passes need, without its weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
+
+from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.logprobs import CUDA_CHUNK
+from verl_fn.backends.hf.skeleton import DTYPES
 from verl_fn.state import Key
 
 from .folder import hollow
 from .lora import Lora, target_layers
+
+FLOAT32 = 4
 
 
 def parameter_counts(folder: str | Path, head: str, lora: Lora | None = None) -> tuple[int, int]:
@@ -27,3 +34,80 @@ def parameter_counts(folder: str | Path, head: str, lora: Lora | None = None) ->
     layers = target_layers(model, lora, output, folder)
     adapters = sum(lora.rank * sum(model.get_submodule(name).weight.shape) for name in layers)
     return total + adapters, adapters + trained
+
+
+@attrs.frozen
+class Footprint:
+    """The sizes of a decoder that decide how many bytes its passes take on a GPU.
+
+    A layer keeps for its backward pass, per token, the inputs and outputs of its two norms, queries, keys, values
+    and the output of attention, and the gate, the input and the output of its MLP. FlashAttention keeps no scores.
+    The peaks that were measured on an H200 are those of these counts within 6 %
+    (``benchmarks/results/throughput_h200_*.json``).
+
+    Attributes:
+        layers, hidden, vocab: sizes of the model.
+        query, key_value: the widths of the queries, and of keys or values, of all heads.
+        inner: the width of the MLP, summed over the experts of a token.
+
+    Source:
+        Korthikanti et al. 2022, arXiv 2205.05198, section 4, counts the same for another MLP.
+
+    Example:
+        >>> small = Footprint(layers=2, hidden=64, query=64, key_value=32, inner=192, vocab=50)
+        >>> small.kept(10, width=2, checkpointing=False), small.kept(10, width=2, checkpointing=True)
+        (40960, 23040)
+    """
+
+    layers: int
+    hidden: int
+    query: int
+    key_value: int
+    inner: int
+    vocab: int
+
+    @classmethod
+    def of(cls, folder: str | Path) -> Footprint:
+        """Reads the sizes from the config of a model folder."""
+        text = read_config(folder).get_text_config()
+        heads = text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+        if (experts := getattr(text, "num_experts_per_tok", None)) is not None:
+            inner = experts * (getattr(text, "moe_intermediate_size", None) or inner)
+        return cls(
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            query=heads * width,
+            key_value=(getattr(text, "num_key_value_heads", None) or heads) * width,
+            inner=inner,
+            vocab=text.vocab_size,
+        )
+
+    def layer(self, tokens: int, width: int) -> int:
+        """Returns the bytes that a layer keeps for its backward pass, with elements of ``width`` bytes."""
+        return tokens * width * (4 * self.hidden + 2 * self.query + 2 * self.key_value + 3 * self.inner)
+
+    def kept(self, tokens: int, width: int, *, checkpointing: bool) -> int:
+        """Returns the bytes that all layers keep; with checkpointing their inputs alone, and all of one layer."""
+        if checkpointing:
+            return self.layers * tokens * width * self.hidden + self.layer(tokens, width)
+        return self.layers * self.layer(tokens, width)
+
+    def logits(self, tokens: int, width: int) -> int:
+        """Returns the bytes of the largest part of the logits that exists at a time, on a GPU."""
+        return min(tokens, max(16, CUDA_CHUNK // self.vocab)) * self.vocab * width
+
+    def cache(self, tokens: int, width: int) -> int:
+        """Returns the bytes of the keys and values of so many tokens."""
+        return tokens * width * 2 * self.layers * self.key_value
+
+
+def width_of(dtype: str) -> int:
+    """Returns the bytes of an element.
+
+    Example:
+        >>> width_of("bfloat16")
+        2
+    """
+    return DTYPES[dtype].itemsize

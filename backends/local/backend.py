@@ -152,7 +152,13 @@ class Local:
 
     @one_at_a_time
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
-        """Returns the same state with the parameters or the optimizer tree on another device."""
+        """Returns the same state with the parameters or the optimizer tree on another device.
+
+        Parameters that move to the CPU leave no copy in compute dtype on the device.
+        """
+        if params == "cpu":
+            self._cast.clear()
+            self._cast_from.clear()
         return attrs.evolve(state, params=moved(state.params, params), optimizer=moved(state.optimizer, optimizer))
 
     def named(self, value: Params | Grads | Slots) -> Mapping[str, Tensor]:

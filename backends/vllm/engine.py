@@ -138,7 +138,9 @@ class Vllm(Serving):
             self._interrupt()
             if level > 1:
                 self.version = None
-            if self.device.type == "cuda":
+            if self.device.type == "cuda" and self._awake:
+                # vLLM ignores a call to sleep while only a part of it is awake.
+                self.wake()
                 self._engine.sleep(min(level, 2))
                 self._awake = set()
 
@@ -157,11 +159,17 @@ class Vllm(Serving):
                     self._engine.wake_up([tag])
                     self._awake.add(tag)
 
+    def _admitted(
+        self, requests: Sequence[Request], version: int | None, *, as_they_end: bool
+    ) -> Iterator[tuple[int, Sample]]:
+        for part in (WEIGHTS, CACHE):
+            self._require(part, "generate")
+        return super()._admitted(requests, version, as_they_end=as_they_end)
+
     def _run(
         self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
     ) -> Iterator[tuple[int, Sample]]:
         self._continue(call)
-        self._require(CACHE, "generate")
         self._abort()
         answers = Answers(requests, version)
         self._add(requests, call)

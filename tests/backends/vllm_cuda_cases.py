@@ -97,6 +97,11 @@ def sleeping(shape):
     engine.wake(["weights"])
     engine.publish(1, trainer.weights(state.params))
     partly = used()
+    # Half awake, it falls asleep as a whole.
+    engine.sleep(2)
+    assert abs(used() - second) < 1
+    engine.wake(["weights"])
+    engine.publish(1, trainer.weights(state.params))
     engine.wake(["cache"])
     assert [s.tokens.tolist() for s in engine.generate(asked, version=1)] == expected
     return awake, first, second, partly, used()

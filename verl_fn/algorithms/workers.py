@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import attrs
 
+from verl_fn.backends.memory import in_phase
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 
 T = TypeVar("T")
@@ -48,6 +49,7 @@ class Workers:
         wait: blocks until the values of references are available, and returns the references.
         restarts: returns why engines were restarted since it was called last, in a sentence each.
         about: a line about the workers, for the screen.
+        gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
     """
 
     trainers: Mapping[str, TrainBackend]
@@ -62,6 +64,7 @@ class Workers:
     wait: Callable[[Any], Any] = get_here
     restarts: Callable[[], list[str]] = list
     about: str = ""
+    gpu_memory: int | None = None
 
     @end_tokens.default
     def _own_end_token(self) -> tuple[int, ...]:
@@ -91,22 +94,27 @@ class Clock:
         self._start = time.perf_counter()
 
     def run(self, phase: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns ``fn(*args, **kwargs)`` and adds its time to ``phase``."""
+        """Returns ``fn(*args, **kwargs)`` and adds its time to ``phase``; errors are those of ``run_all``."""
         return self.run_all({phase: lambda: fn(*args, **kwargs)})[phase]
 
     def run_all(self, phases: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
         """Starts all phases, waits for each in turn, and returns their results by phase.
 
         Phases on different workers overlap. Only the time for which the step waits is then counted for a phase.
+
+        Raises:
+            PhaseOutOfMemory: a phase does not fit into memory.
         """
         results: dict[str, Any] = {}
         for phase, fn in phases.items():
             start = time.perf_counter()
-            results[phase] = fn()
+            with in_phase(phase):
+                results[phase] = fn()
             self._add(phase, start)
         for phase, value in results.items():
             start = time.perf_counter()
-            self._wait(value)
+            with in_phase(phase):
+                self._wait(value)
             self._add(phase, start)
         return results
 

@@ -48,12 +48,35 @@ def _add_overrides(to: argparse.ArgumentParser) -> None:
     to.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
 
 
+def _add_check(to: argparse.ArgumentParser) -> None:
+    to.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
+    to.add_argument(
+        "--gpu-memory",
+        type=gib,
+        metavar="GIB",
+        help="with --check: the memory of a GPU in GiB; by default that of this machine's",
+    )
+
+
+def gib(argument: str) -> float:
+    """Reads a positive, finite number.
+
+    Example:
+        >>> gib("80")
+        80.0
+    """
+    value = float(argument)
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{argument} is no size of a GPU's memory in GiB, such as 80")
+    return value
+
+
 def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Adds the commands that train, evaluate and show runs."""
     train = command("train", "train from a TOML config; the same command continues a run that was stopped")
     train.add_argument("config", type=path, help="a TOML file, such as recipes/ppo_reverse.toml")
     _add_overrides(train)
-    train.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
+    _add_check(train)
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     evaluate = command(
@@ -78,7 +101,7 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     fork.add_argument("run", type=path, help="the run's folder")
     fork.add_argument("--step", type=int, required=True, help="the step of the checkpoint")
     _add_overrides(fork)
-    fork.add_argument("--check", action="store_true", help="print what the run would do and need, and stop")
+    _add_check(fork)
     fork.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     replay = command("replay", "execute a step of a run again and check that it comes out bitwise the same")

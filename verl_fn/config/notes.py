@@ -166,6 +166,10 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
         yield f"rollout.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
     for name in ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "engine_kwargs*"):
         yield f"rollout.{name}", cfg.rollout.name == "vllm", 'without rollout.name = "vllm"'
+    shares = cfg.rollout.name == "vllm" and cfg.rollout.placement == "colocated"
+    for name in ("free_cache_engine", "offload_trainer"):
+        yield f"rollout.{name}", shares, 'without rollout.name = "vllm" and rollout.placement = "colocated"'
+    yield "rollout.offload_trainer", cfg.rollout.free_cache_engine, "without rollout.free_cache_engine"
     yield "model.new.*", not cfg.model.path, "with model.path"
     yield "data.task", not data.train_files, "with data.train_files"
     for name in ("prompt_key", "filter_overlong_prompts"):

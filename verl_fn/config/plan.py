@@ -89,6 +89,9 @@ class RolloutPlan:
         max_restarts: restarts of an engine without an answer in between, before the run ends.
         tensor_parallel_size: GPUs of an engine.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes.
+        free_cache_engine: whether an engine that shares a GPU with training ranks sleeps while they compute.
+        offload_trainer: whether training states lie on the CPU while such an engine generates; None decides by the
+            GPU's memory.
         enforce_eager: whether vLLM runs without CUDA graphs and compiler.
         engine_kwargs: further arguments of vLLM's ``EngineArgs``.
         n, temperature, top_k, top_p: sampling settings of training rollouts.
@@ -106,6 +109,8 @@ class RolloutPlan:
     max_restarts: int
     tensor_parallel_size: int
     gpu_memory_utilization: float
+    free_cache_engine: bool
+    offload_trainer: bool | None
     enforce_eager: bool
     engine_kwargs: Mapping[str, Any]
     n: int
@@ -115,6 +120,16 @@ class RolloutPlan:
     validation: ValConfig
     max_prompt_length: int
     max_response_length: int
+
+    @property
+    def shares(self) -> bool:
+        """Returns whether an engine in a process of its own shares a GPU with training ranks."""
+        return self.name == "vllm" and self.placement == "colocated"
+
+    @property
+    def sleeps(self) -> bool:
+        """Returns whether the engine sleeps while training ranks compute."""
+        return self.shares and self.free_cache_engine
 
 
 @attrs.frozen
@@ -345,6 +360,8 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str) -> RolloutPlan:
         max_restarts=r.max_restarts,
         tensor_parallel_size=r.tensor_parallel_size,
         gpu_memory_utilization=r.gpu_memory_utilization,
+        free_cache_engine=r.free_cache_engine,
+        offload_trainer=r.offload_trainer,
         enforce_eager=r.enforce_eager,
         engine_kwargs=r.engine_kwargs,
         n=r.n,

@@ -118,6 +118,14 @@ class RolloutConfig:
     gpu_memory_utilization: float = opt(
         0.5, "vllm: share of a GPU's memory for weights, cache and computation", gt(0), le(1)
     )
+    free_cache_engine: bool = opt(
+        True, "vllm, colocated: free the engine's weights and cache while the ranks that share its GPU compute"
+    )
+    offload_trainer: bool | None = opt(
+        None,
+        "vllm, colocated: keep parameters and moments on the CPU while the engine generates; by default where they "
+        "do not fit beside the engine",
+    )
     enforce_eager: bool = opt(False, "vllm: run without CUDA graphs and compiler, which start faster")
     engine_kwargs: Mapping[str, Any] = free("vllm: a table of further arguments of its EngineArgs")
     val_kwargs: ValConfig = sub(ValConfig)

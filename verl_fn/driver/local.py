@@ -27,4 +27,5 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
             sampling=build.sampling(plan.rollout),
             max_prompt_length=plan.rollout.max_prompt_length,
             end_tokens=end_tokens(plan.model, tokenizer),
+            gpu_memory=ranks.gpu_memory(device),
         )

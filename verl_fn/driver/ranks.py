@@ -209,6 +209,20 @@ def device(driver: DriverConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def gpu_memory(device: str) -> int | None:
+    """Returns the bytes of this process's GPU; None on a CPU.
+
+    Example:
+        >>> gpu_memory("cpu") is None
+        True
+    """
+    import torch
+
+    if device != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
 def training_ranks(plan: Plan) -> int:
     """Returns how many processes train a role: Ray's, torchrun's, or this process alone."""
     return plan.ray.ranks if plan.driver.kind == "ray" else torchrun_size()

@@ -27,9 +27,11 @@ from verl_fn.config.schema import RayConfig
 from . import build
 from .cluster import Cluster, Seat
 from .errors import ActorDied
+from .ranks import gpu_memory
 from .ray_private import private_ray
 from .remote import RemoteTrain
 from .remote_rollout import RemoteRollout
+from .turns import by_turns
 
 __all__ = ["ActorDied", "connected", "ray_workers"]
 
@@ -75,11 +77,11 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                     components.append((name, role.name, build.trainer, role, plan.driver, device))
                     training[role.name] = RemoteTrain(cluster, group, role.name)
             cluster.build_all(components)
-            reward = cluster.groups["reward"]
+            reward, ranks = cluster.groups["reward"], cluster.groups["trainer"]
             tokenizer = read_tokenizer(plan.model)
             # The protocols allow values and handles; a backend accepts the kind that it returns, which types cannot
             # express.
-            yield Workers(
+            w = Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
                 rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", limit),
                 reward=lambda batch, problems: reward.run("invoke", "reward", "__call__", (), {}, batch, problems),
@@ -92,7 +94,12 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 wait=cluster.wait,
                 restarts=cluster.restarts,
                 about=f"{len(cluster.members)} processes on {device} run {cluster.code}",
+                gpu_memory=cluster.get(ranks.run("call", gpu_memory, {}, False, device)),
             )
+            if plan.rollout.sleeps:
+                sharing = [role.name for role in groups["trainer"]]
+                w = by_turns(w, sharing, lambda: cluster.finish(ranks))
+            yield w
         finally:
             cluster.stop()
 

@@ -11,21 +11,26 @@ from verl_fn.config import Plan, RolePlan
 from verl_fn.driver import ranks
 
 from .checks import row_lengths
+from .memory import GIB, check_memory, largest, offloads, phases
 from .prepare import prepare
 from .screen import say
 
-GIB = 2**30
 FLOAT32, ADAM = 4, 8
 
 
-def check_run(plan: Plan) -> str:
+def check_run(plan: Plan, gpu: int | None = None) -> str:
     """Runs the checks that precede training, and describes the run.
 
+    Args:
+        plan: the plan.
+        gpu: bytes of a GPU; by default those of this machine's, if it has one.
+
     Returns:
-        Lines about the algorithm, the rows of a step, and each role's layout, updates and memory per rank.
+        Lines about the algorithm, the rows of a step, each role's layout, updates and memory per rank, and the
+        memory of each phase on a GPU.
 
     Raises:
-        UserError: the run could not start.
+        UserError: the run could not start, or needs more memory than the GPU has.
     """
     source = prepare(plan, say)
     tokenizer = read_tokenizer(plan.model)
@@ -51,7 +56,25 @@ def check_run(plan: Plan) -> str:
         lines += _role_lines(role, size, t.total_training_steps)
     for name, original in plan.copies.items():
         lines.append(f"{name:<11} the frozen base of {original}, no model of its own")
+    if plan.driver.device != "cpu":
+        lines += _memory_lines(plan, size, gpu or ranks.gpu_memory(ranks.device(plan.driver)))
     return "\n".join(lines)
+
+
+def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
+    """Yields the bytes of each phase on the GPU of a rank, and a note where they may be too many."""
+    note = check_memory(plan, size, gpu)
+    found = phases(plan, size, gpu)
+    room = f"of {gpu / GIB:.2f} GiB" if gpu is not None else "of unknown size (--gpu-memory GIB compares)"
+    yield f"memory      by phase, on a GPU {room}; the largest is the {largest(found).title}"
+    for phase in found:
+        yield f"            {phase.title}: {phase.describe()}"
+    if plan.rollout.sleeps:
+        yield "            the engine sleeps while the ranks compute (rollout.free_cache_engine)"
+    if offloads(plan, size, gpu):
+        yield "            training states lie on the CPU while the engine generates (rollout.offload_trainer)"
+    if note:
+        yield f"            note: {note}"
 
 
 def _engines(plan: Plan) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from verl_fn.algorithms import Report, Workers
 from verl_fn.algorithms.experience import publish
+from verl_fn.backends.memory import in_phase
 from verl_fn.config import ConfigError, Plan
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
@@ -48,13 +49,15 @@ def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Pla
 def _answers(
     actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan, logged: int | None
 ) -> Evaluation:
-    w.wait(publish(w, actor, version))
+    with in_phase("update_weights"):
+        w.wait(publish(w, actor, version))
     sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
     prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
     requests = requests_for(prompts, sampling, key, [p.id for p in problems])
-    batch = w.call(pack, w.rollout.generate(requests, version=version))
-    scored = w.reward(batch, problems)
-    return w.get(w.call(judged, scored, problems, w.tokenizer, w.end_tokens, logged, returns=2))
+    with in_phase("gen"):
+        batch = w.call(pack, w.rollout.generate(requests, version=version))
+        scored = w.reward(batch, problems)
+        return w.get(w.call(judged, scored, problems, w.tokenizer, w.end_tokens, logged, returns=2))
 
 
 def evaluate_model(plan: Plan, say: Say) -> Evaluation:

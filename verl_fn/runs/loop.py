@@ -21,10 +21,13 @@ from .folder import Follower, Run, run_config
 from .journal import entry, keep_samples
 from .loggers import Log, loggers
 from .logs import GENERATIONS, JOURNAL, last_evaluation, read_metrics
+from .memory import check_memory
 from .notices import wide_gap, without_signal
+from .out_of_memory import explained
 from .prepare import prepare, workers
 from .progress import Lines, Live, Progress, Say
 from .recorder import Drawn
+from .residency import on_one_gpu, resting
 from .screen import say as print_line
 from .signals import stop_requests
 from .state import RunState, algorithm_of, blank_state, differing_fields, initial_state, offloaded, run_of
@@ -48,6 +51,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
 
     Raises:
         Interrupted: SIGINT or SIGTERM arrived; the message names the checkpoint and says how to continue.
+        RunOutOfMemory: a device has too little memory; the message names the phase and the settings to lower.
     """
     if plan.data.val_files and not plan.data.train_files:
         raise ConfigError("data.val_files is set without data.train_files, so there is nothing to train on")
@@ -69,8 +73,11 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
         with workers(plan) as w:
             if w.about:
                 say(w.about)
+            if notice := check_memory(plan, ranks.training_ranks(plan), w.gpu_memory):
+                say(f"note: {notice}")
             try:
-                return _Loop(plan, run, w, source, say).run_to_end(origin, changed, live)
+                with explained(plan, w.gpu_memory):
+                    return _Loop(plan, run, w, source, say).run_to_end(origin, changed, live)
             except Interrupted:
                 if not first:
                     ranks.end_after_first(130)
@@ -114,7 +121,7 @@ class _Loop:
 
     def __init__(self, plan: Plan, run: Run, w: Workers, source: Source, say: Say) -> None:
         self.plan, self.run, self.w, self.source, self.say = plan, run, w, source, say
-        self.algorithm = algorithm_of(plan)
+        self.algorithm = on_one_gpu(algorithm_of(plan), plan, resting(plan, w))
         self.held_out: tuple[Problem, ...] = source.held_out(plan.data.val_size)
         self.pace = Pace.of(plan)
         self.evaluation: Report = {}

@@ -22,6 +22,7 @@ from .loop import restored_state
 from .prepare import prepare, workers
 from .progress import Say
 from .recorder import Drawn
+from .residency import on_one_gpu, resting
 from .screen import say as print_line
 from .state import RunState, algorithm_of, initial_state, run_of
 from .steps import RANKS, ROWS_WAITING, Pace, advance
@@ -101,6 +102,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     # The journal has the samples of steps that have learned. With these, nothing is drawn ahead, so nothing waits.
     pace = attrs.evolve(Pace.of(plan), max_lag=0) if recorded else Pace.of(plan)
     with workers(plan) as w:
+        algorithm = on_one_gpu(algorithm_of(plan), plan, resting(plan, w))
         state = restored_state(origin, plan, w) if origin is not None else initial_state(plan, w)
         say(f"executing steps {state.step + 1} to {step} again, from {origin or 'the beginning'}")
         while True:
@@ -108,7 +110,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
             if at not in rows:
                 raise RunError(f"{folder}/metrics.jsonl has no line for step {at}")
             step_workers = attrs.evolve(w, rollout=Recorded(read_samples(folder, at))) if recorded else w
-            state, report, drawn = advance(algorithm_of(plan), state, source, step_workers, pace)
+            state, report, drawn = advance(algorithm, state, source, step_workers, pace)
             if recorded:
                 for report_of_step in (report, rows[at]):
                     report_of_step.pop(ROWS_WAITING, None)

@@ -14,6 +14,7 @@ from verl_fn.config import Plan
 from verl_fn.state import Key, Node, node, tree
 
 from .recorder import Drawn
+from .residency import resting
 
 
 @node
@@ -90,9 +91,12 @@ def check_fields(state: RunState, plan: Plan) -> None:
 
 
 def offloaded(states: Mapping[str, Any], plan: Plan, w: Workers) -> dict[str, Any]:
-    """Moves the states of roles with offload to the CPU; updates then keep them there."""
+    """Moves the states of roles that lie on the CPU between steps there."""
+    resting_roles = resting(plan, w)
     return {
-        name: w.trainers[name].place(state, params="cpu", optimizer="cpu") if plan.roles[name].offload else state
+        name: w.trainers[name].place(state, params="cpu", optimizer="cpu")
+        if plan.roles[name].offload or name in resting_roles
+        else state
         for name, state in states.items()
     }
 

@@ -1,0 +1,100 @@
+"""Engine and ranks that share a GPU, over Ray: the order of the calls, and the error of a run out of memory."""
+
+import functools
+import importlib.util
+
+import attrs
+import pytest
+
+from verl_fn.config import load, make_plan
+from verl_fn.driver import build
+from verl_fn.runs.logs import TIMED, read_metrics
+from verl_fn.runs.loop import train
+from verl_fn.runs.memory import phases
+from verl_fn.runs.out_of_memory import RunOutOfMemory
+
+SETTINGS = [
+    "algorithm.name=grpo", "rollout.n=2", "data.train_batch_size=8", "data.val_size=8", "driver.kind=ray",
+    "algorithm.ppo_mini_batch_size=4", "actor.optim.lr=1e-3", "driver.num_threads=1", "driver.device=cpu",
+    "data.max_response_length=8", "trainer.test_freq=1", "trainer.total_training_steps=2", "rollout.name=vllm",
+]  # fmt: skip
+CALLS = ("publish", "generate", "sleep", "wake")
+MESSAGE = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"
+
+
+def noting_engine(folder, name, wakes, made, plan, device):
+    """The engine of a plan, which notes its calls in a file, and has no memory for one of its stages of waking."""
+    engine = made(attrs.evolve(plan, name=name), device)
+
+    def noting(call):
+        method = getattr(engine, call)
+
+        def noted(*args, **kwargs):
+            with (folder / "calls").open("a") as file:
+                word = args[0] if call in ("publish", "sleep", "wake") else kwargs["version"]
+                file.write(f"{call} {' '.join(word) if isinstance(word, (list, tuple)) else word}\n")
+            if call == "wake" and (folder / "calls").read_text().count("wake cache") == wakes:
+                raise RuntimeError(MESSAGE)
+            return method(*args, **kwargs)
+
+        return noted
+
+    for call in CALLS:
+        setattr(engine, call, noting(call))
+    return engine
+
+
+def run(folder, model, monkeypatch, name, *more, wakes=-1):
+    """Trains, and returns the plan and the engine's calls."""
+    plan = make_plan(load(overrides=[*SETTINGS, f"model.path={model}", f"trainer.dir={folder}/run", *more]))
+    monkeypatch.setattr(build, "rollout", functools.partial(noting_engine, folder, name, wakes, build.rollout))
+    (folder / "calls").touch()
+    return plan, lambda: train(plan, lambda line: None), lambda: (folder / "calls").read_text().splitlines()
+
+
+def step(version):
+    return [f"publish {version}", "wake cache", f"generate {version}"]
+
+
+ORDER = [
+    "sleep 2",
+    *("wake weights", *step(0), "generate 0", "sleep 2"),
+    *("wake weights", *step(1), "generate 1", "sleep 2"),
+    *("wake weights", *step(2)),
+]
+
+
+def test_the_order_of_calls_and_the_same_numbers(ray_cluster, model, tmp_path, monkeypatch):
+    logs = []
+    for name, more in (("turns", []), ("awake", ["rollout.free_cache_engine=false"])):
+        folder = tmp_path / name
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            _, go, calls = run(folder, model, patch, "sampler", *more)
+            go()
+        logs.append([{k: v for k, v in r.items() if not k.startswith(TIMED)} for r in read_metrics(folder / "run")])
+        awake = [call for call in ORDER if call.startswith(("publish", "generate"))]
+        assert calls() == (ORDER if name == "turns" else awake)
+    assert logs[0] == logs[1] and len(logs[0]) == 3
+
+
+def test_a_lack_of_memory_names_the_process_and_the_phase(ray_cluster, model, tmp_path, monkeypatch):
+    plan, go, calls = run(tmp_path, model, monkeypatch, "sampler", wakes=2)
+    with pytest.raises(RunOutOfMemory) as raised:
+        go()
+    assert calls()[-1] == "wake cache" and calls().count("generate 0") == 2
+    text = str(raised.value)
+    assert text.startswith(f"out of memory in gen (generation): {MESSAGE}\n")
+    generation = next(phase for phase in phases(plan, 1) if phase.name == "gen")
+    assert generation.describe() in text
+    assert raised.value.__notes__ == ["raised in rollout"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup installs it")
+def test_vllm_takes_turns(ray_cluster, model, tmp_path, monkeypatch):
+    _, go, calls = run(tmp_path, model, monkeypatch, "vllm")
+    go()
+    assert calls() == ORDER
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 3 and max(row.get("training/rollout_probs_diff_max", 0.0) for row in rows) < 1e-4

@@ -1,0 +1,198 @@
+"""The bytes of each phase: by hand for a small model, against measured peaks, and what is refused."""
+
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+from run_configs import TINY, tiny_run
+from transformers import AutoConfig
+
+from verl_fn.backends.hf.sizes import Footprint, parameter_counts
+from verl_fn.benchmarks import workload
+from verl_fn.cli import main
+from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.runs.memory import CONTEXT, GIB, advice, check_memory, offloads, phases, share
+from verl_fn.runs.residency import resting
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+VLLM = ["driver.kind=ray", "driver.device=auto", "rollout.name=vllm", "rollout.dtype=bfloat16"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the config of a shape alone: no weights are read."""
+
+    def make(shape):
+        config = AutoConfig.for_model("qwen2", architectures=["Qwen2ForCausalLM"], **workload.SHAPES[shape])
+        config.save_pretrained(tmp_path / shape)
+        return tmp_path / shape
+
+    return make
+
+
+def plan_of(folder, *more):
+    half = ["actor.dtype=bfloat16", "critic.dtype=bfloat16"]
+    return make_plan(load(overrides=[f"model.path={folder}", *half, *VLLM, *more]))
+
+
+def parts(plan, ranks=1, gpu=None, **options):
+    return {
+        phase.name: {part.name: part.nbytes for part in phase.parts} for phase in phases(plan, ranks, gpu, **options)
+    }
+
+
+def test_a_small_model_by_hand(tmp_path):
+    # qwen2, tied: an embedding of 50 x 64, and in each of 2 layers queries 64 x 64 + 64, keys and values
+    # 2 x (64 x 32 + 32), output 64 x 64, an MLP of 3 x 64 x 192 and two norms of 64; a last norm of 64.
+    shape = workload.SHAPES["tiny"] | {"vocab_size": 50, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    AutoConfig.for_model("qwen2", architectures=["Qwen2ForCausalLM"], **shape).save_pretrained(tmp_path)
+    n = 50 * 64 + 2 * (64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 192 + 2 * 64) + 64
+    assert parameter_counts(tmp_path, "lm") == (n, n)
+    more = ["algorithm.name=grpo", "rollout.n=4", "data.train_batch_size=8", "algorithm.ppo_mini_batch_size=2"]
+    limits = ["data.max_prompt_length=6", "data.max_response_length=10", "rollout.gpu_memory_utilization=0.25"]
+    plan = plan_of(tmp_path, *more, *limits)
+    gpu, sizes = 4 * GIB, parts(plan_of(tmp_path, *more, *limits), gpu=4 * GIB)
+    assert list(sizes) == ["update_weights", "gen", "old_log_prob", "update_actor"]
+    state = {"actor parameters": 4 * n, "actor moments": 8 * n, "actor bfloat16 copy": 2 * n}
+    always = {"buckets of a publication": 2 * 2 * n, "CUDA itself": 2 * CONTEXT}
+    layer = 2 * (4 * 64 + 2 * 64 + 2 * 32 + 3 * 192)
+    assert sizes["update_weights"] == state | {"engine weights": 2 * n} | always
+    cache = {"engine cache and computation": gpu // 4 - 2 * n}
+    assert sizes["gen"] == state | {"engine weights": 2 * n} | cache | always
+    # 8 prompts x 4 answers x 16 tokens; the update takes 2 prompts at a time and keeps both layers.
+    tokens = {"activations of 512 tokens": 512 * layer, "logits": 512 * 50 * 2}
+    assert sizes["old_log_prob"] == state | tokens | always
+    tokens = {"activations of 128 tokens": 128 * 2 * layer, "logits": 128 * 50 * 2}
+    gradients = {"actor gradients": 4 * n, "gradient of the output layer": 4 * 50 * 64}
+    assert sizes["update_actor"] == state | gradients | tokens | always
+    awake = parts(attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, free_cache_engine=False)), gpu=gpu)
+    engine = {"engine weights": 2 * n} | cache
+    assert awake["update_actor"] == sizes["update_actor"] | engine
+    assert awake["update_weights"] == awake["gen"] == sizes["gen"]
+    moved = parts(plan, gpu=gpu, offload=True)
+    assert moved["gen"] == engine | always and moved["update_actor"] == sizes["update_actor"]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("shape", ["0.5b", "1.5b"])
+def test_measured_peaks(shape, checkpointing, folder):
+    """Those of an H200, where one process trains and nothing else is on the GPU."""
+    name = f"throughput_h200_{shape}{'_checkpointing' if checkpointing else ''}.json"
+    measured = json.loads((RESULTS / name).read_text())["results"][shape]["ours"]
+    more = [f"actor.enable_gradient_checkpointing={checkpointing}".lower(), "rollout.n=8", "algorithm.name=grpo"]
+    for part in phases(plan_of(folder(shape), *more, "rollout.placement=apart"), 1):
+        others = sum(p.nbytes for p in part.parts if p.name in ("CUDA itself", "buckets of a publication"))
+        if part.name in ("old_log_prob", "update_actor"):
+            peak = measured["update" if part.name == "update_actor" else "logprobs"]["peak_gib"] * GIB
+            assert part.nbytes - others == pytest.approx(peak, rel=0.06), part.describe()
+
+
+def test_shards_and_the_roles_that_share_a_gpu(folder):
+    model = folder("0.5b")
+    n = parameter_counts(model, "lm")[0]
+    plan = plan_of(model, "actor.strategy=fsdp", "ray.ranks=4", "actor.fsdp_config.replicate=2")
+    sizes = parts(plan, 4)
+    assert sizes["update_actor"]["actor parameters"] == 4 * n // 2
+    # Of the layers, two are gathered at a time, and the embedding.
+    ends = 151936 * 896
+    assert sizes["update_actor"]["actor gathered layers"] == 2 * (ends + 2 * (n - ends) // 24)
+    assert {"critic moments", "actor moments"} <= sizes["update_actor"].keys()
+    apart = parts(plan_of(model, "ray.separate=critic"))
+    assert list(apart) == ["update_weights", "gen", "old_log_prob", "update_actor"]
+    assert "critic moments" not in apart["update_actor"]
+    offloaded = parts(plan_of(model, "actor.strategy=fsdp", "actor.fsdp_config.offload_policy=true"))
+    assert "actor moments" not in offloaded["update_actor"] and "actor parameters" in offloaded["update_actor"]
+    assert "actor parameters" not in offloaded["gen"]
+
+
+def test_the_cache_of_the_embedded_engine(folder):
+    model, more = folder("0.5b"), ["rollout.name=sampler", "rollout.slots=32", "data.max_prompt_length=100"]
+    sizes = parts(plan_of(model, *more, "data.max_response_length=28"))
+    assert sizes["gen"]["engine cache"] == 32 * 128 * 2 * 2 * 24 * 128
+    assert sizes["update_actor"]["engine cache"] == sizes["gen"]["engine cache"]
+    assert Footprint.of(model).cache(1, 2) == 2 * 2 * 24 * 128
+
+
+def test_states_move_to_the_cpu_where_they_do_not_fit(folder):
+    model = folder("1.5b")
+    needed = phases(plan_of(model, "rollout.gpu_memory_utilization=0.8"), 1, 140 * GIB, offload=False)[1].nbytes
+    plan = plan_of(model, "rollout.gpu_memory_utilization=0.8")
+    assert needed > 140 * GIB and offloads(plan, 1, 140 * GIB)
+    assert not offloads(plan, 1, None) and not offloads(plan_of(model), 1, 140 * GIB)
+    assert offloads(plan_of(model, "rollout.offload_trainer=true"), 1, 140 * GIB)
+    never = plan_of(model, "rollout.gpu_memory_utilization=0.8", "rollout.offload_trainer=false")
+    assert not offloads(never, 1, 140 * GIB)
+    with pytest.raises(ConfigError, match=r"the generation needs at least 152\.60 GiB, and the GPU has 139\.80"):
+        check_memory(never, 1, int(139.8 * GIB))
+    # Beside an engine that never sleeps, states would have to fit in the update too.
+    awake = plan_of(model, "rollout.free_cache_engine=false", "rollout.offload_trainer=true")
+    assert not offloads(awake, 1, 140 * GIB)
+
+
+def test_roles_that_lie_on_the_cpu(folder):
+    plan = plan_of(folder("1.5b"), "rollout.offload_trainer=true", "ray.separate=critic")
+    workers = type("W", (), {"gpu_memory": 140 * GIB})
+    assert resting(plan, workers) == {"actor"}
+    workers.gpu_memory = None
+    assert resting(plan, workers) == frozenset()
+
+
+def test_a_run_that_cannot_fit_is_refused_and_one_that_may_not_is_told(folder):
+    model = folder("1.5b")
+    awake = plan_of(model, "rollout.free_cache_engine=false", "rollout.gpu_memory_utilization=0.8")
+    with pytest.raises(ConfigError, match=r"rollout\.free_cache_engine=true"):
+        check_memory(awake, 1, int(139.8 * GIB))
+    note = check_memory(plan_of(model), 1, 70 * GIB)
+    assert note.startswith("the update of the actor may need 81.66 GiB, and the GPU has 70.00")
+    assert "lower actor.ppo_max_token_len_per_gpu (16,384 now)" in note
+    assert check_memory(plan_of(model), 1, 90 * GIB) == "" == check_memory(plan_of(model), 1, None)
+    small = plan_of(model, "rollout.gpu_memory_utilization=0.01")
+    assert share(small, 100 * GIB) == GIB
+    with pytest.raises(ConfigError, match=r"0.01 is 1.00 GiB of this GPU.*weights alone take 2.88; raise it"):
+        check_memory(small, 1, 100 * GIB)
+
+
+def test_advice_follows_the_largest_parts(folder):
+    update = phases(plan_of(folder("1.5b"), "algorithm.name=grpo", "rollout.n=8"), 1, 140 * GIB)[-1]
+    settings = advice(update).split("; or ")
+    assert settings[0].startswith("lower actor.ppo_max_token_len_per_gpu (16,384 now) or set actor.enable_gradient")
+    assert settings[1] == "more ranks (actor.strategy=fsdp, ray.ranks)"
+
+
+def test_a_check_counts_and_refuses(tiny, tmp_path, capsys):
+    recipe = tmp_path / "empty.toml"
+    recipe.write_text("")
+    run = [f"model.path={tiny}", f"trainer.dir={tmp_path}/run", *VLLM, "--check"]
+    assert main(["train", str(recipe), *TINY, *run, "--gpu-memory", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("memory"))
+    assert lines[start] == "memory      by phase, on a GPU of 16.00 GiB; the largest is the generation"
+    assert [line.split(":")[0].strip() for line in lines[start + 1 : start + 7]] == [
+        "publication", "generation", "log-probs", "update of the actor", "values", "update of the critic",
+    ]  # fmt: skip
+    assert "engine cache and computation 8.00" in lines[start + 2]
+    assert lines[-1].strip() == "the engine sleeps while the ranks compute (rollout.free_cache_engine)"
+    assert main(["train", str(recipe), *TINY, *run, "--gpu-memory", "16", "rollout.gpu_memory_utilization=0.95"]) == 0
+    out = capsys.readouterr().out
+    assert "note: the generation may need 17.20 GiB, and the GPU has 16.00" in out
+    assert "training states lie on the CPU while the engine generates" in out
+    both = ["rollout.gpu_memory_utilization=0.9", "rollout.engines=2", "--gpu-memory", "16"]
+    assert main(["train", str(recipe), *TINY, *run, *both]) == 2
+    assert "error: the generation needs at least 28.80 GiB, and the GPU has 16.00" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("size", ["0", "-3", "nan", "inf", "much"])
+def test_a_size_that_no_gpu_has(size, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "x.toml", "--check", f"--gpu-memory={size}"])
+    assert "--gpu-memory" in capsys.readouterr().err
+
+
+def test_a_check_of_a_run_on_the_cpu_counts_no_gpu(tiny, tmp_path, capsys):
+    from verl_fn.runs.check_run import check_run
+
+    assert "memory  " not in check_run(tiny_run(tiny, tmp_path))
+    unknown = check_run(tiny_run(tiny, tmp_path, "driver.device=auto"))
+    assert "on a GPU of unknown size (--gpu-memory GIB compares)" in unknown or "on a GPU of" in unknown
