@@ -19,7 +19,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from warm_python import warm_python
 
-
 # Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist.
 SHARED = {
     "Ray": [
