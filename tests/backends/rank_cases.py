@@ -65,15 +65,11 @@ def laws(folder, options, tolerance):
     check_backend(backend, other, loss=loss_for(options.get("head", "lm")), tolerance=tolerance)
 
 
-def sharded(folder, options):
-    return Fsdp(folder, optimizer(), max_tokens=24, **options)
-
-
-def first_step(folder, options, rows, many=None):
+def first_step(folder, options, rows):
     """Loss, norm, gradients and updates beside ``Local``: relative errors. LoRA's factors need three to move all."""
     loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
     alone = {name: options[name] for name in ("head", "lora") if name in options}
-    one, many = Local(folder, optimizer(), max_tokens=24, **alone), many or sharded(folder, options)
+    one, many = (cls(folder, optimizer(), max_tokens=24, **o) for cls, o in ((Local, alone), (Fsdp, options)))
     worst = {"loss": 0.0, "grad_norm": 0.0, "gradient": 0.0, "update": 0.0}
     a, b = one.init(KEY), many.init(KEY)
     for _ in range(3 if "lora" in options else 2):
@@ -98,18 +94,21 @@ def first_step(folder, options, rows, many=None):
 
 
 def compiled(folder, options, rows):
-    """The same with compiled layers: captured as they would be, and run without making kernels of their own.
-
-    After one micro-batch each way, all others, of other sizes, find their code made.
-    """
+    """The same with compiled layers: captured as they would be, and run without making kernels of their own."""
     with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
-        backend = sharded(folder, options | {"compile": True})
-        state, first = backend.init(KEY), tiny_batch(rows=2 * dist.get_world_size() // options.get("sp", 1))
-        backend.forward(state.params, first)
-        backend.forward_backward(state, first, ppo_clip())
-        with torch.compiler.set_stance("fail_on_recompile"):
-            backend.forward(state.params, tiny_batch(rows=rows))
-            return first_step(folder, options, rows, backend)
+        return first_step(folder, options | {"compile": True}, rows)
+
+
+def compiled_once(folder, options):
+    """After one micro-batch each way, others of other sizes find their code made."""
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+        backend = Fsdp(folder, optimizer(), max_tokens=24, compile=True, **options)
+        state, size = backend.init(KEY), dist.get_world_size() // options.get("sp", 1)
+        first, others = tiny_batch(rows=2 * size), tiny_batch(rows=6 * size)
+        for batch, stance in ((first, "default"), (others, "fail_on_recompile")):
+            with torch.compiler.set_stance(stance):
+                backend.forward(state.params, batch)
+                backend.forward_backward(state, batch, ppo_clip())
 
 
 def holds(folder):
