@@ -1,11 +1,13 @@
 """Engines die, hang or lose buckets while they draw; the answers are those of engines that did not."""
 
+import importlib.util
 import os
 import signal
 import time
 
 import pytest
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.benchmarks import faults
 from verl_fn.benchmarks.crash import numbers
 from verl_fn.benchmarks.faults import Fault, disturbed, injected, open_rows, plan_of
@@ -129,6 +131,30 @@ def test_a_run_with_faults_is_the_run_without(ray_cluster, model, tmp_path):
     assert sorted(happened) == ["drop", "repeat", "twice", "twice"]
     assert open_rows(tmp_path / "run") == []
     assert sum(row.get("perf/engine_restarts", 0) for row in read_metrics(tmp_path / "run")) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_a_vllm_engine_that_is_killed_while_it_draws(ray_cluster, tmp_path):
+    """The same tokens, of the same version, from another process."""
+    # vLLM's attention on CPUs wants heads of at least 32.
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    folder = new_model(tmp_path / "model", chars="abcdefgh>", initializer_range=0.2, **sizes)
+    plan = plan_of(tmp_path / "run", folder, 0, "rollout.name=vllm", "rollout.engines=1", "rollout.slots=16")
+    with injected(tmp_path), ray_workers(plan) as w:
+        actor = w.trainers["actor"]
+        state = actor.load_pretrained(folder, Key.from_seed(0))
+        w.get(w.rollout.publish(5, actor.weights(state.params)))
+        requests = requests_for([[1, 4 + i] for i in range(4)], Sampling(12, n=2), Key.from_seed(1))
+        expected = w.get(w.rollout.generate(requests, version=5))
+        (tmp_path / Fault("kill", 5, 6).name).touch()
+        (before,) = pids(w)
+        samples = w.get(w.rollout.generate(requests, version=5))
+        assert pids(w) != [before] and len(w.restarts()) == 1
+    for sample, other in zip(samples, expected, strict=True):
+        assert (sample.request, sample.number) == (other.request, other.number)
+        assert sample.tokens.tolist() == other.tokens.tolist() and set(sample.versions.tolist()) == {5}
+        assert (sample.log_probs - other.log_probs).abs().max() < 1e-4
 
 
 def test_faults_are_drawn_from_a_seed():
