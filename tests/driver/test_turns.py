@@ -64,6 +64,7 @@ ORDER = [
 ]
 
 
+@pytest.mark.slow
 def test_the_order_of_calls_and_the_same_numbers(ray_cluster, model, tmp_path, monkeypatch):
     logs = []
     for name, more in (("turns", []), ("awake", ["rollout.free_cache_engine=false"])):
