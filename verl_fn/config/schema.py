@@ -178,7 +178,10 @@ class DriverConfig:
         "local", "local: this process; ray: rollout, reward and training as actors", in_(("local", "ray"))
     )
     num_threads: int = opt(
-        0, "CPU threads of torch in each process; 0 divides the cores among the ranks", ge(0), le(4096)
+        0,
+        "CPU threads of torch in each process; 0: two beside a GPU, else the cores divided among the ranks",
+        ge(0),
+        le(4096),
     )
     device: str = opt("auto", "cpu, cuda, or auto", in_(("auto", "cpu", "cuda")))
     deterministic: bool = opt(True, "use only kernels whose results repeat bitwise")
@@ -297,7 +300,7 @@ class Config:
 
     def _check_engine(self) -> None:
         r = self.rollout
-        if r.name == "vllm" and self.driver.kind != "ray" and not self._samples_nothing():
+        if r.name == "vllm" and self.driver.kind != "ray":
             raise ConfigError(
                 'rollout.name = "vllm" runs in processes of its own: set driver.kind=ray, or rollout.name=sampler'
             )
@@ -306,9 +309,6 @@ class Config:
                 f"rollout.tensor_parallel_size = {r.tensor_parallel_size} takes whole GPUs: set "
                 "rollout.placement=apart, or several rollout.engines with a GPU each"
             )
-
-    def _samples_nothing(self) -> bool:
-        return getattr(self.algorithm.options, "learns_from", "samples") != "samples"
 
     def _check_goal(self) -> None:
         t = self.trainer
