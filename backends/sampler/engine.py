@@ -49,7 +49,7 @@ class Sampler(Serving):
         >>> from verl_fn.backends.hf.folder import build
         >>> from verl_fn.backends.hf.new_model import new_model
         >>> from verl_fn.backends.weight_sync import Weights
-        >>> from verl_fn.state import Key, requests_for
+        >>> from verl_fn.state import Key, Sampling, requests_for
         >>> folder = new_model(tempfile.mkdtemp(), chars="ab")
         >>> sampler = Sampler(folder)
         >>> skeleton, params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
