@@ -10,10 +10,11 @@ import torch
 
 from verl_fn.backends.hf.folder import ModelError, read_config
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
+from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
 from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.data.files import FileData
 from verl_fn.data.tasks import Source, Task
-from verl_fn.driver import ranks
+from verl_fn.driver import build, ranks
 from verl_fn.rewards.reward import Answer
 from verl_fn.rewards.rules import by_rules
 
@@ -79,7 +80,7 @@ def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> tuple[int, int, s
 
 
 def _refuse_budget(role: RolePlan, tokens: int, parts: str) -> None:
-    shared = role.fsdp.ulysses_sequence_parallel_size if role.strategy == "fsdp" else 1
+    shared = role.sharers
     together = f" on {shared} ranks together" if shared > 1 else ""
     raise ConfigError(
         f"a row may have {tokens} tokens ({parts}), more than {role.table}.ppo_max_token_len_per_gpu = "
@@ -131,8 +132,11 @@ def check_ranks(plan: Plan, size: int) -> None:
                 ranks_are = "ray.ranks is" if plan.driver.kind == "ray" else "torchrun's number of processes is"
                 raise ConfigError(
                     f"{table}.strategy is local, which is one process, but {ranks_are} {size}; "
-                    f"set {table}.strategy=fsdp"
+                    f"set {table}.strategy=fsdp or {table}.strategy=megatron"
                 )
+            continue
+        if role.strategy == "megatron":
+            _check_megatron(role, table, size)
             continue
         for name in ("replicate", "ulysses_sequence_parallel_size"):
             value = getattr(role.fsdp, name)
@@ -142,6 +146,21 @@ def check_ranks(plan: Plan, size: int) -> None:
             check_heads(read_config(role.folder), role.fsdp.ulysses_sequence_parallel_size)
         except LayoutError as error:
             raise ConfigError(f"{table}.fsdp_config.ulysses_sequence_parallel_size: {error}") from error
+
+
+def _check_megatron(role: RolePlan, table: str, size: int) -> None:
+    if role.lora:
+        raise ConfigError(f"{table}.lora_rank: adapters need {table}.strategy=local or {table}.strategy=fsdp")
+    try:
+        check_installed()
+    except MegatronMissing as error:
+        raise ConfigError(f"{table}.strategy is megatron: {error}") from error
+    try:
+        sizes = build.megatron_sizes(role.megatron)
+        sizes.check(size)
+        sizes.check_model(read_config(role.folder))
+    except LayoutError as error:
+        raise ConfigError(f"{table}.megatron: {error}") from error
 
 
 def _check_device(plan: Plan) -> None:
