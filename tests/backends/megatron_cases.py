@@ -1,5 +1,7 @@
 """What the ranks of test_megatron.py do; each function runs on all of them together."""
 
+import os
+
 import attrs
 import megatron_on_cpu
 import torch
@@ -11,6 +13,7 @@ from verl_fn.backends.hf.logprobs import logprobs_and_entropy
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
 from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy
+from verl_fn.cli import main
 from verl_fn.state import Grads, snapshot, tree
 from verl_fn.steps import adamw, chain, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
@@ -205,6 +208,13 @@ def refuses_cuda():
         return error_of(megatron_on_cpu.install.__wrapped__, RuntimeError)
     finally:
         torch.cuda.is_available = kept
+
+
+def run(arguments):
+    """The exit status of a run under torchrun, whose processes are these ranks."""
+    megatron_on_cpu.install()
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    return main(arguments)
 
 
 class IgnoresParameters(Megatron):

@@ -4,6 +4,7 @@ The processes compute with megatron-core and Megatron-Bridge themselves, on CPUs
 """
 
 import importlib.util
+import json
 import multiprocessing.spawn
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from warm_python import warm_python
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
+from verl_fn.cli import main
 from verl_fn.state import tree
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
@@ -77,6 +79,10 @@ def untied(tmp_path_factory):
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
     return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, **EXPERTS)
+
+
+def read_lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def call(ranks, name, *args):
@@ -204,6 +210,20 @@ def test_a_run_goes_through_three_backends(two, untied, tmp_path):
     assert found.step == wanted.step == 3
     for name, t in wanted.params.items():
         torch.testing.assert_close(found.params[name], t, rtol=0, atol=1e-5)
+
+
+def test_a_run_is_that_of_one_process(two, tmp_path):
+    """Fine-tuning under torchrun, with evaluations by the sampler and a checkpoint."""
+    recipe = str(Path(__file__).parents[2] / "recipes" / "sft_reverse.toml")
+    arguments = ["train", recipe, "driver.device=cpu", "trainer.total_training_steps=3", "data.train_batch_size=16"]
+    layout = ["actor.strategy=megatron", "actor.megatron.tensor_model_parallel_size=2"]
+    assert main([*arguments, f"trainer.dir={tmp_path / 'one'}"]) == 0
+    assert call(two, "run", [*arguments, *layout, f"trainer.dir={tmp_path / 'two'}"]) == [0, 0]
+    losses = [
+        [line["train/loss"] for line in read_lines(tmp_path / name) if "train/loss" in line]
+        for name in ("one", "two")
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"tp": 2}, {}], ids=str)
