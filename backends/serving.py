@@ -31,6 +31,7 @@ class Serving(ABC):
         folder: the model folder.
         max_length: the most tokens of a row.
         vocab: the size of the vocabulary.
+        verify: ``first`` compares checksums at the first publication, ``always`` at each.
 
     Attributes:
         version: the version of the weights; None where there are none.
@@ -39,11 +40,12 @@ class Serving(ABC):
 
     capabilities = Capabilities()
 
-    def __init__(self, folder: str | Path, max_length: float, vocab: int) -> None:
+    def __init__(self, folder: str | Path, max_length: float, vocab: int, verify: str) -> None:
         self.folder = Path(folder)
         self.max_length, self.vocab = max_length, vocab
         self.end_tokens = set(end_tokens(self.folder))
         self.version: int | None = None
+        self.verify, self._published = verify, False
         # Calls of several threads would share the cache.
         self._lock = threading.RLock()
         # A run has the cache and the weights for itself; another call ends it.
@@ -73,17 +75,34 @@ class Serving(ABC):
             return self._one_by_one(self._admitted(requests, version, as_they_end=True))
 
     @abstractmethod
+    def _run(
+        self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
+    ) -> Iterator[tuple[int, Sample]]:
+        """Yields the samples of requests with the same sampling, each with the number of its row.
+
+        Sample i of a request has the row ``n`` times the place of the request, plus i.
+
+        Args:
+            requests: are checked, and have the same sampling.
+            version: of the weights.
+            call: the number of this call; ``_continue`` raises an error once there is a later one.
+            as_they_end: whether samples are yielded as they end, or all together.
+        """
+
     def _draw(
         self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
     ) -> Iterator[tuple[int, Sample]]:
-        """Yields every sample with the place of its request, as the samples end or all together.
+        """Yields every sample with the place of its request; see ``_run``."""
+        # Requests with the same sampling are decoded together; draws never depend on other requests.
+        for sampling in dict.fromkeys(request.sampling for request in requests):
+            places = [i for i, request in enumerate(requests) if request.sampling == sampling]
+            for row, sample in self._run([requests[i] for i in places], version, call, as_they_end):
+                yield places[row // sampling.n], sample
 
-        Args:
-            requests: are checked.
-            version: of the weights.
-            call: the number of this call; ``_continue`` raises an error once there is a later one.
-            as_they_end: whether samples are yielded as they end.
-        """
+    @property
+    def _checked(self) -> bool:
+        """Whether the next publication compares checksums."""
+        return self.verify == "always" or not self._published
 
     def _continue(self, call: int) -> None:
         """Raises an error if another call has changed weights or cache.
@@ -156,6 +175,11 @@ def model_of(folder: str | Path) -> tuple[Skeleton, dict[str, torch.Size]]:
             f"{folder} has buffers among its weights, which are never published: {', '.join(buffers[:3])}"
         )
     return skeleton, {name: t.shape for name, t in model.shapes.items()}
+
+
+def seeds_of(requests: Sequence[Request]) -> list[int]:
+    """Returns the seed of each row of requests."""
+    return [r.key.fold_in(number).seed() for r in requests for number in range(r.sampling.n)]
 
 
 def not_finite(row: int, n: int) -> NotFiniteError:

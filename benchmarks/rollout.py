@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,6 @@ def asked(vocab: int, prompts: int, first: int = 0) -> list[Request]:
     return requests_for(tokens, Sampling(RESPONSE_TOKENS), Key.from_seed(0), ids)
 
 
-def settings(prompts: int) -> dict[str, Any]:
-    """The settings of both engines."""
-    return {"dtype": "bfloat16", "gpu_memory_utilization": MEMORY, "slots": prompts}
-
-
 class Ours:
     """The engine behind the protocol, with random weights."""
 
@@ -52,7 +48,8 @@ class Ours:
         from verl_fn.steps import frozen
 
         trainer = Local(folder, frozen(), device="cuda")
-        self.engine = Vllm(folder, max_length=PROMPT_TOKENS + RESPONSE_TOKENS, **settings(prompts))
+        length = PROMPT_TOKENS + RESPONSE_TOKENS
+        self.engine = Vllm(folder, slots=prompts, max_length=length, gpu_memory_utilization=MEMORY)
         params = trainer.load_pretrained(folder, Key.from_seed(0)).params
         self.engine.publish(0, trainer.weights(params))
         self.requests = asked(workload.vocabulary(shape), prompts)
@@ -185,14 +182,14 @@ def engines(shape: str, sizes: Sequence[int], prompts: int, rounds: int, device:
             backend = RemoteTrain(cluster, cluster.groups["trainer"], "actor")
             state = backend.load_pretrained(folder, Key.from_seed(0))
             whole = cluster.groups["rollout"]
-            for size in sizes:
-                group = cluster.groups[f"rollout {size}"] = Group(f"rollout {size}", whole.members[:size])
-                rollout = RemoteRollout(cluster, group, "rollout")
-                cluster.get(rollout.publish(0, backend.weights(state.params)))
-                requests = [r for i in range(size) for r in asked(workload.vocabulary(shape), prompts, i)]
-                for i in range(-1, rounds):
+            cluster.get(RemoteRollout(cluster, whole, "rollout").publish(0, backend.weights(state.params)))
+            requests = [asked(workload.vocabulary(shape), prompts, i) for i in range(count)]
+            for i in range(-1, rounds):
+                for size in sizes:
+                    group = cluster.groups[f"rollout {size}"] = Group(f"rollout {size}", whole.members[:size])
+                    rollout = RemoteRollout(cluster, group, "rollout")
                     began = time.perf_counter()
-                    samples = cluster.get(rollout.generate(requests, version=0))
+                    samples = cluster.get(rollout.generate(list(chain.from_iterable(requests[:size])), version=0))
                     seconds = time.perf_counter() - began
                     if i >= 0:
                         rates[size].append(sum(len(s.tokens) for s in samples) / seconds / size)

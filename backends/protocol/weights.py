@@ -27,6 +27,11 @@ class TensorSpec:
     dtype: torch.dtype
 
     @property
+    def rows(self) -> int:
+        """The number of rows; a scalar has one."""
+        return self.shape[0] if self.shape else 1
+
+    @property
     def nbytes(self) -> int:
         """The size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize

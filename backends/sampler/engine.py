@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from verl_fn.backends.answers import Answers
 from verl_fn.backends.draws import NOISE, Draws
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.skeleton import dtype_of
-from verl_fn.backends.protocol import Handle, Request, Sample, Sampling, WeightSource, here
+from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
 from verl_fn.backends.sampler.decoder import Decoder
 from verl_fn.backends.sampler.llama import decoder_for
-from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, not_finite
+from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import check_specs, receive
 from verl_fn.state import Batch, isolated, uniform_at
 
@@ -73,9 +73,8 @@ class Sampler(Serving):
         self.device = torch.device(device)
         self.dtype = dtype_of(dtype, "dtype")
         self.slots = slots
-        self.verify, self._compared = verify, False
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
-        super().__init__(folder, longest_of(read_config(folder)), self.decoder.vocab)
+        super().__init__(folder, longest_of(read_config(folder)), self.decoder.vocab, verify)
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights, tied ones once; the first publication is also compared by checksums.
@@ -91,9 +90,9 @@ class Sampler(Serving):
             self._calls += 1
             self.version = None
             self.decoder.begin()
-            receive(source, self.decoder.write, checked=self.verify == "always" or not self._compared)
+            receive(source, self.decoder.write, checked=self._checked)
             self.decoder.finish()
-            self._compared = True
+            self._published = True
             self.version = version
 
     def sleep(self, level: int = 2) -> None:
@@ -108,22 +107,16 @@ class Sampler(Serving):
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Does nothing, since publishing and generating allocate the memory that they need."""
 
-    def _draw(
+    def _run(
         self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
     ) -> Iterator[tuple[int, Sample]]:
-        """Yields every sample with the place of its request, as the samples end or all together."""
-        # Requests with the same sampling are decoded together; draws never depend on other requests.
-        for sampling in dict.fromkeys(request.sampling for request in requests):
-            places = [i for i, request in enumerate(requests) if request.sampling == sampling]
-            chosen = [requests[i] for i in places]
-            seeds = torch.tensor([r.key.fold_in(number).seed() for r in chosen for number in range(sampling.n)])
-            run = _Run(self, [request.prompt for request in chosen], sampling, seeds)
-            answers = Answers(chosen, version)
-            ended = self._guarded(run, call)
-            for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
-                answers.collect(torch.tensor(run.drawn), run.draws.results())
-                run.drawn.clear()
-                yield from ((places[row // sampling.n], answers.sample(row, row in run.finished)) for row in rows)
+        run = _Run(self, requests)
+        answers = Answers(requests, version)
+        ended = self._guarded(run, call)
+        for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
+            answers.collect(torch.tensor(run.drawn), run.draws.results())
+            run.drawn.clear()
+            yield from ((row, answers.sample(row, row in run.finished)) for row in rows)
 
     def _guarded(self, run: _Run, call: int) -> Iterator[list[int]]:
         """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache."""
@@ -146,16 +139,15 @@ class _Run:
     Slot i of the cache holds row ``rows[i]``; active rows always have the first slots.
     """
 
-    def __init__(
-        self, sampler: Sampler, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Int[Tensor, " R"]
-    ) -> None:
+    def __init__(self, sampler: Sampler, requests: Sequence[Request]) -> None:
         self.decoder, self.device = sampler.decoder, sampler.device
-        self.prompts, self.sampling = prompts, sampling
-        self.seeds = seeds.to(self.device)
+        self.prompts = [request.prompt for request in requests]
+        self.sampling = sampling = requests[0].sampling
+        self.seeds = torch.tensor(seeds_of(requests), device=self.device)
         self.stops = sampler.end_tokens | set(sampling.stop_token_ids)
         self.draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype])
-        self.slots = min(sampler.slots, len(seeds))
-        self.length = max(len(p) for p in prompts) + sampling.max_tokens
+        self.slots = min(sampler.slots, len(self.seeds))
+        self.length = max(len(p) for p in self.prompts) + sampling.max_tokens
         self.begun = 0
         self.step = 0
         self.rows: list[int] = []

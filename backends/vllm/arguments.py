@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import os
 from collections.abc import Mapping
 from importlib import metadata
@@ -47,6 +49,13 @@ KEPT = {
 }
 
 
+# Variables of vLLM that the engine needs as they are here, and why.
+REQUIRED = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": ("0", "the engine of one worker runs in the process that publishes to it"),
+    "VLLM_USE_V2_MODEL_RUNNER": ("0", "the newer runner has no place for the project's draws"),
+}
+
+
 class EngineArgumentError(UserError, ValueError):
     """An argument of vLLM's engine is unknown, or would break a promise."""
 
@@ -82,13 +91,17 @@ def check_version() -> None:
 
 
 def prepare_environment(device: str) -> None:
-    """Sets the variables that vLLM reads when it is imported, where the user has not set them."""
+    """Sets the variables that vLLM reads when it is imported, where the user has not set them.
+
+    Raises:
+        EngineArgumentError: the user has set one to a value with which the engine does not work.
+    """
+    for name, (value, why) in REQUIRED.items():
+        if os.environ.setdefault(name, value) != value:
+            raise EngineArgumentError(f"the variable {name}={os.environ[name]} is set, and {why}: unset it")
     settings = {
-        # The engine of one worker runs in this process; the workers of several are started anew, never forked.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # The workers of a tensor-parallel engine are started anew, never forked.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        # Its draws are replaced, which the newer runner has no place for.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -148,6 +161,23 @@ def engine_arguments(
     else:
         arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
     return arguments | dict(engine_kwargs)
+
+
+def check_names(arguments: Mapping[str, Any]) -> None:
+    """Raises an error for an argument that vLLM does not have.
+
+    Raises:
+        EngineArgumentError: it is unknown; the message suggests the most similar one.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := [name for name in arguments if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, 1)
+        raise EngineArgumentError(
+            f"rollout.engine_kwargs.{unknown[0]} is no argument of vLLM's EngineArgs"
+            + (f"; did you mean {near[0]}?" if near else "")
+        )
 
 
 def _cache_bytes(text: Any, dtype: str, slots: int, max_length: int) -> int:

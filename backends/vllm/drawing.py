@@ -66,7 +66,9 @@ class DrawingSampler(Sampler):
         self._row_of = rows
         self._rows: list[list[int]] = []
         self._places: list[Tensor] = []
+        # Of the requests in vLLM's batch, which seldom changes between two steps.
         self._present: list[str] = []
+        self._present_rows: list[int] = []
         self._present_seeds = self._seeds[:0]
 
     def end(self) -> None:
@@ -80,8 +82,8 @@ class DrawingSampler(Sampler):
         batch, count = self.runner.input_batch, len(logits)
         if self._present != batch.req_ids:
             self._present = list(batch.req_ids)
-            numbers = torch.tensor([self._row_of[name] for name in self._present])
-            self._present_seeds = self._seeds[numbers.to(self._seeds.device)]
+            self._present_rows = [self._row_of[name] for name in self._present]
+            self._present_seeds = self._seeds[torch.tensor(self._present_rows, device=self._seeds.device)]
         places = self.runner.seq_lens[:count].long()
         uniforms = uniform_at(self._present_seeds[:count], places)[:, None]
         logits = logits[:, : self.vocab].float()
@@ -90,17 +92,17 @@ class DrawingSampler(Sampler):
         tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
         # A row of which only a part of the prompt was computed has no token yet.
         partial = self.runner.discard_request_mask.np[:count]
-        self._rows.append(
-            [-1 if skip else self._row_of[name] for name, skip in zip(self._present, partial, strict=True)]
-        )
+        self._rows.append([-1 if skip else row for row, skip in zip(self._present_rows, partial, strict=True)])
         self._places.append(places)
         # ``nothing`` is no token; the row's log-prob is NaN, which is an error once it is collected.
         drawn = tokens.clamp(max=self.vocab - 1).to(torch.int32)
         return SamplerOutput(sampled_token_ids=drawn[:, None], logprobs_tensors=None)
 
-    def collected(self) -> Drawn:
-        """Returns the draws since the last call, on the CPU."""
+    def collected(self) -> Drawn | None:
+        """Returns the draws since the last call, on the CPU; None if there are none."""
         assert self._draws is not None
+        if not self._rows:
+            return None
         rows = torch.tensor([row for step in self._rows for row in step])
         places, columns = torch.cat(self._places).cpu(), self._draws.results()
         self._rows.clear()

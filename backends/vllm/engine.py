@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 import threading
 import weakref
@@ -20,16 +18,15 @@ from verl_fn.backends.protocol import (
     Handle,
     Request,
     Sample,
-    Sampling,
     StaleWeightsError,
     WeightSource,
     here,
 )
-from verl_fn.backends.serving import Serving, longest_of, model_of, not_finite
+from verl_fn.backends.serving import Serving, longest_of, model_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import check_specs
 from verl_fn.backends.weight_sync.channel import Outlet, send
 
-from .arguments import EngineArgumentError, check_version, engine_arguments, prepare_environment
+from .arguments import EngineArgumentError, check_names, check_version, engine_arguments, prepare_environment
 
 # What sleeping frees, and the tags that wake it.
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -88,11 +85,10 @@ class Vllm(Serving):
         skeleton, self.shapes = model_of(folder)
         longest = longest_of(read_config(folder))
         length = int(longest if max_length is None else min(max_length, longest))
-        super().__init__(folder, length, skeleton.output_layer.weight.shape[0])
+        super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify)
         self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")
-        self.verify, self.tensor_parallel_size = verify, tensor_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
         self._awake = {WEIGHTS, CACHE}
-        self._compared = False
         self._outlets: list[Outlet] = []
         prepare_environment(device)
         arguments = engine_arguments(
@@ -106,7 +102,7 @@ class Vllm(Serving):
             enforce_eager=enforce_eager,
             engine_kwargs=engine_kwargs or {},
         )
-        _check_arguments(arguments)
+        check_names(arguments)
         _claim_process(self)
         self._engine = _started(arguments, device)
         self._call("set_up", self.vocab)
@@ -126,15 +122,14 @@ class Vllm(Serving):
             self._require(WEIGHTS, "publish")
             self._interrupt()
             self.version = None
-            checked = self.verify == "always" or not self._compared
             if self.tensor_parallel_size == 1:
-                self._call("load", source, checked)
+                self._call("load", source, self._checked)
             else:
-                self._send(version, source, checked)
+                self._send(version, source, self._checked)
             # Its keys and values were computed with other weights.
             if not self._engine.reset_prefix_cache():
                 raise EngineError("vLLM did not reset its prefix cache, so it could answer from older weights")
-            self._compared = True
+            self._published = True
             self.version = version
 
     def sleep(self, level: int = 2) -> None:
@@ -148,31 +143,30 @@ class Vllm(Serving):
                 self._awake = set()
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        """Allocates what ``sleep`` freed: ``weights``, ``cache`` or, without tags, both."""
-        wanted = {CACHE if tag == "cache" else tag for tag in tags} or {WEIGHTS, CACHE}
-        with self._lock:
-            for tag in sorted(wanted - self._awake, reverse=True):
-                self._engine.wake_up([tag])
-                self._awake.add(tag)
+        """Allocates what ``sleep`` freed: ``weights``, ``cache`` or, without tags, both.
 
-    def _draw(
+        Raises:
+            ValueError: a tag is neither of these.
+        """
+        names = {"weights": WEIGHTS, "cache": CACHE}
+        if unknown := [tag for tag in tags if tag not in names]:
+            raise ValueError(f"wake knows the tags weights and cache, not {unknown[0]!r}")
+        with self._lock:
+            for name, tag in names.items():
+                if (not tags or name in tags) and tag not in self._awake:
+                    self._engine.wake_up([tag])
+                    self._awake.add(tag)
+
+    def _run(
         self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
     ) -> Iterator[tuple[int, Sample]]:
         self._continue(call)
         self._require(CACHE, "generate")
         self._abort()
-        for sampling in dict.fromkeys(request.sampling for request in requests):
-            places = [i for i, request in enumerate(requests) if request.sampling == sampling]
-            for row, sample in self._run([requests[i] for i in places], sampling, version, call, as_they_end):
-                yield places[row // sampling.n], sample
-
-    def _run(
-        self, requests: Sequence[Request], sampling: Sampling, version: int, call: int, as_they_end: bool
-    ) -> Iterator[tuple[int, Sample]]:
-        """Yields the samples of requests with the same sampling, each with the number of its row."""
         answers = Answers(requests, version)
-        self._add(requests, sampling, call)
-        waiting = len(requests) * sampling.n
+        self._add(requests, call)
+        n = requests[0].sampling.n
+        waiting = len(requests) * n
         ended: dict[int, tuple[list[int], bool]] = {}
         while waiting:
             self._continue(call)
@@ -185,7 +179,7 @@ class Vllm(Serving):
                     ended[row] = answer.token_ids, answer.finish_reason == "stop"
                     waiting -= 1
             if ended and (as_they_end or not waiting):
-                self._collect(answers, sampling.n)
+                self._collect(answers, n)
                 yield from self._samples(answers, ended)
                 ended = {}
         self._call("end")
@@ -199,12 +193,13 @@ class Vllm(Serving):
                 raise EngineError(f"vLLM returned other tokens for row {row} than were drawn for it")
             yield row, sample
 
-    def _add(self, requests: Sequence[Request], sampling: Sampling, call: int) -> None:
+    def _add(self, requests: Sequence[Request], call: int) -> None:
         """Gives vLLM one request for each sample."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
+        sampling = requests[0].sampling
         # The draws are ours. Of vLLM's own settings only those that end a response remain.
         params = SamplingParams(
             max_tokens=sampling.max_tokens,
@@ -213,17 +208,20 @@ class Vllm(Serving):
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            # vLLM would copy all of this deeply for each request, and writes to none of it.
+            skip_clone=True,
         )
-        rows, seeds = {}, []
-        for place, request in enumerate(requests):
-            for number in range(sampling.n):
-                row = place * sampling.n + number
-                seeds.append(request.key.fold_in(number).seed())
-                rows[self._engine.add_request(f"{call}-{row}", tokens_input(list(request.prompt)), params)] = row
-        self._call("begin", sampling, seeds, rows)
+        rows = {}
+        for row in range(len(requests) * sampling.n):
+            prompt = tokens_input(list(requests[row // sampling.n].prompt))
+            rows[self._engine.add_request(f"{call}-{row}", prompt, params)] = row
+        self._call("begin", sampling, seeds_of(requests), rows)
 
     def _collect(self, answers: Answers, n: int) -> None:
         drawn = self._call("collect")[0]
+        # With several batches in flight, vLLM may return responses that were collected with earlier ones.
+        if drawn is None:
+            return
         # vLLM may discard a draw and make it again later; the place of both is the same.
         order = torch.argsort(drawn.rows * 2**32 + drawn.places, stable=True)
         keys = torch.stack([drawn.rows[order], drawn.places[order]])
@@ -291,7 +289,8 @@ class Vllm(Serving):
         return self._engine.collective_rpc(f"verl_fn_{method}", args=args)
 
 
-_HERE: list[weakref.ref[Vllm]] = []
+# Engines of this process.
+_HERE: weakref.WeakSet[Vllm] = weakref.WeakSet()
 
 
 def _claim_process(engine: Vllm) -> None:
@@ -300,12 +299,12 @@ def _claim_process(engine: Vllm) -> None:
     Raises:
         EngineError: there is one already.
     """
-    if any(there() is not None for there in _HERE):
+    if _HERE:
         raise EngineError(
             "a process has room for one vLLM engine, since vLLM keeps its state in global variables; make the "
             "second one in a process of its own"
         )
-    _HERE[:] = [weakref.ref(engine)]
+    _HERE.add(engine)
 
 
 def _started(arguments: Mapping[str, Any], device: str) -> Any:
@@ -333,20 +332,3 @@ def _started(arguments: Mapping[str, Any], device: str) -> Any:
         if "gpu memory utilization" in str(error).lower():
             raise EngineArgumentError(f"rollout.gpu_memory_utilization does not fit this GPU: {error}") from error
         raise
-
-
-def _check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises an error for an argument that vLLM does not have.
-
-    Raises:
-        EngineArgumentError: it is unknown; the message suggests the most similar one.
-    """
-    from vllm.engine.arg_utils import EngineArgs
-
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    if unknown := [name for name in arguments if name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        raise EngineArgumentError(
-            f"rollout.engine_kwargs.{unknown[0]} is no argument of vLLM's EngineArgs"
-            + (f"; did you mean {near[0]}?" if near else "")
-        )

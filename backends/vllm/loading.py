@@ -1,13 +1,13 @@
-"""Loading published weights into vLLM's model, with every element counted.
+"""Loading published weights into vLLM's model, with a check that vLLM took them.
 
 vLLM names its own parameters: it fuses some tensors and splits others among tensor-parallel ranks. Its loaders take
-Hugging Face names, skip names that they do not know, and only warn of a layer that received nothing. Here each of its
-parameters must be loaded, and all of it.
+Hugging Face names, skip some that they do not know, and only warn of a layer that received nothing. Here each of its
+parameters must be loaded. Where vLLM loads by layers, it counts elements, and each layer must have all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,10 +21,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from verl_fn.backends.protocol import Chunk, TensorSpec, WeightSource
+from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 from verl_fn.backends.weight_sync import IncompleteWeights, arriving
-
-BUCKET_BYTES = 256 * 2**20
 
 
 def load(model: torch.nn.Module, config: Any, source: WeightSource, *, checked: bool) -> None:
@@ -38,13 +36,14 @@ def load(model: torch.nn.Module, config: Any, source: WeightSource, *, checked: 
 
     Raises:
         IncompleteWeights: a part of the source is missing, arrived twice or was altered, or a parameter of vLLM's
-            model did not receive all of its elements.
+            model was not loaded, or not all of it.
     """
+    loader: Any = model
     with torch.no_grad():
         if in_place(model):
-            names = _load_in_place(model, source, checked)
+            names: set[str] = loader.load_weights(whole(source, checked=checked))
         else:
-            names = _load_by_layers(model, config, source, checked)
+            names = _load_by_layers(loader, config, source, checked)
     if missing := [name for name, _ in model.named_parameters() if name not in names]:
         raise IncompleteWeights(
             f"vLLM took the weights and left {len(missing)} of its parameters as they were, such as {missing[0]}"
@@ -61,11 +60,6 @@ def in_place(model: torch.nn.Module) -> bool:
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
     return all(method is None or type(method) in plain for method in methods)
-
-
-def _load_in_place(model: Any, source: WeightSource, checked: bool) -> set[str]:
-    loaded: set[str] = model.load_weights(whole(source, checked=checked))
-    return loaded
 
 
 def _load_by_layers(model: Any, config: Any, source: WeightSource, checked: bool) -> set[str]:
@@ -124,22 +118,23 @@ def _keep_pending(model: torch.nn.Module) -> None:
 
 
 def whole(
-    source: WeightSource, *, checked: bool, between: Any = lambda: None, max_bytes: int = BUCKET_BYTES
+    source: WeightSource, *, checked: bool, between: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields whole tensors under the names of vLLM's loaders, which are valid until the next one is taken.
+
+    A tensor that is larger than a bucket is put together in memory of its own.
 
     Args:
         source: the weights.
         checked: compare checksums.
-        between: is called before buckets are overwritten.
-        max_bytes: the most bytes of a bucket; a tensor that is larger is put together in memory of its own.
+        between: is called before a bucket is overwritten.
 
     Raises:
         IncompleteWeights: as ``arriving``.
     """
     specs = {spec.name: spec for spec in source.specs}
     parts: dict[str, Tensor] = {}
-    for bucket in arriving(source, max_bytes=max_bytes, checked=checked):
+    for bucket in arriving(source, max_bytes=BUCKET_BYTES, checked=checked):
         for chunk in bucket:
             tensor = _assembled(chunk, specs[chunk.name], parts)
             if tensor is not None:
@@ -149,13 +144,12 @@ def whole(
 
 def _assembled(chunk: Chunk, spec: TensorSpec, parts: dict[str, Tensor]) -> Tensor | None:
     """Returns the whole tensor that a chunk completes; None if more is to come."""
-    rows = spec.shape[0] if spec.shape else 1
-    if len(chunk.values) == rows:
+    if len(chunk.values) == spec.rows:
         return chunk.values.reshape(spec.shape)
     if chunk.name not in parts:
         parts[chunk.name] = chunk.values.new_empty(spec.shape)
     parts[chunk.name][chunk.start : chunk.start + len(chunk.values)] = chunk.values
-    return parts.pop(chunk.name) if chunk.start + len(chunk.values) == rows else None
+    return parts.pop(chunk.name) if chunk.start + len(chunk.values) == spec.rows else None
 
 
 def vllm_tensors(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -51,9 +51,9 @@ class Extension:
         """Starts a run; see ``DrawingSampler.begin``."""
         self.model_runner.sampler.begin(sampling, seeds, rows)
 
-    def verl_fn_collect(self) -> Drawn:
-        """Returns the draws since the last call."""
-        drawn: Drawn = self.model_runner.sampler.collected()
+    def verl_fn_collect(self) -> Drawn | None:
+        """Returns the draws since the last call; None if there are none."""
+        drawn: Drawn | None = self.model_runner.sampler.collected()
         return drawn
 
     def verl_fn_end(self) -> None:

@@ -197,7 +197,7 @@ class Outlet(_End):
             if kind == "start":
                 max_bytes, checked, dtype, receiver = rest
                 specs = in_dtype(specs, dtype)
-                rows = [spec.nbytes // max(1, spec.shape[0] if spec.shape else 1) for spec in specs]
+                rows = [spec.nbytes // max(1, spec.rows) for spec in specs]
                 room = max(min(max_bytes, sum(spec.nbytes for spec in specs)), max(rows, default=0))
                 self._make_room(_aligned(room + ALIGNMENT * (len(specs) + 1)), receiver)
                 return max_bytes, checked, dtype

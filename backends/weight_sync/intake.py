@@ -88,16 +88,12 @@ def arriving(
             _check_chunk(chunk, specs[chunk.name], done[chunk.name], checked)
             done[chunk.name] += len(chunk.values)
         yield bucket
-    rows = {name: _rows(spec) for name, spec in specs.items()}
-    if short := [name for name in rows if done[name] < rows[name]]:
+    if short := [spec for spec in specs.values() if done[spec.name] < spec.rows]:
+        first = short[0]
         raise IncompleteWeights(
-            f"the publication ended early: {short[0]!r} has {done[short[0]]} of {rows[short[0]]} rows, and "
+            f"the publication ended early: {first.name!r} has {done[first.name]} of {first.rows} rows, and "
             f"{len(short) - 1} more tensors are not whole"
         )
-
-
-def _rows(spec: TensorSpec) -> int:
-    return spec.shape[0] if spec.shape else 1
 
 
 def _check_chunk(chunk: Chunk, spec: TensorSpec, done: int, checked: bool) -> None:
@@ -110,9 +106,9 @@ def _check_chunk(chunk: Chunk, spec: TensorSpec, done: int, checked: bool) -> No
         checked: compare the checksum.
     """
     name, end = chunk.name, chunk.start + len(chunk.values)
-    if chunk.start != done or end > _rows(spec):
+    if chunk.start != done or end > spec.rows:
         raise IncompleteWeights(
-            f"rows {chunk.start} to {end} of {name!r} arrived after {done} of its {_rows(spec)} rows: a bucket was "
+            f"rows {chunk.start} to {end} of {name!r} arrived after {done} of its {spec.rows} rows: a bucket was "
             "lost or sent twice"
         )
     if tuple(chunk.values.shape[1:]) != spec.shape[1:] or chunk.values.dtype != spec.dtype:

@@ -90,7 +90,9 @@ class InDtype:
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
         """Yields all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``."""
-        for bucket in self.inner.buckets(max_bytes):
+        # A chunk may be larger once it is converted.
+        growth = max((self.dtype.itemsize / spec.dtype.itemsize for spec in self.inner.specs), default=1.0)
+        for bucket in self.inner.buckets(int(max_bytes / max(1.0, growth))):
             chunks = [(chunk, chunk.values.to(self.dtype)) for chunk in bucket]
             yield tuple(Chunk(c.name, c.start, t, checksum(t) if checked else None) for c, t in chunks)
 

@@ -38,14 +38,17 @@ def _same_log_probs(alone):
     assert moved >= 0.1
 
 
+# vLLM's Llama, unlike its Qwen3, has a second layer for the tied weight, of which a CPU keeps a packed copy. Experts
+# are stacked here, and loaded one by one there.
 @pytest.mark.slow
-def test_a_tied_output_layer_of_its_own(monkeypatch):
-    # vLLM's Llama, unlike its Qwen3, has a second layer for the tied weight, of which a CPU keeps a packed copy.
-    monkeypatch.setenv("ARCH", "llama")
+@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
+def test_other_models(monkeypatch, arch):
+    monkeypatch.setenv("ARCH", arch)
     process, call = _process()
     try:
         _same_log_probs(call)
         call("same_draws_as_the_sampler")
+        call("spoilt_publications")
     finally:
         process.kill()
 
@@ -58,6 +61,7 @@ def test_a_tied_output_layer_of_its_own(monkeypatch):
         "small_buckets",
         "ignored_weights",
         "streams_and_interruptions",
+        "late_outputs",
         "sleep_and_wake",
         "not_finite",
         "other_draws_are_an_error",
@@ -81,6 +85,15 @@ def test_arguments_that_are_refused(alone, arguments, message):
 
 def test_a_process_has_one_engine(alone):
     assert "one vLLM engine" in alone("refused", {})
+
+
+@pytest.mark.parametrize("name", ["VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING"])
+def test_variables_that_break_the_engine_are_refused(name, monkeypatch):
+    from verl_fn.backends.vllm import arguments
+
+    monkeypatch.setattr(arguments.os, "environ", {name: "1"})
+    with pytest.raises(arguments.EngineArgumentError, match=f"{name}=1 is set.*unset it"):
+        arguments.prepare_environment("cpu")
 
 
 def test_another_version_is_refused(alone, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 
 from verl_fn.backends.weight_sync import IncompleteWeights, Weights, receive
 from verl_fn.backends.weight_sync.channel import Inlet, Outlet, SenderFailed, send
+from verl_fn.backends.weight_sync.source import InDtype
 
 CPU = torch.device("cpu")
 SECRET = b"a secret"
@@ -86,6 +87,17 @@ def test_every_transport_to_another_process(engine):
             arrived(pipe, tensors(version))
         assert outlet.kind == kind
         outlet.close()
+
+
+@pytest.mark.parametrize("size", [100, 240, 1000])
+def test_converted_buckets_are_no_larger_than_asked_for(size):
+    source = InDtype(Weights.of({"half": torch.arange(600.0).bfloat16().view(50, 12), **tensors()}), torch.float32)
+    buckets = list(source.buckets(size))
+    assert all(sum(chunk.values.nbytes for chunk in bucket) <= size for bucket in buckets)
+    assert all(chunk.values.dtype == torch.float32 for bucket in buckets for chunk in bucket)
+    assert sum(chunk.values.numel() for bucket in buckets for chunk in bucket) == sum(
+        spec.nbytes // 4 for spec in source.specs
+    )
 
 
 def test_what_fails_leaves_both_ends_ready(engine):

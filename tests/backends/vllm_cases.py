@@ -26,9 +26,22 @@ PROMPTS = [[1, 4, 5], [1, 5, 4, 6], [1, 7], [1] * 9]
 def folder():
     # vLLM's attention on CPUs wants heads of at least 32.
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
-    return new_model(
-        tempfile.mkdtemp(), chars="abcdefgh>", arch=os.environ.get("ARCH", "qwen3"), initializer_range=0.2, **sizes
-    )
+    arch = os.environ.get("ARCH", "qwen3")
+    if arch == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        plain_activation()
+    return new_model(tempfile.mkdtemp(), chars="abcdefgh>", arch=arch, initializer_range=0.2, **sizes)
+
+
+def plain_activation():
+    """Replaces an activation of vLLM's experts, which makes an object at each step that only start-up can make."""
+    import vllm.model_executor.layers.fused_moe.cpu_fused_moe as experts
+
+    def silu_and_mul(x):
+        gate, up = x.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    experts._CPU_MOE_ACT_FN[experts.MoEActivation.SILU] = silu_and_mul
 
 
 @functools.cache
@@ -209,6 +222,24 @@ def streams_and_interruptions():
     assert other != whole
 
 
+def late_outputs():
+    """A stream is the same where vLLM returns responses a step after it drew them, as it may with GPUs."""
+    made, asked = engine(), requests_for(PROMPTS, Sampling(20, n=4), KEY)
+    made.publish(0, trainer().weights(params(2)))
+    whole = {(s.request, s.number): s.tokens.tolist() for s in made.generate(asked)}
+    step, unfinished, held = made._engine.step, made._engine.has_unfinished_requests, []
+
+    def late():
+        held.append(step() if unfinished() else [])
+        return held.pop(0) if len(held) > 1 or not unfinished() else []
+
+    made._engine.step, made._engine.has_unfinished_requests = late, lambda: unfinished() or any(held)
+    try:
+        assert {(s.request, s.number): s.tokens.tolist() for s in made.stream(asked)} == whole
+    finally:
+        del made._engine.step, made._engine.has_unfinished_requests
+
+
 def sleep_and_wake():
     made, asked = engine(), requests_for(PROMPTS, Sampling(4), KEY)
     made.publish(0, trainer().weights(params(0)))
@@ -223,6 +254,8 @@ def sleep_and_wake():
     made.publish(1, trainer().weights(params(0)))
     made.wake(["cache"])
     assert [s.tokens.tolist() for s in made.generate(asked, version=1)] == expected
+    with pytest.raises(ValueError, match="'kv_cache'"):
+        made.wake(["weights", "kv_cache"])
     # A CPU has nothing to free; what a GPU's engine refuses depends on this record alone.
     made._awake = {"weights"}
     with pytest.raises(AsleepError, match="awake only with its weights"):

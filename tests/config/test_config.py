@@ -107,6 +107,14 @@ def test_settings_that_are_hardly_meant_are_noted(overrides, noted):
     assert len(found) == 1 and noted in found[0]
 
 
+@pytest.mark.parametrize("algorithm", ["ppo", "sft"])
+def test_vllm_needs_processes(algorithm):
+    # Supervised training answers held-out problems with the engine.
+    overrides = [f"algorithm.name={algorithm}", "rollout.name=vllm", "rollout.dtype=float32"]
+    with pytest.raises(ConfigError, match="processes of its own"):
+        load(overrides=overrides)
+
+
 def test_a_group_estimator_needs_groups():
     with pytest.raises(ConfigError, match=r"rollout\.n is 1"):
         make_plan(load(overrides=["algorithm.name=grpo"]))

@@ -194,7 +194,10 @@ class DriverConfig:
         "local", "local: this process; ray: rollout, reward and training as actors", in_(("local", "ray"))
     )
     num_threads: int = opt(
-        0, "CPU threads of torch in each process; 0 divides the cores among the ranks", ge(0), le(4096)
+        0,
+        "CPU threads of torch in each process; 0: two beside a GPU, else the cores divided among the ranks",
+        ge(0),
+        le(4096),
     )
     device: str = opt("auto", "cpu, cuda, or auto", in_(("auto", "cpu", "cuda")))
     deterministic: bool = opt(True, "use only kernels whose results repeat bitwise")
@@ -313,7 +316,7 @@ class Config:
 
     def _check_engine(self) -> None:
         r = self.rollout
-        if r.name == "vllm" and self.driver.kind != "ray" and self.algorithm.name != "sft":
+        if r.name == "vllm" and self.driver.kind != "ray":
             raise ConfigError(
                 'rollout.name = "vllm" runs in processes of its own: set driver.kind=ray, or rollout.name=sampler'
             )

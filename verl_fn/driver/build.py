@@ -19,9 +19,15 @@ from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import DriverConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
 from verl_fn.steps import Optimizer, Schedule, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
 
+from .ranks import device
+
 if TYPE_CHECKING:
     from verl_fn.backends.megatron.layout import Sizes
     from verl_fn.rewards import Reward
+
+
+# Beside a GPU the host has little to compute, and processes with a thread a core each only wait for each other.
+THREADS_BESIDE_GPU = 2
 
 
 def set_up_process(driver: DriverConfig, ranks: int) -> None:
@@ -33,7 +39,9 @@ def set_up_process(driver: DriverConfig, ranks: int) -> None:
     """
     import torch
 
-    torch.set_num_threads(driver.num_threads or max(1, len(os.sched_getaffinity(0)) // ranks))
+    cores = max(1, len(os.sched_getaffinity(0)) // ranks)
+    threads = min(cores, THREADS_BESIDE_GPU) if device(driver) == "cuda" else cores
+    torch.set_num_threads(driver.num_threads or threads)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     if driver.deterministic:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import attrs
 import ray
 import ray.runtime_env
 
@@ -55,7 +56,9 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             check_room(bundles, plan)
             send_code(plan.code)
             cluster.reserve(bundles, plan.ray.placement)
-            cluster.start(seats, plan.driver, plan.ray.ranks, plan.code)
+            # An actor without a GPU would take the machine for one without GPUs.
+            driver = attrs.evolve(plan.driver, device=device)
+            cluster.start(seats, driver, plan.ray.ranks, plan.code)
             # An actor may run in another folder than the driver, whose folder has the user's reward functions.
             components: list[tuple[Any, ...]] = [
                 ("rollout", "rollout", build.rollout, plan.rollout, device),

@@ -31,7 +31,7 @@ def without_signal(step: int, report: Report) -> str:
     return ""
 
 
-# KL(engine || trainer) per token, in nats. In bf16 it is about 1e-4 for the same weights.
+# KL(engine || trainer) per token, in nats. For the same weights in bf16 it is about 0.002 (SmolLM2 on an H200).
 GAP = 0.02
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import attrs
 
 from verl_fn.algorithms import Experience, Workers
-from verl_fn.backends.protocol import Capabilities, Handle, Ref, Request, RolloutBackend, Sample, WeightSource
+from verl_fn.backends.protocol import Ref, Request, RolloutBackend, Sample
+
+from .through import Through
 
 
 @attrs.frozen(eq=False)
@@ -61,37 +63,21 @@ class _Recorder:
         return self.scored
 
 
-class _Listening:
-    """A rollout backend that reports to a recorder what it is asked for and what it gives."""
+class _Listening(Through):
+    """A rollout engine that reports to a recorder what it is asked for and what it gives."""
 
     def __init__(self, inner: RolloutBackend, recorder: _Recorder) -> None:
-        self._inner, self._recorder = inner, recorder
-
-    @property
-    def version(self) -> int | None:
-        return self._inner.version
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
-    def publish(self, version: int, weights: Handle[WeightSource]) -> Ref[None]:
-        return self._inner.publish(version, weights)
+        super().__init__(inner)
+        self._recorder = recorder
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
         self._recorder.asked += sum(request.sampling.n for request in requests)
-        self._recorder.samples = self._inner.generate(requests, version=version)
+        self._recorder.samples = super().generate(requests, version=version)
         return self._recorder.samples
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
         self._recorder.asked += sum(request.sampling.n for request in requests)
         self._recorder.samples = []
-        for sample in self._inner.stream(requests, version=version):
+        for sample in super().stream(requests, version=version):
             self._recorder.samples.append(sample)
             yield sample
-
-    def sleep(self, level: int = 2) -> Ref[None]:
-        return self._inner.sleep(level)
-
-    def wake(self, tags: Sequence[str] = ()) -> Ref[None]:
-        return self._inner.wake(tags)

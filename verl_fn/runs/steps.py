@@ -16,7 +16,7 @@ import attrs
 from verl_fn.algorithms import Algorithm, Clock, Experience, Report, Workers
 from verl_fn.algorithms.experience import publish
 from verl_fn.algorithms.workers import get_here
-from verl_fn.backends.protocol import Capabilities, Handle, Ref, Request, RolloutBackend, Sample, WeightSource
+from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Sample, WeightSource
 from verl_fn.config import Plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
@@ -24,6 +24,7 @@ from verl_fn.state import Batch, pack
 
 from .recorder import Drawn, draw
 from .state import RunState
+from .through import Through
 
 RANKS = "perf/ranks"
 ROWS_WAITING = "rollout/rows_waiting"
@@ -122,7 +123,7 @@ def _ask(
     return draw(sample, len(problems), w)
 
 
-class _Ahead:
+class _Ahead(Through):
     """A rollout engine as ``sample`` of a later step sees it: that step's number stands for the engine's version.
 
     Weights are published under the step that they are of, and ``sample`` asks for the version of its own step. The
@@ -130,34 +131,25 @@ class _Ahead:
     """
 
     def __init__(self, inner: RolloutBackend, steps: int) -> None:
-        self._inner, self._steps = inner, steps
+        super().__init__(inner)
+        self._steps = steps
 
     @property
     def version(self) -> int | None:
-        version = self._inner.version
+        version = super().version
         return None if version is None else version + self._steps
 
-    @property
-    def capabilities(self) -> Capabilities:
-        return self._inner.capabilities
-
     def publish(self, version: int, weights: Handle[WeightSource]) -> Ref[None]:
-        return self._inner.publish(version - self._steps, weights)
+        return super().publish(version - self._steps, weights)
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
-        return self._inner.generate(requests, version=self._true(version))
+        return super().generate(requests, version=self._true(version))
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
-        return self._inner.stream(requests, version=self._true(version))
+        return super().stream(requests, version=self._true(version))
 
     def _true(self, version: int | None) -> int | None:
         return None if version is None else version - self._steps
-
-    def sleep(self, level: int = 2) -> Ref[None]:
-        return self._inner.sleep(level)
-
-    def wake(self, tags: Sequence[str] = ()) -> Ref[None]:
-        return self._inner.wake(tags)
 
 
 def _ledger(drawn: Drawn, waiting: Sequence[Drawn], step: int, w: Workers) -> Report:
