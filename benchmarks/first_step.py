@@ -2,9 +2,10 @@
 
 One state with non-zero moments, one ragged batch whose old log-probs are perturbed so that at least a fifth of the
 tokens clip, and three losses, some of whose gradients exceed the bound of gradient clipping. A layout is
-``local``, ``local:bf16``, ``fsdp:2``, ``fsdp:4,sp=2``, ``fsdp:2,bf16``, ``fsdp:2,place=cpu``, ``fsdp:2,lora=8`` and
-so on: the backend, its number of ranks, its dtype, and options that its class takes; ``place`` moves the state first.
-Every rank is a process. What LoRA makes is compared with ``local`` with the same adapters.
+``local``, ``local:bf16``, ``fsdp:4,sp=2``, ``fsdp:2,place=cpu``, ``fsdp:2,lora=8``, ``megatron:tp=2,pp=2`` and so on:
+the backend, its number of ranks (for ``megatron``, ``tp``, ``pp``, ``cp`` and ``dp`` give it), its dtype, and options
+that its class takes; ``place`` moves the state first. Every rank is a process.
+What LoRA makes is compared with ``local`` with the same adapters.
 
 The applied update is compared twice: end to end, and from the reference's gradients, since a wrong optimizer step
 hides behind a right gradient norm. Elements that differ in the last bit of a parameter count as equal there: norms
@@ -17,8 +18,10 @@ to the sum of |weight x per-token loss|.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -63,6 +66,10 @@ BARS = {
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2},
+    "experts": {
+        "arch": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
     "small": {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4},
     "0.5b": {
         "arch": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
@@ -71,7 +78,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Of the three updates that make the state, and of the one that is compared. At 1e-3 a real size leaves the region
 # where a step means anything: its gradients are then mostly rounding in bf16.
-RATES = {"tiny": 1e-3, "small": 1e-3, "0.5b": 1e-5}
+RATES = {"tiny": 1e-3, "experts": 1e-3, "small": 1e-3, "0.5b": 1e-5}
 
 
 @attrs.frozen
@@ -81,6 +88,8 @@ class Layout:
     Example:
         >>> Layout.parse("fsdp:4,sp=2,bf16")
         Layout(text='fsdp:4,sp=2,bf16', name='fsdp', ranks=4, dtype='bfloat16', options={'sp': 2})
+        >>> Layout.parse("megatron:tp=2,pp=2").ranks
+        4
         >>> Layout.parse("local,place=cpu,lora=8").reference
         'local,lora=8'
     """
@@ -107,6 +116,9 @@ class Layout:
                 dtype = "bfloat16"
             else:
                 raise ValueError(f"layout {text!r}: {part!r} is no number of ranks, bf16 or key=value")
+        if name == "megatron":
+            sizes = math.prod(int(options.get(key, 1)) for key in ("tp", "pp", "cp")) * int(options.pop("dp", 1))
+            ranks = max(ranks, sizes, int(options.get("ep", 1)))
         return cls(text, name, ranks, dtype, options)
 
     @property
@@ -130,7 +142,15 @@ def _fsdp(*args: Any, **kwargs: Any) -> Any:
     return Fsdp(*args, **kwargs)
 
 
-BACKENDS: dict[str, Callable[..., Any]] = {"local": Local, "fsdp": _fsdp}
+def _megatron(*args: Any, **kwargs: Any) -> Any:
+    from verl_fn.backends.megatron import Megatron
+
+    if kwargs["device"] == "cpu":
+        runpy.run_path(str(Path(__file__).resolve().parents[1] / "tests/backends/megatron_on_cpu.py"))["install"]()
+    return Megatron(*args, **kwargs)
+
+
+BACKENDS: dict[str, Callable[..., Any]] = {"local": Local, "fsdp": _fsdp, "megatron": _megatron}
 
 
 def ragged_batch(vocab: int, rows: int, longest: int) -> Batch:
@@ -183,15 +203,15 @@ def first_step(
     state = backend.restore(held / head)
     if (there := layout.options.get("place")) is not None:
         state = backend.place(state, params=there, optimizer=there)
-    before, trained = _whole(backend, state.params), state.params.trained()
+    before = _whole(backend, state.params)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
     grads, metrics = backend.forward_backward(state, batch, loss)
     result: dict[str, Any] = {"loss": metrics["loss"].value, "seconds": time.perf_counter() - began}
-    tensors = {f"gradient.{n}": t for n, t in _whole(backend, grads).items()} | {
-        f"before.{n}": before[n] for n in trained
-    }
+    gradient = _whole(backend, grads)
+    trained = list(gradient)
+    tensors = {f"gradient.{n}": t for n, t in gradient.items()} | {f"before.{n}": before[n] for n in trained}
     reference = held / f"gradient_{loss_name}.safetensors"
     if not reference.exists():
         save_file(_whole(backend, grads), reference)
@@ -222,6 +242,8 @@ def _whole(backend: Any, value: Params | Grads) -> dict[str, torch.Tensor]:
 
 def _as_given(backend: Any, gradient: dict[str, torch.Tensor], state: Any) -> Grads:
     """The reference's gradients in the backend's own layout."""
+    if hasattr(backend, "from_named"):
+        return Grads(backend.from_named(gradient))
     shard = backend.layout.shard if hasattr(backend, "layout") else lambda t, device: t.to(device, copy=True)
     return Grads({n: shard(gradient[n], state.params[n].device) for n in state.params.trained()})
 

@@ -35,6 +35,14 @@ def test_ranges_start_at_what_is_tested(lock):
     assert not unfit([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["lora"], *extra], pins(lock))
 
 
+def test_megatron_is_locked_as_its_extra_and_its_errors_say():
+    from verl_fn.backends.megatron.importing import INSTALL
+
+    locked = pins("megatron.txt")
+    assert not unfit([text.partition(";")[0] for text in PROJECT["optional-dependencies"]["megatron"]], locked)
+    assert {f"{name}=={version}" for name, version in locked.items()} == set(INSTALL.split()[3:])
+
+
 def test_an_unfit_range_is_seen():
     ranges = ["attrs>=26.1.0,<27", "numpy>=2.0,<3", "rich>=15.0.0", "ray"]
     locked = {"attrs": Version("26.1.0"), "numpy": Version("2.3.5"), "rich": Version("15.0.0")}
@@ -46,7 +54,7 @@ def test_locks_hold_the_constraints(lock):
     assert pins("constraints.txt").items() <= pins(lock).items()
 
 
-@pytest.mark.parametrize("lock", LOCKS)
+@pytest.mark.parametrize("lock", [*LOCKS, "megatron.txt"])
 def test_locks_have_hashes_and_no_address(lock):
     text = (ROOT / "locks" / lock).read_text()
     assert "://" not in text and "--index" not in text and "--find-links" not in text

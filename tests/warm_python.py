@@ -39,8 +39,11 @@ MOST_FILES = 250
 
 
 @contextlib.contextmanager
-def warm_python():
-    """Starts a server for the body; yields the path of the executable, which waits until the imports are done."""
+def warm_python(also=None):
+    """Starts a server for the body; yields the path of the executable, which waits until the imports are done.
+
+    ``also`` is a script that the server runs.
+    """
     with tempfile.TemporaryDirectory(prefix="warm_") as folder:
         executable, place = Path(folder, "python"), Path(folder, "socket")
         command = [sys.executable, "-I", "-S", __file__, str(place), sys.executable, json.dumps(settings())]
@@ -48,7 +51,10 @@ def warm_python():
         executable.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
         executable.chmod(0o700)
         server = subprocess.Popen(
-            [sys.executable, __file__, str(place)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+            [sys.executable, __file__, str(place), *([str(also)] if also else [])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            process_group=0,
         )
         try:
             assert server.stdout.readline() == b"ready\n", "the server of warm processes did not start"
@@ -68,7 +74,7 @@ def options(argv):
     return argv[:count], argv[count:]
 
 
-def serve(place):
+def serve(place, also=None):
     """Forks processes until stdin is closed; returns what to run in each of them, and in the server None."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(place)
@@ -76,6 +82,8 @@ def serve(place):
     print("ready", flush=True)
     for name in PRELOADED:
         importlib.import_module(name)
+    if also is not None:
+        runpy.run_path(also)
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, "a process with several threads cannot be forked"
     gc.collect()
@@ -244,9 +252,9 @@ def _is_open(number):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 2:
+    if len(sys.argv) <= 3:
         del sys.path[0]
-        if (job := serve(sys.argv[1])) is not None:
+        if (job := serve(*sys.argv[1:])) is not None:
             try:
                 run(job)
             except SystemExit as end:

@@ -16,8 +16,9 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
+import attrs
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -146,6 +147,56 @@ def read_state(
         except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
             raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
     return weights, pytree.tree_map_with_path(lambda path, leaf: tensors.get(pytree.keystr(path), leaf), hollow)
+
+
+@attrs.frozen(eq=False)
+class Opened(Generic[T]):
+    """A state in a folder, whose tensors are read when they are asked for.
+
+    Attributes:
+        model: returns rows of a tensor of ``model.safetensors``: by name, from the first to the one before the last.
+        rest: the same for the rest of the state, by path.
+        hollow: the rest of the state, with None for every tensor.
+    """
+
+    model: Callable[[str, int, int], Tensor]
+    rest: Callable[[str, int, int], Tensor]
+    hollow: T
+
+
+def open_state(folder: str | Path, model: Mapping[str, Tensor], rest: T, *, gather: Gather = alone) -> Opened[T]:
+    """Checks a state in ``folder`` as ``read_state`` does, and returns functions that read its tensors.
+
+    Args:
+        folder: where ``save_state`` wrote a state.
+        model: the tensors that the model's file must hold; those that are not on the meta device must be equal.
+        rest: the structure of the rest, with whole tensors on the meta device.
+        gather: returns the values of all ranks, by rank.
+
+    Raises:
+        CheckpointError: as ``read_state``.
+    """
+    folder, cpu = Path(folder), torch.device("cpu")
+    constants = {name: t for name, t in model.items() if not t.is_meta}
+
+    def none(count: int) -> tuple[int, int]:
+        return 0, 0
+
+    with agreed(gather):
+        check_finished(folder)
+        try:
+            tensor_file.read(folder / MODEL, model, none, cpu)
+            tensor_file.read(folder / TENSORS, flatten(rest)[0], none, cpu)
+            weights, others = (tensor_file.Slices(folder / name) for name in (MODEL, TENSORS))
+            for name, t in constants.items():
+                if not torch.equal(weights.rows(name, 0, len(t) if t.dim() else 0), t.cpu()):
+                    raise ValueError(f"{MODEL} holds another {name}, which this model does not change")
+            scalars = json.loads((folder / SCALARS).read_text())
+            hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
+        # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
+        except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
+            raise CheckpointError(f"{folder} does not hold this training state: {error}") from error
+    return Opened(weights.rows, others.rows, hollow)
 
 
 def check_finished(folder: str | Path) -> None:

@@ -10,6 +10,7 @@ call depends on the states that came before, and nothing is copied in or out.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,6 @@ from torch.distributed.tensor import DTensor
 from verl_fn.backends.agreement import agreed, gathered, require_same, settings
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.fsdp import loading
-from verl_fn.backends.fsdp.calls import (
-    Share,
-    agree_on_batch,
-    agree_on_call,
-    brought_together,
-    one_thread,
-    share_out,
-)
 from verl_fn.backends.fsdp.loading import Recipe
 from verl_fn.backends.fsdp.modules import ShardedModules, gradient
 from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, with_specs
@@ -43,6 +36,14 @@ from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.memory import fits
 from verl_fn.backends.one_call import OneCall, one_at_a_time
 from verl_fn.backends.placing import beside
+from verl_fn.backends.row_sharing import (
+    Share,
+    agree_on_batch,
+    agree_on_call,
+    brought_together,
+    one_thread,
+    share_out,
+)
 from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
     Batch,
@@ -258,7 +259,7 @@ class Fsdp:
                     outputs.append(dict(of_part.by_name))
             agree_on_batch(self.layout, batch)
         with one_thread():
-            return TokenOutputs(brought_together(self.layout, batch, share, outputs, wanted))
+            return TokenOutputs(brought_together(self.layout, batch, share, outputs, wanted, self.device))
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
         """Returns fp32 shards of the gradients over the whole batch, and the metrics, with the total as ``loss``.
@@ -386,12 +387,13 @@ class Fsdp:
 
     def _share(
         self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None, together: str | None = None
-    ) -> Share:
+    ) -> Share[Staged]:
         """Returns this rank's micro-batches, after comparing the call with those of the other ranks."""
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().check_longest(int(batch.lengths.max()))
         with one_thread():
-            return share_out(self.layout, batch, self.max_tokens, self.device, together)
+            stage = functools.partial(Staged.of, device=self.device, group=self.layout.sequence)
+            return share_out(self.layout, batch, self.max_tokens, stage, together)
 
 
 def _whole(t: Tensor) -> Tensor:

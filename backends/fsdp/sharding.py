@@ -82,6 +82,11 @@ class Layout:
         return self.rank // self.sp
 
     @property
+    def answering(self) -> range:
+        """For each part, a rank that computes its outputs; ranks that share rows have the same ones."""
+        return range(0, self.size, self.sp)
+
+    @property
     def reports(self) -> bool:
         """Whether this rank reports the metrics of its part; ranks that share rows have the same metrics."""
         return self.rank % self.sp == 0

@@ -118,11 +118,10 @@ class _LogProbs(torch.autograd.Function):
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         log_z = torch.empty_like(logprobs)
         entropies = torch.zeros_like(logprobs)
-        reduce = _on_cuda().reduce_rows if hidden.is_cuda else _reduce_rows
-        for part in _slices(len(hidden), chunk):
+        for part in slices(len(hidden), chunk):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             of_part = entropies[part] if entropy else None
-            reduce(logits, targets[part], _at(temperature, part), logprobs[part], log_z[part], of_part)
+            reduce_rows(logits, targets[part], _at(temperature, part), logprobs[part], log_z[part], of_part)
         return logprobs, entropies, log_z
 
     @staticmethod
@@ -139,14 +138,13 @@ class _LogProbs(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden) if for_hidden else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
-        to_gradient = _on_cuda().gradient_in_place if hidden.is_cuda else _gradient_in_place
         d_logprobs, d_entropies = d_logprobs.contiguous(), d_entropies.contiguous()
-        for part in _slices(len(hidden), ctx.chunk):
+        for part in slices(len(hidden), ctx.chunk):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             of_part = entropies[part] if ctx.entropy else None
             d_entropies_part = d_entropies[part]
             heat = _at(temperature, part)
-            to_gradient(logits, targets[part], heat, log_z[part], d_logprobs[part], of_part, d_entropies_part)
+            gradient_in_place(logits, targets[part], heat, log_z[part], d_logprobs[part], of_part, d_entropies_part)
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[part])
             if d_weight is not None:
@@ -172,7 +170,7 @@ def _on_cuda() -> Any:
     return kernels
 
 
-def _reduce_rows(
+def reduce_rows(
     logits: Tensor,
     targets: Tensor,
     temperature: Tensor | None,
@@ -180,7 +178,17 @@ def _reduce_rows(
     log_z: Tensor,
     entropies: Tensor | None,
 ) -> None:
-    """Computes ``kernels.reduce_rows`` with torch's own functions."""
+    """Writes log-probabilities, log-normalisers and entropies: with kernels on CUDA, else with torch's functions.
+
+    Example:
+        >>> logprobs, log_z = torch.empty(1), torch.empty(1)
+        >>> reduce_rows(torch.zeros(1, 4), torch.tensor([1]), None, logprobs, log_z, None)
+        >>> round(logprobs.item(), 4), round(log_z.item(), 4)
+        (-1.3863, 1.3863)
+    """
+    if logits.is_cuda:
+        _on_cuda().reduce_rows(logits, targets, temperature, logprobs, log_z, entropies)
+        return
     logits = _scaled(logits, temperature)
     torch.logsumexp(logits, -1, out=log_z)
     logprobs.copy_(logits.gather(1, targets[:, None])[:, 0] - log_z)
@@ -189,7 +197,7 @@ def _reduce_rows(
         entropies.copy_(-torch.einsum("nv,nv->n", log_probs.exp(), log_probs))
 
 
-def _gradient_in_place(
+def gradient_in_place(
     logits: Tensor,
     targets: Tensor,
     temperature: Tensor | None,
@@ -198,7 +206,17 @@ def _gradient_in_place(
     entropies: Tensor | None,
     d_entropies: Tensor,
 ) -> None:
-    """Computes ``kernels.gradient_in_place`` with torch's own functions."""
+    """Overwrites logits with the gradient with respect to them; a target of -1 is in none of these columns.
+
+    Example:
+        >>> logits = torch.zeros(1, 2)
+        >>> gradient_in_place(logits, torch.tensor([-1]), None, torch.zeros(1), torch.ones(1), None, torch.zeros(1))
+        >>> logits
+        tensor([[-1., -1.]])
+    """
+    if logits.is_cuda:
+        _on_cuda().gradient_in_place(logits, targets, temperature, log_z, d_logprobs, entropies, d_entropies)
+        return
     given_logits = logits
     log_probs = _scaled(logits, temperature).sub_(log_z[:, None])
     probs = log_probs.exp()
@@ -208,7 +226,7 @@ def _gradient_in_place(
         # d entropy / d logit = -p (log p + entropy)
         d_logits = log_probs.add_(entropies[:, None]).mul_(-d_entropies[:, None])
         d_logits = d_logits.sub_(d_logprobs[:, None]).mul_(probs)
-    d_logits.scatter_add_(1, targets[:, None], d_logprobs[:, None])
+    d_logits.scatter_add_(1, targets.clamp(min=0)[:, None], torch.where(targets >= 0, d_logprobs, 0.0)[:, None])
     if temperature is not None:
         d_logits.div_(temperature[:, None])
     given_logits.copy_(d_logits)
@@ -219,7 +237,13 @@ def _scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
     return logits if temperature is None else logits.div_(temperature[:, None])
 
 
-def _slices(n: int, chunk: int) -> list[slice]:
+def slices(n: int, chunk: int) -> list[slice]:
+    """Returns the parts of ``n`` tokens that are computed at a time.
+
+    Example:
+        >>> slices(5, 3)
+        [slice(0, 3, None), slice(3, 5, None)]
+    """
     return [slice(i, min(i + chunk, n)) for i in range(0, n, chunk)]
 
 

@@ -68,7 +68,7 @@ class Sequence:
 
     def whole(self, x: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
         """Returns the sum over ranks, each of which has its own entries and zeros elsewhere."""
-        return _Whole.apply(x, self.group)
+        return Whole.apply(x, self.group)
 
 
 class _Exchange(torch.autograd.Function):
@@ -86,7 +86,7 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(grad.contiguous(), ctx.group), None
 
 
-class _Whole(torch.autograd.Function):
+class Whole(torch.autograd.Function):
     """Sums over ranks that then all compute the same loss, so each rank's gradient is that of its own entries."""
 
     @staticmethod

@@ -94,6 +94,7 @@ def apply_update(
     *,
     donate_inputs: bool = True,
     reduce: Reduce | None = None,
+    total: Reduce | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Returns the state after an update with these gradients.
 
@@ -105,7 +106,8 @@ def apply_update(
         state: the training state.
         grads: the gradients of the trained parameters.
         donate_inputs: whether state and gradients are donated, so that the result reuses their buffers.
-        reduce: adds a scalar over the processes that hold the other shards.
+        reduce: adds a scalar over the processes that hold the other shards of the same tensors.
+        total: adds a scalar over the processes that hold any other part of the model; by default ``reduce``.
 
     Returns:
         The next state and the metrics: ``grad_norm`` (before clipping), ``lr``, ``update_skipped`` and
@@ -119,7 +121,7 @@ def apply_update(
     expect_update(state, grads)
     refuse_derivatives("apply_update", state, grads)
     # The norm is launched first, so that a device computes it while Python checks the arguments.
-    norm = sum_of_squares(grads.leaves.values(), reduce).sqrt()
+    norm = sum_of_squares(grads.leaves.values(), total or reduce).sqrt()
     # If the check fails, the arguments must not have been donated.
     check_update(optimizer, state, grads)
     update = Update.of(norm, state.scheduler, reduce)

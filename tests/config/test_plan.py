@@ -41,6 +41,14 @@ def test_a_critic_has_the_actors_layout_unless_it_has_its_own():
     assert (own.strategy, own.max_tokens, own.offload) == ("local", 100, False)
 
 
+def test_a_layout_of_megatron():
+    sizes = ["actor.megatron.context_parallel_size=2", "actor.megatron.tensor_model_parallel_size=4"]
+    roles = plan("actor.strategy=megatron", *sizes).roles
+    assert [role.strategy for role in roles.values()] == ["megatron", "megatron"]
+    assert {role.megatron.tensor_model_parallel_size for role in roles.values()} == {4}
+    assert roles["actor"].sharers == 2 and roles["critic"].max_tokens == 2 * 16384
+
+
 @pytest.mark.parametrize(
     ("overrides", "actor", "critic"),
     [

@@ -234,7 +234,7 @@ def show_choices(args: argparse.Namespace) -> int:
         ("losses", losses),
         ("KL estimators", KL_TYPES),
         ("aggregation", AGGREGATIONS),
-        ("training backends", ("local", "fsdp", "mock")),
+        ("training backends", ("local", "fsdp", "megatron", "mock")),
         ("rollout engines", ("sampler", "mock")),
         ("drivers", ("local", "ray")),
         ("rewards by data source", SOURCES),

@@ -156,9 +156,10 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
             yield f"{role}.{name}", table.lora_rank > 0, f"without {role}.lora_rank"
         constant = table.optim.lr_scheduler_type == "constant"
         yield f"{role}.optim.min_lr_ratio", not constant, f'with {role}.optim.lr_scheduler_type = "constant"'
-    sharded = "fsdp" in (cfg.actor.strategy, cfg.critic.strategy)
-    yield "actor.fsdp_config.*", cfg.actor.strategy == "fsdp", 'without actor.strategy = "fsdp"'
-    yield "critic.fsdp_config.*", cfg.critic.strategy == "fsdp", 'without critic.strategy = "fsdp"'
+    sharded = not {"fsdp", "megatron"}.isdisjoint((cfg.actor.strategy, cfg.critic.strategy))
+    for role, table in (("actor", cfg.actor), ("critic", cfg.critic)):
+        for keys, name in (("fsdp_config", "fsdp"), ("megatron", "megatron")):
+            yield f"{role}.{keys}.*", table.strategy == name, f'without {role}.strategy = "{name}"'
     yield "ray.timeout", cfg.driver.kind == "ray" or sharded, 'with driver.kind = "local"'
     for name in ("ranks", "separate", "address", "runtime_env", "placement"):
         yield f"ray.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'

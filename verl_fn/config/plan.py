@@ -24,6 +24,7 @@ from .schema import (
     DataConfig,
     DriverConfig,
     FsdpConfig,
+    MegatronConfig,
     NewModelConfig,
     OptimConfig,
     RayConfig,
@@ -46,8 +47,9 @@ class RolePlan:
         folder: the model folder.
         optim: the settings of the optimizer; None for a model that is not trained.
         total_updates: updates in the whole run, over which the learning rate decays.
-        strategy: ``local`` or ``fsdp``.
+        strategy: ``local``, ``fsdp`` or ``megatron``.
         fsdp: the layout over ranks, for ``fsdp``.
+        megatron: the layout over ranks, for ``megatron``.
         max_tokens: most tokens of a micro-batch, summed over the ranks that share its rows.
         dtype: compute dtype; master weights are float32.
         checkpointing: whether each layer is recomputed in the backward pass.
@@ -63,10 +65,18 @@ class RolePlan:
     total_updates: int
     strategy: str
     fsdp: FsdpConfig
+    megatron: MegatronConfig
     max_tokens: int
     dtype: str
     checkpointing: bool
     lora: tuple[int, float, tuple[str, ...]] | None
+
+    @property
+    def sharers(self) -> int:
+        """Returns how many ranks share the tokens of each row."""
+        if self.strategy == "megatron":
+            return self.megatron.context_parallel_size
+        return self.fsdp.ulysses_sequence_parallel_size if self.strategy == "fsdp" else 1
 
     @property
     def offload(self) -> bool:
@@ -226,7 +236,13 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     data, driver = attrs.evolve(cfg.data, train_files=()), attrs.evolve(cfg.driver, max_lag=0)
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver), folder)
     actor = attrs.evolve(
-        training.roles["actor"], optim=None, strategy="local", fsdp=FsdpConfig(), lora=None, total_updates=0
+        training.roles["actor"],
+        optim=None,
+        strategy="local",
+        fsdp=FsdpConfig(),
+        megatron=MegatronConfig(),
+        lora=None,
+        total_updates=0,
     )
     return attrs.evolve(training, roles={"actor": actor}, copies={}, ray=attrs.evolve(cfg.ray, ranks=1))
 
@@ -306,7 +322,9 @@ def _table(cfg: Config, roles: Mapping[str, Role], name: str) -> tuple[str, Acto
         return "actor", cfg.actor
     if cfg.critic.strategy is not None:
         return "critic", cfg.critic
-    return "critic", attrs.evolve(cfg.critic, strategy=cfg.actor.strategy, fsdp_config=cfg.actor.fsdp_config)
+    actor = cfg.actor
+    layout = attrs.evolve(cfg.critic, strategy=actor.strategy, fsdp_config=actor.fsdp_config, megatron=actor.megatron)
+    return "critic", layout
 
 
 def uses_critic(name: str, role: Role) -> bool:
@@ -323,23 +341,23 @@ def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:
     role = shape.roles[name]
     table, settings = _table(cfg, shape.roles, name)
     path = role.path or (cfg.critic.path if table == "critic" else "") or model
-    strategy = settings.strategy or "local"
-    shared = settings.fsdp_config.ulysses_sequence_parallel_size if strategy == "fsdp" else 1
     steps, prompts = cfg.trainer.total_training_steps, cfg.data.train_batch_size
-    return RolePlan(
+    plan = RolePlan(
         name=name,
         table=table,
         head=role.head,
         folder=path,
         optim=settings.optim if role.trained else None,
         total_updates=shape.updates(name, prompts, steps) if role.trained else 0,
-        strategy=strategy,
+        strategy=settings.strategy or "local",
         fsdp=settings.fsdp_config,
-        max_tokens=settings.ppo_max_token_len_per_gpu * shared,
+        megatron=settings.megatron,
+        max_tokens=settings.ppo_max_token_len_per_gpu,
         dtype=settings.dtype,
         checkpointing=settings.enable_gradient_checkpointing,
         lora=_adapters(settings, role),
     )
+    return attrs.evolve(plan, max_tokens=plan.max_tokens * plan.sharers)
 
 
 def _adapters(settings: ActorConfig, role: Role) -> tuple[int, float, tuple[str, ...]] | None:

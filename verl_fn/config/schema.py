@@ -45,12 +45,28 @@ class FsdpConfig:
 
 
 @attrs.frozen(kw_only=True)
+class MegatronConfig:
+    """The layout of a model of Megatron; the ranks that these sizes leave have rows of their own."""
+
+    tensor_model_parallel_size: int = opt(1, "ranks that share the matrices of each layer", ge(1), le(4096))
+    pipeline_model_parallel_size: int = opt(1, "ranks that share the layers", ge(1), le(4096))
+    context_parallel_size: int = opt(1, "ranks that share the tokens of each row", ge(1), le(4096))
+    expert_model_parallel_size: int = opt(1, "ranks that share the experts", ge(1), le(4096))
+    sequence_parallel: bool = opt(False, "ranks that share matrices share the tokens between them too")
+    override_transformer_config: Mapping[str, Any] = free("a table of fields of Megatron-Bridge's provider")
+
+
+STRATEGIES = ("local", "fsdp", "megatron")
+
+
+@attrs.frozen(kw_only=True)
 class ActorConfig:
     """The actor, and every other model without a value head."""
 
     optim: OptimConfig = sub(OptimConfig)
-    strategy: str | None = opt("local", "local: one process; fsdp: sharded over all ranks", in_(("local", "fsdp")))
+    strategy: str | None = opt("local", "local: one process; fsdp and megatron: over all ranks", in_(STRATEGIES))
     fsdp_config: FsdpConfig = sub(FsdpConfig)
+    megatron: MegatronConfig = sub(MegatronConfig)
     ppo_max_token_len_per_gpu: int = opt(16384, "most tokens of a micro-batch; no row may be longer", ge(1))
     dtype: str = opt("float32", "compute dtype; masters are fp32", in_(("float32", "bfloat16")))
     enable_gradient_checkpointing: bool = opt(False, "recompute each layer in the backward pass")
@@ -72,7 +88,7 @@ class CriticConfig(ActorConfig):
 
     optim: CriticOptimConfig = sub(CriticOptimConfig)
     strategy: str | None = opt(
-        None, "local or fsdp; by default the actor's, with the actor's fsdp_config", in_(("local", "fsdp"))
+        None, "local, fsdp or megatron; by default the actor's, with the actor's layout", in_(STRATEGIES)
     )
     path: str | None = paths(None, "model folder of the critic, by default the actor's")
 

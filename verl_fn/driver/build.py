@@ -16,12 +16,13 @@ import attrs
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
-from verl_fn.config.schema import DriverConfig, OptimConfig, RewardConfig, ValConfig
+from verl_fn.config.schema import DriverConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
 from verl_fn.steps import Optimizer, Schedule, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
 
 from .ranks import device
 
 if TYPE_CHECKING:
+    from verl_fn.backends.megatron.layout import Sizes
     from verl_fn.rewards import Reward
 
 
@@ -111,7 +112,7 @@ def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
 
 
 def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
-    """Makes the training backend of a role; ``fsdp`` needs a process group.
+    """Makes the training backend of a role; ``fsdp`` and ``megatron`` need a process group.
 
     Args:
         role: the role's plan.
@@ -132,6 +133,14 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
     update = optimizer(role.optim, role.total_updates)
     # The protocol also allows handles to other processes. A backend in this process takes and returns values alone,
     # which the type checker accepts only with a cast.
+    if role.strategy == "megatron":
+        from verl_fn.backends.megatron import Megatron
+
+        if common.pop("lora") is not None:
+            raise ConfigError(f"{role.table}.lora_rank: megatron has no adapters")
+        sizes = attrs.asdict(megatron_sizes(role.megatron))
+        provider = role.megatron.override_transformer_config
+        return cast(TrainBackend, Megatron(role.folder, update, **sizes, provider=provider, **common))
     if role.strategy != "fsdp":
         from verl_fn.backends.local import Local
 
@@ -148,6 +157,19 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         **common,
     )
     return cast(TrainBackend, fsdp)
+
+
+def megatron_sizes(megatron: MegatronConfig) -> Sizes:
+    """Returns the sizes of a table ``megatron`` as the backend takes them."""
+    from verl_fn.backends.megatron.layout import Sizes
+
+    return Sizes(
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        cp=megatron.context_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        sp=megatron.sequence_parallel,
+    )
 
 
 def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:

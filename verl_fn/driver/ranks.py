@@ -72,8 +72,8 @@ def torchrun_rank() -> int:
 def process_group(plan: Plan) -> Iterator[None]:
     """Opens the process group that training in this process needs, and closes it at the end.
 
-    Under torchrun all its processes form the group. Otherwise ``fsdp`` needs a group of this process alone, and
-    ``local`` needs none.
+    Under torchrun all its processes form the group. Otherwise ``fsdp`` and ``megatron`` need a group of this
+    process alone, and ``local`` needs none.
 
     Raises:
         ConfigError: torchrun started several processes for a plan that cannot use them.

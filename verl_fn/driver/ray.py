@@ -71,7 +71,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             training = {}
             for name, roles in groups.items():
                 group = cluster.groups[name]
-                if any(role.strategy == "fsdp" for role in roles):
+                if any(role.strategy != "local" for role in roles):
                     cluster.join(group, device)
                 for role in roles:
                     components.append((name, role.name, build.trainer, role, plan.driver, device))

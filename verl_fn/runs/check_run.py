@@ -94,6 +94,18 @@ def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
     if role.strategy == "fsdp":
         layout = f"fsdp over {shards} of {size} ranks"
         layout += f", sequence parallel {sp}" if (sp := role.fsdp.ulysses_sequence_parallel_size) > 1 else ""
+    if role.strategy == "megatron":
+        m = role.megatron
+        shards = size // m.context_parallel_size
+        layout = f"megatron over {size} ranks: " + ", ".join(
+            f"{name} {value}"
+            for name, value in (
+                ("tensor", m.tensor_model_parallel_size),
+                ("pipeline", m.pipeline_model_parallel_size),
+                ("context", m.context_parallel_size),
+                ("expert", m.expert_model_parallel_size),
+            )
+        )
     updates = f"{role.total_updates} updates in {steps} steps" if role.optim is not None else "not updated"
     yield f"{role.name:<11} {role.folder}: {total:,} parameters, {trained:,} trained; {layout}; {updates}"
     parts = {"parameters": total * FLOAT32, "gradients": trained * FLOAT32, "moments": trained * ADAM}

@@ -13,12 +13,13 @@ import torch
 from verl_fn.backends.hf.folder import ModelError, read_config
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
+from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
 from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import FileData
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.tasks import Problem, Source, Task
-from verl_fn.driver import ranks
+from verl_fn.driver import build, ranks
 from verl_fn.rewards.reward import Answer
 from verl_fn.rewards.rules import by_rules, has_rule
 
@@ -108,7 +109,7 @@ def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> RowLengths:
 
 
 def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
-    shared = role.fsdp.ulysses_sequence_parallel_size if role.strategy == "fsdp" else 1
+    shared = role.sharers
     on_ranks = f" on {shared} ranks together" if shared > 1 else ""
     unit, _, parts = rows.parts.partition(": ")
     raise ConfigError(
@@ -176,8 +177,11 @@ def check_ranks(plan: Plan, size: int) -> None:
                 ranks_are = "ray.ranks is" if plan.driver.kind == "ray" else "torchrun's number of processes is"
                 raise ConfigError(
                     f"{table}.strategy is local, which is one process, but {ranks_are} {size}; "
-                    f"set {table}.strategy=fsdp"
+                    f"set {table}.strategy=fsdp or {table}.strategy=megatron"
                 )
+            continue
+        if role.strategy == "megatron":
+            _check_megatron(role, table, size)
             continue
         for name in ("replicate", "ulysses_sequence_parallel_size"):
             value = getattr(role.fsdp, name)
@@ -187,6 +191,21 @@ def check_ranks(plan: Plan, size: int) -> None:
             check_heads(read_config(role.folder), role.fsdp.ulysses_sequence_parallel_size)
         except LayoutError as error:
             raise ConfigError(f"{table}.fsdp_config.ulysses_sequence_parallel_size: {error}") from error
+
+
+def _check_megatron(role: RolePlan, table: str, size: int) -> None:
+    if role.lora:
+        raise ConfigError(f"{table}.lora_rank: adapters need {table}.strategy=local or {table}.strategy=fsdp")
+    try:
+        check_installed()
+    except MegatronMissing as error:
+        raise ConfigError(f"{table}.strategy is megatron: {error}") from error
+    try:
+        sizes = build.megatron_sizes(role.megatron)
+        sizes.check(size)
+        sizes.check_model(read_config(role.folder))
+    except LayoutError as error:
+        raise ConfigError(f"{table}.megatron: {error}") from error
 
 
 def _check_device(plan: Plan) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import attrs
 import torch
@@ -16,13 +17,37 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_fn.backends.agreement import agreed, of_batch, require_same
-from verl_fn.backends.fsdp.sharding import Layout
-from verl_fn.backends.hf.outputs import Staged
 from verl_fn.state import PER_ROW, Batch, TrainState, deal, groups_of
+
+S = TypeVar("S")
+
+
+class RowLayout(Protocol):
+    """How ranks share the rows of a batch."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts the rows are dealt."""
+        ...
+
+    @property
+    def share(self) -> int:
+        """The number of this rank's part."""
+        ...
+
+    @property
+    def answering(self) -> range:
+        """For each part, a rank that computes its outputs."""
+        ...
 
 
 @attrs.frozen(eq=False)
-class Share:
+class Share(Generic[S]):
     """This rank's micro-batches; every rank has the same number.
 
     Attributes:
@@ -32,10 +57,10 @@ class Share:
     """
 
     rows: list[list[list[int]]]
-    staged: list[Staged]
+    staged: list[S]
     own_rows: list[list[int]]
 
-    def __iter__(self) -> Iterator[tuple[list[int], Staged]]:
+    def __iter__(self) -> Iterator[tuple[list[int], S]]:
         return iter(zip(self.own_rows, self.staged, strict=True))
 
     def __len__(self) -> int:
@@ -57,7 +82,7 @@ def one_thread() -> Iterator[None]:
 
 
 def agree_on_call(
-    layout: Layout,
+    layout: RowLayout,
     batch: Batch,
     wanted: Iterable[str],
     state: TrainState | None = None,
@@ -74,7 +99,7 @@ def agree_on_call(
         require_same({**given, "field that keeps rows together": together})
 
 
-def agree_on_batch(layout: Layout, batch: Batch) -> None:
+def agree_on_batch(layout: RowLayout, batch: Batch) -> None:
     """Compares all tensors of the batch, which takes milliseconds, while a GPU computes.
 
     Raises:
@@ -94,8 +119,8 @@ def _outline(batch: Batch, together: str | None) -> bytes:
 
 
 def share_out(
-    layout: Layout, batch: Batch, max_tokens: int, device: torch.device, together: str | None = None
-) -> Share:
+    layout: RowLayout, batch: Batch, max_tokens: int, stage: Callable[[Batch], S], together: str | None = None
+) -> Share[S]:
     """Returns this rank's micro-batches.
 
     All are copied to the device before the first is computed on, since a copy to a GPU waits for its computations.
@@ -104,7 +129,7 @@ def share_out(
         layout: how ranks share rows.
         batch: all rows.
         max_tokens: the most tokens of a micro-batch.
-        device: the device of this rank.
+        stage: puts the rows of a micro-batch on the device of this rank.
         together: a per-row field; rows with the same value in it go to one micro-batch of one rank.
 
     Raises:
@@ -116,7 +141,7 @@ def share_out(
         for part in own_rows:
             # A micro-batch without rows gets a whole group of no weight, on which a loss of groups can be computed.
             taken = batch.take(torch.tensor(part or groups_of(batch, together)[0]))
-            staged.append(Staged.of(taken if part else _weightless(taken), device, layout.sequence))
+            staged.append(stage(taken if part else _weightless(taken)))
     return Share(rows, staged, own_rows)
 
 
@@ -127,7 +152,12 @@ def _weightless(batch: Batch) -> Batch:
 
 
 def brought_together(
-    layout: Layout, batch: Batch, share: Share, outputs: Sequence[Mapping[str, Tensor]], names: Iterable[str]
+    layout: RowLayout,
+    batch: Batch,
+    share: Share[S],
+    outputs: Sequence[Mapping[str, Tensor]],
+    names: Iterable[str],
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Returns the outputs of all rows, in the order of the batch, on every rank, on the CPU.
 
@@ -137,9 +167,9 @@ def brought_together(
         share: which rank computed which rows.
         outputs: the outputs of each of this rank's micro-batches that has rows.
         names: the names of the outputs, per token and per row.
+        device: the device of this rank.
     """
     dealt = [torch.tensor([row for part in parts for row in part], dtype=torch.int64) for parts in share.rows]
-    device = share.staged[0].batch.tokens.device
     whole: dict[str, Tensor] = {}
     by_row = sorted(name for name in names if name in PER_ROW)
     by_token = sorted(name for name in names if name not in PER_ROW)
@@ -156,13 +186,14 @@ def brought_together(
     return whole
 
 
-def _of_all_shares(layout: Layout, own: Tensor) -> Tensor:
+def _of_all_shares(layout: RowLayout, own: Tensor) -> Tensor:
     """Returns the tensors of all shares, by share; ranks that share rows have the same one."""
     if layout.size == 1:
         return own[None]
     by_rank = own.new_empty(layout.size, *own.shape)
     dist.all_gather_into_tensor(by_rank.view(-1), own.view(-1))
-    return by_rank[:: layout.sp]
+    answering = layout.answering
+    return by_rank[answering.start : answering.stop : answering.step]
 
 
 def _places(lengths: Tensor, dealt: Sequence[Tensor], each: int) -> Tensor:

@@ -1,0 +1,399 @@
+"""Training on megatron-core: ranks share a model by tensor, pipeline, context, expert and data parallelism.
+
+All ranks call each method together, with the same batch, and get the same metrics. On GPUs the process group has both
+backends, ``init_process_group("cpu:gloo,cuda:nccl")``: metrics and tensors on the CPU travel over gloo.
+
+A state is made of ordinary tensors: the elements that this rank owns of each parameter, in fp32, and their moments.
+Megatron's buffers hold a copy of them in the compute dtype, which is made anew where a call is given other values
+than the last one was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_fn.backends.agreement import agreed, gathered, require_same, settings
+from verl_fn.backends.hf.folder import build, check_same_model, hollow
+from verl_fn.backends.hf.outputs import check_head, check_needs
+from verl_fn.backends.hf.skeleton import dtype_of
+from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.megatron import conversion, saving
+from verl_fn.backends.megatron.executor import Executor, How
+from verl_fn.backends.megatron.layout import Layout, Sizes
+from verl_fn.backends.megatron.masks import check_slots
+from verl_fn.backends.megatron.rows import MicroBatch, padded_starts
+from verl_fn.backends.megatron.schedule import run
+from verl_fn.backends.megatron.shards import check_leaves
+from verl_fn.backends.memory import fits
+from verl_fn.backends.one_call import OneCall, one_at_a_time
+from verl_fn.backends.placing import beside
+from verl_fn.backends.row_sharing import (
+    Share,
+    agree_on_batch,
+    agree_on_call,
+    brought_together,
+    one_thread,
+    share_out,
+)  # fmt: skip
+from verl_fn.backends.weight_sync import Weights, specs_of
+from verl_fn.state import (
+    Batch,
+    Grads,
+    Key,
+    Metrics,
+    Params,
+    Slots,
+    Sum,
+    TokenOutputs,
+    TrainState,
+    metrics,
+    refuse_derivatives,
+    taken,
+    tree,
+)
+from verl_fn.state.arguments import expect_params, expect_state, expect_update
+from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
+
+_BUSY = "another thread computes with this backend; ranks make its calls in one order, so make them from one thread"
+
+
+class Megatron:
+    """Trains a Hugging Face causal language model, or a value model on its body, with Megatron's model of it.
+
+    Parameters, gradients and moments are the elements that a rank owns of each of Megatron's parameters; ``named``
+    gives whole tensors under canonical names. The optimizer is the one of ``steps`` on these elements.
+
+    Args:
+        folder: a Hugging Face model folder that every rank can read, of a family that Megatron-Bridge knows.
+        optimizer: from ``verl_fn.steps``.
+        tp: ranks that share the matrices of each layer.
+        pp: ranks that share the layers.
+        cp: ranks that share the tokens of each row.
+        ep: ranks that share the experts.
+        sp: whether ranks that share matrices share the tokens between them too.
+        head: ``lm`` for a policy, ``value`` for a critic.
+        compute_dtype: ``float32``, or ``bfloat16`` with fp32 masters, gradients and reductions.
+        max_tokens: the most tokens of a micro-batch; with ``cp``, of the ranks that share it together.
+        checkpointing: recompute each layer in the backward pass.
+        provider: fields of Megatron-Bridge's provider.
+        device: ``cuda``, where a rank computes on its current device; ``cpu`` works only in tests.
+        deterministic: use bitwise repeatable kernels on CUDA; those of the CPU always are.
+
+    Raises:
+        LayoutError: the sizes do not divide the ranks, or ranks were given different settings.
+        MegatronMissing: megatron-core or Megatron-Bridge is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: Optimizer,
+        *,
+        tp: int = 1,
+        pp: int = 1,
+        cp: int = 1,
+        ep: int = 1,
+        sp: bool = False,
+        head: str = "lm",
+        compute_dtype: str = "float32",
+        max_tokens: int = 16384,
+        checkpointing: bool = False,
+        provider: Mapping[str, Any] | None = None,
+        device: str = "cuda",
+        deterministic: bool = False,
+    ) -> None:
+        # Before ranks do anything together: with different settings they would wait for each other.
+        options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
+        require_same(settings(Path(folder), optimizer, options))
+        self.folder = Path(folder)
+        self.optimizer = optimizer
+        self.layout = Layout.of(Sizes(tp, pp, cp, ep, sp))
+        self.head = check_head(head)
+        self.dtype = dtype_of(compute_dtype, "compute_dtype")
+        self.max_tokens = max_tokens
+        self.checkpointing = checkpointing
+        self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+        self.deterministic = deterministic
+        self._how = How(head, self.dtype, self.device, checkpointing, dict(provider or {}))
+        self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
+        self._model: Executor | None = None
+
+    def init(self, key: Key) -> TrainState:
+        """Returns a state with random parameters drawn from ``key``, which are the same for every layout.
+
+        The first rank draws the whole model, since it is one sequence of draws, and sends it tensor by tensor.
+        """
+        return self._new_state(self.folder, key, pretrained=False)
+
+    def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
+        """Returns a fresh state with the weights of ``folder``, by default the backend's own.
+
+        Each rank reads what it needs where the folder's safetensors name and shape tensors as transformers' model
+        does. Otherwise the first rank loads the model with transformers and sends it tensor by tensor.
+
+        Raises:
+            ModelError: the folder does not hold the weights of this model.
+            LayoutError: ranks were given different keys or weights.
+        """
+        return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
+
+    @one_at_a_time
+    def save(self, state: TrainState, folder: str | Path) -> None:
+        """Writes the files that ``Local`` would write; each whole tensor is written by one of the ranks."""
+        model = self._built()
+        self._check(state.params, *(part for _, part in saving.named_parts(state.optimizer)))
+        model.hollow.skeleton.check_trained(Params(model.canonical.shapes, state.params.trainable))
+        require_same({"folder to save in": str(folder)})
+        saving.save(state, Path(folder), model.hollow.skeleton, self.folder, self._named, self.layout)
+
+    @one_at_a_time
+    def restore(self, folder: str | Path) -> TrainState:
+        """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads what it needs."""
+        model = self._built()
+        blank = Params(model.canonical.shapes)
+        rest = TrainState(Params({}), self.optimizer.init(blank), 0, Key.from_seed(0), 0)
+        return saving.restore(Path(folder), model.hollow.skeleton, blank, rest, self._divided)
+
+    @one_at_a_time
+    def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
+        """Returns the same state with the parameters or the optimizer tree on another device.
+
+        Raises:
+            LayoutError: ranks were asked for different devices.
+        """
+        require_same({"params for place": params, "optimizer for place": optimizer})
+
+        def move(value: Any, to: str | None) -> Any:
+            return value if to is None else tree.map_tensors(lambda t: t.to(to), value)
+
+        return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
+
+    def named(self, value: Params | Grads | Slots) -> Iterator[tuple[str, Tensor]]:
+        """Yields whole tensors by canonical name, one after the other; all ranks go through them together.
+
+        Raises:
+            LayoutError: the value is of another layout.
+        """
+        self._check(value)
+        return self._named(value)
+
+    def from_named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the elements that this rank owns of whole tensors by canonical name; ``named`` is its inverse."""
+
+        def rows(name: str, start: int, end: int) -> Tensor:
+            return tensors[name][start:end]
+
+        return self._divided(rows)
+
+    def weights(self, params: Params) -> Weights:
+        """Returns the parameters for ``RolloutBackend.publish``; all ranks read them together.
+
+        Each tensor is gathered when it is read, so no rank ever holds the whole model.
+
+        Raises:
+            LayoutError: the parameters are of another layout.
+        """
+        model = self._built()
+        self._check(params)
+        return Weights(specs_of(model.canonical.shapes), lambda: self._named(params))
+
+    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
+        """Returns ``fn(*values)``, applied to this rank's elements; all ranks call it together."""
+        return fn(*values)
+
+    def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
+        """Returns the outputs that ``needs`` names, without gradients, on every rank and on the CPU.
+
+        They are given for every token with ``response_mask``, or for every row.
+
+        Raises:
+            LayoutError: ranks were given different batches, or another thread computes.
+            NotDifferentiable: a derivative of this function was taken.
+        """
+        expect_params("forward", params, batch)
+        refuse_derivatives("forward", params, batch)
+        with self._one_call():
+            return self._forward(params, batch.detached(), check_needs(self.head, needs))
+
+    def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
+        share = self._share(batch, wanted)
+        outputs: dict[int, dict[str, Tensor]] = {}
+
+        def keep(number: int, micro_batch: MicroBatch, found: TokenOutputs) -> tuple[Tensor, Metrics]:
+            outputs[number] = dict(found.by_name)
+            return torch.zeros((), device=self.device), {}
+
+        with self._holding(params) as model:
+            self._run(model, share, wanted, keep, forward_only=True)
+        agree_on_batch(self.layout, batch)
+        own = [outputs[i] for i, rows in enumerate(share.own_rows) if rows and i in outputs]
+        with one_thread():
+            return TokenOutputs(brought_together(self.layout, batch, share, own, wanted, self.device))
+
+    def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
+        """Returns the gradients over the whole batch, and the metrics, with the total as ``loss``.
+
+        Raises:
+            ValueError: the batch lacks the weights that the loss's levels need or the field that keeps its rows
+                together, a row or group is longer than the token budget, or ranks were given different batches, needs
+                or states. Different losses are not detected.
+            LayoutError: another thread computes.
+            DonatedError: the state was donated.
+            NotDifferentiable: a derivative of this function was taken.
+            OutOfMemory: a micro-batch does not fit into this rank's memory. The other ranks wait until the process
+                group's timeout, as they do when a loss raises on one rank; the Ray driver reports it at once.
+        """
+        expect_state("forward_backward", state, batch)
+        refuse_derivatives("forward_backward", state, batch)
+        check_weights(loss, batch)
+        with self._one_call(gradients=True):
+            return self._forward_backward(state, batch.detached(), loss, check_needs(self.head, loss.needs))
+
+    def _forward_backward(
+        self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]
+    ) -> tuple[Grads, Metrics]:
+        from megatron.core.distributed import finalize_model_grads
+
+        share = self._share(batch, wanted, state, loss.together)
+        totals: list[Metrics] = []
+
+        def finish(number: int, micro_batch: MicroBatch, found: TokenOutputs) -> tuple[Tensor, Metrics]:
+            total, measured = total_loss(loss, found, micro_batch.batch)
+            if share.own_rows[number]:
+                reported = {"loss": Sum(total.detach().double()), **measured}
+                # A copy: Megatron divides what it is given in place.
+                totals.append(tree.map_tensors(lambda t: t.detach().clone(), reported))
+            return total, {}
+
+        with self._holding(state.params) as model:
+            model.built.ddp.zero_grad_buffer()
+            self._run(model, share, wanted, finish, forward_only=False)
+            agree_on_batch(self.layout, batch)
+            finalize_model_grads([model.built.ddp], None, pg_collection=self.layout.groups)
+            grads = {name: model.pieces[name].gradient.clone() for name in state.params.trained()}
+        reported = metrics.merge(*totals) if totals and self.layout.reports else {}
+        return Grads(grads), metrics.merge(*gathered(tree.map_tensors(lambda t: t.cpu(), reported)))
+
+    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
+        """Returns the next state and metrics; ``steps.apply_update`` runs on this rank's elements, on their device.
+
+        Raises:
+            ArgumentError, ValueError: as ``steps.check_update``, or parameters and optimizer lie on different
+                devices; nothing was donated then.
+            LayoutError: the state or the gradients are of another layout, or another thread computes.
+        """
+        expect_update(state, grads)
+        model = self._built()
+        self._check(state.params, grads)
+        moved_grads = beside(state, grads)
+
+        def total(t: Tensor) -> Tensor:
+            dist.all_reduce(t)
+            return t
+
+        with self._one_call():
+            new, reported = apply_update(
+                model.optimizer, state, moved_grads, donate_inputs=donate, reduce=self._reduce, total=total
+            )
+        if donate and moved_grads is not grads:
+            taken(grads, "apply_update")
+        return new, reported
+
+    def _check(self, *values: Mapping[str, Tensor]) -> None:
+        """Raises an error on all ranks for values of another layout: on some, they may look like this one's."""
+        with agreed():
+            for value in values:
+                check_leaves(value, self._built().pieces)
+
+    def _reduce(self, t: Tensor) -> Tensor:
+        """Adds a sum over the elements of one parameter over the ranks that own others of it."""
+        if self.layout.sizes.ep > 1:
+            raise LayoutError("update.reduce is not known with ep above 1, since ranks hold different experts")
+        dist.all_reduce(t, group=self.layout.groups.tp_dp_cp)
+        return t
+
+    @one_at_a_time
+    def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
+        require_same({"key": str(key)})
+        model = self._built()
+        drawn = key.fold_in("init")
+        with agreed():
+            other = hollow(folder, self.head, key=drawn)
+            check_same_model(model.hollow.skeleton, other.skeleton, folder)
+        rows = saving.readable(folder, other) if pretrained else None
+        if rows is not None:
+            leaves = self._divided(rows)
+        else:
+            whole: dict[str, Tensor] = {}
+            with agreed():
+                if self.layout.rank == 0:
+                    whole = build(folder, self.head, pretrained=pretrained, key=drawn)[1]
+            leaves = self._converted(conversion.Sent(model.canonical, whole))
+        params = Params(leaves)
+        optimizer = model.optimizer.init(params)
+        check_slots(optimizer)
+        return TrainState(params, optimizer, 0, key.fold_in("train"), 0)
+
+    def _divided(self, rows: Callable[[str, int, int], Tensor]) -> dict[str, Tensor]:
+        return self._converted(conversion.Read(self._built().canonical, rows))
+
+    def _converted(self, source: conversion.Source) -> dict[str, Tensor]:
+        model = self._built()
+        with self.layout.active():
+            return conversion.divided(model.tasks, model.pieces, source)
+
+    def _named(self, leaves: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        model = self._built()
+        tensors = conversion.named(model.tasks, model.pieces, model.canonical, leaves)
+        while True:
+            # Between two tensors, the caller may use another backend.
+            with self.layout.active():
+                item = next(tensors, None)
+            if item is None:
+                return
+            yield item
+
+    def _built(self) -> Executor:
+        if self._model is None:
+            with self._one_call():
+                self._model = Executor.of(self.folder, self.optimizer, self.layout, self._how)
+        return self._model
+
+    @contextlib.contextmanager
+    def _holding(self, params: Params) -> Iterator[Executor]:
+        """Fills Megatron's buffers with these parameters, and yields the model."""
+        model = self._built()
+        with self.layout.active():
+            model.resident.hold(params)
+            yield model
+
+    def _run(
+        self, model: Executor, share: Share[MicroBatch], wanted: frozenset[str], finish: Any, **options: Any
+    ) -> None:
+        batch, count = share.staged[0].batch, len(share)
+        with fits(batch, 0, count, self.max_tokens, sharers=self.layout.sizes.cp, keeps=not self.checkpointing):
+            run(model.built, self.layout, share.staged, wanted, finish, **options)
+
+    def _share(
+        self, batch: Batch, wanted: Iterable[str], state: TrainState | None = None, together: str | None = None
+    ) -> Share[MicroBatch]:
+        """Returns this rank's micro-batches, after comparing the call with those of the other ranks."""
+        agree_on_call(self.layout, batch, wanted, state, together)
+        self._built().hollow.skeleton.check_longest(int(batch.lengths.max()))
+        sizes = self.layout.sizes
+        with one_thread():
+            share = share_out(self.layout, batch, self.max_tokens, lambda part: part, together)
+            # The stages of a pipeline exchange tensors of one size.
+            lengths = [padded_starts(part.lengths, sizes.tp, sizes.cp)[1] for part in share.staged]
+            longest = max(lengths) if sizes.pp > 1 else None
+            with agreed() if self.layout.size > 1 else contextlib.nullcontext():
+                staged = [MicroBatch.of(part, self.layout, self.device, longest) for part in share.staged]
+            return Share(share.rows, staged, share.own_rows)

@@ -1,0 +1,237 @@
+"""Values under canonical names, both ways, through the mappings of Megatron-Bridge.
+
+Bridge maps weights. Gradients and moments go the same way, which is right where a mapping only moves elements. One
+that computes with them, as zero-centred norms do, is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from verl_fn.backends.agreement import gathered
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.megatron.names import Canonical
+from verl_fn.backends.megatron.shards import Piece
+
+# Mappings that do more than move elements: what maps a weight is wrong for its gradient.
+_COMPUTING = frozenset({"RMSNorm2ZeroCenteredRMSNormMapping"})
+
+
+class Source(Protocol):
+    """Whole tensors by hub's name."""
+
+    @property
+    def collective(self) -> bool:
+        """Whether all ranks read together."""
+        ...
+
+    def __call__(self, hub: str) -> Tensor:
+        """Returns a tensor on the CPU; if ``collective``, all ranks ask for the same ones in the same order."""
+        ...
+
+
+@attrs.frozen(eq=False)
+class Task:
+    """A parameter of Megatron and the tensors that it is made of.
+
+    Attributes:
+        leaf: the name of its leaf in values of this backend: the hub's names, joined by ``+``.
+        hub: the hub's names of its tensors, as Bridge's mapping names them.
+        hub_anywhere: the hub's names of the tensors that any rank needs for the task of this number.
+        mapping: Bridge's mapping, for exporting.
+        importing: another instance of it. One that has imported a parameter knows its kind on this pipeline stage
+            alone, and an export would then wait for other stages that do not know it.
+        module: Megatron's module that has the parameter, None where it is on another pipeline stage.
+        param: the parameter.
+    """
+
+    leaf: str
+    hub: str | dict[str, str]
+    hub_anywhere: tuple[str, ...]
+    mapping: Any
+    importing: Any
+    module: nn.Module | None
+    param: nn.Parameter | None
+
+
+def tasks_of(bridge: Any, config: Any, model: nn.Module, head: str, canonical: Canonical) -> list[Task]:
+    """Returns the tasks of all parameters, in the same order on all ranks, which call it together.
+
+    Args:
+        bridge: Megatron-Bridge's ``AutoBridge``.
+        config: the config of the Hugging Face model.
+        model: Megatron's model, without wrappers.
+        head: ``lm`` or ``value``.
+        canonical: the canonical names.
+
+    Raises:
+        ModelError: a parameter has no mapping, or one that computes with elements.
+    """
+    parts, again = (_mappings(bridge, config, model, head) for _ in range(2))
+    names = [tuple(_names(mapping.hf_param)) for mapping, _, _ in parts]
+    by_rank = gathered(names)
+    tasks = []
+    for i, (mapping, module, param) in enumerate(parts):
+        if type(mapping).__name__ in _COMPUTING:
+            raise ModelError(f"{mapping.hf_param}: {type(mapping).__name__} changes values, not only their places")
+        anywhere = tuple(dict.fromkeys(name for of_rank in by_rank for name in of_rank[i]))
+        tasks.append(Task("+".join(names[i]), mapping.hf_param, anywhere, mapping, again[i][0], module, param))
+    _check_complete(model, tasks)
+    return sorted(tasks, key=lambda task: canonical.position(task.hub_anywhere))
+
+
+def _mappings(
+    bridge: Any, config: Any, model: Any, head: str
+) -> list[tuple[Any, nn.Module | None, nn.Parameter | None]]:
+    """Returns Bridge's mapping of every parameter, with the module and the parameter where this rank has it."""
+    from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
+
+    given = [t for t in bridge._model_bridge.build_conversion_tasks(config, [model]) if t is not None]
+    if head == "value":
+        given = [t for t in given if not t.global_param_name.startswith("output_layer.")]
+    parts = [(t.mapping, t.megatron_module, t.param_weight) for t in given]
+    if head == "value":
+        layer = model.output_layer if model.post_process else None
+        for name in ("weight", "bias"):
+            mapping = ReplicatedMapping(f"output_layer.{name}", f"score.{name}")
+            mapping.set_process_groups_from_pg_collection(model.pg_collection)
+            parts.append((mapping, layer, None if layer is None else getattr(layer, name)))
+    return parts
+
+
+def _check_complete(model: nn.Module, tasks: list[Task]) -> None:
+    mapped = {id(task.param) for task in tasks}
+    tied = getattr(model, "share_embeddings_and_output_weights", False)
+    lacking = [
+        name
+        for name, p in model.named_parameters()
+        if id(p) not in mapped and not (tied and name == "output_layer.weight")
+    ]
+    if lacking:
+        raise ModelError(f"Megatron-Bridge has no mapping for {len(lacking)} parameters, such as {lacking[:3]}")
+
+
+def _names(hub: str | Mapping[str, str]) -> list[str]:
+    return [hub] if isinstance(hub, str) else list(hub.values())
+
+
+def named(
+    tasks: list[Task], pieces: Mapping[str, Piece], canonical: Canonical, leaves: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields whole tensors by canonical name; all ranks go through them together.
+
+    Args:
+        tasks: of all parameters.
+        pieces: the pieces of this rank by leaf.
+        canonical: the canonical names.
+        leaves: the elements that this rank owns, by leaf.
+    """
+
+    def by_hub() -> Iterator[tuple[str, Tensor]]:
+        for task in tasks:
+            whole = None if task.param is None else pieces[task.leaf].whole(leaves[task.leaf].to(task.param.device))
+            yield from task.mapping.megatron_to_hf(whole, task.module).items()
+
+    with torch.no_grad():
+        yield from canonical.joined(by_hub())
+
+
+def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> dict[str, Tensor]:
+    """Returns the elements that this rank owns of whole tensors, by leaf, fp32; all ranks call it together.
+
+    Args:
+        tasks: of all parameters.
+        pieces: the pieces of this rank by leaf.
+        source: the whole tensors.
+    """
+    found: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for task in tasks:
+            own = _names(task.hub)
+            wanted = task.hub_anywhere if source.collective else own
+            if task.module is None and not source.collective:
+                continue
+            whole = {name: source(name) for name in wanted}
+            if task.module is None or task.param is None:
+                continue
+            param, piece = task.param, pieces[task.leaf]
+            tensors = {name: whole[name].to(param.device, torch.float32) for name in own}
+            given = tensors[own[0]] if isinstance(task.hub, str) else {k: tensors[v] for k, v in task.hub.items()}
+            with _in_fp32(task.module):
+                converted = task.importing.hf_to_megatron(given, task.module)
+            if converted.shape != param.shape:
+                # Megatron pads the vocabulary with rows that no token has.
+                padded = converted.new_zeros(param.shape)
+                padded[: len(converted)] = converted
+                converted = padded
+            found[task.leaf] = converted.reshape(-1)[piece.start : piece.stop].clone()
+    return {leaf: found[leaf] for leaf in pieces}
+
+
+@contextlib.contextmanager
+def _in_fp32(module: nn.Module) -> Iterator[None]:
+    """Lets a module's parameters look fp32, since Bridge sends tensors between ranks in the dtype of the parameter.
+
+    Other parameters take their place, without memory: one whose data gets another dtype loses the hooks of Megatron's
+    DDP, and with them its gradient.
+    """
+    owners = [(owner, dict(owner._parameters)) for owner in module.modules()]
+    for owner, params in owners:
+        for name, p in params.items():
+            if p is not None and p.dtype != torch.float32:
+                owner._parameters[name] = nn.Parameter(torch.zeros((), device=p.device).expand(p.shape))
+    try:
+        yield
+    finally:
+        for owner, params in owners:
+            owner._parameters.update(params)
+
+
+@attrs.frozen(eq=False)
+class Sent:
+    """Tensors that the first rank has and sends to all others.
+
+    Attributes:
+        canonical: the canonical names.
+        whole: the tensors by canonical name, on the first rank; any mapping on others.
+    """
+
+    canonical: Canonical
+    whole: Mapping[str, Tensor]
+    collective: bool = True
+
+    def __call__(self, hub: str) -> Tensor:
+        place = self.canonical.place(hub)
+        shape = place.of(self.canonical.shapes[place.name]).shape
+        own = place.of(self.whole[place.name]).float().contiguous() if dist.get_rank() == 0 else torch.empty(shape)
+        if dist.get_world_size() > 1:
+            dist.broadcast(own, 0)
+        return own
+
+
+@attrs.frozen(eq=False)
+class Read:
+    """Tensors that each rank reads by itself.
+
+    Attributes:
+        canonical: the canonical names.
+        rows: returns rows of a tensor by canonical name, from the first to the one before the last.
+    """
+
+    canonical: Canonical
+    rows: Callable[[str, int, int], Tensor]
+    collective: bool = False
+
+    def __call__(self, hub: str) -> Tensor:
+        place = self.canonical.place(hub)
+        count = self.canonical.shapes[place.name].shape[0]
+        if place.expert is None:
+            return self.rows(place.name, 0, count)
+        return self.rows(place.name, place.expert, place.expert + 1)[0, place.start : place.end]

@@ -1,0 +1,152 @@
+"""Imports megatron-core and Megatron-Bridge, and says where they come from.
+
+Everything of either library that this backend uses and that is not documented as public is named in ``PRIVATE``, and
+a test looks up each of these names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from verl_fn.errors import UserError
+
+CORE, BRIDGE = "0.19", "0.6"
+INSTALL = (
+    "pip install --no-deps megatron-core==0.19.2 megatron-bridge==0.6.2 omegaconf==2.4.0 "
+    "antlr4-python3-runtime==4.9.3 einops==0.8.2"
+)
+PRIVATE: dict[str, tuple[str, ...]] = {
+    "megatron.bridge.AutoBridge": ("_model_bridge",),
+    "megatron.bridge.models.conversion.model_bridge.MegatronModelBridge": ("build_conversion_tasks",),
+    "megatron.core.distributed.DistributedDataParallel": ("start_param_sync", "zero_grad_buffer"),
+}
+_NEEDS_TE = "import transformer_engine.pytorch as te"
+_WITHOUT_TE = "from verl_fn.backends.megatron.importing import no_transformer_engine as te"
+_IMPORTS_TE = frozenset({"megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora"})
+
+
+class MegatronMissing(UserError, ImportError):
+    """megatron-core or Megatron-Bridge cannot be imported."""
+
+
+class _Never:
+    """A class that nothing is an instance of."""
+
+
+no_transformer_engine: Any = types.SimpleNamespace(
+    Linear=type("Linear", (_Never,), {}),
+    LayerNormLinear=type("LayerNormLinear", (_Never,), {}),
+    GroupedLinear=type("GroupedLinear", (_Never,), {}),
+    ops=types.SimpleNamespace(Sequential=type("Sequential", (_Never,), {})),
+)
+"""What Megatron-Bridge's LoRA layers get in place of transformer-engine, whose classes they only compare with."""
+
+
+@functools.cache
+def has_transformer_engine() -> bool:
+    """Returns whether transformer-engine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def check_installed() -> None:
+    """Checks what can be known without importing anything.
+
+    Raises:
+        MegatronMissing: a package is missing, or Python is too old.
+    """
+    if sys.version_info < (3, 12):
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise MegatronMissing(f"Megatron-Bridge needs Python 3.12, and this is Python {version}")
+    for module in ("megatron", "megatron.core", "megatron.bridge"):
+        if module == "megatron.bridge" and "megatron.bridge" in sys.modules:
+            continue
+        if importlib.util.find_spec(module) is None:
+            raise MegatronMissing(f"there is no package {module}; install it with `{INSTALL}`")
+
+
+@functools.cache
+def load_bridge() -> Any:
+    """Imports Megatron-Bridge and returns its ``AutoBridge``.
+
+    Without transformer-engine, one line of two of Bridge's modules is replaced as they are imported, since they
+    import it even where it is not used.
+
+    Raises:
+        MegatronMissing: a package is missing, or Python is too old.
+    """
+    check_installed()
+    if not has_transformer_engine() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    try:
+        with quiet():
+            from megatron.bridge import AutoBridge
+            from megatron.bridge.peft import utils as peft_utils
+    except ImportError as error:
+        raise MegatronMissing(
+            f"Megatron-Bridge cannot be imported: {error}; install what it needs with `{INSTALL}`"
+        ) from error
+    if not has_transformer_engine():
+        # megatron-core puts mocks where transformer-engine is missing, which Bridge takes for the library.
+        peft_utils.HAVE_TE = False
+    return AutoBridge
+
+
+def about() -> dict[str, str]:
+    """Returns the version and the folder of megatron-core and of Megatron-Bridge, by name."""
+    load_bridge()
+    import megatron.bridge
+    import megatron.core
+
+    found = {}
+    for name, module in (("megatron-core", megatron.core), ("megatron-bridge", megatron.bridge)):
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            version = getattr(module, "__version__", "unknown")
+        found[name] = f"{version} ({next(iter(module.__path__))})"
+    return found
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hides what the libraries log, warn about and print as they make a model, such as kernels that are missing."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the modules of Bridge that import transformer-engine, and loads them without it."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in _IMPORTS_TE:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> types.CodeType:
+        source = self.get_data(self.path).decode()
+        return compile(source.replace(_NEEDS_TE, _WITHOUT_TE, 1), self.path, "exec", dont_inherit=True)

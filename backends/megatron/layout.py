@@ -1,0 +1,209 @@
+"""How ranks share a model: tensor, pipeline, context, expert and data parallelism, over Megatron's process groups."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+
+from verl_fn.backends.hf.ulysses import LayoutError
+
+
+@attrs.frozen
+class Sizes:
+    """How many ranks share a model in each way.
+
+    Attributes:
+        tp: share the matrices of each layer (tensor parallelism).
+        pp: share the layers (pipeline parallelism).
+        cp: share the tokens of each row (context parallelism).
+        ep: share the experts (expert parallelism); the data-parallel and context-parallel ranks do.
+        sp: ranks that share matrices also share the tokens between them (Megatron's sequence parallelism).
+
+    Example:
+        >>> Sizes(tp=2, pp=2).check(8)
+        2
+        >>> Sizes(tp=3).check(8)
+        Traceback (most recent call last):
+        verl_fn.backends.hf.ulysses.LayoutError: tp x pp x cp = 3 does not divide the 8 ranks of this run
+    """
+
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sp: bool = False
+
+    def check(self, ranks: int) -> int:
+        """Returns how many ranks have rows of their own (data parallelism).
+
+        Raises:
+            LayoutError: the sizes do not divide the ranks.
+        """
+        for name in ("tp", "pp", "cp", "ep"):
+            if getattr(self, name) < 1:
+                raise LayoutError(f"{name} = {getattr(self, name)} must be at least 1")
+        model = self.tp * self.pp * self.cp
+        if ranks % model:
+            raise LayoutError(f"tp x pp x cp = {model} does not divide the {ranks} ranks of this run")
+        if (ranks // self.pp) % self.ep:
+            raise LayoutError(f"ep = {self.ep} does not divide the {ranks // self.pp} ranks of a pipeline stage")
+        if self.sp and self.tp == 1:
+            raise LayoutError("sp shares tokens between the ranks of tensor parallelism, so it needs tp above 1")
+        return ranks // model
+
+    def check_model(self, config: Any) -> None:
+        """Raises an error for a model that these ranks cannot share.
+
+        Args:
+            config: the config of a Hugging Face model.
+
+        Raises:
+            LayoutError: they do not divide its heads, layers or experts.
+        """
+        heads = config.num_attention_heads
+        kv = getattr(config, "num_key_value_heads", None) or heads
+        experts = next(
+            (n for name in ("num_experts", "num_local_experts") if (n := getattr(config, name, None))), None
+        )
+        for size, count, name, what in (
+            (self.tp, heads, "tp", "attention heads"),
+            (self.tp, kv, "tp", "key-value heads"),
+            (self.pp, config.num_hidden_layers, "pp", "layers"),
+        ):
+            if count % size:
+                raise LayoutError(f"{name} = {size} does not divide the model's {count} {what}")
+        if self.ep > 1 and not experts:
+            raise LayoutError(f"ep = {self.ep}, and the model has no experts")
+        if experts and experts % self.ep:
+            raise LayoutError(f"ep = {self.ep} does not divide the model's {experts} experts")
+        if experts and self.tp > 1 and not self.sp:
+            raise LayoutError("a model with experts needs sp = true where tp is above 1, as Megatron does")
+
+
+@attrs.frozen(eq=False)
+class Layout:
+    """The place of this rank among all ranks.
+
+    Megatron keeps its process groups in globals of a module. Several backends can live in one process, so each call
+    of a backend puts its own groups there; see ``active``.
+
+    Attributes:
+        sizes: how the model is shared.
+        rank: the number of this process.
+        size: how many processes there are.
+        dp: how many ranks have rows of their own.
+        groups: Megatron's ``ProcessGroupCollection``.
+        globals: the globals of ``megatron.core.parallel_state`` for this layout.
+    """
+
+    sizes: Sizes
+    rank: int
+    size: int
+    dp: int
+    groups: Any
+    globals: dict[str, Any]
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> Layout:
+        """Returns the layout of all ranks of the default process group, and makes its groups the first time.
+
+        Raises:
+            LayoutError: the sizes do not divide the number of ranks.
+        """
+        from megatron.core import parallel_state
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        size = dist.get_world_size()
+        dp = sizes.check(size)
+        if (made := _MADE.get((sizes, dist.group.WORLD))) is not None:
+            return made
+        before = _globals(parallel_state)
+        if not _EMPTY:
+            _EMPTY.update(before)
+        _set(parallel_state, _EMPTY)
+        try:
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=sizes.tp,
+                pipeline_model_parallel_size=sizes.pp,
+                context_parallel_size=sizes.cp,
+                expert_model_parallel_size=sizes.ep,
+                expert_tensor_parallel_size=1,
+            )
+            groups = ProcessGroupCollection.use_mpu_process_groups()
+            made = cls(sizes, dist.get_rank(), size, dp, groups, _globals(parallel_state))
+            _MADE[sizes, dist.group.WORLD] = made
+            return made
+        finally:
+            _set(parallel_state, before)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Puts this layout's process groups into Megatron's globals inside."""
+        from megatron.core import parallel_state
+
+        before = _globals(parallel_state)
+        _set(parallel_state, self.globals)
+        try:
+            yield
+        finally:
+            _set(parallel_state, before)
+
+    # What `row_sharing` asks of a layout.
+
+    @property
+    def shares(self) -> int:
+        """Into how many parts the rows are dealt."""
+        return self.dp
+
+    @property
+    def share(self) -> int:
+        """The number of this rank's part."""
+        return self.share_of(self.rank)
+
+    @property
+    def answering(self) -> range:
+        """For each share, the rank that has its outputs: the first one of its last pipeline stage."""
+        return range(self.size - self.size // self.sizes.pp, self.size, self.sizes.tp * self.sizes.cp)
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank reports the metrics of its share."""
+        return self.rank in self.answering
+
+    def share_of(self, rank: int) -> int:
+        """Returns the share of a rank. Megatron numbers ranks by tp first, then by cp, dp and pp."""
+        return rank // (self.sizes.tp * self.sizes.cp) % self.dp
+
+    @property
+    def tp_rank(self) -> int:
+        """The number of this rank among those that share matrices."""
+        return self.groups.tp.rank()
+
+    @property
+    def first_stage(self) -> bool:
+        """Whether this rank has the first layers."""
+        return self.groups.pp.rank() == 0
+
+    @property
+    def last_stage(self) -> bool:
+        """Whether this rank has the last layers and the output layer."""
+        return self.groups.pp.rank() == self.sizes.pp - 1
+
+
+_EMPTY: dict[str, Any] = {}
+"""Megatron's globals before any layout was made."""
+_MADE: dict[Any, Layout] = {}
+"""The layouts of this process, whose backends share process groups: there are dozens of groups in each."""
+
+
+def _globals(module: Any) -> dict[str, Any]:
+    """Returns the groups and sizes that Megatron keeps in a module."""
+    return {name: value for name, value in vars(module).items() if name.startswith("_") and name[1:].isupper()}
+
+
+def _set(module: Any, values: dict[str, Any]) -> None:
+    vars(module).update(values)

@@ -1,0 +1,110 @@
+"""Log-probabilities and entropy where each rank has a part of the vocabulary, a chunk of tokens at a time.
+
+No rank ever has logits of the whole vocabulary, or of its part for all tokens. With logits of this rank's part r and
+their log-normaliser z_r, the log-normaliser of all is z = log sum_r exp(z_r), and the entropy is
+sum_r w_r (H_r - log w_r), where w_r = exp(z_r - z) and H_r is the entropy of softmax over the part alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from verl_fn.backends.hf.logprobs import CPU_CHUNK, CUDA_CHUNK, gradient_in_place, reduce_rows, slices
+
+
+def shared_logprobs_and_entropy(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "v H"],
+    targets: Int[Tensor, " N"],
+    temperature: Float[Tensor, " N"] | None,
+    *,
+    first: int,
+    group: Any,
+    entropy: bool = False,
+    chunk: int | None = None,
+) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
+    """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
+
+    The results are the same on all ranks of ``group``. The gradient of ``hidden`` is this rank's part, whose sum over
+    the ranks is the gradient.
+
+    Args:
+        hidden: a hidden state for each target, the same on all ranks.
+        weight: this rank's rows of the output layer.
+        targets: token ids.
+        temperature: one for each target; None stands for 1.
+        first: the token id of the first of these rows.
+        group: the ranks that have the other rows.
+        entropy: also compute entropies, which are None otherwise.
+        chunk: how many tokens are computed at a time.
+    """
+    if chunk is None:
+        chunk = max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // max(1, len(weight)))
+    own = targets - first
+    # A kernel writes the gradient of the target where the number of a column is its id; -1 is none.
+    own = torch.where((own >= 0) & (own < len(weight)), own, -1)
+    logprobs, entropies = _SharedLogProbs.apply(hidden, weight, own, temperature, group, entropy, chunk)
+    return logprobs, entropies if entropy else None
+
+
+class _SharedLogProbs(torch.autograd.Function):
+    """The fused function: log-probabilities, and entropies, which are zeros unless asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor | None,
+        group: Any,
+        entropy: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        log_z, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
+        for part in slices(len(hidden), chunk):
+            logits = torch.nn.functional.linear(hidden[part], weight)
+            heat = None if temperature is None else temperature[part]
+            of_part = entropies[part] if entropy else None
+            reduce_rows(logits, targets[part].clamp(min=0), heat, logprobs[part], log_z[part], of_part)
+        # Of the target's logit, which one rank has, and of the parts of the normaliser.
+        logit = torch.where(targets >= 0, logprobs + log_z, 0.0)
+        by_rank = log_z.new_empty(group.size(), len(log_z))
+        dist.all_gather_into_tensor(by_rank.view(-1), log_z, group=group)
+        whole_z = torch.logsumexp(by_rank, 0)
+        if entropy:
+            share = log_z - whole_z
+            entropies = share.exp() * (entropies - share)
+        sums = torch.stack([logit, entropies])
+        dist.all_reduce(sums, group=group)
+        logprobs, entropies = sums[0] - whole_z, sums[1]
+        ctx.save_for_backward(hidden, weight, targets, temperature, whole_z, entropies)
+        ctx.entropy, ctx.chunk = entropy, chunk
+        if not entropy:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, temperature, log_z, entropies = ctx.saved_tensors
+        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
+        d_logprobs, d_entropies = d_logprobs.contiguous(), d_entropies.contiguous()
+        for part in slices(len(hidden), ctx.chunk):
+            logits = torch.nn.functional.linear(hidden[part], weight)
+            heat = None if temperature is None else temperature[part]
+            of_part = entropies[part] if ctx.entropy else None
+            gradient_in_place(logits, targets[part], heat, log_z[part], d_logprobs[part], of_part, d_entropies[part])
+            torch.mm(logits, weight, out=d_hidden[part])
+            if weight.dtype == torch.float32:
+                d_weight.addmm_(logits.t(), hidden[part])
+            elif weight.is_cuda:
+                torch.addmm(d_weight, logits.t(), hidden[part], out_dtype=torch.float32, out=d_weight)
+            else:
+                d_weight.add_(logits.t() @ hidden[part])
+        return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None

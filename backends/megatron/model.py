@@ -1,0 +1,266 @@
+"""Makes Megatron's model of a Hugging Face folder, through Megatron-Bridge, in Megatron's DDP."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+from verl_fn.backends.hf.config import ModelError, read_config, refused
+from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
+from verl_fn.backends.megatron.layout import Layout
+
+# What this backend decides itself; a provider's override of these would break what it promises.
+DECIDED = frozenset({
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
+    "sequence_parallel", "params_dtype", "bf16", "fp16", "pipeline_dtype", "autocast_dtype", "hidden_dropout",
+    "attention_dropout", "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
+    "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
+})  # fmt: skip
+
+
+@attrs.frozen(eq=False)
+class Built:
+    """A model of Megatron on this rank.
+
+    Attributes:
+        bridge: Megatron-Bridge's ``AutoBridge``.
+        config: the config of the Hugging Face model.
+        ddp: Megatron's ``DistributedDataParallel``.
+        model: the model inside, a ``GPTModel``.
+        tied: on the first and last of several stages, the weight that both have; otherwise None.
+    """
+
+    bridge: Any
+    config: Any
+    ddp: Any
+    model: Any
+    tied: nn.Parameter | None
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The rows of the output layer that this rank has, on the last stage."""
+        if self.model.share_embeddings_and_output_weights:
+            return self.model.shared_embedding_or_output_weight()
+        return self.model.output_layer.weight
+
+
+class ValueHead(nn.Module):
+    """A scalar for each token, in the place of Megatron's output layer; every rank of tensor parallelism has it."""
+
+    def __init__(self, width: int, like: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, width, dtype=like.dtype, device=like.device))
+        self.bias = nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Returns the values of hidden states, ``[N, 1]``."""
+        return nn.functional.linear(hidden, self.weight, self.bias)
+
+
+@attrs.frozen(eq=False)
+class How:
+    """How a model is made.
+
+    Attributes:
+        head: ``lm``, or ``value`` for a scalar head.
+        dtype: compute dtype.
+        device: the device of this rank.
+        checkpointing: recompute each layer in the backward pass.
+        provider: fields of Bridge's provider.
+    """
+
+    head: str
+    dtype: torch.dtype
+    device: torch.device
+    checkpointing: bool
+    provider: Mapping[str, Any]
+
+
+def build(folder: str | Path, layout: Layout, how: How) -> Built:
+    """Makes the model of a folder, whose weights are not read; all ranks call it together.
+
+    Args:
+        folder: a Hugging Face model folder.
+        layout: how ranks share the model.
+        how: how it is made.
+
+    Raises:
+        ModelError: Megatron-Bridge does not know this family, or a field does not exist.
+        LayoutError: the model cannot be shared in this way.
+    """
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    config = _causal(read_config(folder))
+    layout.sizes.check_model(config)
+    settings = _settings(layout, how, config)
+    if how.head == "value":
+        settings["share_embeddings_and_output_weights"] = False
+    bridge, provider = _provider(config, folder, settings, how.provider)
+    padding = getattr(config, "pad_token_id", None)
+    hooks: list[Any] = [functools.partial(_without_padding_gradient, layout=layout, padding=padding)]
+    if how.head == "value":
+        hooks.insert(0, _with_value_head)
+    cuda = [how.device] if how.device.type == "cuda" else []
+    # DDP hangs its hooks on the graph of autograd.
+    with layout.active(), torch.random.fork_rng(devices=cuda), torch.enable_grad(), quiet():
+        model_parallel_cuda_manual_seed(0)
+        provider.finalize()
+        (ddp,) = provider.provide_distributed_model(
+            ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            use_cpu_initialization=how.device.type == "cpu",
+            mixed_precision_wrapper=None,
+            pre_wrap_hook=hooks,
+            pg_collection=layout.groups,
+        )
+    ddp.train()
+    model, tied = ddp.module, None
+    if (
+        layout.sizes.pp > 1
+        and model.share_embeddings_and_output_weights
+        and (model.pre_process or model.post_process)
+    ):
+        tied = model.shared_embedding_or_output_weight()
+    return Built(bridge, config, ddp, model, tied)
+
+
+def _provider(
+    config: Any, folder: str | Path, settings: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[Any, Any]:
+    """Returns Bridge's ``AutoBridge`` of a config, and its provider with these fields.
+
+    Raises:
+        ModelError: Bridge does not know this family, or a field does not exist.
+    """
+    auto = load_bridge()
+    with refused(f"{folder}: Megatron-Bridge makes no model of it"), quiet():
+        bridge = auto.from_hf_config(config)
+        provider = bridge.to_megatron_provider(load_weights=False)
+    for name, value in {**settings, **_checked(provider, overrides, folder)}.items():
+        setattr(provider, name, value)
+    if _plain(settings["params_dtype"]):
+        provider.transformer_layer_spec = _spec
+    return bridge, provider
+
+
+def _causal(config: Any) -> Any:
+    """Returns the config with the language model's architecture, which Bridge looks up: a critic's has another.
+
+    Raises:
+        ModelError: transformers has no language model for it.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    if name is None:
+        raise ModelError(f"transformers has no language model of the type {config.model_type}")
+    config.architectures = [name]
+    return config
+
+
+def _settings(layout: Layout, how: How, config: Any) -> dict[str, Any]:
+    """Returns the fields of Bridge's provider that this backend decides."""
+    sizes, dtype = layout.sizes, how.dtype
+    settings: dict[str, Any] = {
+        "tensor_model_parallel_size": sizes.tp, "pipeline_model_parallel_size": sizes.pp,
+        "context_parallel_size": sizes.cp, "expert_model_parallel_size": sizes.ep, "expert_tensor_parallel_size": 1,
+        "sequence_parallel": sizes.sp, "params_dtype": dtype, "pipeline_dtype": dtype, "autocast_dtype": dtype,
+        "bf16": dtype == torch.bfloat16, "fp16": False, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        # Megatron then adds gradients up, and divides by nothing.
+        "calculate_per_token_loss": True,
+        "perform_initialization": False,
+        "should_pad_vocab": config.vocab_size % sizes.tp != 0, "make_vocab_size_divisible_by": 1,
+        # A loss that a config inherits would change gradients unseen.
+        "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None,
+        "moe_token_dispatcher_type": "alltoall", "mtp_num_layers": None,
+    }  # fmt: skip
+    if how.checkpointing:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if _plain(dtype):
+        settings |= dict.fromkeys(
+            ("gradient_accumulation_fusion", "masked_softmax_fusion", "persist_layer_norm", "bias_activation_fusion",
+             "bias_dropout_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion",
+             "moe_grouped_gemm", "moe_router_fusion"),
+            False,
+        )  # fmt: skip
+    return settings
+
+
+def _plain(dtype: torch.dtype) -> bool:
+    """Returns whether layers of megatron-core are used instead of those of transformer-engine, which lack fp32."""
+    return dtype == torch.float32 or not has_transformer_engine()
+
+
+def _checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> Mapping[str, Any]:
+    """Returns the overrides of a provider.
+
+    Raises:
+        ModelError: a field does not exist, or is decided by this backend.
+    """
+    fields = {field.name for field in dataclasses.fields(provider)}
+    for name in overrides:
+        if name in DECIDED:
+            raise ModelError(f"{folder}: the provider's field {name} cannot be set; this backend decides it")
+        if name not in fields:
+            near = difflib.get_close_matches(name, sorted(fields), 3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ModelError(f"{folder}: {type(provider).__name__} has no field {name}{hint}")
+    return overrides
+
+
+def _spec(config: Any, vp_stage: int | None = None) -> Any:
+    """Returns the layers of a model without transformer-engine, with attention and norms of our own."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    from verl_fn.backends.megatron.attention import PackedAttention
+    from verl_fn.backends.megatron.norm import RMSNorm
+
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    own_norm = config.normalization == "RMSNorm"
+    if config.sequence_parallel and not own_norm:
+        raise ModelError(f"sp needs transformer-engine for a model with {config.normalization}")
+    for layer in block.layer_specs:
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if own_norm:
+            parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+            if config.qk_layernorm:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if own_norm:
+        block.layer_norm = RMSNorm
+    return block
+
+
+def _with_value_head(chunks: list[Any]) -> list[Any]:
+    for model in chunks:
+        if model.post_process:
+            model.output_layer = ValueHead(model.config.hidden_size, next(model.decoder.parameters()))
+    return chunks
+
+
+def _without_padding_gradient(chunks: list[Any], layout: Layout, padding: int | None) -> list[Any]:
+    """Makes the embedding of the padding token a constant, as transformers does."""
+
+    def embed(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], rows: Tensor) -> Tensor:
+        ids = args[0] if args else kwargs["input_"]
+        is_padding = (ids == padding).reshape(-1)
+        if rows.numel() // rows.shape[-1] != len(is_padding):
+            # Ranks of tensor parallelism share the tokens.
+            is_padding = is_padding.chunk(layout.sizes.tp)[layout.tp_rank]
+        return torch.where(is_padding.view(*rows.shape[:-1], 1), rows.detach(), rows)
+
+    for model in chunks:
+        if model.pre_process and padding is not None:
+            model.embedding.word_embeddings.register_forward_hook(embed, with_kwargs=True)
+    return chunks

@@ -1,0 +1,29 @@
+"""RMSNorm for machines without transformer-engine, in the model's dtype and with sequence parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation in fp32, scaled in the model's dtype.
+
+    Megatron-Bridge takes a module of this name for a norm, whose weight every rank has.
+
+    Source: Zhang and Sennrich 2019 (arXiv 1910.07467).
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron adds up the gradients of ranks that share the tokens.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the normalised tensor, of the same shape and dtype."""
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)

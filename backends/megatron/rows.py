@@ -1,0 +1,141 @@
+"""Packed micro-batches as Megatron wants them: padded rows, cut for the ranks that share them.
+
+With context parallelism each row is padded to a multiple of 2 cp tokens and cut into 2 cp chunks. Rank r gets chunks
+r and 2 cp - 1 - r, so that causal attention takes all ranks equally long. Padding at the end of a row is seen by no
+token of it, and padding at the end of the micro-batch is a row of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from verl_fn.backends.hf.outputs import check_targets
+from verl_fn.backends.hf.ulysses import Whole
+from verl_fn.backends.megatron.layout import Layout
+from verl_fn.state import Batch
+
+PADDING = 0  # the id of a token that no loss reads
+
+
+@attrs.frozen(eq=False)
+class MicroBatch:
+    """A micro-batch on the device of one rank.
+
+    Attributes:
+        batch: its rows, whole.
+        tokens: this rank's tokens, padding included, ``[1, t]``.
+        positions: the place of each in its row, ``[1, t]``.
+        packed: Megatron's ``PackedSeqParams``.
+        targets: the indices in the batch of the tokens with ``response_mask`` that this rank computes.
+        seen: for each, the index among this rank's tokens of the one before it.
+        last: for each row, as ``seen``, the index of its last token.
+        last_rows: the rows whose last token this rank has.
+        temperature: one for each target, or None where all are 1.
+        group: the ranks that share the rows, if any do.
+    """
+
+    batch: Batch
+    tokens: Int[Tensor, "1 t"]
+    positions: Int[Tensor, "1 t"]
+    packed: Any
+    targets: Int[Tensor, " n"]
+    seen: Int[Tensor, " n"]
+    last: Int[Tensor, " b"]
+    last_rows: Int[Tensor, " b"]
+    temperature: Tensor | None
+    group: Any
+
+    @classmethod
+    def of(cls, batch: Batch, layout: Layout, device: torch.device, length: int | None = None) -> MicroBatch:
+        """Cuts a batch on the CPU for this rank, and copies it to a device.
+
+        Args:
+            batch: the micro-batch.
+            layout: how ranks share rows.
+            device: the device to compute on.
+            length: how many tokens all ranks of the micro-batch have together, padding included; by default as few
+                as fit.
+
+        Raises:
+            ValueError: as ``check_targets``.
+        """
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        targets = check_targets(batch)
+        sizes = layout.sizes
+        starts, total = padded_starts(batch.lengths, sizes.tp, sizes.cp)
+        length = max(total, length or 0)
+        ends = starts if length == int(starts[-1]) else torch.cat([starts, torch.tensor([length])])
+        places = starts[:-1].repeat_interleave(batch.lengths) + _within(batch)
+        own = _own_places(ends, sizes.cp, layout.groups.cp.rank())
+        index = torch.full((length,), -1).index_copy(0, own, torch.arange(len(own)))
+        tokens = torch.full((length,), PADDING).index_copy(0, places, batch.tokens)[own]
+        positions = (torch.arange(length) - ends[:-1].repeat_interleave(ends.diff()))[own]
+        seen, last = index[places[targets - 1]], index[places[batch.last]]
+        mine, mine_last = seen >= 0, last >= 0
+        temperature = None
+        if "temperature" in batch and bool((batch["temperature"] != 1.0).any()):
+            temperature = batch.spread(batch["temperature"].float())[targets][mine].to(device)
+        cu, longest = ends.int().to(device), int(ends.diff().max())
+        packed = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
+            max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=layout.groups.cp,
+        )  # fmt: skip
+        return cls(
+            batch.to(device),
+            tokens[None].to(device),
+            positions[None].to(device),
+            packed,
+            targets[mine].to(device),
+            seen[mine].to(device),
+            last[mine_last].to(device),
+            mine_last.nonzero()[:, 0].to(device),
+            temperature,
+            layout.groups.cp if sizes.cp > 1 else None,
+        )
+
+    def spread(self, values: Tensor, *, rows: bool = False) -> Tensor:
+        """Returns values for this rank's targets, or rows, as a whole vector: ``[T]`` or ``[B]``.
+
+        Ranks that share the rows add up their parts.
+        """
+        places, size = (self.last_rows, len(self.batch)) if rows else (self.targets, self.batch.num_tokens)
+        whole = values.new_zeros(size).index_copy(0, places, values)
+        return whole if self.group is None else Whole.apply(whole, self.group)
+
+
+def padded_starts(lengths: Int[Tensor, " b"], tp: int, cp: int) -> tuple[Tensor, int]:
+    """Returns where each padded row starts, with the end of the last, and the length that ranks can share.
+
+    Example:
+        >>> padded_starts(torch.tensor([3, 5]), 1, 1)
+        (tensor([0, 3, 8]), 8)
+        >>> padded_starts(torch.tensor([3, 5]), 2, 2)
+        (tensor([ 0,  4, 12]), 12)
+    """
+    each = 2 * cp if cp > 1 else 1
+    rounded = (lengths + each - 1) // each * each
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), rounded.cumsum(0)])
+    align = math.lcm(each, tp * cp)
+    return starts, -(-int(starts[-1]) // align) * align
+
+
+def _within(batch: Batch) -> Tensor:
+    return torch.arange(batch.num_tokens) - batch.cu_seqlens[:-1].long().repeat_interleave(batch.lengths)
+
+
+def _own_places(ends: Tensor, cp: int, rank: int) -> Tensor:
+    """Returns the places of this rank's tokens among all, in order."""
+    if cp == 1:
+        return torch.arange(int(ends[-1]))
+    lengths = ends.diff()
+    chunk = (lengths // (2 * cp)).repeat_interleave(lengths)
+    within = torch.arange(int(ends[-1])) - ends[:-1].repeat_interleave(lengths)
+    number = within // chunk
+    return ((number == rank) | (number == 2 * cp - 1 - rank)).nonzero()[:, 0]

@@ -1,0 +1,148 @@
+"""Saves and restores states under canonical names, as every backend does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from verl_fn.backends.agreement import agreed, gathered, require_same
+from verl_fn.backends.checkpoint import state_folder as checkpoint
+from verl_fn.backends.hf.config import check_same_config
+from verl_fn.backends.hf.direct import Weights
+from verl_fn.backends.hf.folder import Hollow
+from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.megatron.layout import Layout
+from verl_fn.backends.tensor_file import Part, Slices
+from verl_fn.state import Named, Params, TrainState
+from verl_fn.state.frozen import FrozenDict
+from verl_fn.state.node import rebuild
+from verl_fn.state.serial import flatten
+
+NamedOf = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
+Rows = Callable[[str, int, int], Tensor]
+
+
+def save(
+    state: TrainState, folder: Path, skeleton: Skeleton, made_from: Path, named: NamedOf, layout: Layout
+) -> None:
+    """Writes a state into ``folder``; all ranks call it together.
+
+    Whole tensors are gathered one after the other, and each is kept and written by one rank, in turn.
+
+    Args:
+        state: the state.
+        folder: where to save.
+        skeleton: transformers' model.
+        made_from: the model's own folder.
+        named: returns whole tensors by canonical name.
+        layout: how ranks share the model.
+    """
+    number = 0
+
+    def parts(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Part]:
+        nonlocal number
+        found = {}
+        for name, t in tensors:
+            elements = t.detach().reshape(-1)
+            if number % layout.size != layout.rank:
+                elements = elements[:0]
+            found[name] = Part(elements.to("cpu", copy=True), 0, t.shape)
+            number += 1
+        return found
+
+    others, scalars = flatten(attrs.evolve(state, params=Params({}), optimizer=_hollow(state.optimizer)))
+    rest = parts(iter(others.items()))
+    for path, value in named_parts(state.optimizer):
+        rest |= parts((f".optimizer{path}[{name!r}]", t) for name, t in named(value))
+    weights = parts(named(state.params)) | parts(iter(skeleton.constants.items()))
+
+    def describe(folder: Path) -> None:
+        checkpoint.describe_model(folder, skeleton, made_from)
+
+    checkpoint.save_state(folder, weights, rest, scalars, describe, gather=gathered, rank=layout.rank)
+
+
+def restore(
+    folder: Path,
+    skeleton: Skeleton,
+    blank: Params,
+    rest: TrainState,
+    divided: Callable[[Rows], dict[str, Tensor]],
+) -> TrainState:
+    """Returns the state that ``save`` of any backend wrote; all ranks call it together.
+
+    Args:
+        folder: where it was saved.
+        skeleton: transformers' model.
+        blank: whole parameters by canonical name, on the meta device.
+        rest: a state without parameters, whose optimizer tree is that of ``blank``.
+        divided: returns this rank's elements of whole tensors, whose rows a function reads by canonical name.
+
+    Raises:
+        CheckpointError: on all ranks, if the save was not finished, or a file is missing, damaged, or of another
+            model or optimizer.
+        LayoutError: ranks restore different states.
+    """
+    require_same({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
+    with agreed():
+        checkpoint.check_finished(folder)
+        check_same_config(skeleton, folder)
+    opened = checkpoint.open_state(folder, {**blank, **skeleton.constants}, rest, gather=gathered)
+    moments: dict[str, Any] = {}
+    for place, value in named_parts(rest.optimizer):
+
+        def rows(name: str, start: int, end: int, place: str = place) -> Tensor:
+            return opened.rest(f".optimizer{place}[{name!r}]", start, end)
+
+        moments[place] = rebuild(type(value), {"leaves": FrozenDict(divided(rows))})
+    state = opened.hollow
+
+    def fill(path: Any, part: Any) -> Any:
+        return moments[pytree.keystr(path)] if isinstance(part, Named) else part
+
+    optimizer = pytree.tree_map_with_path(fill, state.optimizer, is_leaf=lambda part: isinstance(part, Named))
+    return attrs.evolve(state, params=Params(divided(opened.model)), optimizer=optimizer)
+
+
+def readable(folder: str | Path, model: Hollow) -> Rows | None:
+    """Returns a function that reads rows of a folder's weights, or None where transformers has to convert them.
+
+    All ranks call it together.
+
+    Raises:
+        LayoutError: ranks read different weights.
+    """
+    weights = Weights.of(folder, model)
+    if not all(gathered(weights is not None)):
+        return None
+    assert weights is not None
+    require_same({"weights": weights.digest.encode()})
+    opened: dict[Path, Slices] = {}
+
+    def rows(name: str, start: int, end: int) -> Tensor:
+        into = torch.empty(end - start, *weights.shapes[name][1:])
+        return weights.read(name, start, end, into, opened)
+
+    return rows
+
+
+def named_parts(tree: Any) -> Iterator[tuple[str, Named]]:
+    """Yields the mappings by name in a tree, by path."""
+    for path, part in pytree.tree_flatten_with_path(tree, is_leaf=lambda part: isinstance(part, Named))[0]:
+        if isinstance(part, Named):
+            yield pytree.keystr(path), part
+
+
+def _hollow(tree: Any) -> Any:
+    """Returns a tree with empty mappings by name."""
+
+    def emptied(part: Any) -> Any:
+        return rebuild(type(part), {"leaves": FrozenDict()}) if isinstance(part, Named) else part
+
+    return pytree.tree_map(emptied, tree, is_leaf=lambda part: isinstance(part, Named))

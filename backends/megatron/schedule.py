@@ -1,0 +1,125 @@
+"""Runs micro-batches through Megatron's schedules, with any pipeline, and reads the outputs at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_fn.backends.hf.logprobs import logprobs_and_entropy
+from verl_fn.backends.megatron.layout import Layout
+from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy
+from verl_fn.backends.megatron.model import Built
+from verl_fn.backends.megatron.rows import MicroBatch
+from verl_fn.state import Metrics, TokenOutputs
+
+Finish = Callable[[int, MicroBatch, TokenOutputs], tuple[Tensor, Metrics]]
+
+
+def run(
+    built: Built,
+    layout: Layout,
+    micro_batches: Sequence[MicroBatch],
+    wanted: frozenset[str],
+    finish: Finish,
+    *,
+    forward_only: bool,
+) -> None:
+    """Runs the forward passes of all micro-batches, and their backward passes unless ``forward_only``.
+
+    Args:
+        built: the model.
+        layout: how ranks share it.
+        micro_batches: those of this rank; with several pipeline stages, all have as many tokens.
+        wanted: the names of the outputs.
+        finish: takes the number of a micro-batch, the micro-batch and its outputs, and returns the loss to
+            differentiate and what to report; it is called on the last stage.
+        forward_only: compute no gradients.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    def forward_step(numbers: Iterator[int], ddp: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        number = next(numbers)
+        micro_batch = micro_batches[number]
+        hidden = ddp(
+            micro_batch.tokens,
+            micro_batch.positions,
+            None,
+            packed_seq_params=micro_batch.packed,
+            output_processor=_hidden_states,
+        )
+
+        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Metrics]:
+            outputs = outputs_of(built, layout, micro_batch, hidden, wanted)
+            total, reported = finish(number, micro_batch, outputs)
+            # A number of tokens: Megatron then divides by nothing, and adds it up.
+            return total, torch.zeros((), dtype=torch.int, device=hidden.device), reported
+
+        return hidden, loss
+
+    schedule = get_forward_backward_func(layout.sizes.pp, None)
+    schedule(
+        forward_step_func=forward_step,
+        data_iterator=iter(range(len(micro_batches))),
+        model=built.ddp,
+        num_microbatches=len(micro_batches),
+        seq_length=micro_batches[0].tokens.shape[1] * layout.sizes.cp,
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def _hidden_states(*, hidden_states: Tensor, **others: Any) -> Tensor:
+    """Stops Megatron's model before its output layer, which would make logits of the whole micro-batch."""
+    return hidden_states
+
+
+def outputs_of(
+    built: Built, layout: Layout, micro_batch: MicroBatch, hidden: Tensor, wanted: frozenset[str]
+) -> TokenOutputs:
+    """Returns the outputs for all targets of a micro-batch, or for its rows, on every rank of the last stage.
+
+    Args:
+        built: the model.
+        layout: how ranks share it.
+        micro_batch: the rows.
+        hidden: the last hidden states of this rank's tokens, ``[t, 1, H]``.
+        wanted: the names of the outputs.
+    """
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+    )
+
+    group, sizes = layout.groups.tp, layout.sizes
+    values = not wanted.isdisjoint({"values", "row_values"})
+    if sizes.sp:
+        # Ranks that all compute the same values have the same gradient; of parts of the logits, they add theirs up.
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=not values, group=group)
+    elif sizes.tp > 1 and not values:
+        hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+    hidden = hidden[:, 0]
+    if values:
+        layer, found = built.model.output_layer, {}
+        if "values" in wanted:
+            found["values"] = micro_batch.spread(layer(hidden.index_select(0, micro_batch.seen)).float()[:, 0])
+        if "row_values" in wanted:
+            last = layer(hidden.index_select(0, micro_batch.last)).float()[:, 0]
+            found["row_values"] = micro_batch.spread(last, rows=True)
+        return TokenOutputs(found)
+    at, tokens = hidden.index_select(0, micro_batch.seen), micro_batch.batch.tokens[micro_batch.targets]
+    weight, entropy = built.output_weight, "entropy" in wanted
+    first = layout.tp_rank * weight.shape[0]
+    weight = weight[: max(0, built.config.vocab_size - first)]
+    if sizes.tp == 1:
+        logprobs, entropies = logprobs_and_entropy(at, weight, None, tokens, micro_batch.temperature, entropy=entropy)
+    else:
+        logprobs, entropies = shared_logprobs_and_entropy(
+            at, weight, tokens, micro_batch.temperature, first=first, group=group, entropy=entropy
+        )
+    outputs = {"logprobs": micro_batch.spread(logprobs)}
+    if entropies is not None:
+        outputs["entropy"] = micro_batch.spread(entropies)
+    return TokenOutputs({name: t for name, t in outputs.items() if name in wanted})

@@ -1,0 +1,189 @@
+"""The elements of a model that a rank owns, in the flat buffers of Megatron's DDP.
+
+Megatron's distributed optimizer divides each bucket of a buffer evenly over the ranks that hold the same part of the
+model. A rank owns the elements in its part of the bucket; of parameters that all ranks of tensor parallelism hold, it
+owns one of tp parts of these. So each element of the model belongs to exactly one rank, which has its master, its
+gradient and its moments, and sums over all ranks count nothing twice.
+
+The buffer of parameters is a copy of the masters in the compute dtype, and never state. ``Resident`` records which
+values it was made from, so that a call with the same values copies nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from verl_fn.backends.agreement import agreed
+from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.megatron.layout import Layout
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """The elements of one parameter that a rank owns.
+
+    Attributes:
+        param: Megatron's parameter, whose data and ``main_grad`` are views of the flat buffers.
+        start: the number of the first element that this rank owns.
+        stop: the one after the last.
+        local: the first and last element of the rank's part of the bucket, which ranks of tensor parallelism divide.
+        replicated: whether they do, since all of them hold the parameter.
+        group: the ranks that own the other elements.
+    """
+
+    param: nn.Parameter
+    start: int
+    stop: int
+    local: tuple[int, int]
+    replicated: bool
+    group: Any
+
+    @property
+    def weight(self) -> Tensor:
+        """The elements in the buffer of parameters."""
+        return self.param.data.view(-1)[self.start : self.stop]
+
+    @property
+    def gradient(self) -> Tensor:
+        """The elements in the buffer of gradients."""
+        return self.param.main_grad.view(-1)[self.start : self.stop]  # type: ignore[attr-defined]
+
+    def whole(self, own: Tensor) -> Tensor:
+        """Returns a whole tensor of a value that is divided in this way; all ranks of the group call it together.
+
+        Bits are added up, since adding zeros would turn -0.0 into 0.0.
+        """
+        full = torch.zeros(self.param.numel(), dtype=torch.float32, device=own.device)
+        full[self.start : self.stop] = own
+        if self.group.size() > 1:
+            dist.all_reduce(full.view(torch.int32), group=self.group)
+        return full.view(self.param.shape)
+
+
+def pieces_of(ddp: Any, layout: Layout) -> dict[nn.Parameter, Piece]:
+    """Returns the pieces of this rank, which are empty for parameters of which it owns nothing.
+
+    Args:
+        ddp: Megatron's ``DistributedDataParallel``.
+        layout: how ranks share the model.
+    """
+    pieces = {}
+    for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+        ranks, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+        for bucket in buffer.buckets:
+            each = bucket.grad_data.numel() // ranks
+            low = bucket.offset + rank * each
+            for param in bucket.params_list:
+                first, end, _ = buffer.param_index_map[param]
+                start = min(max(first, low), end) - first
+                stop = max(min(end, low + each), first) - first
+                pieces[param] = _piece(param, start, max(start, stop), buffer.data_parallel_group, layout)
+    return pieces
+
+
+def _piece(param: nn.Parameter, start: int, stop: int, group: Any, layout: Layout) -> Piece:
+    expert = not getattr(param, "allreduce", True)
+    replicated = layout.sizes.tp > 1 and not expert and not getattr(param, "tensor_model_parallel", False)
+    if not replicated:
+        return Piece(param, start, stop, (start, stop), False, group)
+    count, tp, rank = stop - start, layout.sizes.tp, layout.tp_rank
+    own = start + count * rank // tp, start + count * (rank + 1) // tp
+    return Piece(param, *own, (start, stop), True, layout.groups.tp_dp_cp)
+
+
+class Resident:
+    """Remembers which tensors the buffer of parameters was made from, and makes it from others.
+
+    Args:
+        ddp: Megatron's ``DistributedDataParallel``.
+        pieces: the pieces of this rank by leaf.
+        layout: how ranks share the model.
+        tied: the parameter of the output layer that is a copy of the embedding of another stage, if there is one.
+
+    Attributes:
+        loads: how often the buffer was filled.
+    """
+
+    def __init__(self, ddp: Any, pieces: Mapping[str, Piece], layout: Layout, tied: nn.Parameter | None) -> None:
+        self.ddp = ddp
+        self.pieces = pieces
+        self.layout = layout
+        self.tied = tied
+        self.loads = 0
+        self._made_from: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+
+    def hold(self, leaves: Mapping[str, Tensor]) -> None:
+        """Fills the buffer with these values, unless it holds them already; all ranks call it together.
+
+        Raises:
+            ValueError: the leaves are not those of this rank.
+        """
+        if self._holds(leaves):
+            return
+        with agreed():
+            check_leaves(leaves, self.pieces)
+        self._made_from = {}
+        with torch.no_grad():
+            for name, piece in self.pieces.items():
+                piece.weight.copy_(leaves[name])
+            self._share_replicated(leaves)
+            self.ddp.start_param_sync(force_sync=True)
+            if self.tied is not None:
+                dist.broadcast(
+                    self.tied.data, dist.get_global_rank(self.layout.groups.embd, 0), self.layout.groups.embd
+                )
+        self._made_from = {name: (weakref.ref(t), t._version) for name, t in leaves.items()}
+        self.loads += 1
+
+    def _holds(self, leaves: Mapping[str, Tensor]) -> bool:
+        made = self._made_from
+        same = made.keys() == leaves.keys() and all(
+            made[name][0]() is t and made[name][1] == t._version for name, t in leaves.items()
+        )
+        if self.layout.size == 1:
+            return same
+        # Filling is collective: a rank may hold what it is given where another does not.
+        differing = torch.tensor(0 if same else 1)
+        dist.all_reduce(differing, dist.ReduceOp.MAX)
+        return not bool(differing)
+
+    def _share_replicated(self, leaves: Mapping[str, Tensor]) -> None:
+        """Completes the parameters that all ranks of tensor parallelism hold, of which each has a part."""
+        shared = [(name, piece) for name, piece in self.pieces.items() if piece.replicated]
+        if not shared:
+            return
+        sizes = [piece.local[1] - piece.local[0] for _, piece in shared]
+        flat = torch.zeros(sum(sizes), device=shared[0][1].param.device)
+        for (name, piece), part in zip(shared, flat.split(sizes), strict=True):
+            part[piece.start - piece.local[0] : piece.stop - piece.local[0]] = leaves[name]
+        dist.all_reduce(flat, group=self.layout.groups.tp)
+        for (_, piece), part in zip(shared, flat.split(sizes), strict=True):
+            piece.param.data.view(-1)[piece.local[0] : piece.local[1]] = part
+
+
+def check_leaves(leaves: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
+    """Raises an error for a value of another model, layout or backend.
+
+    Raises:
+        LayoutError: names or sizes are not those of this rank's pieces.
+    """
+    if leaves.keys() != pieces.keys():
+        differing = sorted(leaves.keys() ^ pieces.keys())
+        raise LayoutError(
+            f"a value of another layout or backend was given to a megatron backend (they differ in {differing[:3]}); "
+            "save the state there and restore it here"
+        )
+    for name, t in leaves.items():
+        wanted = pieces[name].stop - pieces[name].start
+        if t.shape != (wanted,):
+            raise LayoutError(
+                f"a value of another layout was given to a megatron backend: {name} has the shape {list(t.shape)} on "
+                f"this rank, which owns {wanted} elements; save the state there and restore it here"
+            )

@@ -1,0 +1,295 @@
+"""What the ranks of test_megatron.py do; each function runs on all of them together."""
+
+import os
+
+import attrs
+import megatron_on_cpu
+import torch
+import torch.distributed as dist
+from rank_cases import KEY, Whole, error_of, loss_for, optimizer
+
+from verl_fn.algorithms.workers import get_here
+from verl_fn.backends.hf.logprobs import logprobs_and_entropy
+from verl_fn.backends.local import Local
+from verl_fn.backends.megatron import Megatron, importing
+from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy
+from verl_fn.cli import main
+from verl_fn.state import Grads, snapshot, tree
+from verl_fn.steps import adamw, chain, no_decay, ppo_clip
+from verl_fn.testing import LawViolation, check_backend, tiny_batch
+from verl_fn.testing.backend_case import BackendCase
+from verl_fn.testing.backend_states import check_restore
+from verl_fn.testing.backend_updates import check_updates
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHARED = ("head", "compute_dtype", "checkpointing")  # what Local takes too
+
+
+def megatron(folder, options, cls=Megatron, **more):
+    if DEVICE == "cpu":
+        megatron_on_cpu.install()
+    return cls(folder, more.pop("optimizer", None) or optimizer(), max_tokens=24, device=DEVICE, **options, **more)
+
+
+def local(folder, options, cls=Local):
+    alone = {name: options[name] for name in SHARED if name in options}
+    return cls(folder, optimizer(), max_tokens=24, device=DEVICE, **alone)
+
+
+def laws(folder, options, tolerance):
+    """All laws, and the layout against one process."""
+    head = options.get("head", "lm")
+    check_backend(megatron(folder, options), local(folder, options, Whole), loss=loss_for(head), tolerance=tolerance)
+
+
+def first_step(folder, options, rows):
+    """Parameters, outputs, loss, norm, gradients and updates beside ``Local``: the worst relative errors."""
+    loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
+    one, many = local(folder, options), megatron(folder, options)
+    worst = dict.fromkeys(("outputs", "loss", "grad_norm", "gradient", "update"), 0.0)
+    a, b = one.init(KEY), many.init(KEY)
+    assert tree.equal(dict(a.params), dict(many.named(b.params)))
+    for _ in range(2):
+        before = snapshot(a.params)
+        outputs = one.forward(a.params, batch, loss.needs), many.forward(b.params, batch, loss.needs)
+        for name, t in outputs[0].by_name.items():
+            worst["outputs"] = max(worst["outputs"], float((t - outputs[1].by_name[name]).abs().max()))
+        (ga, ma), (gb, mb) = one.forward_backward(a, batch, loss), many.forward_backward(b, batch, loss)
+        worst["loss"] = max(worst["loss"], abs(ma["loss"].value - mb["loss"].value))
+        ours = dict(many.named(gb))
+        for name, g in ga.items():
+            scale = max(float(g.norm()), 1e-3 * float(ga.global_norm()))
+            worst["gradient"] = max(worst["gradient"], float((ours[name] - g).norm()) / scale)
+        # Both apply the reference's gradients, so that a wrong optimizer cannot hide behind them.
+        given = Grads(many.from_named(ga))
+        (a, ua), (b, ub) = one.apply_update(a, ga), many.apply_update(b, given)
+        worst["grad_norm"] = max(worst["grad_norm"], abs(ua["grad_norm"].value / ub["grad_norm"].value - 1))
+        assert ub["perf/residency_copies"].value == 0
+        ours = dict(many.named(b.params))
+        for name, p in a.params.items():
+            step = float((p - before[name]).norm())
+            worst["update"] = max(worst["update"], float((ours[name] - p).norm()) / max(step, 1e-9) if step else 0.0)
+    return worst
+
+
+def holds(folder, options):
+    """How often Megatron's buffers are filled: once for a state, however many calls, and again for another."""
+    backend, batch = megatron(folder, options), tiny_batch()
+    first, second = backend.init(KEY), backend.init(KEY.fold_in("other"))
+    resident, counts = backend._built().resident, []
+    for state in (first, first, second, first):
+        backend.forward(state.params, batch)
+        backend.forward_backward(state, batch, ppo_clip())
+        counts.append(resident.loads)
+    with torch.no_grad():
+        for t in first.params.values():
+            t.add_(1.0)
+    backend.forward(first.params, batch)
+    return [*counts, resident.loads]
+
+
+def published(folder, options):
+    """The source of weights lists what it gives, and gives what ``named`` does."""
+    backend = megatron(folder, options)
+    state = backend.load_pretrained()
+    source, wanted = backend.weights(state.params), dict(backend.named(state.params))
+    given = [chunk for bucket in source.buckets(max_bytes=2048) for chunk in bucket]
+    assert [spec.name for spec in source.specs] == list(dict.fromkeys(chunk.name for chunk in given))
+    for spec in source.specs:
+        rows = torch.cat([chunk.values for chunk in given if chunk.name == spec.name])
+        assert tuple(rows.shape) == spec.shape and torch.equal(rows, wanted[spec.name])
+    one = Local(folder, optimizer()).load_pretrained()
+    return tree.equal(dict(one.params), {name: t.cpu() for name, t in wanted.items()})
+
+
+def moves(folder, options, source, into):
+    """Restores a state of another backend or layout, saves it again; a digest of it in whole tensors."""
+    backend = megatron(folder, options)
+    state = backend.restore(source)
+    backend.save(state, into)
+    return tree.digest({name: t.cpu() for name, t in backend.named(state.params)})
+
+
+def trained(folder, options, into):
+    """Saves a state with moments."""
+    backend, batch = megatron(folder, options), tiny_batch()
+    state = backend.init(KEY)
+    state, _ = backend.apply_update(state, backend.forward_backward(state, batch, ppo_clip())[0])
+    backend.save(state, into)
+    return tree.digest({name: t.cpu() for name, t in backend.named(state.params)})
+
+
+def one_step(folder, options, source, into):
+    """Restores a state, makes one step, and saves the next one."""
+    backend, batch = megatron(folder, options), tiny_batch()
+    state = backend.restore(source)
+    state, _ = backend.apply_update(state, backend.forward_backward(state, batch, ppo_clip())[0])
+    backend.save(state, into)
+
+
+def refused(folder, options):
+    return error_of(lambda: megatron(folder, options).init(KEY))
+
+
+def other_layouts(folder, into):
+    """States of another layout and of another backend, wherever a state goes in."""
+    batch, plain = tiny_batch(), Local(folder, optimizer())
+    here, there = megatron(folder, {}), megatron(folder, {"tp": 2})
+    mine, found = here.init(KEY), []
+    grads, _ = here.forward_backward(mine, batch, ppo_clip())
+    for state in (there.init(KEY), plain.init(KEY)):
+        found += [
+            error_of(lambda s=state: here.forward(s.params, batch)),
+            error_of(lambda s=state: here.forward_backward(s, batch, ppo_clip())),
+            error_of(lambda s=state: here.apply_update(s, grads)),
+            error_of(lambda s=state: here.apply_update(mine, Grads(dict(s.params)))),
+            error_of(lambda s=state: here.save(s, into)),
+            error_of(lambda s=state: here.named(s.params)),
+        ]
+    here.apply_update(mine, grads)
+    return found
+
+
+def masks(folder, options):
+    """Weight decay of some parameters beside ``Local``; and a mask that would divide a parameter of Megatron."""
+    batch, makes = tiny_batch(), [no_decay("norm", "embed"), lambda name, t: t.ndim > 1]
+    worst = 0.0
+    for mask in makes:
+        decayed = chain(adamw(1e-2, weight_decay=0.5, weight_decay_mask=mask))
+        one, many = Local(folder, decayed, device=DEVICE), megatron(folder, options, optimizer=decayed)
+        a, b = one.init(KEY), many.init(KEY)
+        grads, _ = one.forward_backward(a, batch, ppo_clip())
+        given = Grads(many.from_named(grads))
+        new = one.apply_update(a, grads)[0].params
+        ours = dict(many.named(many.apply_update(b, given)[0].params))
+        worst = max(worst, *(float((ours[name] - t).abs().max()) for name, t in new.items()))
+    divides = chain(adamw(1e-2, weight_decay_mask=no_decay("q_proj")))
+    return worst, error_of(lambda: megatron(folder, options, optimizer=divides).init(KEY))
+
+
+def vocabulary_shared(entropy, heated, chunk):
+    """Log-probs and entropies of a shared vocabulary beside those of a whole one, with all gradients."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(13, 8, generator=generator), torch.randn(22, 8, generator=generator)
+    targets = torch.randint(0, 22, (13,), generator=generator)
+    heat = torch.rand(13, generator=generator) + 0.5 if heated else None
+    d = torch.randn(2, 13, generator=generator)
+    each = 22 // ranks
+    own = weight[rank * each : (rank + 1) * each].clone().requires_grad_()
+    here, there, whole = (t.clone().requires_grad_() for t in (hidden, hidden, weight))
+    wanted = logprobs_and_entropy(there, whole, None, targets, heat, entropy=entropy)
+    found = shared_logprobs_and_entropy(
+        here, own, targets, heat, first=rank * each, group=dist.group.WORLD, entropy=entropy, chunk=chunk
+    )
+    for outputs in (wanted, found):
+        sum((t * w).sum() for t, w in zip(outputs, d, strict=True) if t is not None).backward()
+    dist.all_reduce(here.grad)
+    pairs = [(here.grad, there.grad), (own.grad, whole.grad[rank * each : (rank + 1) * each])]
+    pairs += [(a, b) for a, b in zip(found, wanted, strict=True) if a is not None]
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def private_names():
+    """The names of megatron that are missing, of those that this backend uses without being promised them."""
+    found = []
+    for path, names in importing.PRIVATE.items():
+        module, _, name = path.rpartition(".")
+        owner = getattr(__import__(module, fromlist=[name]), name)
+        found += [f"{path}.{name}" for name in names if not hasattr(owner, name)]
+    return found, importing.about()
+
+
+def refuses_cuda():
+    """The replacement of CUDA where CUDA works."""
+    kept = torch.cuda.is_available
+    torch.cuda.is_available = lambda: True
+    try:
+        return error_of(megatron_on_cpu.install.__wrapped__, RuntimeError)
+    finally:
+        torch.cuda.is_available = kept
+
+
+def run(arguments):
+    """The exit status of a run under torchrun, whose processes are these ranks."""
+    megatron_on_cpu.install()
+    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
+    return main(arguments)
+
+
+class IgnoresParameters(Megatron):
+    """Computes with the parameters that it was given first."""
+
+    def _holding(self, params):
+        self.first = getattr(self, "first", params)
+        return super()._holding(self.first)
+
+
+class NormOfOneRank(Megatron):
+    """Clips by the norm of this rank's elements."""
+
+    def apply_update(self, state, grads, *, donate=True):
+        real, dist.all_reduce = dist.all_reduce, lambda t, *args, **kwargs: None
+        try:
+            return super().apply_update(state, grads, donate=donate)
+        finally:
+            dist.all_reduce = real
+
+
+class Averages(Megatron):
+    """Divides gradients by the number of micro-batches, as losses of two results do."""
+
+    def _forward_backward(self, state, batch, loss, wanted):
+        grads, metrics = super()._forward_backward(state, batch, loss, wanted)
+        return grads.scale(1 / len(self._share(batch, wanted, state, loss.together))), metrics
+
+
+class AliasedGradients(Megatron):
+    """Returns views of Megatron's buffer, which the next call overwrites."""
+
+    def _forward_backward(self, state, batch, loss, wanted):
+        grads, metrics = super()._forward_backward(state, batch, loss, wanted)
+        pieces = self._built().pieces
+        return Grads({name: pieces[name].gradient for name in grads}), metrics
+
+
+class DropsMoments(Megatron):
+    """Restores new moments."""
+
+    def restore(self, folder):
+        state = super().restore(folder)
+        return attrs.evolve(state, optimizer=self._built().optimizer.init(state.params))
+
+
+class StaleMasters(Megatron):
+    """Loads weights into Megatron's buffer, and leaves the masters as they were."""
+
+    def restore(self, folder):
+        state, fresh = super().restore(folder), self.init(KEY)
+        return attrs.evolve(state, params=fresh.params)
+
+
+def mutant(folder, name, options, check):
+    """The law that a broken backend breaks: in all checks, or in those of a kind, which are faster."""
+    backend = megatron(folder, options, globals()[name])
+    case = BackendCase(backend, ppo_clip(), tiny_batch(), 1e-5, KEY, get_here)
+    try:
+        if check == "all":
+            check_backend(backend, tolerance=1e-5)
+        elif check == "updates":
+            check_updates(case, case.trained("first"), backend.optimizer)
+        else:
+            check_restore(case, case.trained("first"))
+    except LawViolation as violation:
+        return violation.law
+    return None
+
+
+def family(folder, options):
+    """Outputs beside ``Local``, and whether the weights that come out are those that went in, bitwise."""
+    batch, needs = tiny_batch(), ("logprobs", "entropy")
+    one, many = local(folder, {}), megatron(folder, options)
+    a, b = one.load_pretrained(), many.load_pretrained()
+    same = tree.equal(dict(a.params), dict(many.named(b.params)))
+    outputs = one.forward(a.params, batch, needs), many.forward(b.params, batch, needs)
+    return same, max(float((t - outputs[1].by_name[n]).abs().max()) for n, t in outputs[0].by_name.items())

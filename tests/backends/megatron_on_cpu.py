@@ -1,0 +1,99 @@
+"""Lets megatron-core compute on CPUs over gloo, for tests. It refuses to where CUDA works.
+
+megatron-core asks for CUDA in its calls of torch, also where its tensors lie on the CPU. Functions of ``torch.cuda``
+that it calls are replaced by ones that do nothing. Modules that make tensors with ``device="cuda"`` get a stand-in
+of their own for ``torch``. Torch's functions themselves must stay, since ``torch.device("meta")`` knows them by
+identity, and transformers' models would have uninitialised constants.
+"""
+
+import contextlib
+import functools
+import importlib
+import os
+import warnings
+
+import torch
+
+LITERAL = (
+    "distributed.param_and_grad_buffer",
+    "optimizer.clip_grads",
+    "optimizer.optimizer",
+    "pipeline_parallel.schedules",
+    "tensor_parallel.data",
+    "transformer.moe.token_dispatcher",
+    "transformer.utils",
+    "utils",
+)
+FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
+
+
+class Nothing:
+    """A stream or event that does nothing."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return False
+
+
+class OnCpu:
+    """A stand-in for ``torch`` whose factories make tensors on the CPU where they are asked for CUDA."""
+
+    def __getattr__(self, name):
+        made = getattr(torch, name)
+        if name not in FACTORIES:
+            return made
+
+        @functools.wraps(made)
+        def make(*args, **kwargs):
+            if str(kwargs.get("device", "")).startswith("cuda"):
+                kwargs["device"] = torch.device("cpu")
+            return made(*args, **kwargs)
+
+        return make
+
+
+@functools.cache
+def install():
+    """Replaces what megatron-core needs CUDA for; the second call does nothing."""
+    if torch.cuda.is_available():
+        raise RuntimeError("CUDA works here, so megatron-core needs no replacement for it")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    torch._dynamo.config.disable = True
+    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")
+    cuda, cpu = torch.cuda, torch.device("cpu")
+    cuda.current_device = lambda: cpu
+    for name in ("synchronize", "set_device", "empty_cache"):
+        setattr(cuda, name, lambda *args, **kwargs: None)
+    cuda.Stream = cuda.Event = Nothing
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: Nothing()
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.manual_seed = lambda seed: None
+    torch.Tensor.record_stream = lambda self, stream: None
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+
+    from verl_fn.backends.megatron.importing import load_bridge
+
+    load_bridge()
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    random._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # It moves numbers of tokens from CUDA only, and needs them as numpy's arrays.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
+    for name in LITERAL:
+        importlib.import_module(f"megatron.core.{name}").torch = OnCpu()
+
+
+def _as_numpy(t, as_numpy=False, record_stream=False):
+    return t.numpy() if torch.is_tensor(t) and as_numpy else t

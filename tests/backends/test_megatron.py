@@ -1,0 +1,306 @@
+"""The Megatron backend on 2 and 4 processes: the laws, the first step beside one process, and what it refuses.
+
+The processes compute with megatron-core and Megatron-Bridge themselves, on CPUs; see ``megatron_on_cpu.py``.
+"""
+
+import importlib.util
+import json
+import multiprocessing.spawn
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Ranks
+from warm_python import warm_python
+
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.local import Local
+from verl_fn.backends.megatron import importing
+from verl_fn.cli import main
+from verl_fn.state import tree
+
+INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
+pytestmark = [
+    pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks compute on CPUs; see test_megatron_cuda.py"),
+]
+FP32, BF16 = 1e-5, 0.03
+EXPERTS = {
+    "arch": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Starts ranks that share what one process has imported; they stay until the last test of this file."""
+    before, started = multiprocessing.spawn.get_executable(), []
+    with warm_python(Path(__file__).parent / "megatron_imports.py") as executable:
+
+        def ranks(size):
+            multiprocessing.spawn.set_executable(executable)
+            try:
+                started.append(Ranks(size))
+            finally:
+                multiprocessing.spawn.set_executable(before)
+            return started[-1]
+
+        yield ranks
+        for one in started:
+            one.kill()
+
+
+@pytest.fixture(scope="module")
+def two(start):
+    return start(2)
+
+
+@pytest.fixture(scope="module")
+def four(start):
+    return start(4)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16)
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    """Its 9 tokens are padded for two ranks."""
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcde", hidden_size=16, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, **EXPERTS)
+
+
+def read_lines(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def call(ranks, name, *args):
+    return ranks.run(f"megatron_cases.{name}", *args)
+
+
+# Options are combined, since each run of all laws takes seconds; the first steps below vary them one by one.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{"tp": 2, "sp": True, "checkpointing": True}, {"pp": 2, "head": "value"}], ids=str
+)
+def test_laws_on_two_ranks(two, folder, shallow, options):
+    call(two, "laws", folder if "pp" in options else shallow, options, FP32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tp": 2},
+        {"tp": 2, "sp": True},
+        {"pp": 2},
+        {"cp": 2},
+        {"pp": 2, "head": "value"},
+        {"tp": 2, "sp": True, "head": "value"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+def test_the_first_steps_are_those_of_one_process(two, folder, untied, embeddings, options):
+    check_first_step(call(two, "first_step", folder if embeddings == "tied" else untied, options, 9)[0])
+
+
+@pytest.mark.parametrize("options", [{"tp": 2, "pp": 2}, {"cp": 2, "pp": 2, "checkpointing": True}], ids=str)
+def test_the_first_steps_of_four_ranks(four, folder, options):
+    check_first_step(call(four, "first_step", folder, options, 9)[0])
+
+
+@pytest.mark.parametrize("options", [{"ep": 2}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
+def test_the_first_steps_with_experts(two, experts, options):
+    """A coefficient of a loss of the router, which the config inherits, changes nothing."""
+    check_first_step(call(two, "first_step", experts, options, 9)[0])
+
+
+def check_first_step(worst):
+    assert worst["outputs"] <= 2e-6 and worst["loss"] <= 1e-6 and worst["grad_norm"] <= 1e-6, worst
+    assert worst["gradient"] <= 1e-5 and worst["update"] <= 1e-4, worst
+
+
+def test_the_first_step_in_bf16(two, untied):
+    worst = call(two, "first_step", untied, {"tp": 2, "compute_dtype": "bfloat16"}, 9)[0]
+    assert worst["loss"] <= 1e-3 and worst["grad_norm"] <= 5e-3 and worst["gradient"] <= 0.05, worst
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_fewer_rows_than_ranks(four, folder, rows):
+    worst = call(four, "first_step", folder, {}, rows)[0]
+    # The gradients of a single row are small beside the rounding of its sums.
+    check_first_step(worst | {"gradient": worst["gradient"] / 10})
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_buffers_are_filled_once_for_a_state(two, folder, options):
+    assert call(two, "holds", folder, options) == [[1, 1, 2, 3, 4]] * 2
+
+
+FAMILIES = {
+    "qwen2": {"arch": "qwen2"},
+    "qwen3": {"arch": "qwen3", "tie_word_embeddings": False},
+    "llama": {"arch": "llama", "tie_word_embeddings": False},
+    "qwen3_moe": EXPERTS,
+}
+
+
+@pytest.mark.parametrize("options", [{"tp": 2, "sp": True}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_come_out_as_they_went_in(two, tmp_path, name, options):
+    folder = new_model(tmp_path / name, chars="abcd", hidden_size=16, **FAMILIES[name])
+    for same, worst in call(two, "family", folder, options):
+        assert same and worst <= 2e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("untied", {"tp": 2}), ("untied", {"pp": 2}), ("experts", {"ep": 2})], ids=str
+)
+def test_weights_to_publish(two, request, name, options):
+    assert call(two, "published", request.getfixturevalue(name), options) == [True, True]
+
+
+def test_a_state_moves_between_layouts_and_backends(two, four, untied, tmp_path):
+    """Saved under tp = 2, pp = 2, restored by one process, by pp = 2 and by tp = 2, moments included: bitwise."""
+    from rank_cases import optimizer
+
+    (digest, *others) = call(four, "trained", untied, {"tp": 2, "pp": 2}, tmp_path / "four")
+    assert others == [digest] * 3
+    one = Local(untied, optimizer())
+    state = one.restore(tmp_path / "four")
+    assert tree.digest(dict(state.params)) == digest
+    one.save(state, tmp_path / "one")
+    assert call(two, "moves", untied, {"pp": 2}, tmp_path / "one", tmp_path / "two") == [digest] * 2
+    assert call(two, "moves", untied, {"tp": 2, "sp": True}, tmp_path / "two", tmp_path / "three") == [digest] * 2
+    assert tree.equal(one.restore(tmp_path / "three"), state)
+    for file in ("model.safetensors", "train_state.safetensors"):
+        assert (tmp_path / "three" / file).read_bytes() == (tmp_path / "one" / file).read_bytes()
+
+
+def test_a_run_goes_through_three_backends(two, untied, tmp_path):
+    """One step each on megatron, local and megatron again are three steps on one process."""
+    from rank_cases import KEY, optimizer
+
+    from verl_fn.steps import ppo_clip
+    from verl_fn.testing import tiny_batch
+
+    one, batch = Local(untied, optimizer(), max_tokens=24), tiny_batch()
+    state = one.init(KEY)
+    one.save(state, tmp_path / "0")
+
+    def step(state):
+        return one.apply_update(state, one.forward_backward(state, batch, ppo_clip())[0])[0]
+
+    call(two, "one_step", untied, {"tp": 2}, tmp_path / "0", tmp_path / "1")
+    one.save(step(one.restore(tmp_path / "1")), tmp_path / "2")
+    call(two, "one_step", untied, {"pp": 2}, tmp_path / "2", tmp_path / "3")
+    found, wanted = one.restore(tmp_path / "3"), step(step(step(state)))
+    assert found.step == wanted.step == 3
+    for name, t in wanted.params.items():
+        torch.testing.assert_close(found.params[name], t, rtol=0, atol=1e-5)
+
+
+def test_a_run_is_that_of_one_process(two, tmp_path):
+    """Fine-tuning under torchrun, with evaluations by the sampler and a checkpoint."""
+    recipe = str(Path(__file__).parents[2] / "recipes" / "sft_reverse.toml")
+    arguments = ["train", recipe, "driver.device=cpu", "trainer.total_training_steps=3", "data.train_batch_size=16"]
+    layout = ["actor.strategy=megatron", "actor.megatron.tensor_model_parallel_size=2"]
+    assert main([*arguments, f"trainer.dir={tmp_path / 'one'}"]) == 0
+    assert call(two, "run", [*arguments, *layout, f"trainer.dir={tmp_path / 'two'}"]) == [0, 0]
+    losses = [
+        [line["train/loss"] for line in read_lines(tmp_path / name) if "train/loss" in line]
+        for name in ("one", "two")
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"tp": 2}, {}], ids=str)
+def test_masks_of_weight_decay(two, untied, options):
+    for worst, message in call(two, "masks", untied, options):
+        assert worst <= 1e-6
+        assert "decays only some of model.layers.0.self_attn.q_proj.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("entropy", "heated", "chunk"), [(False, False, None), (True, True, 5), (True, False, 16)], ids=str
+)
+def test_log_probs_of_a_shared_vocabulary(two, entropy, heated, chunk):
+    assert max(call(two, "vocabulary_shared", entropy, heated, chunk)) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 3}, "tp x pp x cp = 3 does not divide the 4 ranks"),
+        ({"ep": 3}, "ep = 3 does not divide the 4 ranks"),
+        ({"tp": 4}, "tp = 4 does not divide the model's 2 key-value heads"),
+        ({"pp": 4}, "pp = 4 does not divide the model's 2 layers"),
+        ({"ep": 2}, "ep = 2, and the model has no experts"),
+        ({"sp": True}, "needs tp above 1"),
+        ({"cp": 0}, "cp = 0 must be at least 1"),
+        ({"provider": {"num_layer": 3}}, "has no field num_layer; did you mean num_layers"),
+        ({"provider": {"bf16": True}}, "bf16 cannot be set; this backend decides it"),
+        ({"compute_dtype": "float16"}, "it must be one of float32, bfloat16"),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(four, folder, options, message):
+    assert all(message in error for error in call(four, "refused", folder, options))
+
+
+def test_a_family_that_bridge_does_not_know_is_refused(two, tmp_path):
+    folder = new_model(tmp_path, chars="abcd", hidden_size=16, arch="olmo", num_key_value_heads=4)
+    for error in call(two, "refused", folder, {}):
+        assert error.startswith("ModelError") and "Megatron-Bridge makes no model of it" in error
+
+
+def test_values_of_other_layouts_are_refused(two, folder, tmp_path):
+    for messages in call(two, "other_layouts", folder, tmp_path):
+        assert len(messages) == 12 and all("another layout" in message for message in messages)
+
+
+def test_what_is_private_to_megatron_is_there(two):
+    """A new version is tried here first; the versions and folders are those of this environment."""
+    for missing, about in call(two, "private_names"):
+        assert missing == []
+        assert about["megatron-core"].startswith(f"{importing.CORE}.")
+        assert about["megatron-bridge"].startswith(f"{importing.BRIDGE}.")
+
+
+def test_the_replacement_of_cuda_refuses_to_work_beside_it(two):
+    assert all("CUDA works here" in error for error in call(two, "refuses_cuda"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "check", "laws"),
+    [
+        ("IgnoresParameters", {}, "all", {"Purity", "Persistence"}),
+        ("Averages", {}, "all", {"Purity", "Split invariance", "Derivative"}),
+        ("AliasedGradients", {"tp": 2}, "all", {"Purity", "Persistence"}),
+        ("NormOfOneRank", {"tp": 2}, "updates", {"Update"}),
+        ("DropsMoments", {"tp": 2}, "restore", {"Restore"}),
+        ("StaleMasters", {"tp": 2}, "restore", {"Restore"}),
+    ],
+)
+def test_broken_backends_are_caught(two, shallow, name, options, check, laws):
+    broken = call(two, "mutant", shallow, name, options, check)
+    assert set(broken) <= laws and None not in broken, broken
+
+
+def test_an_old_python_is_refused(monkeypatch):
+    monkeypatch.setattr(importing.sys, "version_info", (3, 11, 9))
+    with pytest.raises(importing.MegatronMissing, match=r"needs Python 3\.12, and this is Python 3\.11"):
+        importing.load_bridge.__wrapped__()

@@ -1,0 +1,50 @@
+"""Layouts of Megatron are checked before anything starts."""
+
+import importlib.util
+
+import pytest
+
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.runs.checks import check_ranks
+
+INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
+SIZES = "actor.megatron"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16)
+
+
+def checked(model, ranks, *overrides):
+    check_ranks(make_plan(load(overrides=[f"model.path={model}", "actor.strategy=megatron", *overrides])), ranks)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
+@pytest.mark.parametrize(
+    ("ranks", "overrides", "message"),
+    [
+        (4, [f"{SIZES}.tensor_model_parallel_size=3"], "tp x pp x cp = 3 does not divide the 4 ranks"),
+        (4, [f"{SIZES}.tensor_model_parallel_size=4"], "tp = 4 does not divide the model's 2 key-value heads"),
+        (3, [f"{SIZES}.pipeline_model_parallel_size=3"], "pp = 3 does not divide the model's 2 layers"),
+        (2, [f"{SIZES}.expert_model_parallel_size=2"], "the model has no experts"),
+        (2, ["actor.lora_rank=4"], "actor.lora_rank: adapters need actor.strategy=local"),
+    ],
+)
+def test_what_does_not_fit_is_refused(model, ranks, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        checked(model, ranks, *overrides)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
+def test_what_fits_is_accepted(model):
+    checked(model, 4, f"{SIZES}.tensor_model_parallel_size=2", f"{SIZES}.sequence_parallel=true")
+
+
+@pytest.mark.skipif(INSTALLED, reason="megatron-core and megatron-bridge are installed")
+def test_a_missing_package_is_named(model):
+    with pytest.raises(
+        ConfigError, match=r"actor.strategy is megatron: .*(there is no package megatron|Python 3.12)"
+    ):
+        checked(model, 1)
