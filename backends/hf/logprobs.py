@@ -80,7 +80,7 @@ def sum_pi_squared(
     """
     chunk = chunk or _default_chunk(hidden, weight)
     sums = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    for part in _slices(len(hidden), chunk):
+    for part in slices(len(hidden), chunk):
         logits = _scaled(torch.nn.functional.linear(hidden[part], weight, bias), _at(temperature, part))
         log_z = logits.logsumexp(-1)
         sums[part] = (logits.mul_(2.0).logsumexp(-1) - 2.0 * log_z).exp()
