@@ -6,7 +6,9 @@ import importlib.util
 import attrs
 import pytest
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import load, make_plan
+from verl_fn.data.tasks import TASKS
 from verl_fn.driver import build
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
@@ -80,7 +82,7 @@ def test_the_order_of_calls_and_the_same_numbers(ray_cluster, model, tmp_path, m
 
 
 def test_a_lack_of_memory_names_the_process_and_the_phase(ray_cluster, model, tmp_path, monkeypatch):
-    plan, go, calls = run(tmp_path, model, monkeypatch, "sampler", wakes=2)
+    plan, go, calls = run(tmp_path, model, monkeypatch, "sampler", "rollout.max_restarts=0", wakes=2)
     with pytest.raises(RunOutOfMemory) as raised:
         go()
     assert calls()[-1] == "wake cache" and calls().count("generate 0") == 2
@@ -93,7 +95,10 @@ def test_a_lack_of_memory_names_the_process_and_the_phase(ray_cluster, model, tm
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make setup installs it")
-def test_vllm_takes_turns(ray_cluster, model, tmp_path, monkeypatch):
+def test_vllm_takes_turns(ray_cluster, tmp_path, monkeypatch):
+    # vLLM's attention on CPUs wants heads of at least 32.
+    heads = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = new_model(tmp_path / "model", chars=TASKS["reverse"].alphabet, **heads)
     _, go, calls = run(tmp_path, model, monkeypatch, "vllm")
     go()
     assert calls() == ORDER

@@ -57,7 +57,7 @@ def test_two_steps_of_grpo_from_the_recipe(tmp_path):
         assert row["training/rollout_probs_diff_max"] < 1e-3
         assert row["response_length/clip_ratio"] < 1 or row["response_length/max"] == 12
     out = tmp_path / "out"
-    assert main(["export", str(run), "--out", str(out), "--dtype", "float32"]) == 0
+    assert main(["export", str(run), str(out), "--dtype", "float32"]) == 0
     after, _ = greedy(out, read_tokenizer(out), "What is the capital of France?")
     theirs = dict(before.named_parameters())
     moved = [name for name, t in after.named_parameters() if not torch.equal(t, theirs[name])]

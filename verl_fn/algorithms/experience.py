@@ -76,7 +76,8 @@ def annotate(
     Args:
         state: has ``actor``, and ``critic`` and ``reference`` as asked for; without a reference of its own, the
             actor's frozen base stands for it.
-        reference, critic: whether ``ref_log_prob`` and ``values`` are asked for.
+        reference: whether ``ref_log_prob`` is asked for.
+        critic: whether ``values`` are asked for.
         outputs: the actor's outputs; ``logprobs`` is written as ``old_log_probs`` and ``entropy`` as ``entropys``.
     """
     actor, params = w.trainers["actor"], state.actor.params

@@ -15,7 +15,6 @@ import torch
 
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.protocol import (
-    Capabilities,
     Handle,
     Ref,
     Request,
@@ -24,6 +23,7 @@ from verl_fn.backends.protocol import (
     TrainBackend,
     WeightSource,
 )
+from verl_fn.backends.through import Through
 from verl_fn.state import Batch, Grads, Key, Metrics, Params, TokenOutputs, TrainState
 from verl_fn.steps import Loss
 
@@ -107,38 +107,30 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-@attrs.frozen(eq=False)
-class _Engine:
-    """The engine, which wakes before each call; see ``RolloutBackend``."""
+class _Engine(Through):
+    """The engine, which wakes before each call."""
 
-    inner: RolloutBackend
-    turns: Turns
-
-    @property
-    def version(self) -> int | None:
-        return self.inner.version
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
+    def __init__(self, inner: RolloutBackend, turns: Turns) -> None:
+        super().__init__(inner)
+        self._turns = turns
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> Ref[None]:
-        self.turns.to_engine(["weights"])
-        return self.inner.publish(version, weights)
+        self._turns.to_engine(["weights"])
+        return super().publish(version, weights)
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
-        self.turns.to_engine(PARTS)
-        return self.inner.generate(requests, version=version)
+        self._turns.to_engine(PARTS)
+        return super().generate(requests, version=version)
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
-        self.turns.to_engine(PARTS)
-        return self.inner.stream(requests, version=version)
+        self._turns.to_engine(PARTS)
+        return super().stream(requests, version=version)
 
     def sleep(self, level: int = 2) -> None:
-        self.turns.to_trainer(level)
+        self._turns.to_trainer(level)
 
     def wake(self, tags: Sequence[str] = ()) -> None:
-        self.turns.to_engine(tags or PARTS)
+        self._turns.to_engine(tags or PARTS)
 
 
 @attrs.frozen(eq=False)

@@ -46,7 +46,8 @@ def explain(plan: Plan, gpu: int | None, name: str, reason: str) -> str:
     """Describes a lack of memory.
 
     Args:
-        plan, gpu: as for ``explained``.
+        plan: the plan of the run.
+        gpu: bytes of the GPU; None where ranks compute on the CPU.
         name: the phase, as in ``timing_s/*``; empty or unknown where the algorithm does not tell.
         reason: what the error says.
     """

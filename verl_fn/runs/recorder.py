@@ -13,8 +13,7 @@ import attrs
 
 from verl_fn.algorithms import Experience, Workers
 from verl_fn.backends.protocol import Ref, Request, RolloutBackend, Sample
-
-from .through import Through
+from verl_fn.backends.through import Through
 
 
 @attrs.frozen(eq=False)

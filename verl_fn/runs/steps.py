@@ -17,6 +17,7 @@ from verl_fn.algorithms import Algorithm, Clock, Experience, Report, Workers
 from verl_fn.algorithms.experience import publish
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Sample, WeightSource
+from verl_fn.backends.through import Through
 from verl_fn.config import Plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
@@ -24,7 +25,6 @@ from verl_fn.state import Batch, pack
 
 from .recorder import Drawn, draw
 from .state import RunState
-from .through import Through
 
 RANKS = "perf/ranks"
 ROWS_WAITING = "rollout/rows_waiting"
