@@ -46,7 +46,7 @@ def first_step(folder, options, rows):
     """Parameters, outputs, loss, norm, gradients and updates beside ``Local``: the worst relative errors."""
     loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
     one, many = local(folder, options), megatron(folder, options)
-    worst = dict.fromkeys(("outputs", "loss", "grad_norm", "gradient", "update"), 0.0)
+    worst = dict.fromkeys(("outputs", "loss", "grad_norm", "gradient", "update", "copies"), 0.0)
     a, b = one.init(KEY), many.init(KEY)
     assert tree.equal(dict(a.params), dict(many.named(b.params)))
     for _ in range(2):
@@ -64,11 +64,13 @@ def first_step(folder, options, rows):
         given = Grads(many.from_named(ga))
         (a, ua), (b, ub) = one.apply_update(a, ga), many.apply_update(b, given)
         worst["grad_norm"] = max(worst["grad_norm"], abs(ua["grad_norm"].value / ub["grad_norm"].value - 1))
-        assert ub["perf/residency_copies"].value == 0
+        worst["copies"] = max(worst["copies"], ub["perf/residency_copies"].value)
         ours = dict(many.named(b.params))
         for name, p in a.params.items():
             step = float((p - before[name]).norm())
             worst["update"] = max(worst["update"], float((ours[name] - p).norm()) / max(step, 1e-9) if step else 0.0)
+        # On one rank these are the state's own tensors, which the next update would not overwrite.
+        del ours
     return worst
 
 

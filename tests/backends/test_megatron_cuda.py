@@ -55,7 +55,7 @@ LAYOUTS = [
 def test_the_first_steps_in_fp32(ranks, folder, size, options):
     worst = ranks(size).run("megatron_cases.first_step", folder, options, 9)[0]
     assert worst["outputs"] <= 1e-5 and worst["loss"] <= 1e-5 and worst["grad_norm"] <= 1e-5, worst
-    assert worst["gradient"] <= 1e-4 and worst["update"] <= 1e-3, worst
+    assert worst["gradient"] <= 1e-4 and worst["update"] <= 1e-3 and worst["copies"] == 0, worst
 
 
 @pytest.mark.parametrize(("size", "options"), LAYOUTS, ids=str)
