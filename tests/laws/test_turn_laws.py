@@ -11,6 +11,7 @@ from run_configs import tiny_run
 from verl_fn.algorithms import Workers
 from verl_fn.backends.mock import Mock, MockRollout, sample_table
 from verl_fn.backends.protocol import StaleWeightsError
+from verl_fn.backends.through import Through
 from verl_fn.driver import turns
 from verl_fn.driver.local import local_workers
 from verl_fn.driver.turns import by_turns, release
@@ -19,7 +20,6 @@ from verl_fn.runs.prepare import prepare
 from verl_fn.runs.residency import on_one_gpu
 from verl_fn.runs.state import algorithm_of, initial_state
 from verl_fn.runs.steps import Pace, advance
-from verl_fn.runs.through import Through
 from verl_fn.state import Batch, Key, Sampling, requests_for
 from verl_fn.steps import aggregate, cross_entropy, sgd
 
