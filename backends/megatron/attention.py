@@ -16,22 +16,24 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from verl_fn.backends.hf.config import ModelError
+
 
 class PackedAttention(nn.Module):
     """A core attention for Megatron's layers; its arguments are those of ``DotProductAttention``.
 
     Raises:
-        NotImplementedError: the model uses attention sinks or windows, or dropout.
+        ModelError: the model uses attention sinks or windows.
     """
 
     def __init__(
         self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, **options: Any
     ) -> None:
         super().__init__()
-        if config.softmax_type != "vanilla" or config.window_size is not None or config.attention_dropout:
-            raise NotImplementedError(
-                "this model uses attention sinks, windows or dropout, which packed attention lacks; install "
-                "transformer-engine, whose attention has them"
+        if config.softmax_type != "vanilla" or config.window_size is not None:
+            raise ModelError(
+                "this model uses attention sinks or windows, which only transformer-engine's attention has: install "
+                "transformer-engine and set dtype = bfloat16"
             )
         self.scale: float | None = options.get("softmax_scale")
 

@@ -69,8 +69,6 @@ def first_step(folder, options, rows):
         for name, p in a.params.items():
             step = float((p - before[name]).norm())
             worst["update"] = max(worst["update"], float((ours[name] - p).norm()) / max(step, 1e-9) if step else 0.0)
-        # On one rank these are the state's own tensors, which the next update would not overwrite.
-        del ours
     return worst
 
 
@@ -131,6 +129,12 @@ def one_step(folder, options, source, into):
 
 def refused(folder, options):
     return error_of(lambda: megatron(folder, options).init(KEY))
+
+
+def refused_need(folder, options, need):
+    backend = megatron(folder, options)
+    params = backend.init(KEY).params
+    return error_of(lambda: backend.forward(params, tiny_batch(), ["logprobs", need]))
 
 
 def other_layouts(folder, into):

@@ -260,6 +260,14 @@ def test_what_does_not_fit_is_refused(four, folder, options, message):
     assert all(message in error for error in call(four, "refused", folder, options))
 
 
+@pytest.mark.parametrize(
+    ("need", "message"),
+    [("sum_pi_squared", "does not compute sum_pi_squared"), ("values", "a lm model gives")],
+)
+def test_outputs_that_are_not_computed_are_refused(two, folder, need, message):
+    assert all(message in error for error in call(two, "refused_need", folder, {}, need))
+
+
 def test_a_family_that_bridge_does_not_know_is_refused(two, tmp_path):
     folder = new_model(tmp_path, chars="abcd", hidden_size=16, arch="olmo", num_key_value_heads=4)
     for error in call(two, "refused", folder, {}):

@@ -251,7 +251,7 @@ def ratio_over_whole_lengths(outputs, batch):
 
 @loss(needs=["logprobs"])
 def penalizes_without_advantage(outputs, batch):
-    """A penalty that ``zero_advantages`` must be told of, as that of DRO."""
+    """A penalty without ``zero_advantages=False``, which losses with a penalty, such as DRO, declare."""
     gap = outputs.logprobs - batch["old_log_probs"]
     return gap.square() - batch["advantages"] * outputs.logprobs, {}
 

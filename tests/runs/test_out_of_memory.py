@@ -87,7 +87,7 @@ def test_what_counts_as_a_lack_of_memory(error):
     [
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         ValueError("the row is out of range"),
-        # The machine's memory, not a GPU's: Ray says so itself.
+        # Ray's own message about the memory of the machine, which no setting of a GPU changes.
         RuntimeError("Task was killed due to the node running low on memory."),
     ],
     ids=str,

@@ -88,9 +88,10 @@ class TaskPairs:
 
 
 def edited(text: str, alphabet: str, dice: random.Random) -> str:
-    """Returns a text with one mistake, most often another letter, which may be one of the text's own.
+    """Returns a text with one random edit; it can equal the text.
 
-    The other mistakes are two neighbours swapped, a letter put in or left out, and the end cut off.
+    Most often a letter is replaced, by one of the alphabet or of the text. Otherwise two neighbours are swapped, a
+    letter is added or removed, or the end is cut off.
 
     Args:
         text: the text.
