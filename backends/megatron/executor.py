@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,4 @@ class Executor:
         with agreed():
             own_optimizer = for_leaves(optimizer, pieces, canonical)
         resident = Resident(built.ddp, pieces, layout, built.tied)
-        # Imports of transformer-engine leave exceptions in reference cycles. Their frames refer to the frames of our
-        # callers, which hold the first state, and the first update would have to copy what they hold.
-        gc.collect()
         return cls(empty, built, canonical, tasks, pieces, resident, own_optimizer)
