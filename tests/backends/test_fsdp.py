@@ -32,12 +32,12 @@ def untied(tmp_path_factory):
     return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, tie_word_embeddings=False)
 
 
-# Options are combined, since each run of all laws takes seconds; the first steps below vary them one by one.
+# Options are combined, since each run of all laws takes seconds; the first steps below vary them one by one, and
+# tests/driver/test_groups.py checks the laws without any.
 @pytest.mark.parametrize(
     "options",
     [
-        {"checkpointing": True},
-        {"sp": 2},
+        {"sp": 2, "checkpointing": True},
         {"replicate": 2, "reshard_after_forward": False, "head": "value"},
         {"lora": LORA},
     ],

@@ -10,6 +10,7 @@ import torch
 from ray_ranks import start_ranks
 
 from verl_fn.backends.fsdp.sharding import whole_of
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import Freed, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
@@ -31,13 +32,20 @@ def fsdp(two, model):
     return two.backend("fsdp", remote_mutants.fsdp, model)
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """A model of one layer, for checks that run it a hundred times."""
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, num_hidden_layers=1)
+
+
 def check(backend, two, other=None):
     check_backend(backend, other, loss=LOSS, tolerance=FP32, get=two.get, optimizer=remote_mutants.optimizer())
 
 
 @pytest.mark.slow
-def test_laws_of_two_sharded_ranks(two, fsdp, model):
-    check(fsdp, two, Local(model, remote_mutants.optimizer(), max_tokens=24))
+def test_laws_of_two_sharded_ranks(two, shallow):
+    backend = two.backend("shallow", remote_mutants.fsdp, shallow)
+    check(backend, two, Local(shallow, remote_mutants.optimizer(), max_tokens=24))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -72,8 +80,8 @@ def test_broken_handles_are_caught(two, cls, laws):
     assert caught.value.law in laws, caught.value
 
 
-def test_a_rank_whose_gradient_is_dropped_is_caught(two, model):
-    backend = two.backend("broken", remote_mutants.fsdp, model, remote_mutants.DropsARank)
+def test_a_rank_whose_gradient_is_dropped_is_caught(two, shallow):
+    backend = two.backend("broken", remote_mutants.fsdp, shallow, remote_mutants.DropsARank)
     with pytest.raises(LawViolation) as caught:
         check(backend, two)
     assert caught.value.law in ("Purity", "Split invariance"), caught.value

@@ -29,10 +29,16 @@ FP32, BF16, BF16_AGAINST_FP32 = 1e-5, 0.02, 0.1
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
+    """Models of one layer, since a check runs them a hundred times, and one of two."""
+
     def make(**options):
         return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, **options)
 
-    return {"tied": make(), "untied": make(tie_word_embeddings=False)}
+    return {
+        "tied": make(num_hidden_layers=1),
+        "untied": make(num_hidden_layers=1, tie_word_embeddings=False),
+        "two layers": make(num_hidden_layers=2),
+    }
 
 
 def local(folder, *, max_tokens=24, **options):
@@ -53,10 +59,12 @@ def test_mock_with_other_optimizers(tx):
     check_backend(Mock(mutants.VOCAB, tx, max_tokens=24))
 
 
-@pytest.mark.parametrize("embeddings", ["tied", "untied"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_local_in_fp32(folders, embeddings, checkpointing):
-    folder = folders[embeddings]
+@pytest.mark.parametrize(
+    ("model", "checkpointing"), [("tied", False), ("untied", False), ("untied", True), ("two layers", True)]
+)
+def test_local_in_fp32(folders, model, checkpointing):
+    """With and without checkpointing on either side."""
+    folder = folders[model]
     one = local(folder, checkpointing=checkpointing)
     other = local(folder, max_tokens=16, checkpointing=not checkpointing)
     check_backend(one, other, loss=ppo_clip() - 0.01 * entropy(), tolerance=FP32)

@@ -134,20 +134,10 @@ def test_a_really_full_disk(run, tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments_cost_nothing(tmp_path):
+def test_kills_at_random_moments_cost_nothing(warm, tmp_path):
     """The benchmark with few kills: every resume ends with the bytes of the run that nobody disturbed."""
-    command = [
-        sys.executable,
-        "-m",
-        "verl_fn.cli",
-        "bench",
-        "crash",
-        "--kills",
-        "4",
-        "--json",
-        tmp_path / "f.json",
-    ]
-    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [warm, "-m", "verl_fn.cli", "bench", "crash", "--kills", "4", "--json", tmp_path / "f.json"]
+    found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
     assert json.loads((tmp_path / "f.json").read_text())["kills"] == 4
 

@@ -11,7 +11,6 @@ from test_train import config, files, model, numbers  # noqa: F401
 
 from verl_fn.cli import main
 from verl_fn.config import load, make_plan
-from verl_fn.config.schema import RayConfig
 from verl_fn.runs.continuing import changes
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run
@@ -116,14 +115,14 @@ def test_targets_that_match_nothing_end_a_run_in_one_line(model, tmp_path, capsy
 
 
 @pytest.mark.slow
-def test_ray_and_ranks_give_the_same_lora_run(model, tmp_path):  # noqa: F811
+def test_ray_and_ranks_give_the_same_lora_run(warm_ray, model, tmp_path):  # noqa: F811
     """Through handles the reference is the actor's base too: one rank bitwise, two sharded ones up to rounding."""
     pytest.importorskip("ray")
     from verl_fn.driver.ray import connected
 
     said = []
     # Both runs of Ray's driver on one cluster, since one takes seconds to start.
-    with connected(RayConfig()):
+    with connected(load(overrides=[warm_ray]).ray):
         for name, more in {
             "local": [],
             "ray": ["driver.kind=ray"],
