@@ -34,12 +34,16 @@ def trained(backend, state, steps=3, loss=None):
 @pytest.mark.parametrize(
     "options", [{"checkpointing": True}, {"head": "value"}, {"compute_dtype": "bfloat16"}], ids=str
 )
-def test_laws(options, tmp_path):
-    """With a model of one layer, since the check runs it a hundred times; beside it, one without checkpointing."""
-    shallow = new_model(tmp_path, chars="abcd", hidden_size=16, num_hidden_layers=1)
+def test_laws(options, tiny, tmp_path):
+    """In fp32 with a model of one layer, since the check runs it a hundred times; beside it, one without checkpointing.
+
+    In bf16 the gradient of so small a model is mostly rounding.
+    """
+    small = "compute_dtype" not in options
+    folder = new_model(tmp_path, chars="abcd", hidden_size=16, num_hidden_layers=1) if small else tiny
     loss = value_clip() if options.get("head") == "value" else ppo_clip() - 0.01 * entropy()
     plain = options | {"checkpointing": False}
-    one, other = (Local(shallow, TX, max_tokens=24, lora=LORA, **given) for given in (options, plain))
+    one, other = (Local(folder, TX, max_tokens=24, lora=LORA, **given) for given in (options, plain))
     check_backend(one, other, loss=loss, tolerance=0.05 if "compute_dtype" in options else 1e-5)
 
 
