@@ -79,15 +79,24 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     _add_check(train)
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
-    evaluate = command(
-        "eval", "evaluate a run, one of its checkpoints or any Hugging Face folder on held-out problems"
+    evaluate = command("eval", "evaluate runs, checkpoints or any Hugging Face folders on the same held-out problems")
+    evaluate.add_argument(
+        "models",
+        type=path,
+        nargs="+",
+        metavar="MODEL",
+        help="a run's folder, a checkpoint, or a Hugging Face model folder",
     )
-    evaluate.add_argument("model", type=path, help="a run's folder, a checkpoint, or a Hugging Face model folder")
     _add_overrides(evaluate)
     evaluate.add_argument(
-        "--config", type=path, help="a TOML file; by default the run's, where the model is of a run"
+        "--config", type=path, help="a TOML file; by default that of the first run that a model belongs to"
     )
-    evaluate.add_argument("--json", type=path, metavar="FILE", help="write metrics and answers there too")
+    evaluate.add_argument(
+        "--out",
+        type=path,
+        metavar="FOLDER",
+        help="write metrics.json, every answer as answers.parquet, and a plot as metrics.png there",
+    )
 
     config = command("config", "show the whole config: every key, its doc, and where its value came from")
     config.add_argument("config", type=path, nargs="?", help="a TOML file; without one, the defaults")
@@ -180,7 +189,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         top.error(f"{args.command} does not take {' '.join(rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
+    if hasattr(args, "models"):
+        _split_models(top, args)
     return args
+
+
+def _split_models(top: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Moves overrides that follow the models to the other overrides; an existing path is a model."""
+    overrides = [arg for arg in args.models if "=" in arg and not os.path.exists(arg)]
+    args.models = [arg for arg in args.models if arg not in overrides]
+    args.overrides = [*overrides, *args.overrides]
+    if not args.models:
+        top.error(f"{args.command} needs a model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
