@@ -68,7 +68,9 @@ def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
 
 
 def config(args: argparse.Namespace) -> int:
-    """Shows the whole config."""
+    """Shows the whole config, or translates one of verl."""
+    if args.from_verl is not None:
+        return _from_verl(args.from_verl)
     overrides = list(args.overrides)
     file = args.config
     if file is not None and "=" in file and not Path(file).exists():
@@ -78,6 +80,20 @@ def config(args: argparse.Namespace) -> int:
     for line in notes(file, overrides):
         complain(f"note: {line}")
     return 0
+
+
+def _from_verl(words: Sequence[str]) -> int:
+    import tomli_w
+
+    from verl_fn.config.verl import read_settings, translate
+    from verl_fn.data.rows import count_rows
+
+    if not words:
+        raise UsageError("--from-verl needs a YAML file of verl, or settings key=value")
+    translation = translate(read_settings(words), count_rows)
+    say(tomli_w.dumps(translation.table).rstrip("\n"))
+    complain(translation.report())
+    return 0 if translation.complete else 1
 
 
 def report(args: argparse.Namespace) -> int:

@@ -100,6 +100,13 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
     config = command("config", "show the whole config: every key, its doc, and where its value came from")
     config.add_argument("config", type=path, nargs="?", help="a TOML file; without one, the defaults")
+    config.add_argument(
+        "--from-verl",
+        nargs=argparse.REMAINDER,
+        metavar="FILE_OR_KEY=VALUE",
+        help="translate a config of verl into TOML, and report on every key on the standard error; all words that "
+        "follow are verl's: YAML files, a command line, or both",
+    )
     _add_overrides(config)
 
     report = command("report", "one HTML page, and a PNG, about one or several runs")

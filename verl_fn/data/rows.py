@@ -70,6 +70,24 @@ def column_names(file: str | Path) -> tuple[str, ...]:
         return ()
 
 
+def count_rows(files: Sequence[str | Path]) -> int | None:
+    """Returns the number of rows of all files together; None if one of them cannot be read.
+
+    ``read_rows`` reports what is wrong with such a file.
+    """
+    count = 0
+    for path in (Path(file).expanduser() for file in files):
+        try:
+            if path.suffix == ".parquet":
+                count += pq.read_metadata(path).num_rows
+            else:
+                with path.open("rb") as lines:
+                    count += sum(bool(line.strip()) for line in lines)
+        except (OSError, pa.ArrowException):
+            return None
+    return count
+
+
 def _parquet(path: Path, required: Sequence[str], optional: Sequence[str], hint: str) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
