@@ -43,7 +43,7 @@ def start(model, folder, *more):
 
 def test_model_folders_that_cannot_be_used(refused, tiny, tmp_path):
     said = refused(*start(tmp_path / "org/name", tmp_path / "run"), status=2)
-    assert "model.path: there is no folder" in said and "hf download" in said
+    assert "model.path: there is no folder" in said and "prepare hub:" in said
     bare = shutil.copytree(tiny, tmp_path / "bare")
     for file in bare.glob("tokenizer*"):
         file.unlink()

@@ -174,6 +174,11 @@ def prepare(args: argparse.Namespace) -> int:
     """Writes data sets as parquet, or a model folder."""
     if (args.dataset == "gsm8k") != (args.source is not None):
         raise UsageError("prepare gsm8k needs the folder with its raw files, and the others take none")
+    if args.dataset.startswith("hub:"):
+        from verl_fn.data.hub import prepare_hub
+
+        say(prepare_hub(args.dataset, args.out))
+        return 0
     if args.dataset == "smollm2":
         from verl_fn.backends.hf.smollm2 import prepare_smollm2
 

@@ -15,6 +15,7 @@ from verl_fn.errors import UsageError, UserError
 from verl_fn.runs.screen import OutputClosed, complain
 
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
+PREPARED = ("gsm8k", "arithmetic", "smollm2")
 CLOSED = 141  # the exit status of a program that SIGPIPE ends
 
 
@@ -26,6 +27,18 @@ def path(argument: str) -> str:
         return check_path(home(argument))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def source(argument: str) -> str:
+    """Reads what ``prepare`` prepares.
+
+    Example:
+        >>> source("gsm8k")
+        'gsm8k'
+    """
+    if argument not in PREPARED and not argument.startswith("hub:"):
+        raise argparse.ArgumentTypeError(f"{argument!r} is not {', '.join(PREPARED)} or hub:NAME")
+    return argument
 
 
 def parser() -> argparse.ArgumentParser:
@@ -156,7 +169,13 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     )
 
     prepare = command("prepare", "write a data set as parquet in verl's columns, or a model folder")
-    prepare.add_argument("dataset", choices=("gsm8k", "arithmetic", "smollm2"))
+    prepare.add_argument(
+        "dataset",
+        type=source,
+        metavar="SOURCE",
+        help="gsm8k, arithmetic or smollm2; or of the Hugging Face hub a model, hub:OWNER/NAME, or a data set, "
+        "hub:datasets/OWNER/NAME, either with @REVISION",
+    )
     prepare.add_argument("source", nargs="?", help="gsm8k: the folder with the raw files")
     prepare.add_argument("--out", required=True, help="the folder to write")
 

@@ -38,7 +38,10 @@ def read_rows(
     """
     path = Path(file).expanduser()
     if path.suffix not in _READERS:
-        raise DataError(f"{path}: the name of a data file must end in {', '.join(_READERS)}")
+        raise DataError(
+            f"{path}: the name of a data file must end in {', '.join(_READERS)}; for a data set of the Hugging Face "
+            "hub, run verl-fn prepare hub:datasets/OWNER/NAME --out FOLDER first and name the files in it"
+        )
     if not path.is_file():
         raise DataError(f"{path}: there is no such file")
     empty = True
