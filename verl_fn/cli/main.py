@@ -168,16 +168,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
         "--adapter", action="store_true", help="of a LoRA run, only the adapters, as PEFT's PeftModel loads them"
     )
 
-    prepare = command("prepare", "write a data set as parquet in verl's columns, or a model folder")
-    prepare.add_argument(
-        "dataset",
-        type=source,
-        metavar="SOURCE",
-        help="gsm8k, arithmetic or smollm2; or of the Hugging Face hub a model, hub:OWNER/NAME, or a data set, "
-        "hub:datasets/OWNER/NAME, either with @REVISION",
-    )
-    prepare.add_argument("source", nargs="?", help="gsm8k: the folder with the raw files")
-    prepare.add_argument("--out", required=True, help="the folder to write")
+    _add_prepare(command)
 
     choices = command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
     choices.add_argument(
@@ -205,6 +196,19 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
         ),
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
+
+
+def _add_prepare(command: Callable[..., argparse.ArgumentParser]) -> None:
+    prepare = command("prepare", "write a data set as parquet in verl's columns, or a model folder")
+    prepare.add_argument(
+        "dataset",
+        type=source,
+        metavar="SOURCE",
+        help="gsm8k, arithmetic or smollm2; or of the Hugging Face hub a model, hub:OWNER/NAME, or a data set, "
+        "hub:datasets/OWNER/NAME, either with @REVISION",
+    )
+    prepare.add_argument("source", nargs="?", help="gsm8k: the folder with the raw files")
+    prepare.add_argument("--out", required=True, help="the folder to write")
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
