@@ -15,6 +15,7 @@ HEAVY = {"ray", "vllm", "megatron", "peft"}
 # Distributions whose modules have other names, and modules that come with torch.
 MODULE_NAMES = {"pyyaml": "yaml", "megatron_bridge": "megatron", "megatron_core": "megatron"}
 WITH_TORCH = {"triton"}
+IMPORTED_EXTRAS = ("lora", "math", "vllm", "megatron")
 # Loggers that a user installs, and the peer that a benchmark runs against: imported only where asked for.
 BROUGHT_BY_USERS = {"verl_fn/runs/loggers.py": {"wandb"}, "benchmarks/peer_verl.py": {"verl"}}
 
@@ -44,7 +45,7 @@ def third_party(source: str) -> set[str]:
 def declared_modules() -> set[str]:
     """Returns the top-level modules of the dependencies and of the extras that the library imports."""
     extras = PROJECT["optional-dependencies"]
-    requirements = [*PROJECT["dependencies"], *extras["lora"], *extras["vllm"], *extras["megatron"]]
+    requirements = [*PROJECT["dependencies"], *(one for name in IMPORTED_EXTRAS for one in extras[name])]
     names = {re.split(r"[<>=;\[ ]", requirement)[0].lower().replace("-", "_") for requirement in requirements}
     return {MODULE_NAMES.get(name, name) for name in names} | WITH_TORCH
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 import types
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 from run_configs import TINY, tiny_run
@@ -42,7 +43,7 @@ def start(model, folder, *more):
 
 def test_model_folders_that_cannot_be_used(refused, tiny, tmp_path):
     said = refused(*start(tmp_path / "org/name", tmp_path / "run"), status=2)
-    assert "model.path: there is no folder" in said and "hf download" in said
+    assert "model.path: there is no folder" in said and "prepare hub:" in said
     bare = shutil.copytree(tiny, tmp_path / "bare")
     for file in bare.glob("tokenizer*"):
         file.unlink()
@@ -257,15 +258,29 @@ def test_new_model_and_export_and_eval(tmp_path, capsys):
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a, b.to(torch.bfloat16))
     more = ["data.val_size=8", "rollout.val_kwargs.n=4", "rollout.val_kwargs.temperature=1.0", "driver.num_threads=1"]
-    assert main(["eval", str(model), "data.task=count", *more, "--json", str(tmp_path / "f.json")]) == 0
-    answers = json.loads((tmp_path / "f.json").read_text())["answers"]
-    assert len(answers) == 8 * 4, "all of them, not only those that a run would log"
-    assert len({answer["prompt"] for answer in answers}) == 8
-    found = json.loads((tmp_path / "f.json").read_text())["metrics"]
-    assert {"val-core/count/acc/mean@4", "val-core/count/acc/best@4/mean", "val-core/count/acc/maj@4/mean"} <= set(
-        found
-    )
-    assert "val-core/count/acc/mean@4" in capsys.readouterr().out
+    found = tmp_path / "found"
+    assert main(["eval", str(model), str(out), "data.task=count", "--out", str(found), *more]) == 0
+    shown = capsys.readouterr().out
+    answers = pq.read_table(found / "answers.parquet").to_pylist()
+    assert len(answers) == 2 * 8 * 4, "all of them, not only those that a run would log"
+    assert len({(a["model"], a["problem"], a["sample"]) for a in answers}) == len(answers)
+    assert len({a["prompt"] for a in answers}) == 8
+    reports = json.loads((found / "metrics.json").read_text())
+    assert [report["model"] for report in reports] == ["m", "out"] and reports[1]["path"] == str(out)
+    names = {f"val-core/count/acc/{name}" for name in ("mean@4", "best@4/mean", "maj@4/mean")}
+    assert names | {f"val-aux/count/acc/pass@{k}" for k in (1, 2, 4)} < reports[0]["metrics"].keys()
+    assert (found / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    table = shown[shown.index("\ncount\n") :].splitlines()
+    assert table[2].split()[:2] == ["model", "acc/mean@4"]
+    assert [line.split()[0] for line in table[3:5]] == ["m", "out"]
+    assert float(table[3].split()[1]) == round(reports[0]["metrics"]["val-core/count/acc/mean@4"], 4)
+
+
+def test_models_that_cannot_be_evaluated_together(refused, tiny, tmp_path, capsys):
+    assert "is named twice" in refused("eval", tiny, tiny, status=2)
+    with pytest.raises(SystemExit):
+        main(["eval", "data.val_size=4"])
+    assert "eval needs a model" in capsys.readouterr().err
 
 
 def test_sizes_of_a_random_model_that_do_not_go_together(refused, tmp_path):
@@ -289,7 +304,7 @@ def test_places_that_cannot_be_written(refused, tiny, tmp_path):
     assert "file is a file; choose a folder" in refused("new-model", tmp_path / "file", status=2)
     assert "file is a file; choose a folder" in refused("export", tiny, tmp_path / "file", status=2)
     assert "/proc/zz" in refused("new-model", "/proc/zz", status=2)
-    assert "--json" in refused("eval", tiny, "data.val_size=4", "--json", tmp_path / "none" / "x.json", status=2)
+    assert "--out" in refused("eval", tiny, "data.val_size=4", "--out", tmp_path / "file", status=2)
     run = tmp_path / "run"
     train(tiny_run(tiny, run, "algorithm.name=sft", "trainer.total_training_steps=1"), SILENT)
     assert "/proc/x.html" in refused("report", run, "--out", "/proc/x.html")

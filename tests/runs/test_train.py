@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -78,6 +79,10 @@ def test_what_a_run_leaves_behind(model, tmp_path):
     assert set(evaluation) == {"val-core/reverse/acc/mean@1", "val-aux/reverse/reward/mean@1"}
     assert make_plan(load(tmp_path / "config.toml")) == cfg
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+    kept = {file.name: pq.read_table(file) for file in (tmp_path / "answers").iterdir()}
+    assert {name: table.num_rows for name, table in kept.items()} == {"step_0.parquet": 16, "step_2.parquet": 16}
+    accuracy = sum(kept["step_2.parquet"]["acc"].to_pylist()) / 16
+    assert accuracy == pytest.approx(evaluation["val-core/reverse/acc/mean@1"])
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() > 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from verl_fn.config import (
     ConfigError,
     Plan,
     describe,
-    evaluation_plan,
     load,
     make_plan,
     notes,
@@ -29,6 +26,9 @@ from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.config.loading import algorithm_options
 from verl_fn.errors import UsageError
 from verl_fn.runs.screen import complain, say
+
+from .evaluation import evaluate
+from .models import model_of, pruning
 
 
 def train(args: argparse.Namespace) -> int:
@@ -67,48 +67,10 @@ def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate(args: argparse.Namespace) -> int:
-    """Evaluates a model on held-out problems."""
-    from verl_fn.runs.evaluate import evaluate_model
-
-    model, run = _model_of(args.model)
-    file = args.config or (run / "config.toml" if run is not None else None)
-    cfg = load(file, [*args.overrides, f"model.path={model}"])
-    if cfg.data.train_files and not cfg.data.val_files:
-        raise ConfigError("there are no held-out problems: set data.val_files")
-    plan = evaluation_plan(cfg)
-    out = Path(args.json) if args.json else None
-    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
-        raise ConfigError(f"--json: {out} cannot be written; name a file in an existing folder")
-    say(f"evaluating {model} on {_evaluation_summary(plan)}")
-    with _pruning(model):
-        report, answers = evaluate_model(plan, say)
-    for name, value in report.items():
-        say(f"{name:<48} {value:.4f}")
-    for answer in answers[:: max(1, plan.rollout.validation.n)][:3]:
-        verdict = f"reward {answer['score']:.3g}; expected {answer['answer']!r}"
-        say(f"{answer['prompt']!r} -> {answer['response']!r} ({verdict})")
-    if out is not None:
-        out.write_text(json.dumps({"model": str(model), "metrics": report, "answers": answers}, indent=1))
-    return 0
-
-
-def _evaluation_summary(plan: Plan) -> str:
-    """Describes the problems of an evaluation and how answers are sampled."""
-    from verl_fn.data.tasks import TASKS
-
-    data, sampling = plan.data, plan.rollout.validation
-    if data.val_files:
-        names = ", ".join(Path(file).name for file in data.val_files)
-        problems = f"{'all' if data.val_size is None else f'up to {data.val_size}'} problems of {names}"
-    else:
-        problems = f"{len(TASKS[data.task].held_out(data.val_size))} held-out problems of {data.task}"
-    answers = f"{sampling.n} at temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
-    return f"{problems}, {answers}"
-
-
 def config(args: argparse.Namespace) -> int:
-    """Shows the whole config."""
+    """Shows the whole config, or translates one of verl."""
+    if args.from_verl is not None:
+        return _from_verl(args.from_verl)
     overrides = list(args.overrides)
     file = args.config
     if file is not None and "=" in file and not Path(file).exists():
@@ -118,6 +80,20 @@ def config(args: argparse.Namespace) -> int:
     for line in notes(file, overrides):
         complain(f"note: {line}")
     return 0
+
+
+def _from_verl(words: Sequence[str]) -> int:
+    import tomli_w
+
+    from verl_fn.config.verl import read_settings, translate
+    from verl_fn.data.rows import count_rows
+
+    if not words:
+        raise UsageError("--from-verl needs a YAML file of verl, or settings key=value")
+    translation = translate(read_settings(words), count_rows)
+    say(tomli_w.dumps(translation.table).rstrip("\n"))
+    complain(translation.report())
+    return 0 if translation.complete else 1
 
 
 def report(args: argparse.Namespace) -> int:
@@ -185,10 +161,10 @@ def export(args: argparse.Namespace) -> int:
     from verl_fn.backends.checkpoint.export import export_adapter, export_model
     from verl_fn.runs.checkpoints import check_model_folder
 
-    model, _ = _model_of(args.model)
+    model, _ = model_of(args.model)
     check_model_folder(model)
     write = export_adapter if args.adapter else export_model
-    with _pruning(model):
+    with pruning(model):
         folder = write(model, args.out, args.dtype)
     say(f"wrote {folder}")
     return 0
@@ -198,6 +174,11 @@ def prepare(args: argparse.Namespace) -> int:
     """Writes data sets as parquet, or a model folder."""
     if (args.dataset == "gsm8k") != (args.source is not None):
         raise UsageError("prepare gsm8k needs the folder with its raw files, and the others take none")
+    if args.dataset.startswith("hub:"):
+        from verl_fn.data.hub import prepare_hub
+
+        say(prepare_hub(args.dataset, args.out))
+        return 0
     if args.dataset == "smollm2":
         from verl_fn.backends.hf.smollm2 import prepare_smollm2
 
@@ -276,40 +257,3 @@ COMMANDS = {
     "list": show_choices,
     "bench": bench,
 }
-
-
-def _model_of(path: str) -> tuple[Path, Path | None]:
-    """Returns the model folder that a path stands for, and the run that it belongs to, if any."""
-    from verl_fn.runs.checkpoints import MANIFEST, checkpoints
-    from verl_fn.runs.errors import RunError
-    from verl_fn.runs.state import run_of
-
-    folder = Path(path)
-    if (folder / "config.toml").is_file():
-        saved = checkpoints(folder)
-        if not saved:
-            raise RunError(f"the run {folder} has no checkpoint yet")
-        # The link points nowhere if somebody has removed the newest checkpoint.
-        link = folder / "model"
-        return link.resolve() if link.exists() else saved[0] / "actor", folder
-    if (folder / MANIFEST).is_file():
-        run = run_of(folder)
-        return folder / "actor", run if run is not None and (run / "config.toml").is_file() else None
-    return folder, None
-
-
-@contextlib.contextmanager
-def _pruning(model: Path) -> Iterator[None]:
-    """Explains an error that comes of a model that was there and is gone: a run in training removes checkpoints."""
-    existed = model.is_dir()
-    try:
-        yield
-    except Exception as error:
-        if existed and not model.is_dir():
-            from verl_fn.runs.errors import RunError
-
-            raise RunError(
-                f"{model} was removed meanwhile: a run in training keeps only its last trainer.max_ckpt_to_keep "
-                "checkpoints; run the command again for the newest one"
-            ) from error
-        raise

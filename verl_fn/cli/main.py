@@ -15,6 +15,7 @@ from verl_fn.errors import UsageError, UserError
 from verl_fn.runs.screen import OutputClosed, complain
 
 OVERRIDES = "a key of the config, such as trainer.seed=2; verl-fn config lists them"
+PREPARED = ("gsm8k", "arithmetic", "smollm2")
 CLOSED = 141  # the exit status of a program that SIGPIPE ends
 
 
@@ -26,6 +27,18 @@ def path(argument: str) -> str:
         return check_path(home(argument))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def source(argument: str) -> str:
+    """Reads what ``prepare`` prepares.
+
+    Example:
+        >>> source("gsm8k")
+        'gsm8k'
+    """
+    if argument not in PREPARED and not argument.startswith("hub:"):
+        raise argparse.ArgumentTypeError(f"{argument!r} is not {', '.join(PREPARED)} or hub:NAME")
+    return argument
 
 
 def parser() -> argparse.ArgumentParser:
@@ -79,18 +92,34 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     _add_check(train)
     train.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
-    evaluate = command(
-        "eval", "evaluate a run, one of its checkpoints or any Hugging Face folder on held-out problems"
+    evaluate = command("eval", "evaluate runs, checkpoints or any Hugging Face folders on the same held-out problems")
+    evaluate.add_argument(
+        "models",
+        type=path,
+        nargs="+",
+        metavar="MODEL",
+        help="a run's folder, a checkpoint, or a Hugging Face model folder",
     )
-    evaluate.add_argument("model", type=path, help="a run's folder, a checkpoint, or a Hugging Face model folder")
     _add_overrides(evaluate)
     evaluate.add_argument(
-        "--config", type=path, help="a TOML file; by default the run's, where the model is of a run"
+        "--config", type=path, help="a TOML file; by default that of the first run that a model belongs to"
     )
-    evaluate.add_argument("--json", type=path, metavar="FILE", help="write metrics and answers there too")
+    evaluate.add_argument(
+        "--out",
+        type=path,
+        metavar="FOLDER",
+        help="write metrics.json, every answer as answers.parquet, and a plot as metrics.png there",
+    )
 
     config = command("config", "show the whole config: every key, its doc, and where its value came from")
     config.add_argument("config", type=path, nargs="?", help="a TOML file; without one, the defaults")
+    config.add_argument(
+        "--from-verl",
+        nargs=argparse.REMAINDER,
+        metavar="FILE_OR_KEY=VALUE",
+        help="translate a config of verl into TOML, and report on every key on the standard error; all words that "
+        "follow are verl's: YAML files, a command line, or both",
+    )
     _add_overrides(config)
 
     report = command("report", "one HTML page, and a PNG, about one or several runs")
@@ -139,10 +168,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
         "--adapter", action="store_true", help="of a LoRA run, only the adapters, as PEFT's PeftModel loads them"
     )
 
-    prepare = command("prepare", "write a data set as parquet in verl's columns, or a model folder")
-    prepare.add_argument("dataset", choices=("gsm8k", "arithmetic", "smollm2"))
-    prepare.add_argument("source", nargs="?", help="gsm8k: the folder with the raw files")
-    prepare.add_argument("--out", required=True, help="the folder to write")
+    _add_prepare(command)
 
     choices = command("list", "list tasks, algorithms, estimators, losses, backends and rewards")
     choices.add_argument(
@@ -172,6 +198,19 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
 
 
+def _add_prepare(command: Callable[..., argparse.ArgumentParser]) -> None:
+    prepare = command("prepare", "write a data set as parquet in verl's columns, or a model folder")
+    prepare.add_argument(
+        "dataset",
+        type=source,
+        metavar="SOURCE",
+        help="gsm8k, arithmetic or smollm2; or of the Hugging Face hub a model, hub:OWNER/NAME, or a data set, "
+        "hub:datasets/OWNER/NAME, either with @REVISION",
+    )
+    prepare.add_argument("source", nargs="?", help="gsm8k: the folder with the raw files")
+    prepare.add_argument("--out", required=True, help="the folder to write")
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the arguments; overrides may come before and after options."""
     top = parser()
@@ -180,7 +219,18 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         top.error(f"{args.command} does not take {' '.join(rest)}")
     if rest:
         args.overrides = [*args.overrides, *rest]
+    if hasattr(args, "models"):
+        _split_models(top, args)
     return args
+
+
+def _split_models(top: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Moves overrides that follow the models to the other overrides; an existing path is a model."""
+    overrides = [arg for arg in args.models if "=" in arg and not os.path.exists(arg)]
+    args.models = [arg for arg in args.models if arg not in overrides]
+    args.overrides = [*overrides, *args.overrides]
+    if not args.models:
+        top.error(f"{args.command} needs a model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,13 +32,13 @@ def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
         ['algorithm.lam has no effect with algorithm.name = "sft"']
     """
     cfg = load(path, overrides)
-    sentences = _without_effect(cfg, flat(raw_table(None, overrides)))
+    sentences = without_effect(cfg, flat(raw_table(None, overrides)))
     if path is not None:
         with contextlib.suppress(ConfigError):
             file_alone = load(path)
             table = flat(raw_table(path, ()))
-            ignored_in_file = _without_effect(file_alone, table)
-            sentences = _without_effect(cfg, {key: table[key] for key in ignored_in_file}) | sentences
+            ignored_in_file = without_effect(file_alone, table)
+            sentences = without_effect(cfg, {key: table[key] for key in ignored_in_file}) | sentences
     return [*sentences.values(), *_hardly_meant(cfg)]
 
 
@@ -59,7 +59,7 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
         yield f'trainer.journal = "samples" keeps digests alone {with_name}, which samples nothing'
 
 
-def _without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
+def without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
     """Returns a sentence for each of these settings that ``cfg`` ignores, by key."""
     values, defaults = flat(to_table(cfg)), _defaults(cfg)
     rules = [(pattern, reason) for pattern, used, reason in _rules(cfg) if not used]

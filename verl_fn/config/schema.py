@@ -97,7 +97,7 @@ class CriticConfig(ActorConfig):
 class ValConfig:
     """Sampling in evaluations."""
 
-    n: int = opt(1, "responses per held-out prompt; above 1 adds best@N and maj@N", ge(1))
+    n: int = opt(1, "responses per held-out prompt; above 1 adds best@N, maj@N and pass@k", ge(1))
     temperature: float = opt(0.0, "sampling temperature; 0 takes the likeliest token", ge(0), le(MOST))
     top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some)
     top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))

@@ -38,7 +38,10 @@ def read_rows(
     """
     path = Path(file).expanduser()
     if path.suffix not in _READERS:
-        raise DataError(f"{path}: the name of a data file must end in {', '.join(_READERS)}")
+        raise DataError(
+            f"{path}: the name of a data file must end in {', '.join(_READERS)}; for a data set of the Hugging Face "
+            "hub, run verl-fn prepare hub:datasets/OWNER/NAME --out FOLDER first and name the files in it"
+        )
     if not path.is_file():
         raise DataError(f"{path}: there is no such file")
     empty = True
@@ -68,6 +71,24 @@ def column_names(file: str | Path) -> tuple[str, ...]:
         return tuple(row) if isinstance(row, dict) else ()
     except (OSError, ValueError, StopIteration, RecursionError, pa.ArrowException):
         return ()
+
+
+def count_rows(files: Sequence[str | Path]) -> int | None:
+    """Returns the number of rows of all files together; None if one of them cannot be read.
+
+    ``read_rows`` reports what is wrong with such a file.
+    """
+    count = 0
+    for path in (Path(file).expanduser() for file in files):
+        try:
+            if path.suffix == ".parquet":
+                count += pq.read_metadata(path).num_rows
+            else:
+                with path.open("rb") as lines:
+                    count += sum(bool(line.strip()) for line in lines)
+        except (OSError, pa.ArrowException):
+            return None
+    return count
 
 
 def _parquet(path: Path, required: Sequence[str], optional: Sequence[str], hint: str) -> Iterator[tuple[str, Row]]:

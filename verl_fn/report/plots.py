@@ -46,7 +46,7 @@ def svg(chart: Chart, labels: Sequence[str], steps: tuple[float, float], width: 
         steps: the ends of the horizontal axis.
         width: how many points a smoothed curve averages.
     """
-    figure = _figure(_WIDTH / 72, _HEIGHT / 72)
+    figure = figure_of(_WIDTH / 72, _HEIGHT / 72)
     axes = figure.add_subplot()
     _draw(axes, chart, steps, width, _FONT)
     last_values = "; ".join(f"{labels[i]}: last {_last(c)}" for i, c in chart.curves.items())
@@ -60,7 +60,7 @@ def bars(groups: Mapping[str, Mapping[int, float]]) -> str:
         groups: for each name the seconds of each run, by the run's number.
     """
     rows = sum(map(len, groups.values()))
-    figure = _figure(_WIDTH / 72, (13 * rows + 7 * len(groups) + 6) / 72)
+    figure = figure_of(_WIDTH / 72, (13 * rows + 7 * len(groups) + 6) / 72)
     axes = figure.add_subplot()
     top, middles = 0.0, []
     for group in groups.values():
@@ -97,12 +97,12 @@ def png(
     from matplotlib.lines import Line2D
 
     down, columns = max(1, math.ceil(len(drawn) / 2)), min(3, len(labels))
-    figure = _figure(9.6, 2.7 * down + 0.25 * math.ceil(len(labels) / columns))
+    figure = figure_of(9.6, 2.7 * down + 0.25 * math.ceil(len(labels) / columns))
     for n, chart in enumerate(drawn):
         axes = figure.add_subplot(down, 2, n + 1)
         _draw(axes, chart, steps, width, 8)
         axes.set_title(printable(f"{chart.title} ({chart.metric})"), fontsize=9, loc="left", parse_math=False)
-    handles = [Line2D([], [], lw=2.5, **_style(i)) for i in range(len(labels))]
+    handles = [Line2D([], [], lw=2.5, **line_style(i)) for i in range(len(labels))]
     names = list(map(printable, labels))
     legend = figure.legend(handles, names, loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
     for label in legend.get_texts():
@@ -115,17 +115,17 @@ def reward_curves(
     folders: Sequence[str | Path], out: str | Path, *, title: str = "", labels: Sequence[str] = ()
 ) -> Path:
     """Draws training reward and held-out exact match of runs into the file ``out``, one colour for each run."""
-    figure = _figure(6.4, 3.6)
+    figure = figure_of(6.4, 3.6)
     axes = figure.add_subplot()
     names = labels or [Path(folder).name for folder in folders]
     for i, (folder, name) in enumerate(zip(folders, names, strict=True)):
         rows = read_metrics(folder)
         reward = curve(rows, "critic/score/mean")
-        axes.plot(reward.steps, reward.values, lw=1, alpha=0.5, label=f"{name}: training reward", **_style(i))
+        axes.plot(reward.steps, reward.values, lw=1, alpha=0.5, label=f"{name}: training reward", **line_style(i))
         for metric in sorted({m for row in rows for m in row if m.startswith("val-core/") and "/acc/mean@" in m}):
             exact = curve(rows, metric)
             label = f"{name}: held-out exact match"
-            axes.plot(exact.steps, exact.values, lw=1.8, marker="o", ms=4, label=label, **_style(i))
+            axes.plot(exact.steps, exact.values, lw=1.8, marker="o", ms=4, label=label, **line_style(i))
     axes.set(xlabel="step", ylim=(0, 1.02), title=title)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -134,7 +134,7 @@ def reward_curves(
     return Path(out)
 
 
-def _figure(width: float, height: float) -> Figure:
+def figure_of(width: float, height: float) -> Figure:
     """Makes a figure without the state of pyplot, in inches."""
     from matplotlib.figure import Figure
 
@@ -191,13 +191,13 @@ def _styles(chart: Chart) -> Iterator[tuple[int, dict[str, Any], float]]:
     """
     for runs in chart.same:
         for place, i in enumerate(runs):
-            style, count = _style(i), len(runs)
+            style, count = line_style(i), len(runs)
             if count > 1:
                 style["ls"] = (_DASH * (count - place), (_DASH, _DASH * (count - 1)))
             yield i, style, 3.6 + 2.4 * (count - 1 - place)
 
 
-def _style(run: int) -> dict[str, Any]:
+def line_style(run: int) -> dict[str, Any]:
     return {"color": _color(run), "ls": "-" if run < len(COLORS) else "--"}
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from verl_fn.data.tasks import ARITHMETIC, GSM8K, TASKS, Problem, Task
 from verl_fn.rewards.reward import Answer, RewardError, describe
+from verl_fn.scores import boxed, equal
 
 Rule = Callable[[Problem, str, bool], dict[str, Any]]
 
-SOURCES = (*TASKS, GSM8K, ARITHMETIC)
+MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
+SOURCES = (*TASKS, GSM8K, ARITHMETIC, *MATH)
 
 GSM8K_TAIL = 300  # characters at the end of a response in which verl looks for the answer
 
@@ -35,6 +37,8 @@ def rule_for(data_source: str) -> Rule:
         return gsm8k
     if data_source == ARITHMETIC:
         return arithmetic
+    if data_source in MATH:
+        return mathematics
     raise RewardError(
         f"the data source {data_source!r} has no rule of its own, only {', '.join(SOURCES)} do; set reward.functions"
     )
@@ -81,6 +85,18 @@ def arithmetic(problem: Problem, response: str, finished: bool) -> dict[str, Any
     pred = numbers[-1] if numbers else ""
     score = float(pred == problem.answer)
     return {"score": score, "acc": score, "pred": pred}
+
+
+def mathematics(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
+    r"""Scores a response to a problem of MATH by its last box, which must be the ground truth written in some way.
+
+    Example:
+        >>> mathematics(Problem("Half of 1?", r"\frac{1}{2}"), r"It is \boxed{\tfrac12}.", True)["score"]
+        1.0
+    """
+    pred = boxed(response)
+    score = float(pred is not None and equal(pred, problem.answer))
+    return {"score": score, "acc": score, "pred": pred or ""}
 
 
 def _of_task(task: Task) -> Rule:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from verl_fn.algorithms import Report, Workers
 from verl_fn.algorithms.experience import publish
@@ -16,20 +13,17 @@ from verl_fn.config import ConfigError, Plan
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
 from verl_fn.driver.build import validation_sampling
-from verl_fn.rewards.reward import response_texts
-from verl_fn.state import Batch, Key, pack, requests_for
+from verl_fn.state import Key, pack, requests_for
 
 from .checks import samples_answers
+from .judged import Evaluation, judged
 from .prepare import prepare, workers
 from .progress import Say
-from .screen import text_of
 from .state import RunState, algorithm_of
-
-Evaluation = tuple[Report, list[dict[str, Any]]]
 
 
 def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
-    """Returns metrics on held-out problems, and the first answers of the actor to them.
+    """Returns metrics on held-out problems, and all answers of the actor to them.
 
     The metrics are those of sampled answers where these can be judged, and those of the algorithm's own evaluation.
     """
@@ -41,14 +35,11 @@ def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Pla
         return own, []
     # Every evaluation uses the same random numbers, so that results differ only by the weights.
     key = state.key.fold_in("evaluation")
-    logged = plan.trainer.log_val_generations
-    report, answers = _answers(state.role("actor"), state.step, key, problems, w, plan, logged)
+    report, answers = _answers(state.role("actor"), state.step, key, problems, w, plan)
     return report | own, answers
 
 
-def _answers(
-    actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan, logged: int | None
-) -> Evaluation:
+def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
     with in_phase("update_weights"):
         w.wait(publish(w, actor, version))
     sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
@@ -57,7 +48,7 @@ def _answers(
     with in_phase("gen"):
         batch = w.call(pack, w.rollout.generate(requests, version=version))
         scored = w.reward(batch, problems)
-        return w.get(w.call(judged, scored, problems, w.tokenizer, w.end_tokens, logged, returns=2))
+        return w.get(w.call(judged, scored, problems, w.tokenizer, w.end_tokens, returns=2))
 
 
 def evaluate_model(plan: Plan, say: Say) -> Evaluation:
@@ -82,76 +73,7 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
             return algorithm.evaluate(algorithm.init({"actor": actor}, key), held_out, w), []
         if not samples_answers(plan, held_out):
             raise ConfigError("held-out responses have no ground truth to judge answers by; set reward.functions")
-        return _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan, None)
-
-
-def judged(
-    batch: Batch, problems: Sequence[Problem], tokenizer: Any, end_tokens: Sequence[int], logged: int | None
-) -> Evaluation:
-    """Returns accuracy and reward by data source, and decoded answers.
-
-    As in verl, the reward is the core metric where the reward functions return no ``acc``.
-
-    Args:
-        batch: scored rows, the same number for each problem.
-        problems: the held-out problems.
-        tokenizer: decodes the answers.
-        end_tokens: those of the model, which are no part of an answer's text.
-        logged: the first answer to each of so many problems is returned; None returns all answers to all problems.
-    """
-    n = len(batch) // len(problems)
-    score, pred = (batch[name].reshape(-1, n) for name in ("score", "pred"))
-    acc = batch["acc"].reshape(-1, n) if "acc" in batch else None
-    report: dict[str, float] = {}
-    for source in dict.fromkeys(p.data_source for p in problems):
-        rows = torch.tensor([p.data_source == source for p in problems])
-        if acc is not None:
-            report |= spread(f"val-core/{source}/acc", acc[rows], pred[rows])
-            report |= spread(f"val-aux/{source}/reward", score[rows])
-        else:
-            report |= spread(f"val-core/{source}/reward", score[rows], pred[rows])
-    shown = range(len(batch)) if logged is None else range(0, len(batch), n)[:logged]
-    texts = response_texts(batch.take(list(shown)), tokenizer, end_tokens) if shown else []
-    answers = [
-        {
-            "data_source": problems[i // n].data_source,
-            "prompt": text_of(problems[i // n].prompt),
-            "response": response,
-            "answer": problems[i // n].answer,
-            "score": float(batch["score"][i]),
-            "acc": float(batch["acc"][i]) if acc is not None else None,
-            "finished": bool(batch["finished"][i]),
-        }
-        for i, response in zip(shown, texts, strict=True)
-    ]
-    return report, answers
-
-
-def spread(name: str, values: torch.Tensor, pred: torch.Tensor | None = None) -> dict[str, float]:
-    """Returns the mean, the best and the majority value of the N answers to each problem, averaged over problems.
-
-    Args:
-        name: the first part of the metrics' names.
-        values: the value of each answer, [problems, N].
-        pred: a number that stands for each final answer, [problems, N]. The majority value is that of the most
-            frequent final answer; among equally frequent ones the first counts.
-
-    Example:
-        >>> values = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.0]])
-        >>> spread("acc", values, torch.tensor([[5, 7, 7], [5, 6, 5]]))
-        {'acc/mean@3': 0.5, 'acc/best@3/mean': 1.0, 'acc/maj@3/mean': 0.5}
-    """
-    n = values.shape[1]
-    report = {f"{name}/mean@{n}": float(values.mean())}
-    if n > 1:
-        report[f"{name}/best@{n}/mean"] = float(values.max(dim=1).values.mean())
-    if n > 1 and pred is not None:
-        majority = [
-            row[preds.index(Counter(preds).most_common(1)[0][0])]
-            for row, preds in zip(values.tolist(), pred.tolist(), strict=True)
-        ]
-        report[f"{name}/maj@{n}/mean"] = sum(majority) / len(majority)
-    return report
+        return _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan)
 
 
 def held_out_value(report: Mapping[str, Any], metric: str) -> float | None:

@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from verl_fn.algorithms import Workers
 from verl_fn.backends.tensor_file import sync
 from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
 from verl_fn.config.tables import Table
+from verl_fn.data.answers import write_answers
 from verl_fn.driver import ranks
 
 from . import screen
@@ -29,6 +30,8 @@ from .inputs import fingerprints, write_inputs
 from .logs import GENERATIONS, LOGS, METRICS, Row, last_evaluation, metrics_row, read_lines
 from .progress import Say
 from .state import RunState, run_of
+
+ANSWERS = "answers"
 
 
 class Run:
@@ -121,9 +124,10 @@ class Run:
                 shutil.copy(self.folder / "config.toml", self.folder / "configs" / f"until_step_{step}.toml")
             write_text(self.folder / "config.toml", tomli_w.dumps(self._plan.table))
             write_inputs(self.folder, self.inputs)
-            for sample, at in _numbered(self.folder, "samples/step_*.safetensors", "step_"):
-                if at > step:
-                    sample.unlink()
+            for pattern in ("samples/step_*.safetensors", f"{ANSWERS}/step_*.parquet"):
+                for file, at in _numbered(self.folder, pattern, "step_"):
+                    if at > step:
+                        file.unlink()
             if newest is not None:
                 self._point_at(newest / "actor")
             self._start_logs(step, run_of(origin) if origin is not None else None)
@@ -162,6 +166,12 @@ class Run:
             start = file.tell()
             file.write("".join(map(_line, rows)))
         return start
+
+    def keep_answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
+        """Writes all answers of the evaluation after ``step`` as a Parquet file in ``answers/``."""
+        with self.written(f"the answers of step {step}"):
+            (self.folder / ANSWERS).mkdir(exist_ok=True)
+            write_answers(self.folder / ANSWERS / f"step_{step}.parquet", answers)
 
     def latest(self) -> Path | None:
         """Returns the newest checkpoint, or None."""
@@ -240,6 +250,9 @@ class Follower(Run):
         return 0
 
     def amend(self, step: int, report: Mapping[str, float]) -> None:
+        pass
+
+    def keep_answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
         pass
 
     def save(self, state: RunState, w: Workers) -> Path:

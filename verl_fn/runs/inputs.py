@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verl_fn.config import Plan
 from verl_fn.config.names import source_file
+from verl_fn.data.hub import recorded
 
 from .checkpoints import crc_of, write_text
 
@@ -15,9 +16,12 @@ INPUTS = "inputs.json"
 
 
 def fingerprints(plan: Plan) -> dict[str, str]:
-    """Returns the size and the checksum of every input of a run, by path; it reads all of them."""
+    """Returns the size and the checksum of every input of a run, by path, and the commits of folders from the hub."""
     files = dict.fromkeys(file for file in _files(plan) if file.is_file())
-    return {str(file): f"{file.stat().st_size} bytes, CRC {crc_of(file):08x}" for file in files}
+    prints = {str(file): f"{file.stat().st_size} bytes, CRC {crc_of(file):08x}" for file in files}
+    folders = dict.fromkeys([*map(Path, _folders(plan)), *(up for file in _data(plan) for up in file.parents)])
+    # A folder that was copied from the hub is recorded by its commit there.
+    return prints | {str(folder): source for folder in folders if (source := recorded(folder)) is not None}
 
 
 def write_inputs(folder: Path, inputs: Mapping[str, str]) -> None:
@@ -38,9 +42,18 @@ def changed_inputs(folder: Path, inputs: Mapping[str, str]) -> list[str]:
     return [file for file, now in inputs.items() if before.get(file, now) != now]
 
 
+def _data(plan: Plan) -> Iterator[Path]:
+    yield from map(Path, (*plan.data.train_files, *plan.data.val_files))
+
+
+def _folders(plan: Plan) -> Iterator[str]:
+    """Yields the folders of models that the run did not make itself."""
+    yield from (role.folder for role in plan.roles.values() if plan.new_model is None or role.folder != plan.model)
+
+
 def _files(plan: Plan) -> Iterator[Path]:
     """Yields the data, the user's code, and the tokenizer of a model that the run did not make itself."""
-    yield from map(Path, (*plan.data.train_files, *plan.data.val_files))
+    yield from _data(plan)
     # Modules of rewards are found from the processes that run them.
     for reference in (*plan.code, *(name for name in plan.reward.functions if ".py:" in name)):
         if (file := source_file(reference)) is not None:

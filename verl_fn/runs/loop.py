@@ -234,7 +234,10 @@ class _Loop:
         report, answers = validate(state, self.held_out, self.w, self.plan)
         check_goal(self.plan, report)
         if answers:
-            self.run.append(GENERATIONS, *({"step": state.step} | answer for answer in answers))
+            self.run.keep_answers(state.step, answers)
+            first = [answer for answer in answers if answer["sample"] == 0]
+            logged = first[: self.plan.trainer.log_val_generations]
+            self.run.append(GENERATIONS, *({"step": state.step} | answer for answer in logged))
         self.evaluation = ranks.of_first(report)
         return self.evaluation
 

@@ -1,0 +1,249 @@
+"""Translation of verl's configs: command lines as its examples have them, YAML files, and every kind of key."""
+
+import json
+import shlex
+import tomllib
+
+import pytest
+import tomli_w
+from run_configs import TINY
+
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.cli import main
+from verl_fn.config import ConfigError, load, make_plan, structure
+from verl_fn.config.verl import read_settings, translate
+
+# Settings of verl's examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh.
+GRPO_LORA = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=DATA/train.jsonl
+data.val_files=DATA/test.jsonl data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024
+data.filter_overlong_prompts=True data.truncation='error' data.shuffle=False actor_rollout_ref.model.path=MODEL
+actor_rollout_ref.model.use_shm=True actor_rollout_ref.model.lora_rank=64 actor_rollout_ref.model.lora_alpha=32
+actor_rollout_ref.actor.optim.lr=3e-6 actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40 actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6
+actor_rollout_ref.rollout.n=5 actor_rollout_ref.rollout.load_format=safetensors
+actor_rollout_ref.rollout.layered_summon=True actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40
+actor_rollout_ref.ref.fsdp_config.param_offload=True algorithm.use_kl_in_reward=False trainer.critic_warmup=0
+trainer.logger=\\[\\'console\\',\\'wandb\\'\\] trainer.project_name='verl_grpo_example_gsm8k'
+trainer.experiment_name='qwen2_7b_function_rm' trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20
+trainer.test_freq=5 trainer.total_epochs=15"""
+# Of examples/ppo_trainer/run_qwen2-7b_seq_balance.sh.
+PPO = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae
+"data.train_files=['DATA/train.jsonl', 'DATA/train.jsonl']" "data.val_files=['DATA/test.jsonl']"
+data.return_raw_chat=True data.train_batch_size=4096 data.max_prompt_length=4096 data.max_response_length=4096
+data.filter_overlong_prompts=True data.truncation='error' actor_rollout_ref.model.path=MODEL
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.ppo_mini_batch_size=512
+actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24000
+actor_rollout_ref.actor.use_kl_loss=False actor_rollout_ref.rollout.tensor_model_parallel_size=2
+actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.multi_turn.format=hermes
+actor_rollout_ref.rollout.gpu_memory_utilization=0.5 actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24000
+critic.optim.lr=1e-5 critic.model.use_remove_padding=True critic.model.path=MODEL
+critic.model.enable_gradient_checkpointing=True critic.ppo_max_token_len_per_gpu=98304
+critic.model.fsdp_config.param_offload=False critic.model.fsdp_config.optimizer_offload=False
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0 'trainer.logger=["console","wandb"]'
+trainer.project_name='verl_example_gsm8k' trainer.experiment_name='qwen2-7b' trainer.n_gpus_per_node=8
+trainer.val_before_train=False trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15"""
+# Of examples/sft/gsm8k/run_qwen3_8b_fsdp.sh.
+SFT = """torchrun --standalone --nnodes=1 --nproc_per_node=8 -m verl.trainer.sft_trainer
+data.train_files=DATA/train.jsonl data.val_files=DATA/test.jsonl data.micro_batch_size_per_gpu=64
+data.messages_key=messages optim.lr=1e-4 engine=fsdp engine.ulysses_sequence_parallel_size=2 model.path=MODEL
+model.use_remove_padding=true trainer.default_local_dir=/tmp/sft-ckpt trainer.project_name=gsm8k-sft
+trainer.experiment_name=gsm8k-sft-qwen3-8b-instruct 'trainer.logger=["console","wandb"]' trainer.total_epochs=2
+model.lora_rank=32 model.lora_alpha=16 model.target_modules=all-linear"""
+MEGATRON = """algorithm.adv_estimator=gae model_engine=megatron actor_rollout_ref.model.path=MODEL
+actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 critic.megatron.tensor_model_parallel_size=2
+critic.megatron.pipeline_model_parallel_size=2 actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2
+trainer.total_training_steps=3"""
+
+
+def translated(line, rows=7473):
+    return translate(read_settings(shlex.split(line)), lambda files: rows)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A model with a chat template, and data of 16 rows."""
+    folder = tmp_path_factory.mktemp("verl")
+    new_model(folder / "model", chars="ab=", hidden_size=32, chat_template=True)
+    row = {"data_source": "openai/gsm8k", "prompt": "a=", "reward_model": {"ground_truth": "b"}}
+    for name in ("train", "test"):
+        (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 16)
+    return folder
+
+
+@pytest.mark.parametrize("line", [GRPO_LORA, PPO, SFT, MEGATRON], ids=["grpo", "ppo", "sft", "megatron"])
+def test_every_key_of_verls_examples_is_known_and_the_config_makes_a_plan(line):
+    translation = translated(line)
+    assert translation.complete, translation.report()
+    cfg = structure(tomllib.loads(tomli_w.dumps(translation.table)))
+    assert make_plan(cfg).table
+    report = translation.report()
+    for word in shlex.split(line):
+        key = word.partition("=")[0]
+        if "." in key and "=" in word:
+            assert key in report, key
+
+
+def test_what_grpos_example_becomes():
+    cfg = structure(translated(GRPO_LORA).table)
+    assert (cfg.algorithm.name, cfg.rollout.n, cfg.algorithm.options.use_kl_loss) == ("grpo", 5, True)
+    assert (cfg.actor.strategy, cfg.actor.dtype, cfg.actor.lora_rank, cfg.ray.ranks) == ("fsdp", "bfloat16", 64, 8)
+    assert cfg.actor.ppo_max_token_len_per_gpu == 40 * (512 + 1024)
+    assert cfg.trainer.total_training_steps == 7473 // 1024 * 15 and cfg.trainer.logger == ("wandb",)
+    assert (cfg.trainer.dir, cfg.data.shuffle) == ("checkpoints/verl_grpo_example_gsm8k/qwen2_7b_function_rm", False)
+    assert (cfg.trainer.max_ckpt_to_keep, cfg.trainer.save_freq) == (1_000_000, 20), "verl keeps all"
+
+
+def test_what_the_other_examples_become():
+    ppo, sft, megatron = (structure(translated(line).table) for line in (PPO, SFT, MEGATRON))
+    assert ppo.data.train_files == ("DATA/train.jsonl", "DATA/train.jsonl") and ppo.critic.path == "MODEL"
+    assert (ppo.critic.ppo_max_token_len_per_gpu, ppo.trainer.val_before_train) == (98304, False)
+    assert (sft.algorithm.name, sft.actor.optim.lr, sft.actor.lora_alpha, sft.ray.ranks) == ("sft", 1e-4, 16.0, 8)
+    assert (sft.actor.fsdp_config.ulysses_sequence_parallel_size, sft.trainer.seed) == (2, 1)
+    assert sft.actor.ppo_max_token_len_per_gpu == 8192 and sft.trainer.dir == "/tmp/sft-ckpt"
+    assert megatron.actor.strategy == megatron.critic.strategy == "megatron"
+    assert megatron.actor.megatron.sequence_parallel and megatron.critic.megatron.pipeline_model_parallel_size == 2
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [("lr_warmup_steps=10", 10), ("lr_warmup_steps_ratio=0.2", 21)])
+def test_warm_ups_in_steps_become_updates(warmup, steps):
+    """Three epochs of four minibatches: at the end of step 10 both have made 10 steps of warm-up."""
+    epochs = "actor_rollout_ref.actor.ppo_epochs=3"
+    translation = translated(f"{GRPO_LORA} {epochs} actor_rollout_ref.actor.optim.{warmup}")
+    plan = make_plan(structure(translation.table))
+    role = plan.roles["actor"]
+    assert role.optim.lr_warmup_steps == steps * 3 * 4
+    assert role.optim.lr_warmup_steps / role.total_updates == pytest.approx(steps / (7 * 15))
+    assert f"{steps} steps with 12 updates each" in " ".join(translation.report().split())
+
+
+@pytest.mark.parametrize(
+    ("setting", "section", "said"),
+    [
+        ("actor_rollout_ref.rollout.temprature=1", "unknown", "did you mean actor_rollout_ref.rollout.temperature?"),
+        ("algorithm.filter_groups.enable=True", "not possible here", "groups are not sampled again"),
+        ("algorithm.adv_estimator=remax", "not possible here", "there is no estimator remax"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "not possible here", "responses have one turn"),
+        ("critic.ppo_epochs=2", "without effect here", "actor and critic share algorithm.ppo_epochs"),
+        ("trainer.device=npu", "not possible here", "there is no device npu"),
+        ("trainer.balance_batch=True", "without effect here", "rows are dealt to ranks by their tokens"),
+        ("critic.optim.lr=2e-5", "without effect here", 'with algorithm.name = "grpo"'),
+        ("actor_rollout_ref.rollout.name=sglang", "translated", "in place of sglang"),
+        ("actor_rollout_ref.actor.strategy=fsdp2", "translated", 'actor.strategy = "fsdp"'),
+    ],
+)
+def test_each_key_is_reported_in_its_section(setting, section, said):
+    translation = translated(f"{GRPO_LORA} {setting}")
+    titles = ["translated", "verl's defaults that differ from those here", "without effect here", "not possible here"]
+    sections, title = {}, ""
+    for line in translation.report().splitlines():
+        title = line.rstrip(":") if line.rstrip(":") in (*titles, "unknown") else title
+        sections[title] = sections.get(title, "") + " " + line.strip()
+    key = setting.partition("=")[0]
+    assert said in sections[section] and key in sections[section]
+    assert not [other for other, text in sections.items() if other != section and f"{key} " in text.replace(":", " ")]
+    assert translation.complete == (section in ("translated", "without effect here"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("algorithm.rollout_correction.rollout_is_threshold=0.5_5.0", "rollout_is_outside", "mask"),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", "policy_loss", "gspo"),
+        ("actor_rollout_ref.actor.clip_ratio_high=0.28", "clip_ratio_high", 0.28),
+        ("algorithm.adv_estimator=rloo", "adv_estimator", "rloo"),
+    ],
+)
+def test_keys_that_change_on_the_way(setting, key, value):
+    line = f"{GRPO_LORA} algorithm.rollout_correction.rollout_is=token {setting}"
+    assert translated(line).table["algorithm"][key] == value
+
+
+def test_rewards_placements_and_offload():
+    cfg = structure(translated(
+        f"{GRPO_LORA} custom_reward_function.path=r.py reward.num_workers=4 actor_rollout_ref.rollout.nnodes=2 "
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=4 actor_rollout_ref.rollout.n_gpus_per_node=4 "
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_batched_tokens=99 "
+    ).table)  # fmt: skip
+    assert cfg.reward.functions == ("r.py:compute_score",) and cfg.reward.num_workers == 4
+    assert (cfg.rollout.placement, cfg.rollout.engines, cfg.rollout.tensor_parallel_size) == ("apart", 4, 2)
+    assert cfg.actor.fsdp_config.replicate == 2 and cfg.rollout.engine_kwargs == {"max_num_batched_tokens": 99}
+    moved = translated(f"{GRPO_LORA} actor_rollout_ref.actor.fsdp_config.optimizer_offload=True")
+    assert structure(moved.table).rollout.offload_trainer is True
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine actor_rollout_ref.actor.optim.warmup_style=null",
+        "actor_rollout_ref.model.lora.rank=0 actor_rollout_ref.model.lora.alpha=99",
+        "reward.custom_reward_function.path=r.py custom_reward_function.path=null",
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4 "
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
+    ],
+)
+def test_a_whole_dump_has_older_names_beside_newer_ones(settings):
+    """In verl's own dumps the older name is neutral."""
+    first, second = settings.split()
+    both, alone = translated(f"{GRPO_LORA} {settings}"), translated(f"{GRPO_LORA} {first}")
+    assert both.complete and both.table == alone.table
+    assert translated(f"{GRPO_LORA} {second} {first}").table == alone.table
+
+
+def test_a_critic_with_updates_of_its_own():
+    assert not translated(f"{PPO} critic.ppo_epochs=2").complete
+    assert translated(f"{PPO} critic.ppo_epochs=1 critic.ppo_mini_batch_size=512 critic.shuffle=False").complete
+
+
+def test_epochs_of_files_that_cannot_be_counted():
+    translation = translated(GRPO_LORA, rows=None)
+    assert "set trainer.total_training_steps" in translation.not_possible[0] and not translation.complete
+
+
+def test_a_yaml_file_with_references_and_overrides(tmp_path, monkeypatch):
+    file = tmp_path / "verl.yaml"
+    file.write_text(
+        "actor_rollout_ref:\n  actor:\n    _target_: verl.x\n    optim: {lr: 1e-5}\n    ppo_epochs: 2\n"
+        "  model: {path: '${oc.env:MODEL,none}'}\n  rollout: {n: 3, name: vllm, temperature: '???'}\n"
+        "critic:\n  ppo_epochs: ${oc.select:actor_rollout_ref.actor.ppo_epochs,1}\n"
+        "trainer:\n  project_name: p\n  experiment_name: e\n  total_training_steps: 5\n"
+        "  default_local_dir: out/${.project_name}/${trainer.experiment_name}\n"
+    )
+    monkeypatch.setenv("MODEL", "/models/m")
+    translation = translate(read_settings([str(file), "trainer.experiment_name=f", "~trainer.nothing"]))
+    cfg = structure(translation.table)
+    assert translation.complete and translation.without_effect["it names a class of verl"]
+    assert (cfg.trainer.dir, cfg.model.path, cfg.rollout.n) == ("out/p/f", "/models/m", 3)
+    assert cfg.algorithm.options.ppo_epochs == 2 and cfg.actor.optim.lr == 1e-5
+    for words, said in (
+        (["nowhere.yaml"], "cannot be read"),
+        (["nonsense"], "neither a setting"),
+        (["model.path=$HOME/x"], "shell variable"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_settings(words)
+
+
+def test_the_command_prints_toml_that_train_accepts(places, tmp_path, capsys):
+    line = GRPO_LORA.replace("DATA", str(places)).replace("MODEL", str(places / "model"))
+    small = "data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=4 trainer.n_gpus_per_node=2"
+    small += " data.max_prompt_length=8 data.max_response_length=8"
+    words = shlex.split(f"{line} {small} trainer.default_local_dir={tmp_path}/run")
+    assert main(["config", "--from-verl", *words]) == 0
+    shown = capsys.readouterr()
+    file = tmp_path / "run.toml"
+    file.write_text(shown.out)
+    assert load(file).trainer.total_training_steps == 16 // 8 * 15
+    assert "trainer.total_epochs -> trainer.total_training_steps = 30" in shown.err
+    quick = [override for override in TINY if override.startswith("driver.")]
+    assert main(["train", str(file), "--check", *quick]) == 0
+    assert "30 steps" in capsys.readouterr().out
+    assert main(["config", "--from-verl", *words, "data.trian_files=x"]) == 1
+    assert "did you mean data.train_files?" in capsys.readouterr().err

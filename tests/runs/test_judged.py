@@ -1,0 +1,55 @@
+"""The metrics of several answers to each problem."""
+
+import itertools
+
+import pytest
+import torch
+
+from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.data.tasks import Problem
+from verl_fn.runs.judged import judged, pass_at
+from verl_fn.state import Batch
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_share_of_all_choices_with_a_right_answer(k):
+    acc = torch.tensor([[0, 0, 0, 0, 0], [0, 1, 0, 0, 0], [1, 0, 0.5, 1, 0], [1, 1, 1, 1, 1]])
+    choices = [max(choice) >= 1 for row in acc.tolist() for choice in itertools.combinations(row, k)]
+    assert pass_at(acc, k) == pytest.approx(sum(choices) / len(choices), abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased():
+    """Its mean over all draws of five answers is the probability for k answers; 1 - (1 - c / n)^k is lower."""
+    p, n, k = 0.3, 5, 2
+    draws = list(itertools.product([0.0, 1.0], repeat=n))
+    weights = [p ** sum(draw) * (1 - p) ** (n - sum(draw)) for draw in draws]
+    mean = sum(w * pass_at(torch.tensor([draw]), k) for w, draw in zip(weights, draws, strict=True))
+    assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+    naive = sum(w * (1 - (1 - sum(draw) / n) ** k) for w, draw in zip(weights, draws, strict=True))
+    assert naive < mean - 0.01
+
+
+def scored(n, acc, **fields):
+    rows = len(acc)
+    per_row = {"score": acc, "acc": acc, "pred": torch.arange(rows), "finished": [1.0] * rows} | fields
+    return Batch.from_rows([[4, 5, 2]] * rows, {"response_mask": [[0.0, 1.0, 1.0]] * rows}, per_row)
+
+
+def test_each_source_has_its_own_metrics_and_every_answer_its_row():
+    problems = [Problem("a", "b", id=7, data_source="x"), Problem("b", "b", id=8, data_source="y/z")]
+    batch = scored(3, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], **{"reward/length": torch.arange(6.0)})
+    report, answers = judged(batch, problems, char_tokenizer("ab"), [2])
+    assert report["val-aux/x/acc/pass@1"] == pytest.approx(1 / 3)
+    assert report["val-aux/x/acc/pass@2"] == pytest.approx(2 / 3)
+    assert report["val-aux/y/z/acc/pass@2"] == 0.0 and "val-aux/x/acc/pass@4" not in report
+    assert [(a["problem"], a["sample"]) for a in answers] == [(7, 0), (7, 1), (7, 2), (8, 0), (8, 1), (8, 2)]
+    assert [a["reward/length"] for a in answers] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert {a["response"] for a in answers} == {"b"}
+
+
+def test_without_acc_or_with_one_answer_there_is_no_pass_at_k():
+    problems = [Problem("a", "b", data_source="x")]
+    alone, _ = judged(scored(1, [1.0]), problems, char_tokenizer("ab"), [2])
+    unknown, answers = judged(scored(2, [1.0, 0.0]).without("acc"), problems, char_tokenizer("ab"), [2])
+    assert not [name for name in (*alone, *unknown) if "pass@" in name]
+    assert [answer["acc"] for answer in answers] == [None, None]

@@ -1,0 +1,102 @@
+"""The command ``verl-fn eval``: one or several models answer the same held-out problems."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_fn.config import ConfigError, Plan, evaluation_plan, load
+from verl_fn.runs.screen import say
+
+from .models import model_of, pruning
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """Evaluates models on held-out problems."""
+    from verl_fn.report.page import names
+    from verl_fn.runs.evaluate import evaluate_model
+
+    found = [model_of(model) for model in args.models]
+    labels = names([Path(model) for model in args.models])
+    if twice := [label for i, label in enumerate(labels) if label in labels[:i]]:
+        raise ConfigError(f"{twice[0]} is named twice; name each model once")
+    file = args.config or next((run / "config.toml" for _, run in found if run is not None), None)
+    plans = [_plan(file, [*args.overrides, f"model.path={model}"]) for model, _ in found]
+    out = _folder(args.out) if args.out else None
+    reports: dict[str, Mapping[str, float]] = {}
+    answers: list[dict[str, Any]] = []
+    for (model, _), label, plan in zip(found, labels, plans, strict=True):
+        say(f"evaluating {model} on {_summary(plan)}")
+        with pruning(model):
+            reports[label], own = evaluate_model(plan, say)
+        answers += [{"model": label} | answer for answer in own]
+    _show(reports, answers, plans[0].rollout.validation.n)
+    if out is not None:
+        _write(out, dict(zip(labels, (str(model) for model, _ in found), strict=True)), reports, answers)
+    return 0
+
+
+def _plan(file: Path | str | None, overrides: Sequence[str]) -> Plan:
+    cfg = load(file, overrides)
+    if cfg.data.train_files and not cfg.data.val_files:
+        raise ConfigError("there are no held-out problems: set data.val_files")
+    return evaluation_plan(cfg)
+
+
+def _folder(name: str) -> Path:
+    """Makes the folder for the results before anything is computed."""
+    out = Path(name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out: {out} cannot be made: {error.strerror}; name a folder") from error
+    return out
+
+
+def _summary(plan: Plan) -> str:
+    """Describes the problems of an evaluation and how answers are sampled."""
+    from verl_fn.data.tasks import TASKS
+
+    data, sampling = plan.data, plan.rollout.validation
+    if data.val_files:
+        files = ", ".join(Path(file).name for file in data.val_files)
+        problems = f"{'all' if data.val_size is None else f'up to {data.val_size}'} problems of {files}"
+    else:
+        problems = f"{len(TASKS[data.task].held_out(data.val_size))} held-out problems of {data.task}"
+    answers = f"{sampling.n} at temperature {sampling.temperature:g}" if sampling.temperature else "greedy"
+    return f"{problems}, {answers}"
+
+
+def _show(reports: Mapping[str, Mapping[str, float]], answers: Sequence[Mapping[str, Any]], n: int) -> None:
+    """Prints the metrics: of one model with some answers, of several as a table."""
+    from verl_fn.report.evaluations import table
+
+    if len(reports) > 1:
+        say(table(reports))
+        return
+    for name, value in next(iter(reports.values())).items():
+        say(f"{name:<48} {value:.4f}")
+    for answer in answers[::n][:3]:
+        verdict = f"reward {answer['score']:.3g}; expected {answer['answer']!r}"
+        say(f"{answer['prompt']!r} -> {answer['response']!r} ({verdict})")
+
+
+def _write(
+    out: Path,
+    models: Mapping[str, str],
+    reports: Mapping[str, Mapping[str, float]],
+    answers: Sequence[Mapping[str, Any]],
+) -> None:
+    from verl_fn.data.answers import write_answers
+    from verl_fn.report.evaluations import plot
+
+    metrics = [{"model": label, "path": path, "metrics": dict(reports[label])} for label, path in models.items()]
+    (out / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
+    written = ["metrics.json"]
+    if answers:
+        written.append(write_answers(out / "answers.parquet", answers).name)
+    written.append(plot(reports, out / "metrics.png").name)
+    say(f"wrote {', '.join(written)} to {out}")

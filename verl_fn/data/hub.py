@@ -1,0 +1,157 @@
+"""Models and data sets of the Hugging Face hub: downloaded when asked for, pinned to a commit, copied to a folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import attrs
+
+from verl_fn.data.prepare import prepare_gsm8k
+from verl_fn.data.rows import DataError
+from verl_fn.data.tasks import GSM8K
+from verl_fn.errors import UserError
+
+PREFIX, DATASETS = "hub:", "datasets/"
+RECORD = "hub.json"
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md")
+DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "LICENSE*", "README.md")
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class HubError(UserError, RuntimeError):
+    """Raised where the hub does not give what was asked for; the message names it and says what to do."""
+
+
+@attrs.frozen
+class HubName:
+    """A model or a data set of the hub.
+
+    Attributes:
+        name: ``OWNER/NAME``.
+        dataset: whether it is a data set.
+        revision: a branch, a tag or a commit.
+    """
+
+    name: str
+    dataset: bool = False
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{DATASETS if self.dataset else ''}{self.name}@{self.revision}"
+
+
+def hub_name(written: str) -> HubName:
+    """Reads ``hub:OWNER/NAME`` or ``hub:datasets/OWNER/NAME``, either with ``@REVISION`` behind it.
+
+    Raises:
+        HubError: it has another form.
+
+    Example:
+        >>> hub_name("hub:datasets/openai/gsm8k@main")
+        HubName(name='openai/gsm8k', dataset=True, revision='main')
+    """
+    path, _, revision = written.removeprefix(PREFIX).partition("@")
+    name = path.removeprefix(DATASETS)
+    if not written.startswith(PREFIX) or not _NAME.fullmatch(name):
+        raise HubError(f"{written} is no name of the hub; write hub:OWNER/NAME, or hub:datasets/OWNER/NAME for data")
+    return HubName(name, path.startswith(DATASETS), revision or "main")
+
+
+def prepare_hub(written: str, out: str | Path) -> str:
+    """Copies a model or a data set of the hub into ``out``, through the hub's cache, and records its commit there.
+
+    Of a model, its weights as safetensors, config and tokenizer are taken, and no code. Of a data set, Parquet and
+    JSON files are taken; GSM8K's are converted to verl's columns. The commit is written to ``hub.json``, and each run
+    that reads the folder records it.
+
+    Args:
+        written: as ``hub_name`` reads it.
+        out: the folder to write, which is new or empty.
+
+    Returns:
+        A line that says what was written.
+
+    Raises:
+        HubError: the name has another form, the hub cannot be reached and its cache lacks the files, or none of
+            them can be used.
+        DataError: ``out`` is not empty or cannot be written.
+    """
+    name, out = hub_name(written), Path(out).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} is not empty; choose a new folder")
+    snapshot = _snapshot(name)
+    pinned = attrs.evolve(name, revision=snapshot.name)
+    copied = _written(out, lambda aside: _copy(name, snapshot, aside, pinned))
+    return f"wrote {out} from {pinned}: {copied}"
+
+
+def recorded(folder: Path) -> str | None:
+    """Returns the name and commit of the hub that a folder was copied from; None for another folder."""
+    try:
+        return str(json.loads((folder / RECORD).read_text(encoding="utf-8"))["source"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _snapshot(name: HubName) -> Path:
+    """Downloads the files that the cache lacks; the folder's name is the commit."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    kind, patterns = ("dataset", DATA_FILES) if name.dataset else ("model", MODEL_FILES)
+    try:
+        folder = snapshot_download(
+            name.name, repo_type=kind, revision=name.revision, allow_patterns=list(patterns), library_name="verl_fn"
+        )
+    except LocalEntryNotFoundError as error:
+        raise HubError(
+            f"{name} is not in the hub's cache, and the hub cannot be reached; connect to it and unset "
+            "HF_HUB_OFFLINE, or copy the files here from a machine that has them"
+        ) from error
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise HubError(f"{name} cannot be downloaded: {reason:.300}") from error
+    return Path(folder)
+
+
+def _copy(name: HubName, snapshot: Path, aside: Path, pinned: HubName) -> str:
+    if name.dataset and name.name == GSM8K:
+        splits = prepare_gsm8k(snapshot, aside)
+        written = ", ".join(f"{split}.parquet with {count} rows" for split, count in splits.items())
+    else:
+        # A cache that was filled for another purpose may hold more.
+        patterns = DATA_FILES if name.dataset else MODEL_FILES
+        files = sorted({file for pattern in patterns for file in snapshot.rglob(pattern) if file.is_file()})
+        main = [file for file in files if file.suffix == (".parquet" if name.dataset else ".safetensors")]
+        lines = [file for file in files if name.dataset and file.suffix in (".json", ".jsonl")]
+        if not main and not lines:
+            wanted = "Parquet or JSON files" if name.dataset else "weights as safetensors"
+            raise HubError(f"{pinned} has no {wanted}")
+        for file in files:
+            target = aside / file.relative_to(snapshot)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+        written = ", ".join(str(file.relative_to(snapshot)) for file in (main or lines))
+    (aside / RECORD).write_text(json.dumps({"source": str(pinned)}, indent=1) + "\n", encoding="utf-8")
+    return written
+
+
+def _written(out: Path, write: Callable[[Path], str]) -> str:
+    """Writes a folder aside and renames it, so that a failure leaves no half of it."""
+    aside = out.with_name(f".{out.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        result = write(aside)
+        if out.exists():
+            out.rmdir()
+        aside.rename(out)
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return result
