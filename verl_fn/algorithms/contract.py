@@ -43,12 +43,16 @@ class Experience:
         problems: the number of problems that the rows answer.
         seconds: the duration of each phase so far.
         report: the metrics so far.
+        dropped: for each reason why sampled rows are not in ``batch``, the numbers of these rows and of their
+            sampled tokens, or a reference to the two. Rows that are missing without one count as dropped by the
+            algorithm.
     """
 
     batch: Any
     problems: int
     seconds: Mapping[str, float] = attrs.field(factory=dict)
     report: Report = attrs.field(factory=dict)
+    dropped: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 @attrs.frozen(eq=False)

@@ -59,6 +59,16 @@ def packed(samples: Sequence[Sample]) -> Batch:
     return pack(samples)
 
 
+def rows_and_tokens(batch: Batch) -> tuple[int, int]:
+    """Returns the numbers of rows and of sampled tokens, as ``Experience.dropped`` has them.
+
+    Example:
+        >>> rows_and_tokens(Batch.from_rows([[1, 2], [3]], {"response_mask": [[0.0, 1.0], [1.0]]}))
+        (2, 2)
+    """
+    return len(batch), int(batch["response_mask"].bool().sum())
+
+
 def annotate(
     batch: Any,
     state: Any,

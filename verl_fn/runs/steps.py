@@ -8,13 +8,13 @@ it draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from verl_fn.algorithms import Algorithm, Clock, Experience, Report, Workers
-from verl_fn.algorithms.experience import publish
+from verl_fn.algorithms.experience import publish, rows_and_tokens
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Sample, WeightSource
 from verl_fn.backends.through import Through
@@ -154,21 +154,31 @@ class _Ahead(Through):
 
 def _ledger(drawn: Drawn, waiting: Sequence[Drawn], step: int, w: Workers) -> Report:
     """Returns the counts of rows that were asked for, and what became of them; empty where nothing was sampled."""
-    if drawn.samples is None:
+    if not drawn.samples:
         return {}
-    returned = drawn.scored if drawn.scored is not None else w.call(pack, drawn.samples)
-    report: Report = w.get(w.call(compare_rows, returned, drawn.experience.batch, step, drawn.asked))
+    # The reward may return fewer rows than it was given.
+    returned = drawn.scored or tuple(w.call(pack, samples) for samples in drawn.samples)
+    counts = w.get([w.call(rows_and_tokens, batch) for batch in returned])
+    dropped = dict(zip(drawn.experience.dropped, w.get(list(drawn.experience.dropped.values())), strict=True))
+    report: Report = w.get(w.call(compare_rows, counts, drawn.experience.batch, step, drawn.asked, dropped))
     return report | {"rollout/rows_asked": drawn.asked, ROWS_WAITING: sum(other.asked for other in waiting)}
 
 
-def compare_rows(returned: Batch, learned: Batch, step: int, asked: int) -> Report:
+def compare_rows(
+    returned: Sequence[tuple[int, int]],
+    learned: Batch,
+    step: int,
+    asked: int,
+    dropped: Mapping[str, tuple[int, int]] | None = None,
+) -> Report:
     """Compares the rows that engine and reward returned with those that a step learns from.
 
     Args:
-        returned: the rows that were returned.
+        returned: the numbers of rows and of sampled tokens that each call returned.
         learned: the rows that the step learns from.
         step: the version of the weights that learn.
         asked: how many rows the engine was asked for.
+        dropped: the numbers of rows and of sampled tokens that the algorithm left out, by reason.
 
     Returns:
         Rows and sampled tokens that were learned from or dropped, and by how many steps the weights that drew the
@@ -176,7 +186,7 @@ def compare_rows(returned: Batch, learned: Batch, step: int, asked: int) -> Repo
 
     Example:
         >>> fields = {"response_mask": [[0.0, 1.0, 1.0]], "versions": [[-1, 3, 4]]}
-        >>> report = compare_rows(batch := Batch.from_rows([[5, 6, 7]], fields), batch, step=4, asked=2)
+        >>> report = compare_rows([(1, 2)], Batch.from_rows([[5, 6, 7]], fields), step=4, asked=2)
         >>> report["rollout/rows_dropped/engine"], report["training/rollout_lag/mean"]
         (1, 0.5)
     """
@@ -185,14 +195,18 @@ def compare_rows(returned: Batch, learned: Batch, step: int, asked: int) -> Repo
         return {}
     mask = learned["response_mask"].bool()
     lags = (step - learned["versions"])[mask].double()
-    tokens = int(mask.sum())
+    tokens, dropped = int(mask.sum()), dropped or {}
+    rows_returned, tokens_returned = (sum(counts) for counts in zip(*returned, strict=True))
+    rows_named, tokens_named = (sum(counts[i] for counts in dropped.values()) for i in (0, 1))
     report: Report = {
         "rollout/rows_learned": len(learned),
-        "rollout/rows_dropped/engine": asked - len(returned),
-        "rollout/rows_dropped/algorithm": len(returned) - len(learned),
+        "rollout/rows_dropped/engine": asked - rows_returned,
+        "rollout/rows_dropped/algorithm": rows_returned - rows_named - len(learned),
         "rollout/tokens_learned": tokens,
-        "rollout/tokens_dropped/algorithm": int(returned["response_mask"].bool().sum()) - tokens,
+        "rollout/tokens_dropped/algorithm": tokens_returned - tokens_named - tokens,
     }
+    for reason, (rows, of_rows) in dropped.items():
+        report |= {f"rollout/rows_dropped/{reason}": rows, f"rollout/tokens_dropped/{reason}": of_rows}
     if tokens:
         lag = {"mean": lags.mean(), "min": lags.min(), "max": lags.max()}
         report |= {f"training/rollout_lag/{name}": float(value) for name, value in lag.items()}
