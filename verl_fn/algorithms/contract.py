@@ -43,9 +43,8 @@ class Experience:
         problems: the number of problems that the rows answer.
         seconds: the duration of each phase so far.
         report: the metrics so far.
-        dropped: for each reason why sampled rows are not in ``batch``, the numbers of these rows and of their
-            sampled tokens, or a reference to the two. Rows that are missing without one count as dropped by the
-            algorithm.
+        dropped: the sampled rows that are not in ``batch``, by the reason: batches or references to them. Rows that
+            are in neither count as dropped by the algorithm.
     """
 
     batch: Any

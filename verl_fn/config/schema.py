@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from attrs.validators import ge, gt, in_, le
 
-from .algorithms import PPO
+from .algorithms import PPO, OverlongBuffer
 from .fields import MOST, ConfigError, all_or_some, each_below_one, each_in, free, opt, paths, sub
 
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
@@ -324,6 +324,12 @@ class Config:
                 f"set rollout.val_kwargs.temperature"
             )
         self._check_goal()
+        buffer = getattr(self.algorithm.options, "overlong_buffer", None)
+        if isinstance(buffer, OverlongBuffer) and buffer.len > data.max_response_length:
+            raise ConfigError(
+                f"algorithm.overlong_buffer.len is {buffer.len}, more than data.max_response_length = "
+                f"{data.max_response_length}, of which it is the last part"
+            )
 
     def _check_engine(self) -> None:
         r = self.rollout

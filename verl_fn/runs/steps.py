@@ -8,20 +8,20 @@ it draws.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from verl_fn.algorithms import Algorithm, Clock, Experience, Report, Workers
-from verl_fn.algorithms.experience import publish, rows_and_tokens
+from verl_fn.algorithms.experience import publish
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Sample, WeightSource
 from verl_fn.backends.through import Through
 from verl_fn.config import Plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
-from verl_fn.state import Batch, pack
+from verl_fn.state import Batch, Key, pack
 
 from .recorder import Drawn, draw
 from .state import RunState
@@ -96,14 +96,27 @@ def _asked(
         clock.run("update_weights", publish, w, state.role("actor"), step)
     key, start = state.key.fold_in("data"), state.cursor + sum(drawn.problems for drawn in waiting)
     for number in wanted:
-        problems = source.train(key, start, pace.batch_size)
-        start += len(problems)
-        waiting += (_ask(algorithm, state, problems, w, number, ahead=pace.max_lag > 0),)
+        more = _following(source, key, start)
+        drawn = _ask(algorithm, state, more(pace.batch_size), attrs.evolve(w, more=more), number, pace.max_lag > 0)
+        start += drawn.problems
+        waiting += (drawn,)
     return waiting
 
 
+def _following(source: Source, key: Key, start: int) -> Callable[[int], Sequence[Problem]]:
+    """Returns a function that gives the next problems of a stream with each call."""
+
+    def more(count: int) -> Sequence[Problem]:
+        nonlocal start
+        problems = source.train(key, start, count)
+        start += len(problems)
+        return problems
+
+    return more
+
+
 def _ask(
-    algorithm: Algorithm[Any], state: RunState, problems: Sequence[Problem], w: Workers, step: int, *, ahead: bool
+    algorithm: Algorithm[Any], state: RunState, problems: Sequence[Problem], w: Workers, step: int, ahead: bool
 ) -> Drawn:
     """Asks for the experience of a step, with the weights of ``state``.
 
@@ -159,9 +172,19 @@ def _ledger(drawn: Drawn, waiting: Sequence[Drawn], step: int, w: Workers) -> Re
     # The reward may return fewer rows than it was given.
     returned = drawn.scored or tuple(w.call(pack, samples) for samples in drawn.samples)
     counts = w.get([w.call(rows_and_tokens, batch) for batch in returned])
-    dropped = dict(zip(drawn.experience.dropped, w.get(list(drawn.experience.dropped.values())), strict=True))
+    dropped = w.get({reason: w.call(rows_and_tokens, rest) for reason, rest in drawn.experience.dropped.items()})
     report: Report = w.get(w.call(compare_rows, counts, drawn.experience.batch, step, drawn.asked, dropped))
     return report | {"rollout/rows_asked": drawn.asked, ROWS_WAITING: sum(other.asked for other in waiting)}
+
+
+def rows_and_tokens(batch: Batch) -> tuple[int, int]:
+    """Returns the numbers of rows and of sampled tokens.
+
+    Example:
+        >>> rows_and_tokens(Batch.from_rows([[1, 2], [3]], {"response_mask": [[0.0, 1.0], [1.0]]}))
+        (2, 2)
+    """
+    return len(batch), int(batch["response_mask"].bool().sum())
 
 
 def compare_rows(

@@ -17,7 +17,7 @@ from .batch_file import batches_in, numbered, tensors_of
 from .errors import RunError
 from .recorder import Drawn
 
-BATCH, SAMPLES, SCORED = "batch", "samples", "scored"
+BATCH, SAMPLES, SCORED, DROPPED = "batch", "samples", "scored", "dropped"
 
 
 def save_waiting(waiting: Sequence[Drawn], folder: Path, w: Workers) -> list[dict[str, Any]]:
@@ -38,6 +38,7 @@ def save_waiting(waiting: Sequence[Drawn], folder: Path, w: Workers) -> list[dic
         same = [scored is drawn.experience.batch for scored in drawn.scored] == [True]
         scored = () if same else w.get(drawn.scored)
         parts = {BATCH: [batch], SAMPLES: [pack(w.get(call)) for call in drawn.samples], SCORED: scored}
+        parts |= {f"{DROPPED}/{reason}": [w.get(rest)] for reason, rest in drawn.experience.dropped.items()}
         tensors = {
             numbered(kind, call) + name: t
             for kind, batches in parts.items()
@@ -49,10 +50,8 @@ def save_waiting(waiting: Sequence[Drawn], folder: Path, w: Workers) -> list[dic
             save_file(tensors, folder / file)
         report = {name: float(value) for name, value in drawn.experience.report.items()}
         counts = {"problems": drawn.problems, "answered": drawn.experience.problems, "asked": drawn.asked}
-        dropped = {reason: list(w.get(rest)) for reason, rest in drawn.experience.dropped.items()}
-        records.append(
-            {"file": file, **counts, "scored": len(drawn.scored), "dropped": dropped, "report": report}
-        )
+        reasons = list(drawn.experience.dropped)
+        records.append({"file": file, **counts, "scored": len(drawn.scored), "dropped": reasons, "report": report})
     return records
 
 
@@ -71,10 +70,10 @@ def _read(record: Mapping[str, Any], file: Path) -> Drawn:
         (batch,) = batches_in(tensors, BATCH)
         samples = tuple(unpack(call) for call in batches_in(tensors, SAMPLES))
         scored = tuple(batches_in(tensors, SCORED))
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        dropped = {reason: batches_in(tensors, f"{DROPPED}/{reason}")[0] for reason in record.get("dropped", ())}
+    except (OSError, SafetensorError, KeyError, IndexError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
     if record["scored"] and not scored:
         scored = (batch,)
-    dropped = {reason: tuple(counts) for reason, counts in record.get("dropped", {}).items()}
     experience = Experience(batch, record["answered"], report=dict(record["report"]), dropped=dropped)
     return Drawn(experience, record["problems"], record["asked"], samples, scored)
