@@ -139,7 +139,7 @@ def test_the_penalty_reaches_rewards_and_not_scores():
 def test_the_penalty_is_the_papers_formula():
     rows = [[0.0] * (n - 1) + [1.0] for n in range(1, 13)]
     fields = {"response_mask": [[1.0] * len(row) for row in rows]}
-    fields |= {name: rows for name in ("token_level_scores", "token_level_rewards")}
+    fields |= dict.fromkeys(("token_level_scores", "token_level_rewards"), rows)
     batch = Batch.from_rows([[5] * len(row) for row in rows], fields)
     shaped = penalize_overlong(batch, 10, 4, 0.5)
     for row, rewards in enumerate(shaped.rows("token_level_rewards")):
@@ -154,7 +154,7 @@ def test_the_penalty_is_the_papers_formula():
 
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_dropped_has_no_advantage_and_nothing_is_lost(seed):
-    """The law of equal rewards: the rows that dynamic sampling leaves out are those from which GRPO learns nothing."""
+    """The law of equal rewards: GRPO would learn nothing from the rows that dynamic sampling leaves out."""
     batch = tiny_batch(Key.from_seed(seed), rows=9)
     score = (batch["group"] * torch.arange(9)) % 2
     last = torch.zeros(batch.num_tokens)
@@ -182,7 +182,7 @@ def test_settings_that_do_not_go_together_are_refused():
         return make_plan(load(overrides=["model.path=m", "rollout.n=2", *overrides]))
 
     for name in ("remax", "dapo"):
-        with pytest.raises(ConfigError, match=rf"algorithm.reward_model: .*(sample|enable=false)"):
+        with pytest.raises(ConfigError, match=r"algorithm.reward_model: .*(sample|enable=false)"):
             plan(f"algorithm.name={name}", "algorithm.reward_model=m")
     plan("algorithm.name=dapo", "algorithm.reward_model=m", "algorithm.filter_groups.enable=false")
     with pytest.raises(ConfigError, match=r"overlong_buffer.len is 20, more than data.max_response_length = 16"):

@@ -1,4 +1,4 @@
-"""DAPO (Yu et al. 2025, arXiv 2503.14476): GRPO on groups with different rewards, with a penalty on long responses."""
+"""DAPO: GRPO on groups whose rewards differ, with a penalty on long responses (Yu et al. 2025, arXiv 2503.14476)."""
 
 from __future__ import annotations
 
@@ -72,9 +72,10 @@ def sample_with_signal(
         kept, dropped, groups = [*kept, parts[0]], [*dropped, parts[1]], groups + w.get(count)
     if not groups:
         raise NoSignal(
-            f"step {step + 1}: in each of {asked} groups of responses, in {calls} calls for samples, all have the same "
-            f"{options.metric}, so there is nothing to learn; take problems that the model gets right now and then, "
-            "raise rollout.n or algorithm.filter_groups.max_num_gen_batches, or give partial credit in the reward"
+            f"step {step + 1}: in each of {asked} groups of responses, in {calls} calls for samples, all have the "
+            f"same {options.metric}, so there is nothing to learn; take problems that the model gets right now and "
+            "then, raise rollout.n or algorithm.filter_groups.max_num_gen_batches, or give partial credit in the "
+            "reward"
         )
     batch, rest = w.call(joined, *kept), w.call(joined, *dropped)
     report = {"train/num_gen_batches": float(calls), "train/groups_kept": groups / asked}

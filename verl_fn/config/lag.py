@@ -31,8 +31,8 @@ def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
         raise ConfigError(f"{lag} lets sampling run ahead of learning, and {name} samples nothing; leave it at 0")
     if isinstance(cfg.algorithm.options, DAPO) and cfg.algorithm.options.filter_groups.enable:
         raise ConfigError(
-            f"{lag} asks engines for samples before those of earlier steps have arrived, and dynamic sampling asks for "
-            "more where it has seen the rewards; set algorithm.filter_groups.enable=false, or driver.max_lag=0"
+            f"{lag} asks engines for samples before those of earlier steps have arrived, and dynamic sampling asks "
+            "for more where it has seen the rewards; set algorithm.filter_groups.enable=false, or driver.max_lag=0"
         )
     if cfg.driver.kind == "local":
         raise ConfigError(

@@ -184,8 +184,12 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     for name in ("prompt_key", "filter_overlong_prompts"):
         yield f"data.{name}", bool(data.train_files or data.val_files), "without data.train_files"
     yield "data.shuffle", bool(data.train_files), "without data.train_files"
-    for name in ("weights", "timeout", "num_workers", "env"):
+    for name in ("weights", "num_workers", "env"):
         yield f"reward.{name}", bool(reward.functions), "without reward.functions"
+    yield "reward.timeout", reward.by_user, "without reward.functions or reward.url"
+    judge = ("model", "prompt", "pattern", "unreadable_score", "retries", "concurrency", "api_key_env", "offline")
+    for name in judge:
+        yield f"reward.{name}", bool(reward.url), "without reward.url"
     yield "trainer.stop_metric", cfg.trainer.stop_at is not None, "without trainer.stop_at"
     for name in ("project_name", "experiment_name"):
         yield f"trainer.{name}", "wandb" in cfg.trainer.logger, "without wandb in trainer.logger"

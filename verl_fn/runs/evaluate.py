@@ -14,7 +14,7 @@ from verl_fn.algorithms.experience import publish
 from verl_fn.backends.memory import in_phase
 from verl_fn.config import ConfigError, Plan
 from verl_fn.data.files import encode_prompts
-from verl_fn.data.tasks import Problem
+from verl_fn.data.tasks import Problem, text_of
 from verl_fn.driver.build import validation_sampling
 from verl_fn.rewards.reward import response_texts
 from verl_fn.state import Batch, Key, pack, requests_for
@@ -22,7 +22,6 @@ from verl_fn.state import Batch, Key, pack, requests_for
 from .checks import samples_answers
 from .prepare import prepare, workers
 from .progress import Say
-from .screen import text_of
 from .state import RunState, algorithm_of
 
 Evaluation = tuple[Report, list[dict[str, Any]]]
@@ -81,7 +80,9 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
             assert algorithm.evaluate is not None
             return algorithm.evaluate(algorithm.init({"actor": actor}, key), held_out, w), []
         if not samples_answers(plan, held_out):
-            raise ConfigError("held-out responses have no ground truth to judge answers by; set reward.functions")
+            raise ConfigError(
+                "held-out responses have no ground truth to judge answers by; set reward.functions or reward.url"
+            )
         return _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan, None)
 
 
