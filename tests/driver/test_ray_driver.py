@@ -139,8 +139,8 @@ def test_steps_of_several_calls_are_those_of_one_process(remote, model, tmp_path
                 state, report, _ = advance(algorithm, state, source, w, pace)
                 reports.append({k: v for k, v in report.items() if not k.startswith(TIMED)})
     for ours, theirs in zip(reports[:2], reports[2:], strict=True):
-        different = {k: (ours.get(k), theirs.get(k)) for k in ours | theirs if ours.get(k) != theirs.get(k)}
-        assert different == {}
+        # Two engines round the log-probs of their shares otherwise.
+        assert ours == pytest.approx(theirs, abs=1e-5)
     assert reports[0]["rollout/rows_asked"] > reports[0]["rollout/rows_learned"]
 
 

@@ -45,6 +45,7 @@ def test_scores_are_those_of_the_replies(server, monkeypatch):
     assert "q0 4 R=abc" in server.seen and len(server.seen) == 12 and server.most_at_once <= 2
     assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
     assert server.headers[0]["path"] == "/v1/chat/completions"
+    assert judge(answers("\udc80"))[0]["score"] == 1.0
 
 
 def test_equal_questions_are_asked_once_and_never_again(server, tmp_path):
@@ -127,6 +128,9 @@ def test_a_refused_connection_and_a_refused_request_are_named(server, monkeypatc
     server.close()
     with pytest.raises(RewardError, match=r"gave no reply in 2 attempts .*ConnectError"):
         scores(ask(server, retries=1), "b")
+    monkeypatch.setenv("JUDGE_KEY", f"{KEY}\nx")
+    with pytest.raises(RewardError, match=r"the key in JUDGE_KEY has characters that no key has"):
+        ask(server, api_key_env="JUDGE_KEY")
     with pytest.raises(RewardError, match=r"reward.api_key_env names NO_SUCH_KEY, which is not set"):
         ask(server, api_key_env="NO_SUCH_KEY")
 

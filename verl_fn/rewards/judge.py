@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -91,7 +92,7 @@ class Judge:
         api_key_env: the environment variable with the API's key; empty if it needs none.
 
     Raises:
-        RewardError: that variable is not set.
+        RewardError: that variable is not set, or holds what no header of HTTP can.
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class Judge:
         self._timeout, self._retries, self._concurrency = timeout, retries, concurrency
         self._key = ""
         if api_key_env and not replies.offline:
-            self._key = os.environ.get(api_key_env, "")
+            self._key = os.environ.get(api_key_env, "").strip()
+            if not (self._key.isascii() and self._key.isprintable()):
+                raise RewardError(f"the key in {api_key_env} has characters that no key has; set it again")
             if not self._key:
                 raise RewardError(
                     f"reward.api_key_env names {api_key_env}, which is not set in the environment; set it"
@@ -154,24 +157,29 @@ class Judge:
                 f"there is no reply of the judge in {where} to {len(missing)} of {len(questions)} questions, and "
                 f"reward.offline forbids to ask; the first is {describe(answer)}"
             )
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        headers = {"Content-Type": "application/json"}
+        headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limits = httpx.Limits(max_connections=self._concurrency)
         with (
             httpx.Client(headers=headers, timeout=self._timeout, limits=limits) as client,
             ThreadPoolExecutor(self._concurrency, "judge") as threads,
         ):
-            futures = [threads.submit(self._ask_one, client, name, *parts) for name, parts in missing.items()]
+            end = threading.Event()
+            futures = [threads.submit(self._ask_one, client, end, name, *parts) for name, parts in missing.items()]
             try:
                 for future in futures:
                     future.result()
-            except BaseException:
+            finally:
+                # After an error nobody tries again, and questions that have not begun are left.
+                end.set()
                 threads.shutdown(wait=False, cancel_futures=True)
-                raise
 
-    def _ask_one(self, client: httpx.Client, name: str, body: dict[str, Any], answer: Answer) -> None:
+    def _ask_one(
+        self, client: httpx.Client, end: threading.Event, name: str, body: dict[str, Any], answer: Answer
+    ) -> None:
         for attempt in range(self._retries + 1):
-            if attempt:
-                time.sleep(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE))
+            if attempt and end.wait(min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE)):
+                return
             try:
                 self._replies.add(name, self._reply(client, body, answer))
                 return
@@ -192,7 +200,7 @@ class Judge:
         """
         deadline, content = time.monotonic() + self._timeout, bytearray()
         try:
-            with client.stream("POST", self._url, json=body) as response:
+            with client.stream("POST", self._url, content=json.dumps(body)) as response:
                 # A time limit of httpx applies to each read, and a reply may come in many.
                 for part in response.iter_bytes():
                     content += part
