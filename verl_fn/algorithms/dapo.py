@@ -53,7 +53,9 @@ def sample_with_signal(
     """Draws as many groups with different rewards as there are problems, or as many as the limit of calls allows.
 
     Args:
-        state, problems, w: as for ``Algorithm.sample``; further problems are asked for with ``w.more``.
+        state: the algorithm's state.
+        problems: the step's training problems, of which some may be replaced.
+        w: the workers; ``w.more`` gives the problems that take their places.
         options: what is compared, and the limit.
 
     Raises:

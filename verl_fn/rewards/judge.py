@@ -38,6 +38,7 @@ class Question:
         unreadable_score: the score where there is no match.
 
     Example:
+        >>> from verl_fn.data.tasks import Problem
         >>> question = Question("m", "Grade: {response}", "Score: ([0-9]+)")
         >>> question.body(Answer(Problem("2+2?", "4"), "{prompt}"))["messages"][0]["content"]
         'Grade: {prompt}'
