@@ -113,7 +113,7 @@ def test_a_step_goes_on_with_what_there_is_when_the_limit_is_reached():
     equal = workers(judge=lambda answers: [{"score": 1.0, "pred": a.text} for a in answers])
     with pytest.raises(NoSignal, match=r"step 1: in each of 12 groups of responses, in 3 calls .* the same score"):
         step(dapo(DAPO(filter_groups=FilterGroups(max_num_gen_batches=3))), equal)
-    with pytest.raises(NoSignal, match=r"metric is acc, which the reward functions do not return"):
+    with pytest.raises(ConfigError, match=r"metric is acc, which the reward functions do not return"):
         step(dapo(DAPO(filter_groups=FilterGroups(metric="acc"))), workers())
     with pytest.raises(ArgumentError, match=r"asks for 2 more problems, and its workers have no source"):
         step(dapo(DAPO()), workers(more=no_more))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import DAPO, FilterGroups
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
@@ -92,7 +93,7 @@ def split_by_signal(batch: Batch, metric: str = "score") -> tuple[Batch, Batch, 
         metric: ``score`` or ``acc``.
 
     Raises:
-        NoSignal: the reward gives no ``acc``.
+        ConfigError: the reward gives no ``acc``.
 
     Example:
         >>> fields = {"group": [4, 4, 9, 9], "score": [0.0, 1.0, 0.5, 0.5]}
@@ -101,7 +102,7 @@ def split_by_signal(batch: Batch, metric: str = "score") -> tuple[Batch, Batch, 
         ([1, 2], [3, 4], 1)
     """
     if metric not in batch:
-        raise NoSignal(
+        raise ConfigError(
             f"algorithm.filter_groups.metric is {metric}, which the reward functions do not return; return it "
             '({"score": ..., "acc": ...}), or set algorithm.filter_groups.metric=score'
         )

@@ -72,7 +72,7 @@ class Recorded:
         if samples is None:
             raise RunError(
                 f"the step asks for samples more often than when it was recorded ({self._number} times): the "
-                "algorithm has changed; replay without --recorded"
+                "algorithm has changed, or the samples are damaged; replay without --recorded"
             )
         for i, sample in enumerate(samples):
             if tuple(sample.prompt.tolist()) != prompts.get(sample.request):
