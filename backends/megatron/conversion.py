@@ -125,7 +125,7 @@ def _names(hub: str | Mapping[str, str]) -> list[str]:
 def named(
     tasks: list[Task], pieces: Mapping[str, Piece], canonical: Canonical, leaves: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole tensors by canonical name; all ranks go through them together.
+    """Yields whole tensors by canonical name, on the device of the leaves; all ranks go through them together.
 
     Args:
         tasks: of all parameters.
@@ -139,8 +139,10 @@ def named(
             whole = None if task.param is None else pieces[task.leaf].whole(leaves[task.leaf].to(task.param.device))
             yield from task.mapping.megatron_to_hf(whole, task.module).items()
 
+    device = next(iter(leaves.values())).device
     with torch.no_grad():
-        yield from canonical.joined(by_hub())
+        for name, t in canonical.joined(by_hub()):
+            yield name, t.to(device)
 
 
 def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> dict[str, Tensor]:
