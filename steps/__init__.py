@@ -83,6 +83,7 @@ from .optim import (
     sgd,
     stateless,
 )
+from .overlong import penalize_overlong
 from .selection import select_clip_cov, select_high_entropy, select_kl_cov
 
 __all__ = [
@@ -151,6 +152,7 @@ __all__ = [
     "opo",
     "optimal_token_baseline",
     "orpo",
+    "penalize_overlong",
     "ppo_clip",
     "reinforce",
     "reinforce_plus_plus",

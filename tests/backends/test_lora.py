@@ -35,7 +35,7 @@ def trained(backend, state, steps=3, loss=None):
     "options", [{"checkpointing": True}, {"head": "value"}, {"compute_dtype": "bfloat16"}], ids=str
 )
 def test_laws(options, tiny, tmp_path):
-    """In fp32 with a model of one layer, since the check runs it a hundred times; beside it, one without checkpointing.
+    """In fp32 with a model of one layer, since the check runs it a hundred times; beside it, without checkpointing.
 
     In bf16 the gradient of so small a model is mostly rounding.
     """

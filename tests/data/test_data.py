@@ -17,8 +17,7 @@ from verl_fn.data.examples import pack_examples
 from verl_fn.data.files import FileData, encode_prompts, read_problems
 from verl_fn.data.loading import file_data
 from verl_fn.data.rows import DataError
-from verl_fn.data.tasks import TASKS, Problem
-from verl_fn.runs.screen import text_of
+from verl_fn.data.tasks import TASKS, Problem, text_of
 from verl_fn.state import Key
 
 # Pads of another length for each role, so that a role that is lost or mixed up shows in the tokens.

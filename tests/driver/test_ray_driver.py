@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import attrs
 import pytest
 import ray
 
@@ -14,9 +15,13 @@ from verl_fn.config import load, make_plan
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver import build
+from verl_fn.driver.local import local_workers
 from verl_fn.driver.ray import ActorDied, ray_workers
-from verl_fn.runs.logs import read_metrics
+from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
+from verl_fn.runs.prepare import prepare
+from verl_fn.runs.state import algorithm_of, initial_state
+from verl_fn.runs.steps import Pace, advance
 from verl_fn.state import DonatedError, Key, requests_for, tree
 from verl_fn.steps import aggregate, cross_entropy, frozen
 
@@ -113,6 +118,30 @@ def test_engines_of_a_plan_share_its_prompts(remote, model):
     expected = named(one.generate(requests))
     assert named(w.get(w.rollout.generate(requests, version=0))) == expected
     assert sorted(named(map(w.get, w.rollout.stream(requests, version=0)))) == sorted(expected)
+
+
+@pytest.mark.parametrize(("name", "max_lag"), [("remax", 1), ("dapo", 0)])
+def test_steps_of_several_calls_are_those_of_one_process(remote, model, tmp_path, name, max_lag):
+    """The ledger included, and where sampling runs ahead."""
+    settings = ["data.train_batch_size=4", "data.max_response_length=8", "rollout.n=4"]
+    no_kl = ["algorithm.use_kl_loss=false", "algorithm.use_kl_in_reward=false"]
+    folders = [f"model.path={model}", f"trainer.dir={tmp_path}"]
+    overrides = [*OVERRIDES, f"algorithm.name={name}", *settings, *no_kl, *folders]
+    plan = make_plan(load(overrides=overrides))
+    source, algorithm, pace, reports = prepare(plan, lambda line: None), algorithm_of(plan), Pace(4, 2, max_lag), []
+    with local_workers(plan) as local:
+        for w in (attrs.evolve(remote, sampling=local.sampling), local):
+            w = attrs.evolve(w, trainers={"actor": w.trainers["actor"]})
+            state = initial_state(plan, w)
+            # The engines have weights of other tests under the same version.
+            w.wait(w.rollout.publish(9, w.trainers["actor"].weights(state.role("actor").params)))
+            for _ in range(2):
+                state, report, _ = advance(algorithm, state, source, w, pace)
+                reports.append({k: v for k, v in report.items() if not k.startswith(TIMED)})
+    for ours, theirs in zip(reports[:2], reports[2:], strict=True):
+        # Two engines round the log-probs of their shares otherwise.
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert reports[0]["rollout/rows_asked"] > reports[0]["rollout/rows_learned"]
 
 
 def test_values_go_when_their_handles_go(remote, model):

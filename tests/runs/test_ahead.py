@@ -167,8 +167,8 @@ def test_a_state_continues_with_the_experience_that_waits(parts, new, tmp_path, 
         again = new(state).take(max_lag, 6)
         assert again.reports == whole.reports[at:]
         assert again.entries == whole.entries[at:]
-        assert [pack(d.samples).tokens.tolist() for d in again.drawn] == [
-            pack(d.samples).tokens.tolist() for d in whole.drawn[at:]
+        assert [pack(d.samples[0]).tokens.tolist() for d in again.drawn] == [
+            pack(d.samples[0]).tokens.tolist() for d in whole.drawn[at:]
         ]
     assert "waiting" not in (run.save(new().take(0, 1).state, w) / "checkpoint.json").read_text()
 
@@ -188,7 +188,7 @@ def test_with_recorded_samples_the_learner_is_bitwise_the_same(parts, new):
     _, w, _ = parts
     whole, again = new().take(2, 6), new()
     for step, drawn in enumerate(whole.drawn, 1):
-        again.take(0, step, w=attrs.evolve(w, rollout=Recorded(pack(drawn.samples))))
+        again.take(0, step, w=attrs.evolve(w, rollout=Recorded([pack(call) for call in drawn.samples])))
     assert again.entries == whole.entries
     waits = lambda report: {k: v for k, v in report.items() if k != ROWS_WAITING}  # noqa: E731
     assert [waits(r) for r in again.reports] == [waits(r) for r in whole.reports]

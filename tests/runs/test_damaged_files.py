@@ -148,13 +148,13 @@ def test_damaged_samples_are_named(run, tmp_path):
 
 def read_or_refuse(folder, file):
     try:
-        batch = read_samples(folder, 1)
+        calls = read_samples(folder, 1)
     except RunError as error:
         assert f"{file} is damaged" in str(error)
         return
-    unpack(batch)
+    unpack(calls[0])
     with pytest.raises(RunError, match="of other prompts"):
-        Recorded(batch).generate([])
+        Recorded(calls).generate([])
 
 
 PATHS = ["trainer.dir", "trainer.resume_from_path", "model.path", "critic.path", "data.train_files", "data.val_files",

@@ -8,11 +8,13 @@ from typing import Any
 from verl_fn.config.names import load_object
 
 from .contract import Algorithm, AlgorithmState, Experience, Report
+from .dapo import dapo
 from .distill import distill
 from .dpo import dpo
-from .grpo import grpo
+from .grpo import grpo, rloo
 from .ppo import ppo
 from .rejection import rejection
+from .remax import remax
 from .reward_model import reward_model
 from .sft import sft
 from .workers import Clock, Workers
@@ -24,19 +26,25 @@ __all__ = [
     "Experience",
     "Report",
     "Workers",
+    "dapo",
     "distill",
     "dpo",
     "grpo",
     "make",
     "ppo",
     "rejection",
+    "remax",
     "reward_model",
+    "rloo",
     "sft",
 ]
 
 _BUILT_IN: Mapping[str, Callable[[Any], Algorithm[Any]]] = {
     "ppo": ppo,
     "grpo": grpo,
+    "dapo": dapo,
+    "rloo": rloo,
+    "remax": remax,
     "sft": sft,
     "dpo": dpo,
     "reward_model": reward_model,

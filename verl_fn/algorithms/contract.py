@@ -43,12 +43,15 @@ class Experience:
         problems: the number of problems that the rows answer.
         seconds: the duration of each phase so far.
         report: the metrics so far.
+        dropped: the sampled rows that are not in ``batch``, by the reason: batches or references to them. Rows that
+            are in neither count as dropped by the algorithm.
     """
 
     batch: Any
     problems: int
     seconds: Mapping[str, float] = attrs.field(factory=dict)
     report: Report = attrs.field(factory=dict)
+    dropped: Mapping[str, Any] = attrs.field(factory=dict)
 
 
 @attrs.frozen(eq=False)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from verl_fn.backends.protocol import Ref, TrainBackend, where_used
+from verl_fn.backends.protocol import Ref, Sampling, TrainBackend, where_used
 from verl_fn.config.aggregation import Aggregation
 from verl_fn.config.algorithms import PolicyOptimization
 from verl_fn.data.files import encode_prompts
@@ -41,13 +41,36 @@ def sample_and_score(
     """
     clock = Clock(w.wait)
     clock.run("update_weights", publish, w, actor, step)
-    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
-    requests = requests_for(prompts, w.sampling, key.fold_in("rollout"), [problem.id for problem in problems])
-    samples = clock.run("gen", w.rollout.generate, requests, version=step)
-    batch = w.call(packed, samples)
-    if score:
-        batch = clock.run("reward", w.reward, batch, problems)
+    batch = respond(problems, w.sampling, w, key.fold_in("rollout"), step, clock, score=score)
     return Experience(batch, len(problems), clock.seconds)
+
+
+def respond(
+    problems: Sequence[Problem],
+    sampling: Sampling,
+    w: Workers,
+    key: Key,
+    version: int,
+    clock: Clock,
+    *,
+    score: bool = True,
+    phase: str = "gen",
+) -> Any:
+    """Returns the batch of the engine's responses to ``problems``, or a reference to it.
+
+    Args:
+        sampling: how they are drawn.
+        key: draws are a function of it and of the problems' ids.
+        version: that of the engine's weights.
+        clock: measures the time as that of ``phase`` and of ``reward``.
+        score: ask the workers' reward.
+        phase: the name of the time in which the engine draws.
+    """
+    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
+    requests = requests_for(prompts, sampling, key, [problem.id for problem in problems])
+    samples = clock.run(phase, w.rollout.generate, requests, version=version)
+    batch = w.call(packed, samples)
+    return clock.run("reward", w.reward, batch, problems) if score else batch
 
 
 @where_used

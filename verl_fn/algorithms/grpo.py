@@ -1,19 +1,21 @@
-"""Group-relative policy optimization (Shao et al. 2024, arXiv 2402.03300), and its variants without a critic."""
+"""Group-relative policy optimization (Shao et al. 2024, arXiv 2402.03300), and its relatives without a critic."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from verl_fn.config.algorithms import GRPO
+from verl_fn import steps
+from verl_fn.config.algorithms import GRPO, RLOO, PolicyOptimization
 from verl_fn.data.tasks import Problem
-from verl_fn.state import Key, Node, node
+from verl_fn.state import Batch, Key, Node, node
 from verl_fn.steps import AdaptiveKL, FixedKL
 
 from .contract import Algorithm, Experience, Report
 from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, selecting, update, update_batches
 from .model_reward import score_by_model
-from .policy import actor_outputs, estimator, policy_loss, selection
+from .policy import actor_outputs, corrected, estimator, policy_loss, selection
 from .reports import batch_report, timing_report, update_report
 from .workers import Clock, Workers
 
@@ -40,23 +42,58 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
     Source:
         Shao et al. 2024, arXiv 2402.03300.
     """
-    advantages, loss, needs_reference = estimator(options), policy_loss(options), "reference" in options.roles
-    chosen, outputs = selection(options), actor_outputs(options)
+    return without_critic(options, estimator(options), outputs=actor_outputs(options))
+
+
+def rloo(options: RLOO) -> Algorithm[GRPOState]:
+    """Makes RLOO: GRPO in which the baseline of a response is the mean reward of the others in its group.
+
+    Example:
+        >>> rloo(RLOO()).min_n
+        2
+
+    Source:
+        Ahmadian et al. 2024, arXiv 2402.14740.
+    """
+    return without_critic(options, corrected(steps.rloo, options))
+
+
+def draw(state: GRPOState, problems: Sequence[Problem], w: Workers, *, score: bool) -> Experience:
+    """Draws the experience of a step: responses to each problem, with their scores if these are asked for."""
+    return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step, score=score)
+
+
+def without_critic(
+    options: PolicyOptimization,
+    advantages: Callable[[Batch], Batch],
+    sample: Callable[[GRPOState, Sequence[Problem], Workers], Experience] | None = None,
+    *,
+    outputs: tuple[str, ...] = ("logprobs", "entropy"),
+    shape: Callable[[Batch, int], Batch] | None = None,
+) -> Algorithm[GRPOState]:
+    """Makes an algorithm that updates the actor alone.
+
+    Args:
+        options: its options.
+        advantages: the estimator.
+        sample: draws the experience of a step; by default ``draw``.
+        outputs: the actor's outputs that the step reads; see ``annotate``.
+        shape: changes the rewards of a scored batch, given the longest response allowed; by default they stay.
+    """
+    loss, needs_reference, chosen = policy_loss(options), "reference" in options.roles, selection(options)
 
     def init(states: Mapping[str, Any], key: Key) -> GRPOState:
         reference = states.get("reference")
         kl, judge = kl_controller(options), states.get("reward_model")
         return GRPOState(states["actor"], reference, kl, key, step=0, reward_model=judge)
 
-    def sample(state: GRPOState, problems: Sequence[Problem], w: Workers) -> Experience:
-        key = state.key.fold_in(state.step)
-        return sample_and_score(state.actor, problems, w, key, state.step, score=options.needs_reward)
-
     def learn(state: GRPOState, experience: Experience, w: Workers) -> tuple[GRPOState, Report]:
         clock, key = Clock(w.wait, experience.seconds), state.key.fold_in(state.step)
         batch = experience.batch
         if state.reward_model is not None:
             batch = score_by_model(batch, state.reward_model, w, clock)
+        if shape is not None:
+            batch = w.call(shape, batch, w.sampling.max_tokens)
         batch = annotate(batch, state, w, clock, reference=needs_reference, outputs=outputs)
         batch, kl, report = kl_in_reward(batch, state.kl, options, w)
         batch = clock.run("adv", w.call, advantages, batch)
@@ -69,5 +106,11 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
         return GRPOState(actor, state.reference, kl, state.key, state.step + 1, state.reward_model), report
 
     return Algorithm(
-        options.roles, init, sample, learn, options.updates, options.min_n, needs_reward=options.needs_reward
+        options.roles,
+        init,
+        sample or functools.partial(draw, score=options.needs_reward),
+        learn,
+        options.updates,
+        options.min_n,
+        needs_reward=options.needs_reward,
     )

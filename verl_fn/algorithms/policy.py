@@ -145,27 +145,29 @@ def _choose(batch: Batch, outputs: TokenOutputs, key: Key, options: PolicyOptimi
 
 
 def estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
-    """Returns the advantage estimator that ``adv_estimator`` names, with its options bound.
-
-    Unless ``rollout_is`` is None or ``off``, importance weights multiply its advantages.
+    """Returns the advantage estimator that ``adv_estimator`` names, with its options bound, and ``corrected``.
 
     Raises:
         ConfigError: ``adv_estimator`` refers to an object that cannot be called.
     """
-    estimate = _estimator(options)
+    return corrected(_estimator(options), options)
+
+
+def corrected(estimate: Callable[[Batch], Batch], options: PolicyOptimization) -> Callable[[Batch], Batch]:
+    """Returns an estimator whose advantages are multiplied by importance weights if ``rollout_is`` asks for them."""
     if options.rollout_is in (None, "off"):
         return estimate
     return functools.partial(_corrected, estimate=estimate, options=options)
 
 
-def _corrected(batch: Batch, estimate: Callable[[Batch], Batch], options: PPO | GRPO) -> Batch:
+def _corrected(batch: Batch, estimate: Callable[[Batch], Batch], options: PolicyOptimization) -> Batch:
     assert options.rollout_is is not None
     bounds: dict[str, Any] = {
         "low": options.rollout_is_threshold_lower,
         "high": options.rollout_is_threshold,
         "outside": options.rollout_is_outside,
     }
-    if options.adv_estimator in TOKEN_BASELINES:
+    if getattr(options, "adv_estimator", None) in TOKEN_BASELINES:
         weights = importance_weights(batch, options.rollout_is, **bounds)
         batch = batch.with_tokens(rollout_is_weights=weights)
     return correct_advantages(estimate(batch), options.rollout_is, **bounds)

@@ -54,6 +54,8 @@ def batch_report(batch: Batch) -> Report:
         metrics["critic/vf_explained_var"] = Weighted(
             explained_variance(batch["values"], batch["returns"], mask), 1.0
         )
+    if "reward_baselines" in batch:
+        metrics |= _spread_of("critic/baselines", batch["reward_baselines"], rows)
     metrics |= rollout_gap(batch)
     for name, values in batch.per_row.items():
         if name.startswith("reward/"):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
 
 from verl_fn.backends.memory import in_phase
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
+from verl_fn.data.tasks import Problem
+from verl_fn.errors import ArgumentError
 
 T = TypeVar("T")
 
@@ -30,6 +32,18 @@ def get_here(value: T) -> T:
     return value
 
 
+def no_more(count: int) -> Sequence[Problem]:
+    """Raises an error, since there is no source of further problems.
+
+    Raises:
+        ArgumentError: always.
+    """
+    raise ArgumentError(
+        f"this step asks for {count} more problems, and its workers have no source of them; a run has one, and "
+        "elsewhere attrs.evolve(workers, more=...) sets a function that returns so many problems"
+    )
+
+
 @attrs.frozen(eq=False)
 class Workers:
     """The parts that a step uses. They may exchange references in place of values; a step only passes these on.
@@ -38,6 +52,8 @@ class Workers:
         trainers: the training backends by role.
         rollout: the engine that samples.
         reward: ``(batch, problems) -> batch``; adds scores to a batch.
+        more: returns so many further training problems, which no other step gets; where sampling runs ahead of
+            learning, an algorithm should not need it, since it could only ask after waiting for samples.
         tokenizer: the model's tokenizer.
         sampling: the sampling settings of training rollouts.
         max_prompt_length: the longest prompt allowed, in tokens.
@@ -59,6 +75,7 @@ class Workers:
     sampling: Sampling
     max_prompt_length: int | None = None
     end_tokens: tuple[int, ...] = attrs.field()
+    more: Callable[[int], Sequence[Problem]] = no_more
     call: Callable[..., Any] = call_here
     get: Callable[[Any], Any] = get_here
     wait: Callable[[Any], Any] = get_here

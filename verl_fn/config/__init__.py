@@ -1,6 +1,6 @@
 """The configuration: its keys, how it is read, and the plan made of it. This package does not import torch."""
 
-from .algorithms import GRPO, PPO, SFT
+from .algorithms import DAPO, GRPO, PPO, RLOO, SFT, ReMax
 from .describe import describe, options_lines, origins
 from .fields import ConfigError, opt, sub
 from .learners import Distill, Rejection
@@ -13,15 +13,18 @@ from .schema import AlgorithmTable, Config
 from .tables import flat
 
 __all__ = [
+    "DAPO",
     "DPO",
     "GRPO",
     "PPO",
+    "RLOO",
     "SFT",
     "AlgorithmTable",
     "Config",
     "ConfigError",
     "Distill",
     "Plan",
+    "ReMax",
     "Rejection",
     "RewardModel",
     "Role",

@@ -10,7 +10,7 @@ from attrs.validators import ge, gt, in_, le
 
 from .aggregation import Aggregation
 from .catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
-from .fields import MOST, opt, paths, sub
+from .fields import MOST, ConfigError, opt, paths, sub
 from .learners import Distill, Rejection
 from .names import is_reference
 from .preferences import DPO, RewardModel
@@ -144,6 +144,11 @@ class PolicyOptimization(Aggregation):
         return roles
 
     @property
+    def min_n(self) -> int:
+        """Returns 1: responses are not compared within a group."""
+        return 1
+
+    @property
     def learns_from(self) -> LearnsFrom:
         """Returns ``samples``."""
         return "samples"
@@ -181,11 +186,6 @@ class PPO(PolicyOptimization):
         """Returns the actor, the critic, the reference policy if a KL term needs it, and a reward model."""
         return {"actor": Role(), "critic": Role(head="value")} | dict(super().roles)
 
-    @property
-    def min_n(self) -> int:
-        """Returns 1: the critic is the baseline."""
-        return 1
-
     def updates(self, role: str, prompts: int, steps: int) -> int:
         """Counts the updates of a role; the actor has none while the critic warms up."""
         active = max(0, steps - self.critic_warmup) if role == "actor" else steps
@@ -214,9 +214,81 @@ class GRPO(PolicyOptimization):
         return 2 if self.adv_estimator in GROUP_ESTIMATORS else 1
 
 
+@attrs.frozen(kw_only=True)
+class RLOO(PolicyOptimization):
+    """Options of RLOO: those of GRPO without a choice of the estimator."""
+
+    @property
+    def min_n(self) -> int:
+        """Returns 2: the baseline of a response is the mean of the others."""
+        return 2
+
+
+@attrs.frozen(kw_only=True)
+class ReMax(PolicyOptimization):
+    """Options of ReMax."""
+
+    def __attrs_post_init__(self) -> None:
+        if self.reward_model:
+            raise ConfigError(
+                "algorithm.reward_model: remax needs the score of the greedy response while it samples, and a reward "
+                "model scores later; leave it empty and use reward.functions"
+            )
+
+
+@attrs.frozen(kw_only=True)
+class FilterGroups:
+    """Options of dynamic sampling."""
+
+    enable: bool = opt(
+        True, "leave out groups whose responses all have the same metric, and sample new prompts in their place"
+    )
+    metric: str = opt("score", "what the responses of a group must differ in: score or acc", in_(("score", "acc")))
+    max_num_gen_batches: int = opt(
+        10,
+        "most calls for samples in a step, the first included; it then goes on with the groups that there are",
+        ge(1),
+    )
+
+
+@attrs.frozen(kw_only=True)
+class OverlongBuffer:
+    """Options of the penalty on responses that come near the length limit."""
+
+    len: int = opt(
+        0, "the penalty rises over the last so many tokens of data.max_response_length; 0: no penalty", ge(0)
+    )
+    penalty_factor: float = opt(1.0, "the penalty of a response that is as long as allowed", ge(0), le(MOST))
+
+
+@attrs.frozen(kw_only=True)
+class DAPO(GRPO):
+    """Options of DAPO: those of GRPO with other defaults, dynamic sampling, and the penalty on overlong responses."""
+
+    clip_ratio_low: float | None = opt(0.2, "lower clip range", gt(0), le(MOST))
+    clip_ratio_high: float | None = opt(0.28, "upper clip range", gt(0), le(MOST))
+    filter_groups: FilterGroups = sub(FilterGroups)
+    overlong_buffer: OverlongBuffer = sub(OverlongBuffer)
+
+    def __attrs_post_init__(self) -> None:
+        if self.reward_model and self.filter_groups.enable:
+            raise ConfigError(
+                "algorithm.reward_model: dynamic sampling needs scores while it samples, and a reward model scores "
+                "later; set algorithm.filter_groups.enable=false, or use reward.functions"
+            )
+
+    @property
+    def min_n(self) -> int:
+        """Returns 2: responses are compared within a group."""
+        return 2
+
+
 BUILT_IN: Mapping[str, type[Any]] = {
     "ppo": PPO,
     "grpo": GRPO,
+    "dapo": DAPO,
+    "rloo": RLOO,
+    "remax": ReMax,
     "sft": SFT,
     "dpo": DPO,
     "reward_model": RewardModel,

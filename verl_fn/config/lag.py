@@ -6,7 +6,7 @@ from typing import Any
 
 import attrs
 
-from .algorithms import PolicyOptimization
+from .algorithms import DAPO, PolicyOptimization
 from .fields import ConfigError
 from .roles import LearnsFrom
 from .schema import Config
@@ -20,7 +20,8 @@ def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
         learns_from: what its algorithm learns from.
 
     Raises:
-        ConfigError: the algorithm does not sample, or the engines cannot work while the trainer learns.
+        ConfigError: the algorithm does not sample or needs rewards to sample, or the engines cannot work while the
+            trainer learns.
     """
     lag = f"driver.max_lag = {cfg.driver.max_lag}"
     if cfg.driver.max_lag == 0:
@@ -28,6 +29,11 @@ def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
     if learns_from != "samples":
         name = cfg.algorithm.name
         raise ConfigError(f"{lag} lets sampling run ahead of learning, and {name} samples nothing; leave it at 0")
+    if isinstance(cfg.algorithm.options, DAPO) and cfg.algorithm.options.filter_groups.enable:
+        raise ConfigError(
+            f"{lag} asks engines for samples before those of earlier steps have arrived, and dynamic sampling asks "
+            "for more where it has seen the rewards; set algorithm.filter_groups.enable=false, or driver.max_lag=0"
+        )
     if cfg.driver.kind == "local":
         raise ConfigError(
             f"{lag} lets engines sample while the trainer learns, and driver.kind = local has one process for both; "

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .algorithms import BUILT_IN, GRPO, PPO, PolicyOptimization
+from .algorithms import BUILT_IN, DAPO, GRPO, PPO, RLOO, PolicyOptimization, ReMax
 from .catalogue import CLIPPED, SCALED_BY_STD, TOKEN_BASELINES
 from .fields import ConfigError
 from .lag import corrected
@@ -118,6 +118,14 @@ def _option_rules(options: Any, batch_size: int) -> Iterator[Rule]:
         yield "algorithm.handle_zero_tail", estimator in TOKEN_BASELINES, f"with {estimator}"
         yield "algorithm.lam", estimator == "gae", f"with {estimator}"
         yield "algorithm.gamma", not by_user and estimator in ("gae", "reinforce_plus_plus"), f"with {estimator}"
+    if isinstance(options, DAPO):
+        for name in ("metric", "max_num_gen_batches"):
+            used = options.filter_groups.enable
+            yield f"algorithm.filter_groups.{name}", used, "without algorithm.filter_groups.enable"
+        key = "algorithm.overlong_buffer"
+        yield f"{key}.penalty_factor", options.overlong_buffer.len > 0, f"with {key}.len = 0"
+    if isinstance(options, RLOO | ReMax):
+        yield "algorithm.gamma", False, f"with {type(options).__name__.lower()}"
     yield from _loss_rules(options)
     for name in ("threshold", "threshold_lower", "outside"):
         yield f"algorithm.rollout_is_{name}", options.rollout_is not in (None, "off"), "without algorithm.rollout_is"
@@ -176,8 +184,12 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     for name in ("prompt_key", "filter_overlong_prompts"):
         yield f"data.{name}", bool(data.train_files or data.val_files), "without data.train_files"
     yield "data.shuffle", bool(data.train_files), "without data.train_files"
-    for name in ("weights", "timeout", "num_workers", "env"):
+    for name in ("weights", "num_workers", "env"):
         yield f"reward.{name}", bool(reward.functions), "without reward.functions"
+    yield "reward.timeout", reward.by_user, "without reward.functions or reward.url"
+    judge = ("model", "prompt", "pattern", "unreadable_score", "retries", "concurrency", "api_key_env", "offline")
+    for name in judge:
+        yield f"reward.{name}", bool(reward.url), "without reward.url"
     yield "trainer.stop_metric", cfg.trainer.stop_at is not None, "without trainer.stop_at"
     for name in ("project_name", "experiment_name"):
         yield f"trainer.{name}", "wandb" in cfg.trainer.logger, "without wandb in trainer.logger"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
@@ -37,6 +37,18 @@ class Problem:
     id: int = 0
     data_source: str = ""
     extra_info: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
+
+
+def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """Returns a prompt as a string for people to read.
+
+    Example:
+        >>> text_of(({"role": "user", "content": "2+2?"},))
+        'user: 2+2?'
+    """
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"{m['role']}: {m['tool_calls'] if m['content'] is None else m['content']}" for m in prompt)
 
 
 class Source(Protocol):

@@ -204,16 +204,17 @@ def validation_sampling(validation: ValConfig, max_response_length: int) -> Samp
     return Sampling(max_response_length, validation.temperature, validation.top_k, validation.top_p, validation.n)
 
 
-def reward(table: RewardConfig, model: str, folder: str | None = None) -> Reward:
-    """Makes the reward by ``reward.functions``, or by the rules of the problems' data sources if that is empty.
+def reward(table: RewardConfig, model: str, folder: str | None = None, replies: str | None = None) -> Reward:
+    """Makes the reward by ``reward.functions``, by a judge, or by the rules of the problems' data sources.
 
     Args:
         table: the config's ``[reward]`` table.
         model: the folder with the tokenizer.
         folder: the folder that the functions' modules and files are looked up from, by default the current one.
+        replies: the folder that keeps the judge's replies, if it exists; by default they are not kept.
 
     Raises:
-        RewardError: a function cannot be imported or called.
+        RewardError: a function cannot be imported or called, or the judge's key is not set.
     """
     from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
     from verl_fn.rewards import Reward, by_rules
@@ -223,5 +224,19 @@ def reward(table: RewardConfig, model: str, folder: str | None = None) -> Reward
         from verl_fn.rewards.functions import RewardFunctions
 
         judge = RewardFunctions(table.functions, table.weights, table.timeout, table.num_workers, folder, table.env)
+    elif table.url:
+        from verl_fn.rewards.judge import Judge, Question
+        from verl_fn.rewards.replies import Replies
+
+        question = Question(table.model, table.prompt, table.pattern, table.unreadable_score)
+        judge = Judge(
+            table.url,
+            question,
+            Replies(None if replies is None else Path(replies), offline=table.offline),
+            timeout=table.timeout,
+            retries=table.retries,
+            concurrency=table.concurrency,
+            api_key_env=table.api_key_env,
+        )
     tokenizer = read_tokenizer(model)
     return Reward(judge, tokenizer, end_tokens(model, tokenizer))

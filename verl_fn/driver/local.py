@@ -22,7 +22,7 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
         yield Workers(
             trainers={name: build.trainer(role, plan.driver, device) for name, role in plan.roles.items()},
             rollout=build.rollout(plan.rollout, device),
-            reward=build.reward(plan.reward, plan.model),
+            reward=build.reward(plan.reward, plan.model, replies=plan.trainer.dir),
             tokenizer=tokenizer,
             sampling=build.sampling(plan.rollout),
             max_prompt_length=plan.rollout.max_prompt_length,

@@ -66,7 +66,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             # An actor may run in another folder than the driver, whose folder has the user's reward functions.
             components: list[tuple[Any, ...]] = [
                 ("rollout", "rollout", build.rollout, plan.rollout, device),
-                ("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd()),
+                ("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd(), plan.trainer.dir),
             ]
             training = {}
             for name, roles in groups.items():

@@ -40,7 +40,8 @@ def rule_for(data_source: str) -> Rule:
     if data_source in MATH:
         return mathematics
     raise RewardError(
-        f"the data source {data_source!r} has no rule of its own, only {', '.join(SOURCES)} do; set reward.functions"
+        f"the data source {data_source!r} has no rule of its own, only {', '.join(SOURCES)} do; set reward.functions "
+        "or reward.url"
     )
 
 
@@ -114,5 +115,5 @@ def _scored(answer: Answer) -> dict[str, Any]:
     except Exception as error:
         # Files may use the name of a generated task for problems of another form.
         raise RewardError(
-            f"the rule of its data source failed on {describe(answer)}: {error}; set reward.functions"
+            f"the rule of its data source failed on {describe(answer)}: {error}; set reward.functions or reward.url"
         ) from error

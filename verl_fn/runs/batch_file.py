@@ -48,3 +48,36 @@ def batch_of(tensors: Mapping[str, Tensor]) -> Batch:
     ragged = {name: Ragged(values, offsets[name]) for name, values in fields(VALUES).items()}
     tokens, positions, cu_seqlens = (tensors[name] for name in CORE)
     return Batch(tokens, positions, cu_seqlens, fields(TOKEN), fields(ROW), ragged)
+
+
+def numbered(kind: str, number: int) -> str:
+    """Returns the prefix of the tensors of one of several batches in a file; the first needs no number.
+
+    Example:
+        >>> numbered("", 0), numbered("", 1), numbered("scored", 1)
+        ('', 'call_1/', 'scored/call_1/')
+    """
+    return "".join(f"{part}/" for part in (kind, f"call_{number}" * (number > 0)) if part)
+
+
+def batches_in(tensors: Mapping[str, Tensor], kind: str) -> list[Batch]:
+    """Returns the batches in a file whose tensors have the prefixes of ``numbered``, in order.
+
+    Raises:
+        KeyError: a tensor of one is missing.
+
+    Example:
+        >>> tensors = tensors_of(Batch.from_rows([[1]])) | {
+        ...     numbered("", 1) + name: t for name, t in tensors_of(Batch.from_rows([[2], [3]])).items()
+        ... }
+        >>> [len(batch) for batch in batches_in(tensors, "")]
+        [1, 2]
+    """
+    batches: list[Batch] = []
+    while True:
+        prefix = numbered(kind, len(batches))
+        names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+        of_call = {name: tensors[prefix + name] for name in names if not name.startswith("call_")}
+        if not of_call:
+            return batches
+        batches.append(batch_of(of_call))

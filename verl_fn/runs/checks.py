@@ -142,7 +142,7 @@ def _check_rules(plan: Plan, source: Source) -> None:
     Raises:
         RewardError: a data source has no rule, or its rule does not fit a problem.
     """
-    if plan.reward.functions or not isinstance(source, FileData):
+    if plan.reward.by_user or not isinstance(source, FileData):
         return
     held_out = source.held_out(plan.data.val_size)
     sampled = source.training if plan.needs_reward else ()
@@ -157,7 +157,7 @@ def samples_answers(plan: Plan, problems: Sequence[Problem]) -> bool:
     """
     if plan.roles["actor"].head != "lm":
         return False
-    return bool(plan.reward.functions) or not any(
+    return plan.reward.by_user or not any(
         isinstance(p, Conversation | Judged) and not (p.answer and has_rule(p.data_source)) for p in problems
     )
 

@@ -72,7 +72,9 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
             assert algorithm.evaluate is not None
             return algorithm.evaluate(algorithm.init({"actor": actor}, key), held_out, w), []
         if not samples_answers(plan, held_out):
-            raise ConfigError("held-out responses have no ground truth to judge answers by; set reward.functions")
+            raise ConfigError(
+                "held-out responses have no ground truth to judge answers by; set reward.functions or reward.url"
+            )
         return _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.checkpoint.state_folder import disk_errors
@@ -18,7 +19,7 @@ from verl_fn.backends.protocol import Capabilities, Handle, Request, Sample, Tra
 from verl_fn.config import Plan, flat
 from verl_fn.state import Batch, pack, serial, tree, unpack
 
-from .batch_file import batch_of, tensors_of
+from .batch_file import batches_in, numbered, tensors_of
 from .errors import RunError
 from .folder import Run
 from .recorder import Drawn
@@ -45,34 +46,44 @@ class Recorded:
     """A rollout engine that gives the recorded samples of one step again, whatever the weights.
 
     For engines whose draws cannot be repeated.
+
+    Args:
+        calls: the samples that the engine gave for each call of the step, in order.
     """
 
     capabilities = Capabilities()
 
-    def __init__(self, batch: Batch) -> None:
-        self._samples = unpack(batch)
+    def __init__(self, calls: Sequence[Batch]) -> None:
+        self._calls = iter([unpack(batch) for batch in calls])
+        self._number = len(calls)
         self.version: int | None = None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         self.version = version
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
-        """Returns the recorded samples.
+        """Returns the recorded samples of the next call.
 
         Raises:
-            RunError: the prompts are not those that were recorded.
+            RunError: the prompts are not those that were recorded, or no call is left.
         """
         prompts = {request.id: request.prompt for request in requests}
-        for i, sample in enumerate(self._samples):
+        samples = next(self._calls, None)
+        if samples is None:
+            raise RunError(
+                f"the step asks for samples more often than when it was recorded ({self._number} times): the "
+                "algorithm has changed, or the samples are damaged; replay without --recorded"
+            )
+        for i, sample in enumerate(samples):
             if tuple(sample.prompt.tolist()) != prompts.get(sample.request):
                 raise RunError(
                     f"the recorded samples are of other prompts, row {i} first: the data or the tokenizer has "
                     "changed, or the samples are damaged; replay without --recorded"
                 )
-        return self._samples
+        return samples
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
-        """The recorded samples, one by one; see ``generate``."""
+        """The recorded samples of the next call, one by one; see ``generate``."""
         return iter(self.generate(requests, version=version))
 
     def sleep(self, level: int = 2) -> None:
@@ -85,8 +96,9 @@ class Recorded:
 def entry(state: RunState, drawn: Drawn, w: Workers, plan: Plan) -> dict[str, Any]:
     """Returns the journal's line of the step that learned from ``drawn`` and led to ``state``."""
     line: dict[str, Any] = {"step": state.step, "samples": {}, "state": {}}
-    if drawn.scored is not None:
-        line["samples"] = w.get(w.call(digests, drawn.scored))
+    for number, scored in enumerate(drawn.scored):
+        names = w.get(w.call(digests, scored))
+        line["samples"] |= {f"{name} of call {number + 1}" if number else name: d for name, d in names.items()}
     for name in plan.roles:
         line["state"][name] = w.get(w.trainers[name].map(state_digests, w.trainers[name], state.role(name)))
     line["state"]["rest"] = serial.flatten(state.without_roles(plan))[1]
@@ -99,23 +111,25 @@ def keep_samples(run: Run, step: int, drawn: Drawn, w: Workers) -> None:
     Raises:
         RunError: they cannot be written, or have fields that samples have no place for.
     """
-    if drawn.samples is None:
+    tensors: dict[str, Tensor] = {}
+    for number, samples in enumerate(drawn.samples):
+        batch = pack(w.get(samples))
+        if batch.ragged:
+            raise RunError(
+                f"the samples of step {step} have ragged fields ({', '.join(batch.ragged)}), which the journal "
+                f"cannot keep; set trainer.journal=digests"
+            )
+        tensors |= {numbered("", number) + name: t for name, t in tensors_of(batch).items()}
+    if not tensors:
         return
-    batch = pack(w.get(drawn.samples))
-    if batch.ragged:
-        raise RunError(
-            f"the samples of step {step} have ragged fields ({', '.join(batch.ragged)}), which the journal cannot "
-            f"keep; set trainer.journal=digests"
-        )
-    tensors = tensors_of(batch)
     with run.written(f"the samples of step {step}"), disk_errors(run.folder):
         (run.folder / "samples").mkdir(exist_ok=True)
         _file(run.folder, step).unlink(missing_ok=True)
         save_file(tensors, _file(run.folder, step))
 
 
-def read_samples(folder: Path, step: int) -> Batch:
-    """Returns the samples of a step that ``keep_samples`` wrote.
+def read_samples(folder: Path, step: int) -> list[Batch]:
+    """Returns the samples of a step that ``keep_samples`` wrote, for each call of the engine in order.
 
     Raises:
         RunError: they were not kept, or are damaged.
@@ -124,11 +138,12 @@ def read_samples(folder: Path, step: int) -> Batch:
     if not file.is_file():
         raise RunError(f"{folder} has no samples of step {step}: they are kept with trainer.journal=samples")
     try:
-        batch = batch_of(load_file(file))
-        unpack(batch)
+        calls = batches_in(load_file(file), "")
+        for batch in calls:
+            unpack(batch)
     except (OSError, SafetensorError, KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
         raise RunError(f"{file} is damaged: {error}; replay without --recorded") from error
-    return batch
+    return calls
 
 
 def _file(folder: Path, step: int) -> Path:

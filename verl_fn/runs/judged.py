@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from verl_fn.algorithms import Report
-from verl_fn.data.tasks import Problem
+from verl_fn.data.tasks import Problem, text_of
 from verl_fn.rewards.reward import response_texts
 from verl_fn.state import Batch
-
-from .screen import text_of
 
 Evaluation = tuple[Report, list[dict[str, Any]]]
 

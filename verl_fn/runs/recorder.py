@@ -14,6 +14,7 @@ import attrs
 from verl_fn.algorithms import Experience, Workers
 from verl_fn.backends.protocol import Ref, Request, RolloutBackend, Sample
 from verl_fn.backends.through import Through
+from verl_fn.data.tasks import Problem
 
 
 @attrs.frozen(eq=False)
@@ -22,17 +23,17 @@ class Drawn:
 
     Attributes:
         experience: the result of ``sample``.
-        problems: how many training problems ``sample`` was given.
+        problems: how many training problems ``sample`` took.
         asked: how many responses the engine was asked for.
-        samples: what the engine gave; None if it was not asked.
-        scored: what the reward gave; None if it was not asked.
+        samples: what the engine gave, for each call in order.
+        scored: what the reward gave, for each call in order.
     """
 
     experience: Experience
     problems: int
     asked: int
-    samples: Any
-    scored: Any
+    samples: tuple[Any, ...]
+    scored: tuple[Any, ...]
 
 
 def draw(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> Drawn:
@@ -40,26 +41,33 @@ def draw(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> 
 
     Args:
         sample: the algorithm's ``sample``, with its state and its problems bound.
-        problems: how many problems these are.
+        problems: how many problems these are; those that ``sample`` asks for with ``w.more`` are added.
         w: the workers.
     """
-    recorder = _Recorder(w)
-    experience = sample(attrs.evolve(w, rollout=_Listening(w.rollout, recorder), reward=recorder.reward))
-    return Drawn(experience, problems, recorder.asked, recorder.samples, recorder.scored)
+    recorder = _Recorder(w, problems)
+    listening = _Listening(w.rollout, recorder)
+    experience = sample(attrs.evolve(w, rollout=listening, reward=recorder.reward, more=recorder.more))
+    return Drawn(experience, recorder.problems, recorder.asked, tuple(recorder.samples), tuple(recorder.scored))
 
 
 class _Recorder:
-    """Remembers the last samples and scores, and counts the responses that were asked for."""
+    """Remembers the samples and scores of each call, and counts problems and the responses that were asked for."""
 
-    def __init__(self, w: Workers) -> None:
-        self._reward = w.reward
+    def __init__(self, w: Workers, problems: int) -> None:
+        self._reward, self._more = w.reward, w.more
+        self.problems = problems
         self.asked = 0
-        self.samples: Any = None
-        self.scored: Any = None
+        self.samples: list[Any] = []
+        self.scored: list[Any] = []
 
     def reward(self, batch: Any, problems: Sequence[Any]) -> Any:
-        self.scored = self._reward(batch, problems)
-        return self.scored
+        self.scored.append(self._reward(batch, problems))
+        return self.scored[-1]
+
+    def more(self, count: int) -> Sequence[Problem]:
+        problems = self._more(count)
+        self.problems += len(problems)
+        return problems
 
 
 class _Listening(Through):
@@ -71,12 +79,13 @@ class _Listening(Through):
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
         self._recorder.asked += sum(request.sampling.n for request in requests)
-        self._recorder.samples = super().generate(requests, version=version)
-        return self._recorder.samples
+        self._recorder.samples.append(super().generate(requests, version=version))
+        return self._recorder.samples[-1]
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
         self._recorder.asked += sum(request.sampling.n for request in requests)
-        self._recorder.samples = []
+        samples: list[Ref[Sample]] = []
+        self._recorder.samples.append(samples)
         for sample in super().stream(requests, version=version):
-            self._recorder.samples.append(sample)
+            samples.append(sample)
             yield sample

@@ -87,6 +87,8 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     folder = Path(folder).resolve()
     cfg, since = run_config(folder, step)
     plan = make_plan(cfg)
+    # A judge is not asked again: it might reply otherwise.
+    plan = attrs.evolve(plan, reward=attrs.evolve(plan.reward, offline=bool(plan.reward.url)))
     rows = {row["step"]: row for row in read_metrics(folder)}
     if step < 1 or step not in rows:
         raise RunError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import unicodedata
-from typing import Any, TextIO
+from typing import TextIO
 
 from verl_fn.errors import UserError
 
@@ -29,18 +29,6 @@ def printable(content: str, encoding: str = "utf-8") -> str:
     """
     shown = "".join(_escaped(c) if _is_obeyed(c) else c for c in content)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
-
-
-def text_of(prompt: Any) -> str:
-    """Returns a prompt as a string for people to read.
-
-    Example:
-        >>> text_of(({"role": "user", "content": "2+2?"},))
-        'user: 2+2?'
-    """
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(f"{m['role']}: {m['tool_calls'] if m['content'] is None else m['content']}" for m in prompt)
 
 
 def say(line: object = "") -> None:

@@ -13,11 +13,11 @@ from verl_fn.algorithms import Experience, Workers
 from verl_fn.backends.checkpoint.state_folder import CheckpointError, disk_errors
 from verl_fn.state import Batch, pack, unpack
 
-from .batch_file import batch_of, tensors_of
+from .batch_file import batches_in, numbered, tensors_of
 from .errors import RunError
 from .recorder import Drawn
 
-BATCH, SAMPLES, SCORED = "batch/", "samples/", "scored/"
+BATCH, SAMPLES, SCORED, DROPPED = "batch", "samples", "scored", "dropped"
 
 
 def save_waiting(waiting: Sequence[Drawn], folder: Path, w: Workers) -> list[dict[str, Any]]:
@@ -28,23 +28,30 @@ def save_waiting(waiting: Sequence[Drawn], folder: Path, w: Workers) -> list[dic
     """
     records = []
     for number, drawn in enumerate(waiting):
-        parts = {BATCH: w.get(drawn.experience.batch)}
-        if not isinstance(parts[BATCH], Batch):
+        batch = w.get(drawn.experience.batch)
+        if not isinstance(batch, Batch):
             raise RunError(
-                f"experience that waits is saved with the state, and a {type(parts[BATCH]).__name__} cannot be: let "
+                f"experience that waits is saved with the state, and a {type(batch).__name__} cannot be: let "
                 "sample return an Experience whose batch is a Batch, or set driver.max_lag=0"
             )
-        if drawn.samples is not None:
-            parts[SAMPLES] = pack(w.get(drawn.samples))
-        if drawn.scored is not None and drawn.scored is not drawn.experience.batch:
-            parts[SCORED] = w.get(drawn.scored)
-        tensors = {prefix + name: t for prefix, batch in parts.items() for name, t in tensors_of(batch).items()}
+        # Most often what the reward gave is the experience itself.
+        same = [scored is drawn.experience.batch for scored in drawn.scored] == [True]
+        scored = () if same else w.get(drawn.scored)
+        parts = {BATCH: [batch], SAMPLES: [pack(w.get(call)) for call in drawn.samples], SCORED: scored}
+        parts |= {f"{DROPPED}/{reason}": [w.get(rest)] for reason, rest in drawn.experience.dropped.items()}
+        tensors = {
+            numbered(kind, call) + name: t
+            for kind, batches in parts.items()
+            for call, batch in enumerate(batches)
+            for name, t in tensors_of(batch).items()
+        }
         file = f"waiting_{number}.safetensors"
         with disk_errors(folder):
             save_file(tensors, folder / file)
         report = {name: float(value) for name, value in drawn.experience.report.items()}
         counts = {"problems": drawn.problems, "answered": drawn.experience.problems, "asked": drawn.asked}
-        records.append({"file": file, **counts, "scored": drawn.scored is not None, "report": report})
+        reasons = list(drawn.experience.dropped)
+        records.append({"file": file, **counts, "scored": len(drawn.scored), "dropped": reasons, "report": report})
     return records
 
 
@@ -60,15 +67,13 @@ def read_waiting(records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[Dr
 def _read(record: Mapping[str, Any], file: Path) -> Drawn:
     try:
         tensors = load_file(file)
-        parts = {
-            prefix: batch_of({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
-            for prefix in (BATCH, SAMPLES, SCORED)
-            if any(name.startswith(prefix) for name in tensors)
-        }
-        batch = parts[BATCH]
-        samples = unpack(parts[SAMPLES]) if SAMPLES in parts else None
-    except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        (batch,) = batches_in(tensors, BATCH)
+        samples = tuple(unpack(call) for call in batches_in(tensors, SAMPLES))
+        scored = tuple(batches_in(tensors, SCORED))
+        dropped = {reason: batches_in(tensors, f"{DROPPED}/{reason}")[0] for reason in record.get("dropped", ())}
+    except (OSError, SafetensorError, KeyError, IndexError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{file} is damaged: {error}") from error
-    scored = parts.get(SCORED, batch) if record["scored"] else None
-    experience = Experience(batch, record["answered"], report=dict(record["report"]))
+    if record["scored"] and not scored:
+        scored = (batch,)
+    experience = Experience(batch, record["answered"], report=dict(record["report"]), dropped=dropped)
     return Drawn(experience, record["problems"], record["asked"], samples, scored)

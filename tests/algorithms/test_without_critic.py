@@ -1,0 +1,206 @@
+"""ReMax, RLOO and DAPO on mocks: what they ask engine and reward for, and what they learn from."""
+
+import attrs
+import pytest
+import torch
+
+from verl_fn.algorithms import Workers, dapo, grpo, remax, rloo
+from verl_fn.algorithms.dapo import NoSignal, joined, split_by_signal
+from verl_fn.algorithms.remax import with_baselines
+from verl_fn.algorithms.workers import no_more
+from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.backends.through import Through
+from verl_fn.config import DAPO, GRPO, RLOO, ConfigError, ReMax, load, make_plan, notes
+from verl_fn.config.algorithms import FilterGroups, OverlongBuffer
+from verl_fn.data.tasks import TASKS
+from verl_fn.errors import ArgumentError
+from verl_fn.rewards import Reward
+from verl_fn.state import Batch, Key, Sampling, tree
+from verl_fn.steps import adamw, penalize_overlong
+from verl_fn.steps import grpo as grpo_advantages
+from verl_fn.testing import Mock, MockRollout, sample_table, tiny_batch
+
+TASK = TASKS["count"]
+TOKENIZER = char_tokenizer(TASK.alphabet)
+KEY = Key.from_seed(0)
+
+
+class Listening(Through):
+    """An engine that remembers its requests."""
+
+    def __init__(self):
+        super().__init__(MockRollout(sample_table))
+        self.calls = []
+
+    def generate(self, requests, *, version=None):
+        self.calls.append(requests)
+        return super().generate(requests, version=version)
+
+
+def by_problem(answers):
+    """All responses to every third problem are worth the same."""
+    return [
+        {"score": 0.25 if a.problem.id % 3 == 0 else sum(map(ord, a.text)) % 97 / 97, "pred": a.text} for a in answers
+    ]
+
+
+def stream(start=4):
+    """Problems from ``start`` on, each once."""
+    taken = [start]
+
+    def more(count):
+        taken[0] += count
+        return TASK.train(KEY, taken[0] - count, count)
+
+    return more
+
+
+def workers(judge=by_problem, **changes):
+    actor, sampling = Mock(len(TOKENIZER), adamw(0.1)), Sampling(8, n=3, stop_token_ids=(TOKENIZER.eos_token_id,))
+    w = Workers({"actor": actor}, Listening(), Reward(judge, TOKENIZER), TOKENIZER, sampling, more=stream())
+    return attrs.evolve(w, **changes)
+
+
+def step(algorithm, w):
+    state = algorithm.init({"actor": w.trainers["actor"].init(KEY)}, KEY)
+    experience = algorithm.sample(state, TASK.train(KEY, 0, 4), w)
+    return experience, *algorithm.learn(state, experience, w)
+
+
+def test_remax_asks_for_a_greedy_response_to_each_prompt():
+    w = workers()
+    experience, state, report = step(remax(ReMax()), w)
+    sampled, greedy = w.rollout.calls
+    assert [r.sampling.temperature for r in greedy] == [0.0] * 4 and [r.sampling.n for r in greedy] == [1] * 4
+    assert [(r.id, r.prompt) for r in greedy] == [(r.id, r.prompt) for r in sampled]
+    batch, (reason, rest) = experience.batch, *experience.dropped.items()
+    assert (len(batch), reason, len(rest)) == (12, "baseline", 4)
+    for group, baseline in zip(batch["group"].tolist(), batch["reward_baselines"].tolist(), strict=True):
+        assert baseline == rest["score"][rest["group"] == group].item()
+    assert report["critic/baselines/mean"] == pytest.approx(float(batch["reward_baselines"].mean()))
+    assert report["critic/advantages/max"] == pytest.approx(float((batch["score"] - batch["reward_baselines"]).max()))
+    assert state.step == 1 and "timing_s/gen_max" in report
+
+
+def test_a_greedy_response_that_is_missing_is_named():
+    rows = Batch.from_rows([[1], [2]], per_row={"group": [7, 5]})
+    with pytest.raises(ValueError, match="no greedy response to problem 5"):
+        with_baselines(rows, Batch.from_rows([[1]], per_row={"group": [7], "score": [0.0]}))
+
+
+def test_rloo_is_grpo_with_its_estimator():
+    ours, theirs = (step(a, workers()) for a in (rloo(RLOO()), grpo(GRPO(adv_estimator="rloo"))))
+    assert tree.equal(ours[1], theirs[1])
+    assert ours[2]["actor/pg_loss"] == theirs[2]["actor/pg_loss"]
+
+
+def test_groups_without_signal_are_replaced_by_new_problems():
+    """Of the problems 0 to 3, two have a signal; 4 and 5 take the places, and both have one."""
+    w = workers()
+    experience, _, report = step(dapo(DAPO()), w)
+    assert [[r.id for r in call] for call in w.rollout.calls] == [[0, 1, 2, 3], [4, 5]]
+    assert experience.batch["group"].tolist() == [i for i in (1, 2, 4, 5) for _ in range(3)]
+    assert experience.dropped["equal_rewards"]["group"].unique().tolist() == [0, 3]
+    assert experience.problems == 4 and report["train/num_gen_batches"] == 2.0
+    assert report["train/groups_kept"] == pytest.approx(4 / 6)
+
+
+def test_a_step_goes_on_with_what_there_is_when_the_limit_is_reached():
+    w = workers()
+    experience, state, _ = step(dapo(DAPO(filter_groups=FilterGroups(max_num_gen_batches=1))), w)
+    assert experience.problems == 2 and len(experience.batch) == 6 and len(w.rollout.calls) == 1
+    assert state.step == 1
+    equal = workers(judge=lambda answers: [{"score": 1.0, "pred": a.text} for a in answers])
+    with pytest.raises(NoSignal, match=r"step 1: in each of 12 groups of responses, in 3 calls .* the same score"):
+        step(dapo(DAPO(filter_groups=FilterGroups(max_num_gen_batches=3))), equal)
+    with pytest.raises(ConfigError, match=r"metric is acc, which the reward functions do not return"):
+        step(dapo(DAPO(filter_groups=FilterGroups(metric="acc"))), workers())
+    with pytest.raises(ArgumentError, match=r"asks for 2 more problems, and its workers have no source"):
+        step(dapo(DAPO()), workers(more=no_more))
+
+
+def test_without_filter_and_penalty_dapo_is_grpo_with_its_clip_range():
+    plain = DAPO(filter_groups=FilterGroups(enable=False))
+    ours, theirs = (step(a, workers()) for a in (dapo(plain), grpo(GRPO(clip_ratio_low=0.2, clip_ratio_high=0.28))))
+    assert tree.equal(ours[1], theirs[1])
+
+
+def test_the_penalty_reaches_rewards_and_not_scores():
+    options = DAPO(
+        filter_groups=FilterGroups(enable=False), overlong_buffer=OverlongBuffer(len=6, penalty_factor=2.0)
+    )
+    _, _, report = step(dapo(options), workers())
+    assert report["reward/overlong/mean"] < 0
+    assert report["critic/rewards/mean"] == pytest.approx(
+        report["critic/score/mean"] + report["reward/overlong/mean"], abs=1e-6
+    )
+
+
+def test_the_penalty_is_the_papers_formula():
+    rows = [[0.0] * (n - 1) + [1.0] for n in range(1, 13)]
+    fields = {"response_mask": [[1.0] * len(row) for row in rows]}
+    fields |= dict.fromkeys(("token_level_scores", "token_level_rewards"), rows)
+    batch = Batch.from_rows([[5] * len(row) for row in rows], fields)
+    shaped = penalize_overlong(batch, 10, 4, 0.5)
+    for row, rewards in enumerate(shaped.rows("token_level_rewards")):
+        length = row + 1
+        penalty = 0.0 if length <= 6 else (6 - length) / 4 if length <= 10 else -1.0
+        assert rewards.tolist() == [0.0] * row + [1.0 + 0.5 * penalty]
+        assert shaped["reward/overlong"][row] == 0.5 * penalty
+    for buffer in (0, 11):
+        with pytest.raises(ValueError, match=f"the buffer has {buffer} tokens"):
+            penalize_overlong(batch, 10, buffer)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_dropped_has_no_advantage_and_nothing_is_lost(seed):
+    """The law of equal rewards: GRPO would learn nothing from the rows that dynamic sampling leaves out."""
+    batch = tiny_batch(Key.from_seed(seed), rows=9)
+    score = (batch["group"] * torch.arange(9)) % 2
+    last = torch.zeros(batch.num_tokens)
+    last[batch.last] = 1.0
+    batch = batch.with_rows(score=score.float()).with_tokens(token_level_rewards=batch.spread(score.float()) * last)
+    batch = batch.with_tokens(response_mask=torch.ones(batch.num_tokens))
+    different, equal, groups = split_by_signal(batch)
+    assert len(different) + len(equal) == 9 and different["group"].unique().numel() == groups
+    assert set(different["group"].tolist()).isdisjoint(equal["group"].tolist())
+    singles = [group for group in equal["group"].tolist() if equal["group"].tolist().count(group) == 1]
+    shared = equal.take([i for i, group in enumerate(equal["group"].tolist()) if group not in singles])
+    if len(shared):
+        assert not grpo_advantages(shared)["advantages"].any()
+    for group in different["group"].unique():
+        assert different["score"][different["group"] == group].unique().numel() > 1
+
+
+def test_batches_without_rows_are_left_out_of_a_whole():
+    one, none = Batch.from_rows([[1]], per_row={"score": [1.0]}), Batch.from_rows([[1]]).take([])
+    assert len(joined(none, one, none)) == 1 and len(joined(none, none)) == 0
+
+
+def test_settings_that_do_not_go_together_are_refused():
+    def plan(*overrides):
+        return make_plan(load(overrides=["model.path=m", "rollout.n=2", *overrides]))
+
+    for name in ("remax", "dapo"):
+        with pytest.raises(ConfigError, match=r"algorithm.reward_model: .*(sample|enable=false)"):
+            plan(f"algorithm.name={name}", "algorithm.reward_model=m")
+    plan("algorithm.name=dapo", "algorithm.reward_model=m", "algorithm.filter_groups.enable=false")
+    with pytest.raises(ConfigError, match=r"overlong_buffer.len is 20, more than data.max_response_length = 16"):
+        plan("algorithm.name=dapo", "algorithm.overlong_buffer.len=20")
+    apart = ["driver.kind=ray", "rollout.placement=apart", "driver.max_lag=1"]
+    with pytest.raises(ConfigError, match=r"driver.max_lag = 1 .*dynamic sampling asks for more.*enable=false"):
+        plan("algorithm.name=dapo", *apart)
+    assert plan("algorithm.name=remax", *apart).options.rollout_is == "token"
+    assert plan("algorithm.name=dapo", "algorithm.filter_groups.enable=false", *apart).driver.max_lag == 1
+    with pytest.raises(ConfigError, match=r"rloo compares responses within a group and needs at least 2"):
+        plan("algorithm.name=rloo", "rollout.n=1")
+
+
+def test_keys_without_effect_are_reported():
+    def said(*overrides):
+        return " ".join(notes(None, ["model.path=m", *overrides]))
+
+    assert "algorithm.gamma has no effect with remax" in said("algorithm.name=remax", "algorithm.gamma=0.9")
+    off = ["algorithm.name=dapo", "algorithm.filter_groups.enable=false", "algorithm.filter_groups.metric=acc"]
+    assert "algorithm.filter_groups.metric has no effect without algorithm.filter_groups.enable" in said(*off)
+    assert "penalty_factor has no effect" in said("algorithm.name=dapo", "algorithm.overlong_buffer.penalty_factor=2")
