@@ -24,7 +24,8 @@ pytestmark = [
     pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks compute on CPUs; see test_megatron_cuda.py"),
 ]
-FP32, BF16 = 1e-5, 0.03
+ROOT = Path(__file__).parents[2]
+FP32 = 1e-5
 EXPERTS = {
     "arch": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.1,
@@ -32,22 +33,28 @@ EXPERTS = {
 
 
 @pytest.fixture(scope="module")
-def start():
+def executable():
+    """A Python that has imported Megatron."""
+    with warm_python(Path(__file__).parent / "megatron_imports.py") as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def start(executable):
     """Starts ranks that share what one process has imported; they stay until the last test of this file."""
     before, started = multiprocessing.spawn.get_executable(), []
-    with warm_python(Path(__file__).parent / "megatron_imports.py") as executable:
 
-        def ranks(size):
-            multiprocessing.spawn.set_executable(executable)
-            try:
-                started.append(Ranks(size))
-            finally:
-                multiprocessing.spawn.set_executable(before)
-            return started[-1]
+    def ranks(size):
+        multiprocessing.spawn.set_executable(executable)
+        try:
+            started.append(Ranks(size))
+        finally:
+            multiprocessing.spawn.set_executable(before)
+        return started[-1]
 
-        yield ranks
-        for one in started:
-            one.kill()
+    yield ranks
+    for one in started:
+        one.kill()
 
 
 @pytest.fixture(scope="module")
@@ -214,7 +221,7 @@ def test_a_run_goes_through_three_backends(two, untied, tmp_path):
 
 def test_a_run_is_that_of_one_process(two, tmp_path):
     """Fine-tuning under torchrun, with evaluations by the sampler and a checkpoint."""
-    recipe = str(Path(__file__).parents[2] / "recipes" / "sft_reverse.toml")
+    recipe = str(ROOT / "recipes/sft_reverse.toml")
     arguments = ["train", recipe, "driver.device=cpu", "trainer.total_training_steps=3", "data.train_batch_size=16"]
     layout = ["actor.strategy=megatron", "actor.megatron.tensor_model_parallel_size=2"]
     assert main([*arguments, f"trainer.dir={tmp_path / 'one'}"]) == 0
@@ -224,6 +231,33 @@ def test_a_run_is_that_of_one_process(two, tmp_path):
         for name in ("one", "two")
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_a_run_over_ray_is_that_of_one_process(executable, tiny, tmp_path, capsys):
+    """Two steps of PPO, the second of them from the checkpoint of a run of one step."""
+    pytest.importorskip("ray")
+    environment = tmp_path / "environment.yaml"
+    hook = Path(__file__).with_name("megatron_on_cpu.yaml").read_text()
+    environment.write_text(f"{hook}py_executable: {executable}\n")
+    arguments = [
+        "train", str(ROOT / "recipes/ppo_reverse.toml"), f"model.path={tiny}", "driver.device=cpu",
+        "data.train_batch_size=8", "data.val_size=8", "algorithm.ppo_mini_batch_size=8", "algorithm.critic_warmup=0",
+        "actor.optim.lr_scheduler_type=constant", "actor.optim.lr_warmup_steps=0", "trainer.test_freq=-1",
+    ]  # fmt: skip
+    ranks = ["driver.kind=ray", "ray.ranks=2", f"ray.runtime_env={environment}", "actor.strategy=megatron"]
+    ranks += ["actor.megatron.tensor_model_parallel_size=2"]
+    assert main([*arguments, "trainer.total_training_steps=2", f"trainer.dir={tmp_path / 'one'}"]) == 0
+    for steps in (1, 2):
+        more = [*ranks, f"trainer.total_training_steps={steps}", f"trainer.dir={tmp_path / 'two'}"]
+        assert main([*arguments, *more]) == 0
+        printed = capsys.readouterr().out
+        assert all(f"{name} {place}" in printed for name, place in importing.about().items())
+    one, two = (
+        [line for line in read_lines(tmp_path / name) if "actor/grad_norm" in line] for name in ("one", "two")
+    )
+    assert [line["step"] for line in two] == [1, 2]
+    for name in ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm"):
+        assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.parametrize("options", [{"tp": 2}, {}], ids=str)
@@ -280,11 +314,33 @@ def test_values_of_other_layouts_are_refused(two, folder, tmp_path):
 
 
 def test_what_is_private_to_megatron_is_there(two):
-    """A new version is tried here first; the versions and folders are those of this environment."""
-    for missing, about in call(two, "private_names"):
-        assert missing == []
-        assert about["megatron-core"].startswith(f"{importing.CORE}.")
-        assert about["megatron-bridge"].startswith(f"{importing.BRIDGE}.")
+    """A new version is tried here first."""
+    assert call(two, "private_names") == [[], []]
+
+
+def test_versions_and_folders_are_those_of_this_environment():
+    assert importing.about() == {
+        name: f"{importing.TESTED[name][0]} ({importlib.util.find_spec(module).submodule_search_locations[0]})"
+        for name, module in importing.PACKAGES.items()
+    }
+
+
+@pytest.mark.parametrize("name", importing.PACKAGES)
+def test_other_versions_are_refused(monkeypatch, name):
+    real = importing.importlib.metadata.version
+    monkeypatch.setattr(importing.importlib.metadata, "version", lambda n: "0.99.0" if n == name else real(n))
+    with pytest.raises(importing.MegatronMissing, match=rf"{name} in /.* is 0\.99\.0, and .* tested with 0\."):
+        importing.check_installed()
+    monkeypatch.setattr(importing.importlib.metadata, "version", lambda n: f"{real(n)}+cu130")
+    importing.check_installed()
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    real = importing.importlib.util.find_spec
+    monkeypatch.delitem(importing.sys.modules, "omegaconf", raising=False)
+    monkeypatch.setattr(importing.importlib.util, "find_spec", lambda n: None if n == "omegaconf" else real(n))
+    with pytest.raises(importing.MegatronMissing, match=r"no package omegaconf; install it with .*omegaconf==2"):
+        importing.check_installed()
 
 
 def test_the_replacement_of_cuda_refuses_to_work_beside_it(two):

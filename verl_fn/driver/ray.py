@@ -73,12 +73,14 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 group = cluster.groups[name]
                 if any(role.strategy != "local" for role in roles):
                     cluster.join(group, device)
+                group.run("call", build.log_libraries, {}, False, roles)
                 for role in roles:
                     components.append((name, role.name, build.trainer, role, plan.driver, device))
                     training[role.name] = RemoteTrain(cluster, group, role.name)
             cluster.build_all(components)
             reward, ranks = cluster.groups["reward"], cluster.groups["trainer"]
             tokenizer = read_tokenizer(plan.model)
+            code = "; ".join(filter(None, (str(cluster.code), build.libraries(plan.roles.values()))))
             # The protocols allow values and handles; a backend accepts the kind that it returns, which types cannot
             # express.
             w = Workers(
@@ -93,7 +95,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 get=cluster.get,
                 wait=cluster.wait,
                 restarts=cluster.restarts,
-                about=f"{len(cluster.members)} processes on {device} run {cluster.code}",
+                about=f"{len(cluster.members)} processes on {device} run {code}",
                 gpu_memory=cluster.get(ranks.run("call", gpu_memory, {}, False, device)),
             )
             if plan.rollout.sleeps:
