@@ -220,17 +220,12 @@ class Megatron:
         They are given for every token with ``response_mask``, or for every row.
 
         Raises:
-            ValueError: the head cannot compute one of ``needs``; ``sum_pi_squared`` is not known here.
+            ValueError: the head cannot compute one of ``needs``.
             LayoutError: ranks were given different batches, or another thread computes.
             NotDifferentiable: a derivative of this function was taken.
         """
         expect_params("forward", params, batch)
         wanted = check_needs(self.head, needs, forward=True)
-        if "sum_pi_squared" in wanted:
-            raise ValueError(
-                "a megatron backend does not compute sum_pi_squared, which the optimal token baselines need; use "
-                "strategy local or fsdp, or another advantage estimator"
-            )
         refuse_derivatives("forward", params, batch)
         with self._one_call():
             return self._forward(params, batch.detached(), wanted)

@@ -146,7 +146,7 @@ class Executor:
             return conversion.divided(tasks, self.pieces, source)
 
     def read(self, rows: Callable[[str, int, int], Tensor], names: Collection[str]) -> dict[str, Tensor]:
-        """Returns the same of tensors of which a function reads rows, by name, first row and the one after the last."""
+        """Returns the same as ``divided``; a function reads rows, by name, from one number to before another."""
         return self.divided(conversion.Read(self.canonical, rows), names)
 
     def named(self, leaves: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -9,12 +9,12 @@ import torch.distributed as dist
 from rank_cases import KEY, Whole, error_of, loss_for, optimizer
 
 from verl_fn.algorithms.workers import get_here
-from verl_fn.backends.hf.logprobs import logprobs_and_entropy
+from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
-from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy
+from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.cli import main
-from verl_fn.state import Grads, snapshot, tree
+from verl_fn.state import Grads, Params, snapshot, tree
 from verl_fn.steps import adamw, chain, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
@@ -103,6 +103,25 @@ def published(folder, options):
         assert tuple(rows.shape) == spec.shape and torch.equal(rows, wanted[spec.name])
     one = Local(folder, optimizer()).load_pretrained()
     return tree.equal(dict(one.params), {name: t.cpu() for name, t in wanted.items()})
+
+
+def adapters(folder, options):
+    """The base is the reference, before and after updates, which leave it as it is; weights are published merged."""
+    plain, backend, batch = local(folder, {}), megatron(folder, options), tiny_batch()
+    expected, state = plain.forward(plain.init(KEY).params, batch).logprobs, backend.init(KEY)
+    reference, gaps = state.params.base, []
+    for _ in range(3):
+        gaps.append(float((backend.forward(reference, batch).logprobs - expected).abs().max()))
+        grads, _ = backend.forward_backward(state, batch, ppo_clip())
+        assert list(grads) == state.params.trained() and not grads.keys() & reference.keys()
+        state, _ = backend.apply_update(state, grads)
+    assert all(t is state.params[name] for name, t in reference.items())
+    moved = backend.forward(state.params, batch).logprobs
+    assert float((moved - expected).abs().max()) > 1e-3
+    one, whole = local(folder, options), Params(dict(backend.named(state.params)))
+    assert tree.equal(dict(one.weights(whole).read()), dict(backend.weights(state.params).read()))
+    all_trained = attrs.evolve(state, params=attrs.evolve(state.params, trainable=None))
+    return max(gaps), error_of(lambda: backend.forward_backward(all_trained, batch, ppo_clip()))
 
 
 def moves(folder, options, source, into):
@@ -196,6 +215,8 @@ def vocabulary_shared(entropy, heated, chunk):
     dist.all_reduce(here.grad)
     pairs = [(here.grad, there.grad), (own.grad, whole.grad[rank * each : (rank + 1) * each])]
     pairs += [(a, b) for a, b in zip(found, wanted, strict=True) if a is not None]
+    squares = shared_sum_pi_squared(hidden, own.detach(), heat, group=dist.group.WORLD, chunk=chunk)
+    pairs.append((squares, sum_pi_squared(hidden, weight, None, heat)))
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
@@ -296,7 +317,7 @@ def mutant(folder, name, options, check):
 
 def family(folder, options):
     """Outputs beside ``Local``, and whether the weights that come out are those that went in, bitwise."""
-    batch, needs = tiny_batch(), ("logprobs", "entropy")
+    batch, needs = tiny_batch(), ("logprobs", "entropy", "sum_pi_squared")
     one, many = local(folder, {}), megatron(folder, options)
     a, b = one.load_pretrained(), many.load_pretrained()
     same = tree.equal(dict(a.params), dict(many.named(b.params)))

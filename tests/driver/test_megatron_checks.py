@@ -29,7 +29,11 @@ def checked(model, ranks, *overrides):
         (4, [f"{SIZES}.tensor_model_parallel_size=4"], "tp = 4 does not divide the model's 2 key-value heads"),
         (3, [f"{SIZES}.pipeline_model_parallel_size=3"], "pp = 3 does not divide the model's 2 layers"),
         (2, [f"{SIZES}.expert_model_parallel_size=2"], "the model has no experts"),
-        (2, ["actor.lora_rank=4"], "actor.lora_rank: adapters need actor.strategy=local"),
+        (
+            2,
+            ["actor.lora_rank=3", f"{SIZES}.tensor_model_parallel_size=2"],
+            "actor.lora_rank = 3 must be a multiple of actor.megatron.tensor_model_parallel_size = 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(model, ranks, overrides, message):
@@ -39,7 +43,7 @@ def test_what_does_not_fit_is_refused(model, ranks, overrides, message):
 
 @pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
 def test_what_fits_is_accepted(model):
-    checked(model, 4, f"{SIZES}.tensor_model_parallel_size=2", f"{SIZES}.sequence_parallel=true")
+    checked(model, 4, f"{SIZES}.tensor_model_parallel_size=2", f"{SIZES}.sequence_parallel=true", "actor.lora_rank=4")
 
 
 @pytest.mark.skipif(INSTALLED, reason="megatron-core and megatron-bridge are installed")

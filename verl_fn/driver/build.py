@@ -137,8 +137,6 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
     if role.strategy == "megatron":
         from verl_fn.backends.megatron import Megatron
 
-        if common.pop("lora") is not None:
-            raise ConfigError(f"{role.table}.lora_rank: megatron has no adapters")
         sizes = attrs.asdict(megatron_sizes(role.megatron))
         provider = role.megatron.override_transformer_config
         return cast(TrainBackend, Megatron(role.folder, update, **sizes, provider=provider, **common))
