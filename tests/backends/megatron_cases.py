@@ -3,6 +3,7 @@
 import os
 
 import attrs
+import megatron_mutants
 import megatron_on_cpu
 import torch
 import torch.distributed as dist
@@ -18,7 +19,8 @@ from verl_fn.state import Grads, Params, snapshot, tree
 from verl_fn.steps import adamw, chain, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
-from verl_fn.testing.backend_states import check_restore
+from verl_fn.testing.backend_splits import check_splits
+from verl_fn.testing.backend_states import check_persistence, check_restore
 from verl_fn.testing.backend_updates import check_updates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,13 +44,13 @@ def laws(folder, options, tolerance):
     check_backend(megatron(folder, options), local(folder, options, Whole), loss=loss_for(head), tolerance=tolerance)
 
 
-def first_step(folder, options, rows):
+def first_step(folder, options, rows, name="Megatron"):
     """Parameters, outputs, loss, norm, gradients and updates beside ``Local``: the worst relative errors.
 
     Both matrices of an adapter change from the third step on.
     """
     loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
-    one, many = local(folder, options), megatron(folder, options)
+    one, many = local(folder, options), megatron(folder, options, getattr(megatron_mutants, name))
     worst = dict.fromkeys(("outputs", "loss", "grad_norm", "gradient", "update", "copies"), 0.0)
     a, b = one.init(KEY), many.init(KEY)
     assert tree.equal(dict(a.params), dict(many.named(b.params)))
@@ -247,69 +249,19 @@ def run(arguments):
     return main(arguments)
 
 
-class IgnoresParameters(Megatron):
-    """Computes with the parameters that it was given first."""
-
-    def _holding(self, params):
-        self.first = getattr(self, "first", params)
-        return super()._holding(self.first)
-
-
-class NormOfOneRank(Megatron):
-    """Clips by the norm of this rank's elements."""
-
-    def apply_update(self, state, grads, *, donate=True):
-        real, dist.all_reduce = dist.all_reduce, lambda t, *args, **kwargs: None
-        try:
-            return super().apply_update(state, grads, donate=donate)
-        finally:
-            dist.all_reduce = real
-
-
-class Averages(Megatron):
-    """Divides gradients by the number of micro-batches, as losses of two results do."""
-
-    def _forward_backward(self, state, batch, loss, wanted):
-        grads, metrics = super()._forward_backward(state, batch, loss, wanted)
-        return grads.scale(1 / len(self._share(batch, wanted, state, loss.together))), metrics
-
-
-class AliasedGradients(Megatron):
-    """Returns views of Megatron's buffer, which the next call overwrites."""
-
-    def _forward_backward(self, state, batch, loss, wanted):
-        grads, metrics = super()._forward_backward(state, batch, loss, wanted)
-        pieces = self._built().pieces
-        return Grads({name: pieces[name].gradient for name in grads}), metrics
-
-
-class DropsMoments(Megatron):
-    """Restores new moments."""
-
-    def restore(self, folder):
-        state = super().restore(folder)
-        return attrs.evolve(state, optimizer=self._built().optimizer.init(state.params))
-
-
-class StaleMasters(Megatron):
-    """Loads weights into Megatron's buffer, and leaves the masters as they were."""
-
-    def restore(self, folder):
-        state, fresh = super().restore(folder), self.init(KEY)
-        return attrs.evolve(state, params=fresh.params)
+CHECKS = {
+    "persistence": lambda case: check_persistence(case, case.trained("first"), case.trained("second")),
+    "splits": lambda case: check_splits(case, case.trained("first")),
+    "updates": lambda case: check_updates(case, case.trained("first"), case.backend.optimizer),
+    "restore": lambda case: check_restore(case, case.trained("first")),
+}
 
 
 def mutant(folder, name, options, check):
-    """The law that a broken backend breaks: in all checks, or in those of a kind, which are faster."""
-    backend = megatron(folder, options, globals()[name])
-    case = BackendCase(backend, ppo_clip(), tiny_batch(), 1e-5, KEY, get_here)
+    """The law that a broken backend breaks, of the checks of one kind."""
+    backend = megatron(folder, options, getattr(megatron_mutants, name))
     try:
-        if check == "all":
-            check_backend(backend, tolerance=1e-5)
-        elif check == "updates":
-            check_updates(case, case.trained("first"), backend.optimizer)
-        else:
-            check_restore(case, case.trained("first"))
+        CHECKS[check](BackendCase(backend, ppo_clip(), tiny_batch(), 1e-5, KEY, get_here))
     except LawViolation as violation:
         return violation.law
     return None
