@@ -134,11 +134,13 @@ class Executor:
         Raises:
             ValueError: there are no such parameters, or a parameter of Megatron consists of others, too.
         """
-        parts = {
-            i: {self.canonical.place(hub).name for hub in task.hub_anywhere} for i, task in enumerate(self.tasks)
-        }
-        tasks = [task for i, task in enumerate(self.tasks) if parts[i] <= set(names)]
-        if differing := set(names).difference(*(parts[i] for i, task in enumerate(self.tasks) if task in tasks)):
+        wanted, found, tasks = set(names), set[str](), []
+        for task in self.tasks:
+            parts = {self.canonical.place(hub).name for hub in task.hub_anywhere}
+            if parts <= wanted:
+                tasks.append(task)
+                found |= parts
+        if differing := wanted - found:
             raise ValueError(
                 f"{len(differing)} tensors, such as {min(differing)}, are not those of whole parameters of this model"
             )
@@ -146,7 +148,12 @@ class Executor:
             return conversion.divided(tasks, self.pieces, source)
 
     def read(self, rows: Callable[[str, int, int], Tensor], names: Collection[str]) -> dict[str, Tensor]:
-        """Returns the same as ``divided``; a function reads rows, by name, from one number to before another."""
+        """Returns the same as ``divided``, of tensors whose rows a function reads.
+
+        Args:
+            rows: takes a canonical name, the first row and the one after the last.
+            names: of the tensors.
+        """
         return self.divided(conversion.Read(self.canonical, rows), names)
 
     def named(self, leaves: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
