@@ -191,14 +191,16 @@ def _settings(layout: Layout, how: How, config: Any) -> dict[str, Any]:
         # A loss that a config inherits would change gradients unseen.
         "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None,
         "moe_token_dispatcher_type": "alltoall", "mtp_num_layers": None,
+        # Bridge turns it on beside transformer-engine, and megatron-core's output layer then needs Apex.
+        "gradient_accumulation_fusion": False,
     }  # fmt: skip
     if how.checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if _plain(dtype):
         settings |= dict.fromkeys(
-            ("gradient_accumulation_fusion", "masked_softmax_fusion", "persist_layer_norm", "bias_activation_fusion",
-             "bias_dropout_fusion", "apply_rope_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion",
-             "moe_grouped_gemm", "moe_router_fusion"),
+            ("masked_softmax_fusion", "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion",
+             "apply_rope_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "moe_grouped_gemm",
+             "moe_router_fusion"),
             False,
         )  # fmt: skip
     return settings

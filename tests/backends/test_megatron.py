@@ -286,7 +286,7 @@ def test_a_run_is_that_of_one_process(two, tmp_path):
 
 
 def test_a_run_over_ray_is_that_of_one_process(executable, tiny, tmp_path, capsys):
-    """Two steps of PPO, the second of them from the checkpoint of a run of one step."""
+    """PPO with a critic: one process makes the first and the third step, and ranks of Ray's the second."""
     pytest.importorskip("ray")
     environment = tmp_path / "environment.yaml"
     hook = Path(__file__).with_name("megatron_on_cpu.yaml").read_text()
@@ -298,16 +298,17 @@ def test_a_run_over_ray_is_that_of_one_process(executable, tiny, tmp_path, capsy
     ]  # fmt: skip
     ranks = ["driver.kind=ray", "ray.ranks=2", f"ray.runtime_env={environment}", "actor.strategy=megatron"]
     ranks += ["actor.megatron.tensor_model_parallel_size=2"]
-    assert main([*arguments, "trainer.total_training_steps=2", f"trainer.dir={tmp_path / 'one'}"]) == 0
-    for steps in (1, 2):
-        more = [*ranks, f"trainer.total_training_steps={steps}", f"trainer.dir={tmp_path / 'two'}"]
+    assert main([*arguments, "trainer.total_training_steps=3", f"trainer.dir={tmp_path / 'one'}"]) == 0
+    for steps, more in ((1, []), (2, ranks), (3, [])):
+        capsys.readouterr()
+        more = [*more, f"trainer.total_training_steps={steps}", f"trainer.dir={tmp_path / 'two'}"]
         assert main([*arguments, *more]) == 0
         printed = capsys.readouterr().out
-        assert all(f"{name} {place}" in printed for name, place in importing.about().items())
+        assert all((f"{name} {place}" in printed) == (steps == 2) for name, place in importing.about().items())
     one, two = (
         [line for line in read_lines(tmp_path / name) if "actor/grad_norm" in line] for name in ("one", "two")
     )
-    assert [line["step"] for line in two] == [1, 2]
+    assert [line["step"] for line in two] == [1, 2, 3]
     for name in ("critic/score/mean", "actor/pg_loss", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm"):
         assert [line[name] for line in two] == pytest.approx([line[name] for line in one], rel=1e-4, abs=1e-6), name
 
