@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.storage
+
 from verl_fn.errors import UserError
 
 PACKAGES = {"megatron-core": "megatron.core", "megatron-bridge": "megatron.bridge"}
@@ -34,6 +36,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.conversion.model_bridge.MegatronModelBridge": ("build_conversion_tasks",),
     "megatron.core.distributed.DistributedDataParallel": ("start_param_sync", "zero_grad_buffer"),
 }
+_load_from_bytes = torch.storage._load_from_bytes  # type: ignore[attr-defined]
 _NEEDS_TE = "import transformer_engine.pytorch as te"
 _WITHOUT_TE = "from verl_fn.backends.megatron.importing import no_transformer_engine as te"
 _IMPORTS_TE = frozenset({"megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora"})
@@ -111,8 +114,8 @@ def _folder(name: str) -> Path:
 def load_bridge() -> Any:
     """Imports Megatron-Bridge and returns its ``AutoBridge``.
 
-    Without transformer-engine, one line of two of Bridge's modules is replaced as they are imported, since they
-    import it even where it is not used.
+    Nothing else of Megatron is imported before. Without transformer-engine, one line of two of Bridge's modules is
+    replaced as they are imported, since they import it even where it is not used.
 
     Raises:
         MegatronMissing: a package is missing or of another version, or Python is too old.
@@ -131,6 +134,9 @@ def load_bridge() -> Any:
     if not has_transformer_engine():
         # megatron-core puts mocks where transformer-engine is missing, which Bridge takes for the library.
         peft_utils.HAVE_TE = False
+    # megatron-core puts a function of its own there, whose name would be in every tensor that is pickled: processes
+    # without Megatron, such as the driver and rewards, would import it to read them, or could not.
+    torch.storage._load_from_bytes = _load_from_bytes  # type: ignore[attr-defined]
     return AutoBridge
 
 

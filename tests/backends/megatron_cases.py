@@ -1,6 +1,7 @@
 """What the ranks of test_megatron.py do; each function runs on all of them together."""
 
 import os
+import pickle
 
 import attrs
 import megatron_mutants
@@ -230,6 +231,12 @@ def private_names():
         owner = getattr(__import__(module, fromlist=[name]), name)
         found += [f"{path}.{name}" for name in names if not hasattr(owner, name)]
     return found
+
+
+def pickled(folder, options):
+    """Whether the bytes of what a call returns name Megatron."""
+    backend = megatron(folder, options)
+    return b"megatron" in pickle.dumps(backend.forward(backend.init(KEY).params, tiny_batch()))
 
 
 def refuses_cuda():

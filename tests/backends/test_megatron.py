@@ -367,6 +367,11 @@ def test_what_is_private_to_megatron_is_there(two):
     assert call(two, "private_names") == [[], []]
 
 
+def test_results_can_be_read_without_megatron(two, shallow):
+    """By the driver and by rewards, which may be on machines that have no Megatron."""
+    assert call(two, "pickled", shallow, {}) == [False, False]
+
+
 def test_versions_and_folders_are_those_of_this_environment():
     assert importing.about() == {
         name: f"{importing.TESTED[name][0]} ({importlib.util.find_spec(module).submodule_search_locations[0]})"
