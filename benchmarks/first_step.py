@@ -331,7 +331,7 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(name)
         new_model(folder / "model", chars="".join(map(chr, range(33, 93))), **SHAPES[args.shape])
         batch = ragged_batch(60, args.rows, args.longest)
-        print(f"{'layout':<28}{'loss':<7}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'cosine':>12}{'update':>10}"
+        print(f"{'layout':<32}{'loss':<7}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'cosine':>12}{'update':>10}"
               f"{'from ref.':>11}{'2nd loss':>10}{'time':>9}   bars")  # fmt: skip
         for reference in dict.fromkeys(layout.reference for layout in layouts):
             prepare(folder, args.shape, reference, args.losses, batch, args.device)
@@ -361,7 +361,7 @@ def _row(layout: Layout, loss: str, result: dict[str, Any], errors: dict[str, fl
     """A result, which is also printed."""
     missed = [k for k, bar in BARS[layout.dtype].items() if not errors[k] <= bar]
     print(
-        f"{layout.text:<28}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
+        f"{layout.text:<32}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
         f"{1 - errors['cosine']:12.1e}{errors['update']:10.1e}{errors['update_from_reference']:11.1e}"
         f"{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
         f"{'MISSED ' + ', '.join(missed) if missed else 'held'}",

@@ -285,6 +285,7 @@ def test_a_run_is_that_of_one_process(two, tmp_path):
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_over_ray_is_that_of_one_process(executable, tiny, tmp_path, capsys):
     """PPO with a critic: one process makes the first and the third step, and ranks of Ray's the second."""
     pytest.importorskip("ray")
