@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import attrs
-from torch import Tensor, nn
+from torch import Tensor
 
 from verl_fn.backends.agreement import gathered
 from verl_fn.backends.hf.config import ModelError
@@ -39,7 +39,7 @@ class Half:
 
     name: str
     by_columns: bool
-    module: nn.Module | None
+    module: Any
 
     def mapping(self, groups: Any) -> Any:
         """Returns Bridge's mapping between the whole matrix and the parts of the ranks."""

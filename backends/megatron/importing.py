@@ -36,7 +36,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.conversion.model_bridge.MegatronModelBridge": ("build_conversion_tasks",),
     "megatron.core.distributed.DistributedDataParallel": ("start_param_sync", "zero_grad_buffer"),
 }
-_load_from_bytes = torch.storage._load_from_bytes  # type: ignore[attr-defined]
+_load_from_bytes = torch.storage._load_from_bytes
 _NEEDS_TE = "import transformer_engine.pytorch as te"
 _WITHOUT_TE = "from verl_fn.backends.megatron.importing import no_transformer_engine as te"
 _IMPORTS_TE = frozenset({"megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora"})
@@ -136,7 +136,7 @@ def load_bridge() -> Any:
         peft_utils.HAVE_TE = False
     # megatron-core puts a function of its own there, whose name would be in every tensor that is pickled: processes
     # without Megatron, such as the driver and rewards, would import it to read them, or could not.
-    torch.storage._load_from_bytes = _load_from_bytes  # type: ignore[attr-defined]
+    torch.storage._load_from_bytes = _load_from_bytes
     return AutoBridge
 
 
