@@ -276,8 +276,8 @@ def run_layout(folder: Path, shape: str, text: str, losses: Sequence[str], devic
     ]
 
 
-def compare(result: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
-    """Errors of a layout against the reference."""
+def compare(result: dict[str, Any], wanted: dict[str, Any], device: str) -> dict[str, float]:
+    """Errors of a layout against the reference, computed on a device."""
     scale = wanted["scale"]
     errors = {
         "loss": abs(result["loss"] - wanted["loss"]) / scale,
@@ -286,7 +286,8 @@ def compare(result: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
     }
     for kind, name in (("gradient", "gradient"), ("update", "update"), ("from_reference", "update_from_reference")):
         ours, theirs = (
-            {n: t.double() for n, t in run["tensors"].items() if n.startswith(f"{kind}.")} for run in (result, wanted)
+            {n: t.to(device).double() for n, t in run["tensors"].items() if n.startswith(f"{kind}.")}
+            for run in (result, wanted)
         )
         # A parameter whose gradient is rounding alone has no relative error of its own.
         floor = 1e-6 * float(sum(t.square().sum() for t in theirs.values())) ** 0.5
@@ -308,7 +309,7 @@ def compare(result: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
 
 def _size(wanted: dict[str, Any], updates: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     """How large a parameter is, before or after its update."""
-    before = wanted["tensors"][f"before.{name.split('.', 1)[1]}"].double().abs()
+    before = wanted["tensors"][f"before.{name.split('.', 1)[1]}"].to(updates[name].device).double().abs()
     return before + updates[name].abs()
 
 
@@ -340,7 +341,7 @@ def main(argv: Sequence[str]) -> int:
             for layout in (one for one in layouts if one.reference == reference):
                 measured = run_layout(folder, args.shape, layout.text, args.losses, args.device)
                 for loss, ours, theirs in zip(args.losses, measured, wanted, strict=True):
-                    results.append(_row(layout, loss, ours, compare(ours, theirs)))
+                    results.append(_row(layout, loss, ours, compare(ours, theirs, args.device)))
     about = {"lr": RATES[args.shape], "clip": CLIP, "shape": args.shape, "rows": args.rows, "bars": BARS}
     measure.write(args.json, "first-step", args.device, {**about, "results": results})
     if args.png:

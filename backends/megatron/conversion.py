@@ -150,7 +150,7 @@ def _names(hub: str | Mapping[str, str]) -> list[str]:
 def named(
     tasks: list[Task], pieces: Mapping[str, Piece], canonical: Canonical, leaves: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole tensors by canonical name; all ranks go through them together.
+    """Yields whole tensors by canonical name, on the device of the leaves; all ranks go through them together.
 
     Args:
         tasks: of the parameters that the value has.
@@ -164,8 +164,12 @@ def named(
             whole = None if task.param is None else pieces[task.leaf].whole(leaves[task.leaf].to(task.param.device))
             yield from task.mapping.megatron_to_hf(whole, task.module).items()
 
+    # A pipeline stage may have no leaves of a value that has adapters alone.
+    device = next((t.device for t in leaves.values()), None)
+    of_value = canonical.of(name for task in tasks for name in task.hub_anywhere)
     with torch.no_grad():
-        yield from canonical.of(name for task in tasks for name in task.hub_anywhere).joined(by_hub())
+        for name, t in of_value.joined(by_hub()):
+            yield name, t if device is None else t.to(device)
 
 
 def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> dict[str, Tensor]:

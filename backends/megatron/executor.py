@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -81,9 +80,6 @@ class Executor:
             for leaf, piece in pieces.items()
             if leaf in empty.adapters
         }
-        # Imports of transformer-engine leave exceptions in reference cycles. Their frames refer to the frames of our
-        # callers, which hold the first state, and the first update would have to copy what they hold.
-        gc.collect()
         return cls(layout, empty, built, canonical, tasks, pieces, resident, own_optimizer, zeros)
 
     @property

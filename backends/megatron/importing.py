@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -15,6 +16,7 @@ import importlib.util
 import io
 import logging
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Iterator, Sequence
@@ -39,6 +41,8 @@ PRIVATE: dict[str, tuple[str, ...]] = {
 _load_from_bytes = torch.storage._load_from_bytes
 _NEEDS_TE = "import transformer_engine.pytorch as te"
 _WITHOUT_TE = "from verl_fn.backends.megatron.importing import no_transformer_engine as te"
+_MODULES = ("megatron.bridge", "megatron.bridge.peft.utils", "megatron.core.models.gpt.gpt_layer_specs")
+_MODULES_WITH_TE = ("transformer_engine.pytorch", "megatron.core.extensions.transformer_engine")
 _IMPORTS_TE = frozenset({"megatron.bridge.peft.lora_layers", "megatron.bridge.peft.lora"})
 
 
@@ -124,9 +128,9 @@ def load_bridge() -> Any:
     if not has_transformer_engine() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     try:
-        with quiet():
-            from megatron.bridge import AutoBridge
-            from megatron.bridge.peft import utils as peft_utils
+        import_apart(_MODULES + (_MODULES_WITH_TE if has_transformer_engine() else ()))
+        from megatron.bridge import AutoBridge
+        from megatron.bridge.peft import utils as peft_utils
     except ImportError as error:
         raise MegatronMissing(
             f"Megatron-Bridge cannot be imported: {error}; install what it needs with `{INSTALL}`"
@@ -138,6 +142,33 @@ def load_bridge() -> Any:
     # without Megatron, such as the driver and rewards, would import it to read them, or could not.
     torch.storage._load_from_bytes = _load_from_bytes
     return AutoBridge
+
+
+def import_apart(names: Sequence[str]) -> None:
+    """Imports modules in a thread of its own, without their output.
+
+    Libraries keep the errors of optional imports. The traceback of such an error refers to the frame of everything
+    that waits for the import: a function of the caller that held a training state would hold it until the process
+    ends, and the first update would copy it.
+
+    Raises:
+        ImportError: a module cannot be imported.
+    """
+    failed: list[BaseException] = []
+
+    def imports() -> None:
+        try:
+            for name in names:
+                importlib.import_module(name)
+        except BaseException as error:
+            failed.append(error)
+
+    with quiet():
+        thread = threading.Thread(target=imports, name="verl_fn imports")
+        thread.start()
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 The processes compute with megatron-core and Megatron-Bridge themselves, on CPUs; see ``megatron_on_cpu.py``.
 """
 
+import importlib
 import importlib.util
 import json
 import multiprocessing.spawn
+import weakref
 from pathlib import Path
 
 import pytest
@@ -443,6 +445,23 @@ def test_experts_are_exported_once():
         dict(canonical.joined(part for parts in by_rank for part in parts))
     with pytest.raises(ModelError, match="no parameter for 1 tensors"):
         dict(canonical.joined(by_rank[0]))
+
+
+def test_a_module_that_keeps_an_error_keeps_no_value_of_the_caller(tmp_path, monkeypatch):
+    code = "try:\n    import no_such_package\nexcept ImportError as error:\n    ERROR = error\n"
+    for name in ("keeps_an_error", "keeps_another"):
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def held_after(load):
+        value = torch.zeros(1)
+        load()
+        return weakref.ref(value)
+
+    assert held_after(lambda: importing.import_apart(["keeps_an_error"]))() is None
+    assert held_after(lambda: importlib.import_module("keeps_another"))() is not None
+    with pytest.raises(ImportError, match="no_such_module"):
+        importing.import_apart(["no_such_module"])
 
 
 def test_an_old_python_is_refused(monkeypatch):
