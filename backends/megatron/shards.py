@@ -145,7 +145,7 @@ class Resident:
             if frozen:
                 for name, piece in self.pieces.items():
                     if not piece.param.requires_grad:
-                        piece.param.data.copy_(piece.whole(leaves[name]))
+                        piece.param.data.copy_(piece.whole(leaves[name].to(piece.param.device)))
             if trained:
                 for name, piece in self.pieces.items():
                     if piece.param.requires_grad:
