@@ -108,8 +108,9 @@ class Executor:
         """Raises an error on all ranks for parameters of which others are trained than the model has gradients of.
 
         Raises:
-            LayoutError: there are such.
+            LayoutError: there are such, or the parameters are of another layout.
         """
+        self.check(params)
         with agreed():
             frozen = [name for name in params.trained() if not self.pieces[name].param.requires_grad]
             if frozen:
