@@ -10,9 +10,8 @@ What LoRA makes is compared with ``local`` with the same adapters.
 The applied update is compared twice: end to end, and from the reference's gradients, since a wrong optimizer step
 hides behind a right gradient norm. Elements that differ in the last bit of a parameter count as equal there: norms
 that were added up in another order flip a few, when they clip, and one flip in a small tensor is more than the bar.
-The errors with those elements are in the JSON too.
-A PPO loss is near zero and has no relative error, so errors of losses are relative
-to the sum of |weight x per-token loss|.
+The errors with those elements are in the JSON too. A PPO loss is near zero and has no relative error, so errors of
+losses are relative to the sum of |weight x per-token loss|.
 """
 
 from __future__ import annotations
