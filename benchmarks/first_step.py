@@ -10,9 +10,8 @@ What LoRA makes is compared with ``local`` with the same adapters.
 The applied update is compared twice: end to end, and from the reference's gradients, since a wrong optimizer step
 hides behind a right gradient norm. Elements that differ in the last bit of a parameter count as equal there: norms
 that were added up in another order flip a few, when they clip, and one flip in a small tensor is more than the bar.
-The errors with those elements are in the JSON too.
-A PPO loss is near zero and has no relative error, so errors of losses are relative
-to the sum of |weight x per-token loss|.
+The errors with those elements are in the JSON too. A PPO loss is near zero and has no relative error, so errors of
+losses are relative to the sum of |weight x per-token loss|.
 """
 
 from __future__ import annotations
@@ -332,7 +331,7 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(name)
         new_model(folder / "model", chars="".join(map(chr, range(33, 93))), **SHAPES[args.shape])
         batch = ragged_batch(60, args.rows, args.longest)
-        print(f"{'layout':<28}{'loss':<7}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'cosine':>12}{'update':>10}"
+        print(f"{'layout':<32}{'loss':<7}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'cosine':>12}{'update':>10}"
               f"{'from ref.':>11}{'2nd loss':>10}{'time':>9}   bars")  # fmt: skip
         for reference in dict.fromkeys(layout.reference for layout in layouts):
             prepare(folder, args.shape, reference, args.losses, batch, args.device)
@@ -362,7 +361,7 @@ def _row(layout: Layout, loss: str, result: dict[str, Any], errors: dict[str, fl
     """A result, which is also printed."""
     missed = [k for k, bar in BARS[layout.dtype].items() if not errors[k] <= bar]
     print(
-        f"{layout.text:<28}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
+        f"{layout.text:<32}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
         f"{1 - errors['cosine']:12.1e}{errors['update']:10.1e}{errors['update_from_reference']:11.1e}"
         f"{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
         f"{'MISSED ' + ', '.join(missed) if missed else 'held'}",

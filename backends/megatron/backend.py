@@ -22,6 +22,7 @@ from torch import Tensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same, settings
 from verl_fn.backends.hf.folder import build, check_same_model, hollow
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.outputs import check_head, check_needs
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError
@@ -31,7 +32,6 @@ from verl_fn.backends.megatron.layout import Layout, Sizes
 from verl_fn.backends.megatron.masks import check_slots
 from verl_fn.backends.megatron.rows import MicroBatch, padded_starts
 from verl_fn.backends.megatron.schedule import run
-from verl_fn.backends.megatron.shards import check_leaves
 from verl_fn.backends.memory import fits
 from verl_fn.backends.one_call import OneCall, one_at_a_time
 from verl_fn.backends.placing import beside
@@ -84,12 +84,14 @@ class Megatron:
         max_tokens: the most tokens of a micro-batch; with ``cp``, of the ranks that share it together.
         checkpointing: recompute each layer in the backward pass.
         provider: fields of Megatron-Bridge's provider.
+        lora: adapters to train; everything else but a value head is then frozen.
         device: ``cuda``, where a rank computes on its current device; ``cpu`` works only in tests.
         deterministic: use bitwise repeatable kernels on CUDA; those of the CPU always are.
 
     Raises:
         LayoutError: the sizes do not divide the ranks, or ranks were given different settings.
-        MegatronMissing: megatron-core or Megatron-Bridge is not installed.
+        MegatronMissing: megatron-core or Megatron-Bridge is missing, or of a version that was not tested.
+        LoraError, ModelError: when the model is made, it cannot have such adapters.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Megatron:
         max_tokens: int = 16384,
         checkpointing: bool = False,
         provider: Mapping[str, Any] | None = None,
+        lora: Lora | None = None,
         device: str = "cuda",
         deterministic: bool = False,
     ) -> None:
@@ -122,7 +125,7 @@ class Megatron:
         self.checkpointing = checkpointing
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
-        self._how = How(head, self.dtype, self.device, checkpointing, dict(provider or {}))
+        self._how = How(head, self.dtype, self.device, checkpointing, dict(provider or {}), lora)
         self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
         self._model: Executor | None = None
 
@@ -149,18 +152,15 @@ class Megatron:
     def save(self, state: TrainState, folder: str | Path) -> None:
         """Writes the files that ``Local`` would write; each whole tensor is written by one of the ranks."""
         model = self._built()
-        self._check(state.params, *(part for _, part in saving.named_parts(state.optimizer)))
+        model.check(state.params, *(part for _, part in saving.named_parts(state.optimizer)))
         model.hollow.skeleton.check_trained(Params(model.canonical.shapes, state.params.trainable))
         require_same({"folder to save in": str(folder)})
-        saving.save(state, Path(folder), model.hollow.skeleton, self.folder, self._named, self.layout)
+        saving.save(state, Path(folder), model, self.folder)
 
     @one_at_a_time
     def restore(self, folder: str | Path) -> TrainState:
         """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads what it needs."""
-        model = self._built()
-        blank = Params(model.canonical.shapes)
-        rest = TrainState(Params({}), self.optimizer.init(blank), 0, Key.from_seed(0), 0)
-        return saving.restore(Path(folder), model.hollow.skeleton, blank, rest, self._divided)
+        return saving.restore(Path(folder), self._built(), self.optimizer)
 
     @one_at_a_time
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
@@ -182,19 +182,24 @@ class Megatron:
         Raises:
             LayoutError: the value is of another layout.
         """
-        self._check(value)
-        return self._named(value)
+        model = self._built()
+        model.check(value)
+        return model.named(value)
 
     def from_named(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the elements that this rank owns of whole tensors by canonical name; ``named`` is its inverse."""
+        """Returns the elements that this rank owns of whole tensors by canonical name; ``named`` is its inverse.
+
+        Raises:
+            ValueError: they are not those of whole parameters of this model.
+        """
 
         def rows(name: str, start: int, end: int) -> Tensor:
             return tensors[name][start:end]
 
-        return self._divided(rows)
+        return self._built().read(rows, tensors.keys())
 
     def weights(self, params: Params) -> Weights:
-        """Returns the parameters for ``RolloutBackend.publish``; all ranks read them together.
+        """Returns the parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read them together.
 
         Each tensor is gathered when it is read, so no rank ever holds the whole model.
 
@@ -202,8 +207,8 @@ class Megatron:
             LayoutError: the parameters are of another layout.
         """
         model = self._built()
-        self._check(params)
-        return Weights(specs_of(model.canonical.shapes), lambda: self._named(params))
+        model.check(params)
+        return Weights(specs_of(model.adapters.without(model.canonical.shapes)), lambda: model.merged(params))
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """Returns ``fn(*values)``, applied to this rank's elements; all ranks call it together."""
@@ -215,17 +220,12 @@ class Megatron:
         They are given for every token with ``response_mask``, or for every row.
 
         Raises:
-            ValueError: the head cannot compute one of ``needs``; ``sum_pi_squared`` is not known here.
+            ValueError: the head cannot compute one of ``needs``.
             LayoutError: ranks were given different batches, or another thread computes.
             NotDifferentiable: a derivative of this function was taken.
         """
         expect_params("forward", params, batch)
         wanted = check_needs(self.head, needs, forward=True)
-        if "sum_pi_squared" in wanted:
-            raise ValueError(
-                "a megatron backend does not compute sum_pi_squared, which the optimal token baselines need; use "
-                "strategy local or fsdp, or another advantage estimator"
-            )
         refuse_derivatives("forward", params, batch)
         with self._one_call():
             return self._forward(params, batch.detached(), wanted)
@@ -270,6 +270,7 @@ class Megatron:
         from megatron.core.distributed import finalize_model_grads
 
         share = self._share(batch, wanted, state, loss.together)
+        self._built().check_trained(state.params)
         totals: list[Metrics] = []
 
         def finish(number: int, micro_batch: MicroBatch, found: TokenOutputs) -> tuple[Tensor, Metrics]:
@@ -299,7 +300,7 @@ class Megatron:
         """
         expect_update(state, grads)
         model = self._built()
-        self._check(state.params, grads)
+        model.check(state.params, grads)
         moved_grads = beside(state, grads)
 
         def total(t: Tensor) -> Tensor:
@@ -314,12 +315,6 @@ class Megatron:
             taken(grads, "apply_update")
         return new, reported
 
-    def _check(self, *values: Mapping[str, Tensor]) -> None:
-        """Raises an error on all ranks for values of another layout: on some, they may look like this one's."""
-        with agreed():
-            for value in values:
-                check_leaves(value, self._built().pieces)
-
     def _reduce(self, t: Tensor) -> Tensor:
         """Adds a sum over the elements of one parameter over the ranks that own others of it."""
         if self.layout.sizes.ep > 1:
@@ -333,40 +328,21 @@ class Megatron:
         model = self._built()
         drawn = key.fold_in("init")
         with agreed():
-            other = hollow(folder, self.head, key=drawn)
+            other = hollow(folder, self.head, key=drawn, lora=self._how.lora)
             check_same_model(model.hollow.skeleton, other.skeleton, folder)
         rows = saving.readable(folder, other) if pretrained else None
         if rows is not None:
-            leaves = self._divided(rows)
+            leaves = model.read(rows, model.blank.keys())
         else:
             whole: dict[str, Tensor] = {}
             with agreed():
                 if self.layout.rank == 0:
-                    whole = build(folder, self.head, pretrained=pretrained, key=drawn)[1]
-            leaves = self._converted(conversion.Sent(model.canonical, whole))
-        params = Params(leaves)
+                    whole = build(folder, self.head, pretrained=pretrained, key=drawn, lora=self._how.lora)[1]
+            leaves = model.divided(conversion.Sent(model.canonical, whole), model.blank.keys())
+        params = Params(leaves, model.trainable)
         optimizer = model.optimizer.init(params)
         check_slots(optimizer)
         return TrainState(params, optimizer, 0, key.fold_in("train"), 0)
-
-    def _divided(self, rows: Callable[[str, int, int], Tensor]) -> dict[str, Tensor]:
-        return self._converted(conversion.Read(self._built().canonical, rows))
-
-    def _converted(self, source: conversion.Source) -> dict[str, Tensor]:
-        model = self._built()
-        with self.layout.active():
-            return conversion.divided(model.tasks, model.pieces, source)
-
-    def _named(self, leaves: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        model = self._built()
-        tensors = conversion.named(model.tasks, model.pieces, model.canonical, leaves)
-        while True:
-            # Between two tensors, the caller may use another backend.
-            with self.layout.active():
-                item = next(tensors, None)
-            if item is None:
-                return
-            yield item
 
     def _built(self) -> Executor:
         if self._model is None:
@@ -379,7 +355,7 @@ class Megatron:
         """Fills Megatron's buffers with these parameters, and yields the model."""
         model = self._built()
         with self.layout.active():
-            model.resident.hold(params)
+            model.hold(params)
             yield model
 
     def _run(

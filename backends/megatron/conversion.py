@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from verl_fn.backends.agreement import gathered
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.lora import Adapters
+from verl_fn.backends.megatron.adapters import halves
 from verl_fn.backends.megatron.names import Canonical
 from verl_fn.backends.megatron.shards import Piece
 
@@ -61,7 +63,9 @@ class Task:
     param: nn.Parameter | None
 
 
-def tasks_of(bridge: Any, config: Any, model: nn.Module, head: str, canonical: Canonical) -> list[Task]:
+def tasks_of(
+    bridge: Any, config: Any, model: nn.Module, head: str, canonical: Canonical, adapters: Adapters
+) -> list[Task]:
     """Returns the tasks of all parameters, in the same order on all ranks, which call it together.
 
     Args:
@@ -70,11 +74,12 @@ def tasks_of(bridge: Any, config: Any, model: nn.Module, head: str, canonical: C
         model: Megatron's model, without wrappers.
         head: ``lm`` or ``value``.
         canonical: the canonical names.
+        adapters: those of transformers' model.
 
     Raises:
         ModelError: a parameter has no mapping, or one that computes with elements.
     """
-    parts, again = (_mappings(bridge, config, model, head) for _ in range(2))
+    parts, again = (_mappings(bridge, config, model, head) + _of_adapters(model, adapters) for _ in range(2))
     names = [tuple(_names(mapping.hf_param)) for mapping, _, _ in parts]
     by_rank = gathered(names)
     tasks = []
@@ -106,6 +111,15 @@ def _mappings(
     return parts
 
 
+def _of_adapters(model: Any, adapters: Adapters) -> list[tuple[Any, nn.Module | None, nn.Parameter | None]]:
+    """Returns the same for the parameters of adapters."""
+    parts: list[tuple[Any, nn.Module | None, nn.Parameter | None]] = []
+    for half in halves(model, adapters):
+        param = None if half.module is None else half.module.weight
+        parts.append((half.mapping(model.pg_collection), half.module, param))
+    return parts
+
+
 def _check_complete(model: nn.Module, tasks: list[Task]) -> None:
     mapped = {id(task.param) for task in tasks}
     tied = getattr(model, "share_embeddings_and_output_weights", False)
@@ -118,6 +132,17 @@ def _check_complete(model: nn.Module, tasks: list[Task]) -> None:
         raise ModelError(f"Megatron-Bridge has no mapping for {len(lacking)} parameters, such as {lacking[:3]}")
 
 
+def present(tasks: list[Task], leaves: Mapping[str, Tensor]) -> list[Task]:
+    """Returns the tasks of the parameters that a value has on any rank; all ranks call it together.
+
+    Args:
+        tasks: of all parameters.
+        leaves: the value on this rank: gradients are of adapters alone, and a reference has none.
+    """
+    by_rank = gathered([task.param is not None and task.leaf in leaves for task in tasks])
+    return [task for i, task in enumerate(tasks) if any(of_rank[i] for of_rank in by_rank)]
+
+
 def _names(hub: str | Mapping[str, str]) -> list[str]:
     return [hub] if isinstance(hub, str) else list(hub.values())
 
@@ -128,7 +153,7 @@ def named(
     """Yields whole tensors by canonical name, on the device of the leaves; all ranks go through them together.
 
     Args:
-        tasks: of all parameters.
+        tasks: of the parameters that the value has.
         pieces: the pieces of this rank by leaf.
         canonical: the canonical names.
         leaves: the elements that this rank owns, by leaf.
@@ -139,17 +164,19 @@ def named(
             whole = None if task.param is None else pieces[task.leaf].whole(leaves[task.leaf].to(task.param.device))
             yield from task.mapping.megatron_to_hf(whole, task.module).items()
 
-    device = next(iter(leaves.values())).device
+    # A pipeline stage may have no leaves of a value that has adapters alone.
+    device = next((t.device for t in leaves.values()), None)
+    of_value = canonical.of(name for task in tasks for name in task.hub_anywhere)
     with torch.no_grad():
-        for name, t in canonical.joined(by_hub()):
-            yield name, t.to(device)
+        for name, t in of_value.joined(by_hub()):
+            yield name, t if device is None else t.to(device)
 
 
 def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> dict[str, Tensor]:
     """Returns the elements that this rank owns of whole tensors, by leaf, fp32; all ranks call it together.
 
     Args:
-        tasks: of all parameters.
+        tasks: of the parameters to divide.
         pieces: the pieces of this rank by leaf.
         source: the whole tensors.
     """
@@ -174,7 +201,7 @@ def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> d
                 padded[: len(converted)] = converted
                 converted = padded
             found[task.leaf] = converted.reshape(-1)[piece.start : piece.stop].clone()
-    return {leaf: found[leaf] for leaf in pieces}
+    return {leaf: found[leaf] for leaf in pieces if leaf in found}
 
 
 @contextlib.contextmanager

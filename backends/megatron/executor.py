@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
+from torch import Tensor
 
 from verl_fn.backends.agreement import agreed
 from verl_fn.backends.hf.folder import Hollow, hollow
-from verl_fn.backends.megatron.conversion import Task, tasks_of
+from verl_fn.backends.hf.lora import Adapters
+from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.megatron import conversion
+from verl_fn.backends.megatron.adapters import merged
+from verl_fn.backends.megatron.conversion import Source, Task, tasks_of
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.masks import for_leaves
 from verl_fn.backends.megatron.model import Built, How, build
 from verl_fn.backends.megatron.names import Canonical
-from verl_fn.backends.megatron.shards import Piece, Resident, pieces_of
-from verl_fn.state import Key
+from verl_fn.backends.megatron.shards import Piece, Resident, check_leaves, pieces_of
+from verl_fn.state import Key, Params
 from verl_fn.steps import Optimizer
 
 __all__ = ["Executor", "How"]
@@ -26,6 +33,7 @@ class Executor:
     """Megatron's model of a folder on this rank, and what a backend needs to use it.
 
     Attributes:
+        layout: how ranks share the model.
         hollow: transformers' model without weights, for names, shapes and the files of a checkpoint.
         built: Megatron's model.
         canonical: the canonical names.
@@ -33,8 +41,10 @@ class Executor:
         pieces: this rank's, by leaf.
         resident: which values Megatron's buffers hold.
         optimizer: for these leaves.
+        zeros: what a value without adapters has in their place, by leaf.
     """
 
+    layout: Layout
     hollow: Hollow
     built: Built
     canonical: Canonical
@@ -42,6 +52,7 @@ class Executor:
     pieces: dict[str, Piece]
     resident: Resident
     optimizer: Any
+    zeros: dict[str, Tensor]
 
     @classmethod
     def of(cls, folder: Path, optimizer: Optimizer, layout: Layout, how: How) -> Executor:
@@ -50,16 +61,116 @@ class Executor:
         Raises:
             ModelError: Megatron-Bridge does not know this family, or a field of its provider does not exist.
             LayoutError: the model cannot be shared in this way.
+            LoraError: the model cannot have such adapters.
         """
         with agreed():
-            empty = hollow(folder, how.head, key=Key.from_seed(0))
-            built = build(folder, layout, how)
+            empty = hollow(folder, how.head, key=Key.from_seed(0), lora=how.lora)
+            adapters = empty.skeleton.adapters
+            built = build(folder, layout, how, adapters)
         canonical = Canonical(empty.shapes)
         with layout.active():
-            tasks = tasks_of(built.bridge, built.config, built.model, how.head, canonical)
+            tasks = tasks_of(built.bridge, built.config, built.model, how.head, canonical, adapters)
             by_param = pieces_of(built.ddp, layout)
         pieces = {task.leaf: by_param[task.param] for task in tasks if task.param is not None}
         with agreed():
             own_optimizer = for_leaves(optimizer, pieces, canonical)
         resident = Resident(built.ddp, pieces, layout, built.tied)
-        return cls(empty, built, canonical, tasks, pieces, resident, own_optimizer)
+        zeros = {
+            leaf: torch.zeros(piece.stop - piece.start, device=how.device)
+            for leaf, piece in pieces.items()
+            if leaf in empty.adapters
+        }
+        return cls(layout, empty, built, canonical, tasks, pieces, resident, own_optimizer, zeros)
+
+    @property
+    def adapters(self) -> Adapters:
+        """The adapters; without LoRA there are none."""
+        return self.hollow.skeleton.adapters
+
+    @property
+    def trainable(self) -> frozenset[str] | None:
+        """The names of the trained leaves, or None for all."""
+        return self.hollow.skeleton.trainable
+
+    def check(self, *values: Mapping[str, Tensor]) -> None:
+        """Raises an error on all ranks for values of another layout: on some, they may look like this one's.
+
+        Raises:
+            LayoutError: one is.
+        """
+        every = self.pieces.keys()
+        expected = [every, every - self.zeros.keys(), [n for n in every if self.pieces[n].param.requires_grad]]
+        with agreed():
+            for value in values:
+                check_leaves(value, self.pieces, expected)
+
+    def check_trained(self, params: Params) -> None:
+        """Raises an error on all ranks for parameters of which others are trained than the model has gradients of.
+
+        Raises:
+            LayoutError: there are such, or the parameters are of another layout.
+        """
+        self.check(params)
+        with agreed():
+            frozen = [name for name in params.trained() if not self.pieces[name].param.requires_grad]
+            if frozen:
+                raise LayoutError(
+                    f"{len(frozen)} trainable parameters, such as {frozen[0]}, are frozen in Megatron's model, which "
+                    "trains adapters; leave params.trainable as the backend made it"
+                )
+
+    def hold(self, params: Params) -> None:
+        """Fills Megatron's buffers with these parameters, and with zeros for adapters that they lack."""
+        leaves = params.leaves
+        self.resident.hold({**leaves, **self.zeros} if self.zeros.keys().isdisjoint(leaves) else leaves)
+
+    @property
+    def blank(self) -> Params:
+        """Whole parameters by canonical name, on the meta device."""
+        return Params(self.canonical.shapes, self.trainable)
+
+    def divided(self, source: Source, names: Collection[str]) -> dict[str, Tensor]:
+        """Returns the elements that this rank owns of the whole tensors of these names; all ranks call it together.
+
+        Raises:
+            ValueError: there are no such parameters, or a parameter of Megatron consists of others, too.
+        """
+        wanted, found, tasks = set(names), set[str](), []
+        for task in self.tasks:
+            parts = {self.canonical.place(hub).name for hub in task.hub_anywhere}
+            if parts <= wanted:
+                tasks.append(task)
+                found |= parts
+        if differing := wanted - found:
+            raise ValueError(
+                f"{len(differing)} tensors, such as {min(differing)}, are not those of whole parameters of this model"
+            )
+        with self.layout.active():
+            return conversion.divided(tasks, self.pieces, source)
+
+    def read(self, rows: Callable[[str, int, int], Tensor], names: Collection[str]) -> dict[str, Tensor]:
+        """Returns the same as ``divided``, of tensors whose rows a function reads.
+
+        Args:
+            rows: takes a canonical name, the first row and the one after the last.
+            names: of the tensors.
+        """
+        return self.divided(conversion.Read(self.canonical, rows), names)
+
+    def named(self, leaves: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yields whole tensors by canonical name; all ranks go through them together."""
+        tasks = conversion.present(self.tasks, leaves)
+        tensors = conversion.named(tasks, self.pieces, self.canonical, leaves)
+        while True:
+            # Between two tensors, the caller may use another backend.
+            with self.layout.active():
+                item = next(tensors, None)
+            if item is None:
+                return
+            yield item
+
+    def merged(self, params: Params) -> Iterator[tuple[str, Tensor]]:
+        """Yields the tensors of the model without adapters, with the adapters added; all ranks go through them."""
+        own = {name: t for name, t in params.items() if name in self.zeros}
+        rest = {name: t for name, t in params.items() if name not in self.zeros}
+        return merged(self.named(rest), dict(self.named(own)), self.adapters)

@@ -1,4 +1,4 @@
-"""Imports megatron-core and Megatron-Bridge, and says where they come from.
+"""Imports megatron-core and Megatron-Bridge, checks their versions, and says where they come from.
 
 Everything of either library that this backend uses and that is not documented as public is named in ``PRIVATE``, and
 a test looks up each of these names.
@@ -20,11 +20,15 @@ import threading
 import types
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch.storage
 
 from verl_fn.errors import UserError
 
-CORE, BRIDGE = "0.19", "0.6"
+PACKAGES = {"megatron-core": "megatron.core", "megatron-bridge": "megatron.bridge"}
+TESTED = {"megatron-core": ("0.19.2",), "megatron-bridge": ("0.6.2",)}
 INSTALL = (
     "pip install --no-deps megatron-core==0.19.2 megatron-bridge==0.6.2 omegaconf==2.4.0 "
     "antlr4-python3-runtime==4.9.3 einops==0.8.2"
@@ -34,6 +38,7 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "megatron.bridge.models.conversion.model_bridge.MegatronModelBridge": ("build_conversion_tasks",),
     "megatron.core.distributed.DistributedDataParallel": ("start_param_sync", "zero_grad_buffer"),
 }
+_load_from_bytes = torch.storage._load_from_bytes
 _NEEDS_TE = "import transformer_engine.pytorch as te"
 _WITHOUT_TE = "from verl_fn.backends.megatron.importing import no_transformer_engine as te"
 _MODULES = ("megatron.bridge", "megatron.bridge.peft.utils", "megatron.core.models.gpt.gpt_layer_specs")
@@ -42,7 +47,7 @@ _IMPORTS_TE = frozenset({"megatron.bridge.peft.lora_layers", "megatron.bridge.pe
 
 
 class MegatronMissing(UserError, ImportError):
-    """megatron-core or Megatron-Bridge cannot be imported."""
+    """megatron-core or Megatron-Bridge is missing, or of a version that this backend was never tested with."""
 
 
 class _Never:
@@ -68,27 +73,56 @@ def check_installed() -> None:
     """Checks what can be known without importing anything.
 
     Raises:
-        MegatronMissing: a package is missing, or Python is too old.
+        MegatronMissing: a package is missing or of another version, or Python is too old.
     """
     if sys.version_info < (3, 12):
         version = ".".join(map(str, sys.version_info[:2]))
         raise MegatronMissing(f"Megatron-Bridge needs Python 3.12, and this is Python {version}")
-    for module in ("megatron", "megatron.core", "megatron.bridge"):
-        if module == "megatron.bridge" and "megatron.bridge" in sys.modules:
-            continue
-        if importlib.util.find_spec(module) is None:
+    for module in ("megatron", *PACKAGES.values(), "omegaconf", "antlr4", "einops"):
+        if module not in sys.modules and importlib.util.find_spec(module) is None:
             raise MegatronMissing(f"there is no package {module}; install it with `{INSTALL}`")
+    for name, tested in TESTED.items():
+        # A build for one platform has a suffix, such as 0.19.2+cu130.
+        if (version := _version(name)).partition("+")[0] not in tested:
+            raise MegatronMissing(
+                f"{name} in {_folder(name)} is {version}, and this backend was tested with {' or '.join(tested)}; it "
+                f"uses private names, which change between versions: `{INSTALL}`"
+            )
+
+
+def about() -> dict[str, str]:
+    """Returns the version and the folder of megatron-core and of Megatron-Bridge, by name; nothing is imported.
+
+    Raises:
+        MegatronMissing: as ``check_installed``.
+    """
+    check_installed()
+    return {name: f"{_version(name)} ({_folder(name)})" for name in PACKAGES}
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _folder(name: str) -> Path:
+    """Returns the folder that a library is imported from."""
+    spec = importlib.util.find_spec(PACKAGES[name])
+    assert spec is not None and spec.submodule_search_locations is not None
+    return Path(next(iter(spec.submodule_search_locations)))
 
 
 @functools.cache
 def load_bridge() -> Any:
     """Imports Megatron-Bridge and returns its ``AutoBridge``.
 
-    Without transformer-engine, one line of two of Bridge's modules is replaced as they are imported, since they
-    import it even where it is not used.
+    Nothing else of Megatron is imported before. Without transformer-engine, one line of two of Bridge's modules is
+    replaced as they are imported, since they import it even where it is not used.
 
     Raises:
-        MegatronMissing: a package is missing, or Python is too old.
+        MegatronMissing: a package is missing or of another version, or Python is too old.
     """
     check_installed()
     if not has_transformer_engine() and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
@@ -104,6 +138,9 @@ def load_bridge() -> Any:
     if not has_transformer_engine():
         # megatron-core puts mocks where transformer-engine is missing, which Bridge takes for the library.
         peft_utils.HAVE_TE = False
+    # megatron-core puts a function of its own there, whose name would be in every tensor that is pickled: processes
+    # without Megatron, such as the driver and rewards, would import it to read them, or could not.
+    torch.storage._load_from_bytes = _load_from_bytes
     return AutoBridge
 
 
@@ -132,22 +169,6 @@ def import_apart(names: Sequence[str]) -> None:
         thread.join()
     if failed:
         raise failed[0]
-
-
-def about() -> dict[str, str]:
-    """Returns the version and the folder of megatron-core and of Megatron-Bridge, by name."""
-    load_bridge()
-    import megatron.bridge
-    import megatron.core
-
-    found = {}
-    for name, module in (("megatron-core", megatron.core), ("megatron-bridge", megatron.bridge)):
-        try:
-            version = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            version = getattr(module, "__version__", "unknown")
-        found[name] = f"{version} ({next(iter(module.__path__))})"
-    return found
 
 
 @contextlib.contextmanager

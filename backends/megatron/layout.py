@@ -10,6 +10,7 @@ import attrs
 import torch.distributed as dist
 
 from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.megatron.importing import load_bridge
 
 
 @attrs.frozen
@@ -113,7 +114,9 @@ class Layout:
 
         Raises:
             LayoutError: the sizes do not divide the number of ranks.
+            MegatronMissing: megatron-core or Megatron-Bridge is missing, or of a version that was not tested.
         """
+        load_bridge()
         from megatron.core import parallel_state
         from megatron.core.process_groups_config import ProcessGroupCollection
 

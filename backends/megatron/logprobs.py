@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy where each rank has a part of the vocabulary, a chunk of tokens at a time.
+"""Log-probabilities, entropy and collision probability of a shared vocabulary, a chunk of tokens at a time.
 
 No rank ever has logits of the whole vocabulary, or of its part for all tokens. With logits of this rank's part r and
 their log-normaliser z_r, the log-normaliser of all is z = log sum_r exp(z_r), and the entropy is
@@ -43,13 +43,50 @@ def shared_logprobs_and_entropy(
         entropy: also compute entropies, which are None otherwise.
         chunk: how many tokens are computed at a time.
     """
-    if chunk is None:
-        chunk = max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // max(1, len(weight)))
+    chunk = chunk or _default_chunk(hidden, weight)
     own = targets - first
     # A kernel writes the gradient of the target where the number of a column is its id; -1 is none.
     own = torch.where((own >= 0) & (own < len(weight)), own, -1)
     logprobs, entropies = _SharedLogProbs.apply(hidden, weight, own, temperature, group, entropy, chunk)
     return logprobs, entropies if entropy else None
+
+
+@torch.no_grad()
+def shared_sum_pi_squared(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "v H"],
+    temperature: Float[Tensor, " N"] | None,
+    *,
+    group: Any,
+    chunk: int | None = None,
+) -> Float[Tensor, " N"]:
+    """Returns the sum of squared probabilities under softmax(logits / temperature), as a constant for autograd.
+
+    With s_r = log sum exp(2 x) over this rank's logits x, it is exp(log sum_r exp(s_r) - 2 z).
+
+    Args:
+        hidden: hidden states, the same on all ranks.
+        weight: this rank's rows of the output layer.
+        temperature: one for each hidden state; None stands for 1.
+        group: the ranks that have the other rows.
+        chunk: how many tokens are computed at a time.
+    """
+    chunk = chunk or _default_chunk(hidden, weight)
+    own = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
+    for part in slices(len(hidden), chunk):
+        logits = torch.nn.functional.linear(hidden[part], weight).float()
+        if temperature is not None:
+            logits /= temperature[part, None]
+        own[0, part] = logits.logsumexp(-1)
+        own[1, part] = logits.mul_(2.0).logsumexp(-1)
+    by_rank = own.new_empty(group.size(), *own.shape)
+    dist.all_gather_into_tensor(by_rank.view(-1), own.view(-1), group=group)
+    log_z, log_squares = by_rank.logsumexp(0)
+    return (log_squares - 2.0 * log_z).exp()
+
+
+def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
+    return max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // max(1, len(weight)))
 
 
 class _SharedLogProbs(torch.autograd.Function):

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from verl_fn.backends.hf.config import ModelError, read_config, refused
+from verl_fn.backends.hf.lora import Adapters, Lora
+from verl_fn.backends.megatron import adapters as lora_adapters
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
 from verl_fn.backends.megatron.layout import Layout
 
@@ -76,6 +78,7 @@ class How:
         device: the device of this rank.
         checkpointing: recompute each layer in the backward pass.
         provider: fields of Bridge's provider.
+        lora: adapters to train, or None.
     """
 
     head: str
@@ -83,18 +86,20 @@ class How:
     device: torch.device
     checkpointing: bool
     provider: Mapping[str, Any]
+    lora: Lora | None = None
 
 
-def build(folder: str | Path, layout: Layout, how: How) -> Built:
+def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> Built:
     """Makes the model of a folder, whose weights are not read; all ranks call it together.
 
     Args:
         folder: a Hugging Face model folder.
         layout: how ranks share the model.
         how: how it is made.
+        adapters: those of transformers' model.
 
     Raises:
-        ModelError: Megatron-Bridge does not know this family, or a field does not exist.
+        ModelError: Megatron-Bridge does not know this family, has no such adapters, or a field does not exist.
         LayoutError: the model cannot be shared in this way.
     """
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -110,6 +115,10 @@ def build(folder: str | Path, layout: Layout, how: How) -> Built:
     hooks: list[Any] = [functools.partial(_without_padding_gradient, layout=layout, padding=padding)]
     if how.head == "value":
         hooks.insert(0, _with_value_head)
+    if adapters.lora is not None:
+        hooks.append(
+            functools.partial(_with_adapters, bridge=bridge, config=config, adapters=adapters, tp=layout.sizes.tp)
+        )
     cuda = [how.device] if how.device.type == "cuda" else []
     # DDP hangs its hooks on the graph of autograd.
     with layout.active(), torch.random.fork_rng(devices=cuda), torch.enable_grad(), quiet():
@@ -248,6 +257,14 @@ def _with_value_head(chunks: list[Any]) -> list[Any]:
     for model in chunks:
         if model.post_process:
             model.output_layer = ValueHead(model.config.hidden_size, next(model.decoder.parameters()))
+    return chunks
+
+
+def _with_adapters(chunks: list[Any], bridge: Any, config: Any, adapters: Adapters, tp: int) -> list[Any]:
+    for model in chunks:
+        lora_adapters.add(model, bridge._model_bridge.build_conversion_tasks(config, [model]), adapters, tp)
+        if model.post_process and isinstance(model.output_layer, ValueHead):
+            model.output_layer.requires_grad_(True)
     return chunks
 
 

@@ -77,6 +77,15 @@ class Canonical:
                 return Place(name, int(number), start, end)
         raise ModelError(f"Megatron-Bridge maps a parameter to {hub}, which transformers' model does not have")
 
+    def names(self, leaf: str) -> set[str]:
+        """Returns the canonical names of the tensors that a leaf consists of."""
+        return {self.place(hub).name for hub in leaf.split("+")}
+
+    def of(self, hubs: Iterable[str]) -> Canonical:
+        """Returns the canonical names of these tensors alone."""
+        names = {self.place(hub).name for hub in hubs}
+        return Canonical({name: t for name, t in self.shapes.items() if name in names})
+
     def position(self, hubs: Iterable[str]) -> int:
         """Returns the place of the first of these tensors in the order of the canonical names."""
         return min(self._positions[self.place(hub).name] for hub in hubs)

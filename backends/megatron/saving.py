@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +16,17 @@ from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf.config import check_same_config
 from verl_fn.backends.hf.direct import Weights
 from verl_fn.backends.hf.folder import Hollow
-from verl_fn.backends.hf.skeleton import Skeleton
-from verl_fn.backends.megatron.layout import Layout
+from verl_fn.backends.megatron.executor import Executor
 from verl_fn.backends.tensor_file import Part, Slices
-from verl_fn.state import Named, Params, TrainState
+from verl_fn.state import Key, Named, Params, TrainState
 from verl_fn.state.frozen import FrozenDict
 from verl_fn.state.node import rebuild
 from verl_fn.state.serial import flatten
 
-NamedOf = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 Rows = Callable[[str, int, int], Tensor]
 
 
-def save(
-    state: TrainState, folder: Path, skeleton: Skeleton, made_from: Path, named: NamedOf, layout: Layout
-) -> None:
+def save(state: TrainState, folder: Path, model: Executor, made_from: Path) -> None:
     """Writes a state into ``folder``; all ranks call it together.
 
     Whole tensors are gathered one after the other, and each is kept and written by one rank, in turn.
@@ -38,11 +34,10 @@ def save(
     Args:
         state: the state.
         folder: where to save.
-        skeleton: transformers' model.
+        model: Megatron's model.
         made_from: the model's own folder.
-        named: returns whole tensors by canonical name.
-        layout: how ranks share the model.
     """
+    layout, skeleton = model.layout, model.hollow.skeleton
     number = 0
 
     def parts(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Part]:
@@ -59,8 +54,13 @@ def save(
     others, scalars = flatten(attrs.evolve(state, params=Params({}), optimizer=_hollow(state.optimizer)))
     rest = parts(iter(others.items()))
     for path, value in named_parts(state.optimizer):
-        rest |= parts((f".optimizer{path}[{name!r}]", t) for name, t in named(value))
-    weights = parts(named(state.params)) | parts(iter(skeleton.constants.items()))
+        rest |= parts((f".optimizer{path}[{name!r}]", t) for name, t in model.named(value))
+    # What the merged model cannot restore: the adapters, and the weights that they were added to.
+    unmerged = skeleton.adapters.unmerged(model.blank)
+    if unmerged.leaves:
+        kept = {leaf: t for leaf, t in state.params.items() if unmerged.keys() >= model.canonical.names(leaf)}
+        rest |= parts((f".params[{name!r}]", t) for name, t in model.named(kept))
+    weights = parts(model.merged(state.params)) | parts(iter(skeleton.constants.items()))
 
     def describe(folder: Path) -> None:
         checkpoint.describe_model(folder, skeleton, made_from)
@@ -68,50 +68,55 @@ def save(
     checkpoint.save_state(folder, weights, rest, scalars, describe, gather=gathered, rank=layout.rank)
 
 
-def restore(
-    folder: Path,
-    skeleton: Skeleton,
-    blank: Params,
-    rest: TrainState,
-    divided: Callable[[Rows], dict[str, Tensor]],
-) -> TrainState:
+def restore(folder: Path, model: Executor, optimizer: Any) -> TrainState:
     """Returns the state that ``save`` of any backend wrote; all ranks call it together.
 
     Args:
         folder: where it was saved.
-        skeleton: transformers' model.
-        blank: whole parameters by canonical name, on the meta device.
-        rest: a state without parameters, whose optimizer tree is that of ``blank``.
-        divided: returns this rank's elements of whole tensors, whose rows a function reads by canonical name.
+        model: Megatron's model.
+        optimizer: for canonical names.
 
     Raises:
         CheckpointError: on all ranks, if the save was not finished, or a file is missing, damaged, or of another
             model or optimizer.
         LayoutError: ranks restore different states.
+        LoraError: the state has other adapters.
     """
+    skeleton, blank, adapters = model.hollow.skeleton, model.blank, model.adapters
     require_same({"folder to restore": str(folder), "state (train_state.json)": checkpoint.about(folder)})
     with agreed():
         checkpoint.check_finished(folder)
         check_same_config(skeleton, folder)
-    opened = checkpoint.open_state(folder, {**blank, **skeleton.constants}, rest, gather=gathered)
+        adapters.check(folder)
+    unmerged = adapters.unmerged(blank)
+    rest = TrainState(unmerged, optimizer.init(blank), 0, Key.from_seed(0), 0)
+    opened = checkpoint.open_state(folder, {**adapters.without(blank), **skeleton.constants}, rest, gather=gathered)
     moments: dict[str, Any] = {}
     for place, value in named_parts(rest.optimizer):
 
         def rows(name: str, start: int, end: int, place: str = place) -> Tensor:
             return opened.rest(f".optimizer{place}[{name!r}]", start, end)
 
-        moments[place] = rebuild(type(value), {"leaves": FrozenDict(divided(rows))})
+        moments[place] = rebuild(type(value), {"leaves": FrozenDict(model.read(rows, value.keys()))})
     state = opened.hollow
+
+    def parameters(name: str, start: int, end: int) -> Tensor:
+        if name in unmerged:
+            return opened.rest(f".params[{name!r}]", start, end)
+        return opened.model(name, start, end)
 
     def fill(path: Any, part: Any) -> Any:
         return moments[pytree.keystr(path)] if isinstance(part, Named) else part
 
     optimizer = pytree.tree_map_with_path(fill, state.optimizer, is_leaf=lambda part: isinstance(part, Named))
-    return attrs.evolve(state, params=Params(divided(opened.model)), optimizer=optimizer)
+    params = Params(model.read(parameters, blank.keys()), model.trainable)
+    return attrs.evolve(state, params=params, optimizer=optimizer)
 
 
 def readable(folder: str | Path, model: Hollow) -> Rows | None:
     """Returns a function that reads rows of a folder's weights, or None where transformers has to convert them.
+
+    Adapters are those of ``model``, which no folder has.
 
     All ranks call it together.
 
@@ -126,6 +131,8 @@ def readable(folder: str | Path, model: Hollow) -> Rows | None:
     opened: dict[Path, Slices] = {}
 
     def rows(name: str, start: int, end: int) -> Tensor:
+        if name in model.adapters:
+            return model.adapters[name][start:end]
         into = torch.empty(end - start, *weights.shapes[name][1:])
         return weights.read(name, start, end, into, opened)
 

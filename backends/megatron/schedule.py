@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_fn.backends.hf.logprobs import logprobs_and_entropy
+from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.megatron.layout import Layout
-from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy
+from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.backends.megatron.model import Built
 from verl_fn.backends.megatron.rows import MicroBatch
 from verl_fn.state import Metrics, TokenOutputs
@@ -122,4 +122,11 @@ def outputs_of(
     outputs = {"logprobs": micro_batch.spread(logprobs)}
     if entropies is not None:
         outputs["entropy"] = micro_batch.spread(entropies)
+    if "sum_pi_squared" in wanted:
+        squares = (
+            sum_pi_squared(at, weight, None, micro_batch.temperature)
+            if sizes.tp == 1
+            else shared_sum_pi_squared(at, weight, micro_batch.temperature, group=group)
+        )
+        outputs["sum_pi_squared"] = micro_batch.spread(squares)
     return TokenOutputs({name: t for name, t in outputs.items() if name in wanted})

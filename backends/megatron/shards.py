@@ -5,6 +5,8 @@ model. A rank owns the elements in its part of the bucket; of parameters that al
 owns one of tp parts of these. So each element of the model belongs to exactly one rank, which has its master, its
 gradient and its moments, and sums over all ranks count nothing twice.
 
+Frozen parameters are not in the buffers. Their elements are divided over the same ranks in the same way.
+
 The buffer of parameters is a copy of the masters in the compute dtype, and never state. ``Resident`` records which
 values it was made from, so that a call with the same values copies nothing.
 """
@@ -12,7 +14,7 @@ values it was made from, so that a call with the same values copies nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -30,7 +32,7 @@ class Piece:
     """The elements of one parameter that a rank owns.
 
     Attributes:
-        param: Megatron's parameter, whose data and ``main_grad`` are views of the flat buffers.
+        param: Megatron's parameter, whose data and ``main_grad`` are views of the flat buffers unless it is frozen.
         start: the number of the first element that this rank owns.
         stop: the one after the last.
         local: the first and last element of the rank's part of the bucket, which ranks of tensor parallelism divide.
@@ -85,6 +87,12 @@ def pieces_of(ddp: Any, layout: Layout) -> dict[nn.Parameter, Piece]:
                 start = min(max(first, low), end) - first
                 stop = max(min(end, low + each), first) - first
                 pieces[param] = _piece(param, start, max(start, stop), buffer.data_parallel_group, layout)
+    for param in ddp.module.parameters():
+        if not param.requires_grad:
+            expert = not getattr(param, "allreduce", True)
+            group = layout.groups.expt_dp if expert else layout.groups.dp_cp
+            ranks, rank, count = group.size(), group.rank(), param.numel()
+            pieces[param] = _piece(param, count * rank // ranks, count * (rank + 1) // ranks, group, layout)
     return pieces
 
 
@@ -122,41 +130,55 @@ class Resident:
     def hold(self, leaves: Mapping[str, Tensor]) -> None:
         """Fills the buffer with these values, unless it holds them already; all ranks call it together.
 
+        Frozen parameters, which an update leaves as they are, are filled only where they differ themselves.
+
         Raises:
             ValueError: the leaves are not those of this rank.
         """
-        if self._holds(leaves):
+        trained, frozen = self._differing(leaves)
+        if not trained and not frozen:
             return
         with agreed():
-            check_leaves(leaves, self.pieces)
+            check_leaves(leaves, self.pieces, [self.pieces.keys()])
         self._made_from = {}
         with torch.no_grad():
-            for name, piece in self.pieces.items():
-                piece.weight.copy_(leaves[name])
-            self._share_replicated(leaves)
-            self.ddp.start_param_sync(force_sync=True)
-            if self.tied is not None:
+            if frozen:
+                for name, piece in self.pieces.items():
+                    if not piece.param.requires_grad:
+                        piece.param.data.copy_(piece.whole(leaves[name].to(piece.param.device)))
+            if trained:
+                for name, piece in self.pieces.items():
+                    if piece.param.requires_grad:
+                        piece.weight.copy_(leaves[name])
+                self._share_replicated(leaves)
+                self.ddp.start_param_sync(force_sync=True)
+            if self.tied is not None and (trained if self.tied.requires_grad else frozen):
                 dist.broadcast(
                     self.tied.data, dist.get_global_rank(self.layout.groups.embd, 0), self.layout.groups.embd
                 )
         self._made_from = {name: (weakref.ref(t), t._version) for name, t in leaves.items()}
         self.loads += 1
 
-    def _holds(self, leaves: Mapping[str, Tensor]) -> bool:
+    def _differing(self, leaves: Mapping[str, Tensor]) -> tuple[bool, bool]:
+        """Returns whether trained, and whether frozen parameters differ from what the model holds, on any rank.
+
+        Filling is collective: a rank may hold what it is given where another does not.
+        """
         made = self._made_from
-        same = made.keys() == leaves.keys() and all(
-            made[name][0]() is t and made[name][1] == t._version for name, t in leaves.items()
-        )
-        if self.layout.size == 1:
-            return same
-        # Filling is collective: a rank may hold what it is given where another does not.
-        differing = torch.tensor(0 if same else 1)
-        dist.all_reduce(differing, dist.ReduceOp.MAX)
-        return not bool(differing)
+        differing = torch.zeros(2, dtype=torch.int64)
+        if made.keys() != leaves.keys():
+            differing += 1
+        else:
+            for name, t in leaves.items():
+                if made[name][0]() is not t or made[name][1] != t._version:
+                    differing[0 if self.pieces[name].param.requires_grad else 1] = 1
+        if self.layout.size > 1:
+            dist.all_reduce(differing, dist.ReduceOp.MAX)
+        return bool(differing[0]), bool(differing[1])
 
     def _share_replicated(self, leaves: Mapping[str, Tensor]) -> None:
         """Completes the parameters that all ranks of tensor parallelism hold, of which each has a part."""
-        shared = [(name, piece) for name, piece in self.pieces.items() if piece.replicated]
+        shared = [(name, p) for name, p in self.pieces.items() if p.replicated and p.param.requires_grad]
         if not shared:
             return
         sizes = [piece.local[1] - piece.local[0] for _, piece in shared]
@@ -168,14 +190,21 @@ class Resident:
             piece.param.data.view(-1)[piece.local[0] : piece.local[1]] = part
 
 
-def check_leaves(leaves: Mapping[str, Tensor], pieces: Mapping[str, Piece]) -> None:
+def check_leaves(
+    leaves: Mapping[str, Tensor], pieces: Mapping[str, Piece], expected: Sequence[Collection[str]]
+) -> None:
     """Raises an error for a value of another model, layout or backend.
+
+    Args:
+        leaves: the value.
+        pieces: those of this rank.
+        expected: the sets of leaves that a value can have.
 
     Raises:
         LayoutError: names or sizes are not those of this rank's pieces.
     """
-    if leaves.keys() != pieces.keys():
-        differing = sorted(leaves.keys() ^ pieces.keys())
+    if not any(leaves.keys() == set(names) for names in expected):
+        differing = sorted(leaves.keys() ^ set(expected[0]))
         raise LayoutError(
             f"a value of another layout or backend was given to a megatron backend (they differ in {differing[:3]}); "
             "save the state there and restore it here"

@@ -1,28 +1,31 @@
 """What the ranks of test_megatron.py do; each function runs on all of them together."""
 
 import os
+import pickle
 
 import attrs
+import megatron_mutants
 import megatron_on_cpu
 import torch
 import torch.distributed as dist
 from rank_cases import KEY, Whole, error_of, loss_for, optimizer
 
 from verl_fn.algorithms.workers import get_here
-from verl_fn.backends.hf.logprobs import logprobs_and_entropy
+from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
-from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy
+from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.cli import main
-from verl_fn.state import Grads, snapshot, tree
+from verl_fn.state import Grads, Params, snapshot, tree
 from verl_fn.steps import adamw, chain, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
-from verl_fn.testing.backend_states import check_restore
+from verl_fn.testing.backend_splits import check_splits
+from verl_fn.testing.backend_states import check_persistence, check_restore
 from verl_fn.testing.backend_updates import check_updates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHARED = ("head", "compute_dtype", "checkpointing")  # what Local takes too
+SHARED = ("head", "compute_dtype", "checkpointing", "lora")  # what Local takes too
 
 
 def megatron(folder, options, cls=Megatron, **more):
@@ -42,14 +45,17 @@ def laws(folder, options, tolerance):
     check_backend(megatron(folder, options), local(folder, options, Whole), loss=loss_for(head), tolerance=tolerance)
 
 
-def first_step(folder, options, rows):
-    """Parameters, outputs, loss, norm, gradients and updates beside ``Local``: the worst relative errors."""
+def first_step(folder, options, rows, name="Megatron"):
+    """Parameters, outputs, loss, norm, gradients and updates beside ``Local``: the worst relative errors.
+
+    Both matrices of an adapter change from the third step on.
+    """
     loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
-    one, many = local(folder, options), megatron(folder, options)
+    one, many = local(folder, options), megatron(folder, options, getattr(megatron_mutants, name))
     worst = dict.fromkeys(("outputs", "loss", "grad_norm", "gradient", "update", "copies"), 0.0)
     a, b = one.init(KEY), many.init(KEY)
     assert tree.equal(dict(a.params), dict(many.named(b.params)))
-    for _ in range(2):
+    for _ in range(3 if "lora" in options else 2):
         before = snapshot(a.params)
         outputs = one.forward(a.params, batch, loss.needs), many.forward(b.params, batch, loss.needs)
         for name, t in outputs[0].by_name.items():
@@ -100,6 +106,25 @@ def published(folder, options):
         assert tuple(rows.shape) == spec.shape and torch.equal(rows, wanted[spec.name])
     one = Local(folder, optimizer()).load_pretrained()
     return tree.equal(dict(one.params), {name: t.cpu() for name, t in wanted.items()})
+
+
+def adapters(folder, options):
+    """The base is the reference, before and after updates, which leave it as it is; weights are published merged."""
+    plain, backend, batch = local(folder, {}), megatron(folder, options), tiny_batch()
+    expected, state = plain.forward(plain.init(KEY).params, batch).logprobs, backend.init(KEY)
+    reference, gaps = state.params.base, []
+    for _ in range(3):
+        gaps.append(float((backend.forward(reference, batch).logprobs - expected).abs().max()))
+        grads, _ = backend.forward_backward(state, batch, ppo_clip())
+        assert list(grads) == state.params.trained() and not grads.keys() & reference.keys()
+        state, _ = backend.apply_update(state, grads)
+    assert all(t is state.params[name] for name, t in reference.items())
+    moved = backend.forward(state.params, batch).logprobs
+    assert float((moved - expected).abs().max()) > 1e-3
+    one, whole = local(folder, options), Params(dict(backend.named(state.params)))
+    assert tree.equal(dict(one.weights(whole).read()), dict(backend.weights(state.params).read()))
+    all_trained = attrs.evolve(state, params=attrs.evolve(state.params, trainable=None))
+    return max(gaps), error_of(lambda: backend.forward_backward(all_trained, batch, ppo_clip()))
 
 
 def moves(folder, options, source, into):
@@ -193,6 +218,8 @@ def vocabulary_shared(entropy, heated, chunk):
     dist.all_reduce(here.grad)
     pairs = [(here.grad, there.grad), (own.grad, whole.grad[rank * each : (rank + 1) * each])]
     pairs += [(a, b) for a, b in zip(found, wanted, strict=True) if a is not None]
+    squares = shared_sum_pi_squared(hidden, own.detach(), heat, group=dist.group.WORLD, chunk=chunk)
+    pairs.append((squares, sum_pi_squared(hidden, weight, None, heat)))
     return max(float((a - b).detach().abs().max()) for a, b in pairs)
 
 
@@ -203,7 +230,13 @@ def private_names():
         module, _, name = path.rpartition(".")
         owner = getattr(__import__(module, fromlist=[name]), name)
         found += [f"{path}.{name}" for name in names if not hasattr(owner, name)]
-    return found, importing.about()
+    return found
+
+
+def pickled(folder, options):
+    """Whether the bytes of what a call returns name Megatron."""
+    backend = megatron(folder, options)
+    return b"megatron" in pickle.dumps(backend.forward(backend.init(KEY).params, tiny_batch()))
 
 
 def refuses_cuda():
@@ -223,69 +256,19 @@ def run(arguments):
     return main(arguments)
 
 
-class IgnoresParameters(Megatron):
-    """Computes with the parameters that it was given first."""
-
-    def _holding(self, params):
-        self.first = getattr(self, "first", params)
-        return super()._holding(self.first)
-
-
-class NormOfOneRank(Megatron):
-    """Clips by the norm of this rank's elements."""
-
-    def apply_update(self, state, grads, *, donate=True):
-        real, dist.all_reduce = dist.all_reduce, lambda t, *args, **kwargs: None
-        try:
-            return super().apply_update(state, grads, donate=donate)
-        finally:
-            dist.all_reduce = real
-
-
-class Averages(Megatron):
-    """Divides gradients by the number of micro-batches, as losses of two results do."""
-
-    def _forward_backward(self, state, batch, loss, wanted):
-        grads, metrics = super()._forward_backward(state, batch, loss, wanted)
-        return grads.scale(1 / len(self._share(batch, wanted, state, loss.together))), metrics
-
-
-class AliasedGradients(Megatron):
-    """Returns views of Megatron's buffer, which the next call overwrites."""
-
-    def _forward_backward(self, state, batch, loss, wanted):
-        grads, metrics = super()._forward_backward(state, batch, loss, wanted)
-        pieces = self._built().pieces
-        return Grads({name: pieces[name].gradient for name in grads}), metrics
-
-
-class DropsMoments(Megatron):
-    """Restores new moments."""
-
-    def restore(self, folder):
-        state = super().restore(folder)
-        return attrs.evolve(state, optimizer=self._built().optimizer.init(state.params))
-
-
-class StaleMasters(Megatron):
-    """Loads weights into Megatron's buffer, and leaves the masters as they were."""
-
-    def restore(self, folder):
-        state, fresh = super().restore(folder), self.init(KEY)
-        return attrs.evolve(state, params=fresh.params)
+CHECKS = {
+    "persistence": lambda case: check_persistence(case, case.trained("first"), case.trained("second")),
+    "splits": lambda case: check_splits(case, case.trained("first")),
+    "updates": lambda case: check_updates(case, case.trained("first"), case.backend.optimizer),
+    "restore": lambda case: check_restore(case, case.trained("first")),
+}
 
 
 def mutant(folder, name, options, check):
-    """The law that a broken backend breaks: in all checks, or in those of a kind, which are faster."""
-    backend = megatron(folder, options, globals()[name])
-    case = BackendCase(backend, ppo_clip(), tiny_batch(), 1e-5, KEY, get_here)
+    """The law that a broken backend breaks, of the checks of one kind."""
+    backend = megatron(folder, options, getattr(megatron_mutants, name))
     try:
-        if check == "all":
-            check_backend(backend, tolerance=1e-5)
-        elif check == "updates":
-            check_updates(case, case.trained("first"), backend.optimizer)
-        else:
-            check_restore(case, case.trained("first"))
+        CHECKS[check](BackendCase(backend, ppo_clip(), tiny_batch(), 1e-5, KEY, get_here))
     except LawViolation as violation:
         return violation.law
     return None
@@ -293,7 +276,7 @@ def mutant(folder, name, options, check):
 
 def family(folder, options):
     """Outputs beside ``Local``, and whether the weights that come out are those that went in, bitwise."""
-    batch, needs = tiny_batch(), ("logprobs", "entropy")
+    batch, needs = tiny_batch(), ("logprobs", "entropy", "sum_pi_squared")
     one, many = local(folder, {}), megatron(folder, options)
     a, b = one.load_pretrained(), many.load_pretrained()
     same = tree.equal(dict(a.params), dict(many.named(b.params)))

@@ -9,11 +9,14 @@ identity, and transformers' models would have uninitialised constants.
 import contextlib
 import functools
 import importlib
+import importlib.abc
 import os
+import sys
 import warnings
 
 import torch
 
+BACKEND = "verl_fn.backends.megatron.backend"
 LITERAL = (
     "distributed.param_and_grad_buffer",
     "optimizer.clip_grads",
@@ -93,6 +96,26 @@ def install():
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
     for name in LITERAL:
         importlib.import_module(f"megatron.core.{name}").torch = OnCpu()
+
+
+class OnImport(importlib.abc.MetaPathFinder):
+    """Installs the replacement as the backend is imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name == BACKEND:
+            sys.meta_path.remove(self)
+            install()
+
+
+def install_with_backend():
+    """Installs the replacement in a process that uses the backend, and leaves others as they are.
+
+    A hook of Ray's workers, which all run it.
+    """
+    if BACKEND in sys.modules:
+        install()
+    else:
+        sys.meta_path.insert(0, OnImport())
 
 
 def _as_numpy(t, as_numpy=False, record_stream=False):

@@ -5,7 +5,9 @@ import importlib.util
 import pytest
 
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.megatron.importing import about
 from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.driver import build
 from verl_fn.runs.checks import check_ranks
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
@@ -29,7 +31,11 @@ def checked(model, ranks, *overrides):
         (4, [f"{SIZES}.tensor_model_parallel_size=4"], "tp = 4 does not divide the model's 2 key-value heads"),
         (3, [f"{SIZES}.pipeline_model_parallel_size=3"], "pp = 3 does not divide the model's 2 layers"),
         (2, [f"{SIZES}.expert_model_parallel_size=2"], "the model has no experts"),
-        (2, ["actor.lora_rank=4"], "actor.lora_rank: adapters need actor.strategy=local"),
+        (
+            2,
+            ["actor.lora_rank=3", f"{SIZES}.tensor_model_parallel_size=2"],
+            "actor.lora_rank = 3 must be a multiple of actor.megatron.tensor_model_parallel_size = 2",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(model, ranks, overrides, message):
@@ -39,7 +45,16 @@ def test_what_does_not_fit_is_refused(model, ranks, overrides, message):
 
 @pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
 def test_what_fits_is_accepted(model):
-    checked(model, 4, f"{SIZES}.tensor_model_parallel_size=2", f"{SIZES}.sequence_parallel=true")
+    checked(model, 4, f"{SIZES}.tensor_model_parallel_size=2", f"{SIZES}.sequence_parallel=true", "actor.lora_rank=4")
+
+
+@pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
+@pytest.mark.parametrize("strategy", ["megatron", "fsdp"])
+def test_versions_and_folders_are_logged_where_they_are_used(model, strategy, capsys):
+    plan = make_plan(load(overrides=[f"model.path={model}", f"actor.strategy={strategy}"]))
+    build.log_libraries(tuple(plan.roles.values()))
+    expected = [f"{name} {place}" for name, place in about().items()] if strategy == "megatron" else []
+    assert capsys.readouterr().out.strip() == ", ".join(expected)
 
 
 @pytest.mark.skipif(INSTALLED, reason="megatron-core and megatron-bridge are installed")

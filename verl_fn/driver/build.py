@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -136,8 +137,6 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
     if role.strategy == "megatron":
         from verl_fn.backends.megatron import Megatron
 
-        if common.pop("lora") is not None:
-            raise ConfigError(f"{role.table}.lora_rank: megatron has no adapters")
         sizes = attrs.asdict(megatron_sizes(role.megatron))
         provider = role.megatron.override_transformer_config
         return cast(TrainBackend, Megatron(role.folder, update, **sizes, provider=provider, **common))
@@ -157,6 +156,25 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         **common,
     )
     return cast(TrainBackend, fsdp)
+
+
+def libraries(roles: Iterable[RolePlan]) -> str:
+    """Returns the versions and folders of the libraries that only these roles' backends use; empty if there are none.
+
+    Args:
+        roles: the plans of the roles that a process trains.
+    """
+    if all(role.strategy != "megatron" for role in roles):
+        return ""
+    from verl_fn.backends.megatron.importing import about
+
+    return ", ".join(f"{name} {place}" for name, place in about().items())
+
+
+def log_libraries(roles: Sequence[RolePlan]) -> None:
+    """Writes ``libraries`` to the log of this process."""
+    if line := libraries(roles):
+        print(line, flush=True)
 
 
 def megatron_sizes(megatron: MegatronConfig) -> Sizes:

@@ -27,5 +27,6 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
             sampling=build.sampling(plan.rollout),
             max_prompt_length=plan.rollout.max_prompt_length,
             end_tokens=end_tokens(plan.model, tokenizer),
+            about=build.libraries(plan.roles.values()),
             gpu_memory=ranks.gpu_memory(device),
         )

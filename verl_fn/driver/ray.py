@@ -93,7 +93,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 get=cluster.get,
                 wait=cluster.wait,
                 restarts=cluster.restarts,
-                about=f"{len(cluster.members)} processes on {device} run {cluster.code}",
+                about=_about(cluster, plan, device),
                 gpu_memory=cluster.get(ranks.run("call", gpu_memory, {}, False, device)),
             )
             if plan.rollout.sleeps:
@@ -102,6 +102,14 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             yield w
         finally:
             cluster.stop()
+
+
+def _about(cluster: Cluster, plan: Plan, device: str) -> str:
+    """Returns a line about the processes; each one that trains writes the libraries of its backends to its log."""
+    for name, roles in training_groups(plan).items():
+        cluster.groups[name].run("call", build.log_libraries, {}, False, roles)
+    code = "; ".join(filter(None, (str(cluster.code), build.libraries(plan.roles.values()))))
+    return f"{len(cluster.members)} processes on {device} run {code}"
 
 
 def send_code(code: Sequence[str]) -> None:

@@ -194,8 +194,6 @@ def check_ranks(plan: Plan, size: int) -> None:
 
 
 def _check_megatron(role: RolePlan, table: str, size: int) -> None:
-    if role.lora:
-        raise ConfigError(f"{table}.lora_rank: adapters need {table}.strategy=local or {table}.strategy=fsdp")
     try:
         check_installed()
     except MegatronMissing as error:
@@ -206,6 +204,11 @@ def _check_megatron(role: RolePlan, table: str, size: int) -> None:
         sizes.check_model(read_config(role.folder))
     except LayoutError as error:
         raise ConfigError(f"{table}.megatron: {error}") from error
+    if role.lora and role.lora[0] % sizes.tp:
+        raise ConfigError(
+            f"{role.table}.lora_rank = {role.lora[0]} must be a multiple of "
+            f"{table}.megatron.tensor_model_parallel_size = {sizes.tp}"
+        )
 
 
 def _check_device(plan: Plan) -> None:

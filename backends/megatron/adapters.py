@@ -1,0 +1,153 @@
+"""LoRA's adapters in Megatron's model, through Megatron-Bridge's canonical LoRA.
+
+Which layers have adapters, and what they start with, is decided by transformers' model (``hf/lora.py``), so that they
+are those of the other backends. Megatron holds the projections of queries, keys and values as one layer, and those of
+the gate and up as one; canonical LoRA gives each projection an adapter of its own, as PEFT does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import attrs
+from torch import Tensor
+
+from verl_fn.backends.agreement import gathered
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.lora import Adapters
+from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.megatron.importing import quiet
+from verl_fn.state import Params
+
+# The names that canonical LoRA has for the parts of Megatron's layers, in the order of Bridge's mappings.
+PARTS = {
+    "linear_qkv": {"q": "linear_q", "k": "linear_k", "v": "linear_v"},
+    "linear_fc1": {"gate": "linear_fc1_gate", "up": "linear_fc1_up"},
+}
+
+
+@attrs.frozen(eq=False)
+class Half:
+    """One of the two matrices of an adapter.
+
+    Attributes:
+        name: its canonical name.
+        by_columns: whether ranks of tensor parallelism share its columns; otherwise they share its rows.
+        module: Megatron's module that has it, None where it is on another pipeline stage.
+    """
+
+    name: str
+    by_columns: bool
+    module: Any
+
+    def mapping(self, groups: Any) -> Any:
+        """Returns Bridge's mapping between the whole matrix and the parts of the ranks."""
+        from megatron.bridge.models.conversion.param_mapping import ColumnParallelMapping, RowParallelMapping
+
+        # Bridge names these mappings after the layer, of which the second one splits columns.
+        kind = RowParallelMapping if self.by_columns else ColumnParallelMapping
+        mapping = kind("adapter.weight", self.name)
+        mapping.set_process_groups_from_pg_collection(groups)
+        return mapping
+
+
+def add(model: Any, tasks: list[Any], adapters: Adapters, tp: int) -> None:
+    """Adds adapters to the layers of this stage, and freezes everything else.
+
+    Args:
+        model: Megatron's model, before it is in DDP.
+        tasks: Bridge's conversion tasks of the model.
+        adapters: of transformers' model.
+        tp: the ranks of tensor parallelism.
+
+    Raises:
+        ModelError: Bridge cannot give a layer these adapters.
+        LayoutError: the ranks cannot share their matrices.
+    """
+    from megatron.bridge.peft.canonical_lora import CanonicalLoRA
+    from megatron.bridge.peft.recompute import PEFT_RECOMPUTE_PATCHED
+
+    lora = adapters.lora
+    assert lora is not None
+    if lora.rank % tp:
+        raise LayoutError(f"tp = {tp} does not divide the rank of LoRA, {lora.rank}")
+    adapted = _adapted(tasks, adapters)
+    targets = [
+        f"{layer.rpartition('.')[0]}.{part}" for layer, parts in adapted.items() for part in _parts(layer, parts)
+    ]
+    # Bridge lists models that it has changed by their ids, which later models get again.
+    PEFT_RECOMPUTE_PATCHED.discard(id(model))
+    with quiet():
+        peft = CanonicalLoRA(target_modules=targets, dim=lora.rank, alpha=lora.alpha)
+        # Without targets it would adapt every linear layer.
+        (peft if targets else peft.freeze_model)([model])
+    for layer, parts in adapted.items():
+        model.get_submodule(layer).verl_fn_names = parts
+
+
+def _adapted(tasks: list[Any], adapters: Adapters) -> dict[str, str | dict[str, str]]:
+    """Returns the layers of this stage that get adapters, and the layers of transformers that each stands for."""
+    wanted, adapted = set(adapters.layers), {}
+    for task in tasks:
+        if task is None or task.megatron_module is None or not task.param_name.endswith(".weight"):
+            continue
+        hub = task.mapping.hf_param
+        parts = {
+            key: name.removesuffix(".weight") for key, name in ({"": hub} if isinstance(hub, str) else hub).items()
+        }
+        if wanted.isdisjoint(parts.values()):
+            continue
+        layer = task.param_name.removesuffix(".weight")
+        known = PARTS.get(layer.rpartition(".")[2])
+        if lacking := [name for name in parts.values() if name not in wanted]:
+            raise ModelError(
+                f"LoRA's target_modules name only some of {', '.join(parts.values())}, which Megatron holds as one "
+                f"layer, and Megatron-Bridge adapts all or none of them: add {', '.join(lacking)}"
+            )
+        if (known is None) != isinstance(hub, str) or (known is not None and known.keys() != parts.keys()):
+            raise ModelError(f"Megatron-Bridge has no adapters for {', '.join(parts.values())}")
+        adapted[layer] = parts[""] if isinstance(hub, str) else parts
+    return adapted
+
+
+def _parts(layer: str, parts: str | dict[str, str]) -> list[str]:
+    name = layer.rpartition(".")[2]
+    return [name] if isinstance(parts, str) else [PARTS[name][key] for key in parts]
+
+
+def halves(model: Any, adapters: Adapters) -> list[Half]:
+    """Returns the matrices of all adapters, in the same order on all ranks, which call it together."""
+    here: dict[str, Any] = {}
+    for module in model.modules():
+        parts = getattr(module, "verl_fn_names", None)
+        if isinstance(parts, str):
+            here[parts] = module.adapter
+        elif parts is not None:
+            here |= {name: module.adapter[f"adapter_{key}"] for key, name in parts.items()}
+    by_columns: dict[str, bool] = {}
+    for of_rank in gathered({name: adapter.input_is_parallel for name, adapter in here.items()}):
+        by_columns |= of_rank
+    if lacking := [name for name in adapters.layers if name not in by_columns]:
+        raise ModelError(f"Megatron's model has no layers for the adapters of {', '.join(lacking[:3])}")
+    found = []
+    for name in adapters.layers:
+        adapter = here.get(name)
+        for half, inside, columns in (("lora_A", "linear_in", by_columns[name]), ("lora_B", "linear_out", False)):
+            module = None if adapter is None else getattr(adapter, inside)
+            found.append(Half(f"{name}.{half}.weight", columns, module))
+    return found
+
+
+def merged(
+    base: Iterator[tuple[str, Tensor]], halves: Mapping[str, Tensor], adapters: Adapters
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of the model without adapters, with the adapters added to them, one after the other.
+
+    Args:
+        base: the model's tensors by canonical name.
+        halves: whole matrices of the adapters by canonical name; empty to add nothing.
+        adapters: the settings.
+    """
+    for name, t in base:
+        yield from adapters.merged(Params({name: t, **halves}))
