@@ -10,6 +10,7 @@ from attrs.validators import ge, gt, in_, le
 
 from .algorithms import PPO
 from .fields import MOST, ConfigError, all_or_some, each_below_one, each_in, free, opt, paths, sub
+from .names import is_reference
 
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
 
@@ -159,7 +160,9 @@ class DataConfig:
         None, "most held-out problems; by default all of data.val_files, or 512 of a generated task", ge(1)
     )
     max_prompt_length: int = opt(512, "longest prompt in tokens", ge(1))
-    max_response_length: int = opt(16, "longest response in tokens, including the end token", ge(1))
+    max_response_length: int = opt(
+        16, "longest response in tokens, including the end token; with env.name, all that follows the prompt", ge(1)
+    )
     prompt_key: str = opt("prompt", "the files' column of prompts, which are chat messages or strings")
     filter_overlong_prompts: bool = opt(False, "leave out prompts that are too long; otherwise they end the run")
     shuffle: bool = opt(True, "draw a new order of the files' rows in every epoch")
@@ -176,6 +179,20 @@ class RewardConfig:
     timeout: float = opt(30.0, "seconds that one call of a function may take", gt(0), le(MOST))
     num_workers: int = opt(1, "processes that run the functions", ge(1), le(4096))
     env: tuple[str, ...] = opt((), "environment variables that the functions get, such as the key of a judge's API")
+
+
+@attrs.frozen(kw_only=True)
+class EnvConfig:
+    """The environment that the policy talks to in several turns."""
+
+    name: str = paths("", "class as FILE.py:NAME or MODULE:NAME; if empty, a response ends a problem")
+    max_turns: int = opt(8, "most replies of a conversation", ge(1), le(10_000))
+    max_turn_length: int | None = opt(
+        None, "longest reply in tokens, with its end token; by default data.max_response_length", ge(1)
+    )
+    timeout: float = opt(30.0, "seconds that one call of the environment may take", gt(0), le(MOST))
+    num_workers: int = opt(1, "processes with environments beside each rollout engine", ge(1), le(4096))
+    variables: tuple[str, ...] = opt((), "environment variables that these processes get, such as the key of an API")
 
 
 @attrs.frozen(kw_only=True)
@@ -304,6 +321,7 @@ class Config:
     actor: ActorConfig = sub(ActorConfig)
     critic: CriticConfig = sub(CriticConfig)
     rollout: RolloutConfig = sub(RolloutConfig)
+    env: EnvConfig = sub(EnvConfig)
     reward: RewardConfig = sub(RewardConfig)
     driver: DriverConfig = sub(DriverConfig)
     ray: RayConfig = sub(RayConfig)
@@ -311,6 +329,8 @@ class Config:
     def __attrs_post_init__(self) -> None:
         reward, data, validation = self.reward, self.data, self.rollout.val_kwargs
         self._check_engine()
+        if self.env.name and not is_reference(self.env.name):
+            raise ConfigError(f"env.name is {self.env.name!r}; it must be a class as FILE.py:NAME or MODULE:NAME")
         if reward.weights and len(reward.weights) != len(reward.functions):
             raise ConfigError(
                 f"reward.weights has {len(reward.weights)} values for the {len(reward.functions)} of reward.functions"

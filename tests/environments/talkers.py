@@ -1,0 +1,46 @@
+"""Environments for tests: what a reply says is what they do."""
+
+import os
+import random
+import time
+
+from verl_fn.environments import Done
+
+
+class Talker:
+    """Remembers how often it was called, so that a conversation that is repeated can be told from a new one."""
+
+    def reset(self, problem):
+        self.seen, self.start = [], random.random()
+        if problem.prompt == "crash":
+            os._exit(3)
+        return [{"role": "user", "content": problem.prompt}]
+
+    def step(self, reply):
+        self.seen.append(reply)
+        match reply:
+            case "hang":
+                time.sleep(1000)
+            case "crash":
+                os._exit(3)
+            case "raise":
+                raise KeyError("no such tool")
+            case "number":
+                return 7
+            case "nan":
+                return Done(float("nan"))
+            case "assistant":
+                return [{"role": "assistant", "content": "me"}]
+            case "done":
+                return Done(len(self.seen))
+        return [{"role": "user", "content": f"{len(self.seen)} {self.start} {random.random()}"}]
+
+
+class Stepless:
+    def reset(self, problem):
+        return []
+
+
+class WithArguments(Talker):
+    def __init__(self, size):
+        self.size = size
