@@ -44,3 +44,17 @@ class Stepless:
 class WithArguments(Talker):
     def __init__(self, size):
         self.size = size
+
+
+class Patient:
+    """Ends at the second reply, with a reward of as many tenths as it has characters, and crashes on long ones."""
+
+    def reset(self, problem):
+        self.replies, self.code = 0, random.randint(10, 99)
+        return [{"role": "user", "content": problem.prompt}]
+
+    def step(self, reply):
+        self.replies += 1
+        if len(reply) > 14:
+            raise ValueError("too long")
+        return Done(len(reply) / 10) if self.replies == 2 else [{"role": "tool", "content": str(self.code)}]

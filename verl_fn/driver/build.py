@@ -16,7 +16,7 @@ import attrs
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
-from verl_fn.config.schema import DriverConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
+from verl_fn.config.schema import DriverConfig, EnvConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
 from verl_fn.steps import Optimizer, Schedule, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
 
 from .ranks import device
@@ -173,7 +173,7 @@ def megatron_sizes(megatron: MegatronConfig) -> Sizes:
 
 
 def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
-    """Makes the rollout engine."""
+    """Makes the rollout engine alone."""
     if rollout.name == "sampler":
         from verl_fn.backends.sampler import Sampler
 
@@ -194,6 +194,34 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     )
 
 
+def conversing(plan: RolloutPlan, device: str, env: EnvConfig, folder: str | None = None) -> RolloutBackend:
+    """Makes the rollout engine, and in front of it the environment if ``env.name`` names one.
+
+    Args:
+        plan: the engine's plan.
+        device: ``cpu`` or ``cuda``.
+        env: the config's ``[env]`` table.
+        folder: the folder that the environment's module or file is looked up from, by default the current one.
+
+    Raises:
+        EnvError: the environment cannot be imported, or the chat template cannot be rendered turn by turn.
+    """
+    if not env.name:
+        return rollout(plan, device)
+    from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
+    from verl_fn.environments.engine import Conversing, Limits
+    from verl_fn.environments.processes import EnvProcesses
+    from verl_fn.environments.rendering import Renderer
+
+    tokenizer = read_tokenizer(plan.folder)
+    ends = end_tokens(plan.folder, tokenizer)
+    renderer = Renderer(tokenizer, ends)
+    environments = EnvProcesses(env.name, env.timeout, env.num_workers, folder, env.variables)
+    limits = Limits(env.max_turns, env.max_turn_length or plan.max_response_length, plan.max_prompt_length)
+    engine = rollout(plan, device)
+    return cast(RolloutBackend, Conversing(engine, environments, renderer, tokenizer, ends, limits))
+
+
 def sampling(rollout: RolloutPlan) -> Sampling:
     """Returns the sampling settings of training rollouts."""
     return Sampling(rollout.max_response_length, rollout.temperature, rollout.top_k, rollout.top_p, rollout.n)
@@ -204,21 +232,22 @@ def validation_sampling(validation: ValConfig, max_response_length: int) -> Samp
     return Sampling(max_response_length, validation.temperature, validation.top_k, validation.top_p, validation.n)
 
 
-def reward(table: RewardConfig, model: str, folder: str | None = None) -> Reward:
+def reward(table: RewardConfig, model: str, folder: str | None = None, env: str = "") -> Reward:
     """Makes the reward by ``reward.functions``, or by the rules of the problems' data sources if that is empty.
 
     Args:
         table: the config's ``[reward]`` table.
         model: the folder with the tokenizer.
         folder: the folder that the functions' modules and files are looked up from, by default the current one.
+        env: the name of the environment, whose reward takes the place of the rules; empty without one.
 
     Raises:
         RewardError: a function cannot be imported or called.
     """
     from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
-    from verl_fn.rewards import Reward, by_rules
+    from verl_fn.rewards import Reward, by_rules, unscored
 
-    judge: Any = by_rules
+    judge: Any = unscored if env else by_rules
     if table.functions:
         from verl_fn.rewards.functions import RewardFunctions
 

@@ -63,10 +63,10 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             driver = attrs.evolve(plan.driver, device=device)
             limit = plan.rollout.max_restarts
             cluster.start(seats, driver, plan.ray.ranks, plan.code, ["rollout"] if limit else [])
-            # An actor may run in another folder than the driver, whose folder has the user's reward functions.
+            # An actor may run in another folder than the driver, whose folder has the user's own code.
             components: list[tuple[Any, ...]] = [
-                ("rollout", "rollout", build.rollout, plan.rollout, device),
-                ("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd()),
+                ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, os.getcwd()),
+                ("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd(), plan.env.name),
             ]
             training = {}
             for name, roles in groups.items():
@@ -89,6 +89,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 sampling=build.sampling(plan.rollout),
                 max_prompt_length=plan.rollout.max_prompt_length,
                 end_tokens=end_tokens(plan.model, tokenizer),
+                converses=bool(plan.env.name),
                 call=cluster.call,
                 get=cluster.get,
                 wait=cluster.wait,

@@ -95,7 +95,9 @@ def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> RowLengths:
                 f"prompts of data.task = {data.task} have up to {prompt} tokens, more than data.max_prompt_length "
                 f"= {data.max_prompt_length}; raise it"
             )
-    sampled = prompt + data.max_response_length
+    # An environment begins conversations with messages of its own.
+    opening = data.max_prompt_length if plan.env.name else prompt
+    sampled = opening + data.max_response_length
     if plan.learns_from == "samples":
         return RowLengths(sampled, sampled, sampled, "a row: prompt and data.max_response_length")
     # What the data holds is not limited by data.max_response_length.
@@ -142,7 +144,7 @@ def _check_rules(plan: Plan, source: Source) -> None:
     Raises:
         RewardError: a data source has no rule, or its rule does not fit a problem.
     """
-    if plan.reward.functions or not isinstance(source, FileData):
+    if plan.reward.functions or plan.env.name or not isinstance(source, FileData):
         return
     held_out = source.held_out(plan.data.val_size)
     sampled = source.training if plan.needs_reward else ()
@@ -157,7 +159,7 @@ def samples_answers(plan: Plan, problems: Sequence[Problem]) -> bool:
     """
     if plan.roles["actor"].head != "lm":
         return False
-    return bool(plan.reward.functions) or not any(
+    return bool(plan.reward.functions or plan.env.name) or not any(
         isinstance(p, Conversation | Judged) and not (p.answer and has_rule(p.data_source)) for p in problems
     )
 

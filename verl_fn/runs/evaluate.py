@@ -10,14 +10,13 @@ from typing import Any
 import torch
 
 from verl_fn.algorithms import Report, Workers
-from verl_fn.algorithms.experience import publish
+from verl_fn.algorithms.experience import publish, requests_of
 from verl_fn.backends.memory import in_phase
 from verl_fn.config import ConfigError, Plan
-from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
 from verl_fn.driver.build import validation_sampling
 from verl_fn.rewards.reward import response_texts
-from verl_fn.state import Batch, Key, pack, requests_for
+from verl_fn.state import Batch, Key, conversations, pack
 
 from .checks import samples_answers
 from .prepare import prepare, workers
@@ -52,8 +51,7 @@ def _answers(
     with in_phase("update_weights"):
         w.wait(publish(w, actor, version))
     sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
-    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
-    requests = requests_for(prompts, sampling, key, [p.id for p in problems])
+    requests = requests_of(problems, w, sampling, key)
     with in_phase("gen"):
         batch = w.call(pack, w.rollout.generate(requests, version=version))
         scored = w.reward(batch, problems)
@@ -93,12 +91,13 @@ def judged(
     As in verl, the reward is the core metric where the reward functions return no ``acc``.
 
     Args:
-        batch: scored rows, the same number for each problem.
+        batch: scored rows, or conversations of one or several rows, the same number for each problem.
         problems: the held-out problems.
         tokenizer: decodes the answers.
         end_tokens: those of the model, which are no part of an answer's text.
         logged: the first answer to each of so many problems is returned; None returns all answers to all problems.
     """
+    batch = batch.take(conversations(batch)[1])
     n = len(batch) // len(problems)
     score, pred = (batch[name].reshape(-1, n) for name in ("score", "pred"))
     acc = batch["acc"].reshape(-1, n) if "acc" in batch else None

@@ -21,7 +21,7 @@ from verl_fn.backends.through import Through
 from verl_fn.config import Plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
-from verl_fn.state import Batch, pack
+from verl_fn.state import END_REASONS, FAILURES, Batch, conversations, pack
 
 from .recorder import Drawn, draw
 from .state import RunState
@@ -161,6 +161,37 @@ def _ledger(drawn: Drawn, waiting: Sequence[Drawn], step: int, w: Workers) -> Re
     return report | {"rollout/rows_asked": drawn.asked, ROWS_WAITING: sum(other.asked for other in waiting)}
 
 
+def _of_conversations(returned: Batch, learned: Batch, report: Report) -> Report:
+    """Returns why conversations ended, and the counts of rows again, with conversations as what was asked for.
+
+    Rows that a failed environment has made useless are dropped under its name, and not under the algorithm's.
+    """
+    last = returned.take(conversations(returned)[1])
+    split = len(returned) - len(last)
+    more: Report = {
+        "env/turns/mean": float(last["env_turns"].double().mean()),
+        "rollout/rows_split": split,
+        "rollout/rows_dropped/engine": report["rollout/rows_dropped/engine"] + split,
+    }
+    for number, reason in enumerate(END_REASONS):
+        more[f"env/ended/{reason}"] = float((last["env_end"] == number).double().mean())
+        if reason in FAILURES:
+            # An algorithm of the user may learn from rows of failed environments.
+            (rows, tokens), (rows_learned, tokens_learned) = (_counts(b, number) for b in (returned, learned))
+            more[f"rollout/rows_dropped/{reason}"] = rows - rows_learned
+            more[f"rollout/tokens_dropped/{reason}"] = tokens - tokens_learned
+    for kind in ("rows", "tokens"):
+        failed = sum(more[f"rollout/{kind}_dropped/{reason}"] for reason in FAILURES)
+        more[f"rollout/{kind}_dropped/algorithm"] = report[f"rollout/{kind}_dropped/algorithm"] - failed
+    return more
+
+
+def _counts(batch: Batch, reason: int) -> tuple[int, int]:
+    """Returns the rows of conversations that ended for a reason, and their drawn tokens."""
+    ended = batch["env_end"] == reason
+    return int(ended.sum()), int((batch["response_mask"].bool() & batch.spread(ended.float()).bool()).sum())
+
+
 def compare_rows(returned: Batch, learned: Batch, step: int, asked: int) -> Report:
     """Compares the rows that engine and reward returned with those that a step learns from.
 
@@ -186,13 +217,16 @@ def compare_rows(returned: Batch, learned: Batch, step: int, asked: int) -> Repo
     mask = learned["response_mask"].bool()
     lags = (step - learned["versions"])[mask].double()
     tokens = int(mask.sum())
+    returned_tokens = int(returned["response_mask"].bool().sum())
     report: Report = {
         "rollout/rows_learned": len(learned),
         "rollout/rows_dropped/engine": asked - len(returned),
         "rollout/rows_dropped/algorithm": len(returned) - len(learned),
         "rollout/tokens_learned": tokens,
-        "rollout/tokens_dropped/algorithm": int(returned["response_mask"].bool().sum()) - tokens,
+        "rollout/tokens_dropped/algorithm": returned_tokens - tokens,
     }
+    if "conversation" in returned:
+        report |= _of_conversations(returned, learned, report)
     if tokens:
         lag = {"mean": lags.mean(), "min": lags.min(), "max": lags.max()}
         report |= {f"training/rollout_lag/{name}": float(value) for name, value in lag.items()}
