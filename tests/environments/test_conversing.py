@@ -8,6 +8,7 @@ import torch
 
 from verl_fn.algorithms import Workers
 from verl_fn.algorithms.experience import requests_of, without_failures
+from verl_fn.algorithms.policy import estimator
 from verl_fn.backends.hf.folder import build
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
 from verl_fn.backends.hf.tokenizer import read_tokenizer
@@ -15,6 +16,8 @@ from verl_fn.backends.mock import MockRollout
 from verl_fn.backends.mock.rollout import Response
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.weight_sync import Weights
+from verl_fn.config import GRPO
+from verl_fn.config.catalogue import GROUP_ESTIMATORS, TOKEN_BASELINES
 from verl_fn.data.tasks import Problem
 from verl_fn.environments.engine import Conversing, Limits
 from verl_fn.environments.processes import End, EnvError, Failure
@@ -22,7 +25,7 @@ from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards import Reward, unscored
 from verl_fn.runs.steps import compare_rows
-from verl_fn.state import Key, Sampling, pack, requests_for, tree, unpack
+from verl_fn.state import Batch, Key, Sampling, pack, requests_for, tree, unpack
 
 END, NEWLINE = 2, "\n"
 TOKENIZER = char_tokenizer("abcdefgh?" + NEWLINE)
@@ -163,6 +166,22 @@ def test_reward_functions_judge_a_whole_conversation_and_add_to_its_reward():
 
     batch = Reward(judge, TOKENIZER, [END])(pack(samples), problems)
     assert texts == ["c\ng"] and batch["score"].tolist() == [1.5, 1.5] and batch["acc"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", [n for n in GROUP_ESTIMATORS if n not in (*TOKEN_BASELINES, "gdpo")])
+def test_a_conversation_counts_once_in_its_group_however_many_rows_it_has(name):
+    """Each row has the advantage that its conversation has as one row, also with a penalty on one of its rows."""
+    scores, penalty = torch.tensor([1.0, 0.0, 0.25]), 0.5
+    whole = Batch.from_rows([[5], [5], [5]], {"response_mask": [[1.0]] * 3}, {"group": [7] * 3, "score": scores})
+    place = torch.tensor([0, 0, 0, 1, 2])
+    rows = whole.take(place).with_rows(conversation=place)
+    one, several = scores.clone(), scores[place]
+    one[0] -= penalty
+    several[1] -= penalty
+    estimate = estimator(GRPO(adv_estimator=name))
+    expected = estimate(whole.with_tokens(token_level_rewards=one))["advantages"]
+    found = estimate(rows.with_tokens(token_level_rewards=several))["advantages"]
+    torch.testing.assert_close(found, expected[place])
 
 
 def test_draws_depend_on_problem_number_and_turn_alone(chatty):

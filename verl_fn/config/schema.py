@@ -152,7 +152,11 @@ class RolloutConfig:
 class DataConfig:
     """The problems."""
 
-    task: str = opt("reverse", "generated task, used if train_files is empty", in_(("count", "reverse", "countdown")))
+    task: str = opt(
+        "reverse",
+        "generated task, used if train_files is empty",
+        in_(("count", "reverse", "countdown", "calculator")),
+    )
     train_files: tuple[str, ...] = paths((), "parquet or JSONL files in verl's RL columns; they replace the task")
     val_files: tuple[str, ...] = paths((), "files of held-out problems, in the same format")
     train_batch_size: int = opt(256, "prompts per step", ge(1))

@@ -61,7 +61,10 @@ def make_model_folder(plan: Plan) -> None:
     from verl_fn.backends.hf.new_model import new_model
     from verl_fn.data.tasks import TASKS
 
-    settings = attrs.asdict(plan.new_model) | {"chars": TASKS[plan.data.task].alphabet, "seed": plan.trainer.seed}
+    task = TASKS[plan.data.task]
+    settings = attrs.asdict(plan.new_model) | {"chars": task.alphabet, "seed": plan.trainer.seed}
+    if plan.env.name or task.dialogue is not None:
+        settings |= {"chat_template": True}
     folder = Path(plan.model)
     record = folder / "made_from.json"
     if _made_from(record) == settings:
