@@ -26,6 +26,7 @@ from verl_fn.errors import ArgumentError
 from verl_fn.rewards import Reward, unscored
 from verl_fn.runs.steps import compare_rows
 from verl_fn.state import Batch, Key, Sampling, pack, requests_for, tree, unpack
+from verl_fn.testing import check_rollout
 
 END, NEWLINE = 2, "\n"
 TOKENIZER = char_tokenizer("abcdefgh?" + NEWLINE)
@@ -204,6 +205,14 @@ def test_draws_depend_on_problem_number_and_turn_alone(chatty):
             for name in ("prompt", "tokens", "log_probs", "mask", "versions"):
                 assert torch.allclose(getattr(sample, name).float(), getattr(other, name).float(), atol=1e-5)
             assert sample.outcome == other.outcome
+
+
+def test_requests_without_a_problem_obey_the_laws_of_engines():
+    def engine():
+        inner = MockRollout(lambda turn: [3 + turn.key.seed() % 5, *turn.prompt, END, 7])
+        return Conversing(inner, script(), Renderer(TOKENIZER, [END]), TOKENIZER, [END], Limits(2, 4, 4))
+
+    check_rollout(engine, prompts=[(3, 4), (5,), (1, 6, 1), (3, 4)])
 
 
 def test_requests_without_a_problem_are_passed_on():

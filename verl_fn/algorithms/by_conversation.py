@@ -13,8 +13,8 @@ from verl_fn.steps.aggregate import last_of_rows
 def by_conversation(batch: Batch, estimate: Callable[[Batch], Batch]) -> Batch:
     """Estimates one advantage for each conversation, and writes it to all response tokens of all its rows.
 
-    The reward of a conversation is its score, which each of its rows has, plus what was added to the rewards of any of
-    its rows, such as a KL penalty.
+    The reward of a conversation is its score, which each of its rows has, plus what was added to the rewards of its
+    rows, such as a KL penalty.
 
     Args:
         batch: has ``score`` where conversations have several rows.

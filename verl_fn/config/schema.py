@@ -148,6 +148,9 @@ class RolloutConfig:
     val_kwargs: ValConfig = sub(ValConfig)
 
 
+TASK_NAMES = ("count", "reverse", "countdown", "calculator", "guess_number")
+
+
 @attrs.frozen(kw_only=True)
 class DataConfig:
     """The problems."""
@@ -155,7 +158,7 @@ class DataConfig:
     task: str = opt(
         "reverse",
         "generated task, used if train_files is empty",
-        in_(("count", "reverse", "countdown", "calculator")),
+        in_(TASK_NAMES),
     )
     train_files: tuple[str, ...] = paths((), "parquet or JSONL files in verl's RL columns; they replace the task")
     val_files: tuple[str, ...] = paths((), "files of held-out problems, in the same format")

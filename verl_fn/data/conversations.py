@@ -77,7 +77,7 @@ class TaskDialogues:
         >>> from verl_fn.data.tasks import TASKS
         >>> problem = TaskDialogues(TASKS["calculator"]).train(Key.from_seed(0), 0, 1)[0]
         >>> [message["content"] for message in problem.messages]
-        ['37*72', '=37*72', '2664', '2664']
+        ['78*97', '=78*97', '7566', '7566']
     """
 
     task: Task
@@ -91,7 +91,7 @@ class TaskDialogues:
     def max_row(self) -> int:
         """Returns an upper limit of the tokens of a conversation."""
         longest = max(self.task.max_prompt, self.task.max_answer) + 2
-        return max(len(one.messages) for one in self.train(Key.from_seed(0), 0, 8)) * longest
+        return max(len(one.messages) for one in self.train(Key.from_seed(0), 0, 64)) * longest
 
     def train(self, key: Key, start: int, count: int) -> tuple[Conversation, ...]:
         """Returns the conversations of the task's problems ``start`` to ``start + count``."""
