@@ -11,6 +11,8 @@ from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver.local import local_workers
 from verl_fn.driver.ray import ray_workers
+from verl_fn.runs.logs import read_metrics
+from verl_fn.runs.loop import train
 from verl_fn.state import Key
 
 ENV = f"env.name={Path(__file__).parents[1]}/environments/talkers.py:Patient"
@@ -36,3 +38,18 @@ def test_conversations_are_the_same_as_in_one_process(ray_cluster, tmp_path):
     for name in ("tokens", "response_mask", "versions", "group", "env_turns", "env_end", "score"):
         assert torch.equal(one[name], two[name]), name
     torch.testing.assert_close(one["rollout_log_probs"], two["rollout_log_probs"], atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.* conversations have failed", "ignore:.* no token that the model drew")
+def test_conversations_run_ahead_of_learning(ray_cluster, tmp_path):
+    """The weights of both turns are one step older, and the ledger closes."""
+    model = new_model(tmp_path, chars="abcdefgh>0123456789", hidden_size=32, num_hidden_layers=1, chat_template=True)
+    ahead = ["driver.kind=ray", "rollout.placement=apart", "driver.max_lag=1", "trainer.total_training_steps=3"]
+    sizes = ["data.train_batch_size=4", "algorithm.ppo_mini_batch_size=4", "data.val_size=2"]
+    run = [f"model.path={model}", f"trainer.dir={tmp_path / 'run'}"]
+    train(make_plan(load(overrides=[*SETTINGS, *ahead, *sizes, *run])), lambda line: None)
+    rows = [row for row in read_metrics(tmp_path / "run") if row["step"]]
+    assert [row["training/rollout_lag/max"] for row in rows] == [0.0, 1.0, 1.0]
+    for row in rows:
+        dropped = [value for name, value in row.items() if name.startswith("rollout/rows_dropped/")]
+        assert row["rollout/rows_asked"] + row["rollout/rows_split"] == row["rollout/rows_learned"] + sum(dropped)

@@ -30,11 +30,12 @@ def by_conversation(batch: Batch, estimate: Callable[[Batch], Batch]) -> Batch:
     conversation, last = conversations(batch)
     if len(last) == len(batch):
         return estimate(batch)
-    added = batch.sum_rows(batch["token_level_rewards"] * batch["response_mask"]) - batch["score"]
-    total = torch.zeros(len(last)).index_add(0, conversation, added.float())
+    drawn = batch["response_mask"].bool()
+    added = batch.sum_rows(torch.where(drawn, batch["token_level_rewards"], 0.0)) - batch["score"]
+    total = torch.zeros(len(last), dtype=added.dtype).index_add(0, conversation, added)
     rows = batch.take(last)
     ends = last_of_rows(rows, rows["response_mask"])
     rewards = rows["token_level_rewards"] + rows.spread(total - added[last]) * ends
     advantages = rows.sum_rows(estimate(rows.with_tokens(token_level_rewards=rewards))["advantages"] * ends)
-    spread = batch.spread(advantages[conversation]) * batch["response_mask"]
+    spread = torch.where(drawn, batch.spread(advantages[conversation]), 0.0)
     return batch.with_tokens(advantages=spread, returns=spread)

@@ -178,6 +178,8 @@ def _product(rng: random.Random) -> Problem:
 
 def _with_calculator(problem: Problem) -> tuple[Mapping[str, Any], ...]:
     question = _string_prompt(problem)
+    if problem.id % 4:  # a model that mostly gives up learns by reward to ask
+        return ({"role": "user", "content": question}, {"role": "assistant", "content": "?"})
     turns = (
         ("user", question),
         ("assistant", f"={question}"),

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
-from verl_fn.backends.protocol import Request, RolloutBackend, Sample, here
+from verl_fn.backends.protocol import Request, RolloutBackend, Sample
 from verl_fn.backends.through import Through
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import texts_of
@@ -94,7 +95,7 @@ class Conversing(Through):
         """Returns the rows of all conversations, ordered by request and by number; see ``RolloutBackend``."""
         carrying = [request.problem is not None for request in requests]
         if not any(carrying):
-            return here(self.inner.generate(requests, version=version))
+            return self._drawn(requests, version)
         if not all(carrying):
             raise ArgumentError("some requests carry a problem for the environment and others do not; ask separately")
         with self._lock:
@@ -107,6 +108,8 @@ class Conversing(Through):
     def _played(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         pairs = [(request, number) for request in requests for number in range(request.sampling.n)]
         every = [Conversation(place, *pair) for place, pair in enumerate(pairs)]
+        for one in every:
+            _check_json(one)
         failures = self._call(every)
         while live := [one for one in every if one.reason is None]:
             self._reply(live, version)
@@ -124,10 +127,14 @@ class Conversing(Through):
             samples += of_one
         return samples
 
+    def _drawn(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
+        # The inner engine lies in this process, so that its samples are values.
+        return cast(list[Sample], self.inner.generate(requests, version=version))
+
     def _reply(self, live: Sequence[Conversation], version: int | None) -> None:
         """Adds the model's next reply to each conversation."""
         requests = [one.ask(self._limits.reply) for one in live]
-        samples = here(self.inner.generate(requests, version=version))
+        samples = self._drawn(requests, version)
         replies = texts_of([sample.tokens.tolist() for sample in samples], self._tokenizer, self._end_tokens)
         for one, sample, reply in zip(live, samples, replies, strict=True):
             one.rows[-1].draw(sample)
@@ -185,3 +192,15 @@ class Conversing(Through):
             row.write(tokens, self.inner.version or 0)
         else:
             one.rows.append(Row(prompt or []))
+
+
+def _check_json(one: Conversation) -> None:
+    """Checks that a problem can be sent to a process.
+
+    Raises:
+        EnvError: it cannot be JSON.
+    """
+    try:
+        json.dumps(dict(one.problem))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvError(f"{one.label}: its fields cannot be JSON ({error})") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +13,8 @@ from verl_fn.data.files import has_unknown
 
 from .contract import Message
 from .processes import EnvError
+
+CACHE = 4096
 
 
 class Renderer:
@@ -35,6 +39,8 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, end_tokens: Sequence[int]) -> None:
         self._tokenizer, self._end_tokens = tokenizer, frozenset(end_tokens)
+        # Conversations of a group begin alike, and many go on alike.
+        self._rendered = functools.lru_cache(CACHE)(self._render)
         if tokenizer.chat_template is None:
             raise EnvError(
                 "env.name needs chat messages, and the tokenizer has no chat template; take a model folder with "
@@ -92,6 +98,10 @@ class Renderer:
                 )
 
     def _tokens(self, messages: Sequence[Message], generation_prompt: bool = False) -> list[int]:
+        return list(self._rendered(json.dumps(list(messages)), generation_prompt))
+
+    def _render(self, conversation: str, generation_prompt: bool) -> list[int]:
+        messages = json.loads(conversation)
         try:
             return chat_tokens(self._tokenizer, messages, generation_prompt=generation_prompt)
         except ModelError as error:

@@ -38,6 +38,11 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
     """
     data = plan.data
     _check_device(plan)
+    if plan.env.name and ranks.torchrun_size() > 1:
+        raise ConfigError(
+            "env.name: under torchrun every rank would talk to environments of its own, which may answer "
+            "differently; set driver.kind=ray"
+        )
     check_ranks(plan, ranks.training_ranks(plan))
     if plan.trainer.stop_at is not None and data.train_files and not data.val_files:
         raise ConfigError("trainer.stop_at needs held-out problems; set data.val_files")

@@ -217,15 +217,14 @@ def compare_rows(returned: Batch, learned: Batch, step: int, asked: int) -> Repo
     mask = learned["response_mask"].bool()
     lags = (step - learned["versions"])[mask].double()
     tokens = int(mask.sum())
-    returned_tokens = int(returned["response_mask"].bool().sum())
     report: Report = {
         "rollout/rows_learned": len(learned),
         "rollout/rows_dropped/engine": asked - len(returned),
         "rollout/rows_dropped/algorithm": len(returned) - len(learned),
         "rollout/tokens_learned": tokens,
-        "rollout/tokens_dropped/algorithm": returned_tokens - tokens,
+        "rollout/tokens_dropped/algorithm": int(returned["response_mask"].bool().sum()) - tokens,
     }
-    if "conversation" in returned:
+    if "conversation" in returned and "conversation" in learned:
         report |= _of_conversations(returned, learned, report)
     if tokens:
         lag = {"mean": lags.mean(), "min": lags.min(), "max": lags.max()}
