@@ -66,7 +66,9 @@ def reinforce(options: Reinforce) -> Any:
     from verl_fn.algorithms.rejection import RejectionState
     from verl_fn.config import Role
 
-    loss = steps.reinforce()
+    @steps.loss(needs=["logprobs"])
+    def policy_gradient(outputs, batch):
+        return -batch["advantages"] * outputs.logprobs, {}
 
     def init(states, key):
         return RejectionState(states["actor"], key, step=0)
@@ -77,7 +79,7 @@ def reinforce(options: Reinforce) -> Any:
     def learn(state, experience, w):
         batch = w.call(group_baseline, experience.batch, options.baseline)
         batch = w.call(steps.aggregate, batch, "token-mean")
-        grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, loss)
+        grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, policy_gradient)
         actor, more = w.trainers["actor"].apply_update(state.actor, grads)
         report = {name: metric.value for name, metric in (w.get(metrics) | w.get(more)).items()}
         report["critic/score/mean"] = w.get(w.call(mean_score, batch))

@@ -13,7 +13,7 @@ PROBLEM = {"prompt": "2+3?", "answer": "5", "id": 0, "data_source": "s", "extra_
 
 @pytest.fixture(scope="module")
 def run():
-    return EnvProcesses("talkers.py:Talker", timeout=0.5, num_workers=2, folder=FOLDER)
+    return EnvProcesses("talkers.py:Talker", timeout=3.0, num_workers=2, folder=FOLDER)
 
 
 def begun(run, count):
@@ -39,7 +39,7 @@ def test_what_fails_fails_alone_and_the_others_are_repeated(run):
     jobs = begun(run, 6)
     jobs, before = replied(run, jobs, *"abcdef")
     jobs, results = replied(run, jobs, "hang", "crash", "go", "raise", "go", "number")
-    assert results[0] == Failure("env_timed_out", "took longer than env.timeout (0.5 s)")
+    assert results[0] == Failure("env_timed_out", "took longer than env.timeout (3 s)")
     assert results[1] == Failure("env_crashed", "ended its process with exit code 3")
     assert "raised KeyError: 'no such tool' (at " in results[3].problem and "talkers.py:" in results[3].problem
     assert results[5].problem.startswith("returned 7; it must return a list of messages, each")

@@ -104,8 +104,8 @@ class TaskDialogues:
     def _of(self, problem: Problem) -> Conversation:
         assert self.task.dialogue is not None
         messages = self.task.dialogue(problem)
-        fields = {"id": problem.id, "data_source": problem.data_source, "messages": messages}
-        return Conversation(messages[:-1], messages[-1]["content"], **fields)
+        prompt, answer = messages[:-1], messages[-1]["content"]
+        return Conversation(prompt, answer, id=problem.id, data_source=problem.data_source, messages=messages)
 
 
 def turn_tokens(

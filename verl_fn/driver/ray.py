@@ -79,8 +79,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             cluster.build_all(components)
             reward, ranks = cluster.groups["reward"], cluster.groups["trainer"]
             tokenizer = read_tokenizer(plan.model)
-            # The protocols allow values and handles; a backend accepts the kind that it returns, which types cannot
-            # express.
+            # A backend accepts values or handles, the kind that it returns, which types cannot express.
             w = Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
                 rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", limit),

@@ -14,6 +14,7 @@ import attrs
 
 from verl_fn.errors import UserError
 from verl_fn.rewards.child import Child, GarbledError, environment, garbled, one_line, parsed
+from verl_fn.state import EndReason
 
 SCRIPT = Path(__file__).with_name("worker.py")
 
@@ -48,7 +49,7 @@ class Failure:
         problem: what the environment did.
     """
 
-    reason: str
+    reason: EndReason
     problem: str
 
 
