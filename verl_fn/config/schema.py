@@ -148,7 +148,7 @@ class RolloutConfig:
     val_kwargs: ValConfig = sub(ValConfig)
 
 
-TASK_NAMES = ("count", "reverse", "countdown", "calculator", "guess_number")
+TASK_NAMES = ("count", "reverse", "countdown", "calculator")
 
 
 @attrs.frozen(kw_only=True)

@@ -189,22 +189,6 @@ def _with_calculator(problem: Problem) -> tuple[Mapping[str, Any], ...]:
     return tuple({"role": role, "content": content} for role, content in turns)
 
 
-def _secret(rng: random.Random) -> Problem:
-    # Random letters, which mean nothing, give enough different prompts for a held-out set.
-    return Problem("".join(rng.choice("abcdefg") for _ in range(4)) + ">", str(rng.randint(1, 7)))
-
-
-def _random_guesses(problem: Problem) -> tuple[Mapping[str, Any], ...]:
-    rng, secret = random.Random(problem.id), int(problem.answer)
-    messages = [{"role": "user", "content": _string_prompt(problem)}]
-    for guess in (rng.randint(1, 7) for _ in range(3)):
-        messages.append({"role": "assistant", "content": str(guess)})
-        if guess == secret:
-            break
-        messages.append({"role": "user", "content": "h" if guess < secret else "l"})
-    return tuple(messages[:-1] if messages[-1]["role"] == "user" else messages)
-
-
 def _exactly(problem: Problem, response: str) -> float:
     return float(response == problem.answer)
 
@@ -220,6 +204,5 @@ TASKS = {
         Task("reverse", "abcdefgh>", _reverse, _by_overlap, 9, 8),
         Task("countdown", "0123456789,+-*>", _countdown, _score_countdown, 7, 3),
         Task("calculator", "0123456789*=?", _product, _exactly, 5, 4, _with_calculator),
-        Task("guess_number", "1234567hl>abcdefg", _secret, _exactly, 5, 1, _random_guesses),
     )
 }
