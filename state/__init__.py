@@ -11,16 +11,33 @@ from .node import DonatedError, Named, Node, mapping, named, node, static
 from .outputs import PER_ROW, TokenOutputs
 from .ownership import divided, divisible, donate, is_donated, joined, owned, owned_parts, spare, taken
 from .ragged import Ragged
-from .rollout import FinishReason, Request, Sample, Sampling, check_ids, pack, requests_for, unpack
+from .rollout import (
+    END_REASONS,
+    FAILURES,
+    EndReason,
+    FinishReason,
+    Outcome,
+    Request,
+    Sample,
+    Sampling,
+    check_ids,
+    conversations,
+    pack,
+    requests_for,
+    unpack,
+)
 from .split import Split, deal, groups_of, split_by_count, split_by_tokens
 from .train import Buffers, Grads, Params, Slots, TrainState, sum_of_squares
 from .tree import snapshot
 
 __all__ = [
+    "END_REASONS",
+    "FAILURES",
     "PER_ROW",
     "Batch",
     "Buffers",
     "DonatedError",
+    "EndReason",
     "FinishReason",
     "FrozenDict",
     "Grads",
@@ -33,6 +50,7 @@ __all__ = [
     "Named",
     "Node",
     "NotDifferentiable",
+    "Outcome",
     "Params",
     "Ragged",
     "Request",
@@ -47,6 +65,7 @@ __all__ = [
     "Weighted",
     "check_ids",
     "concatenate",
+    "conversations",
     "deal",
     "divided",
     "divisible",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import typing
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -17,6 +18,11 @@ from .batch import Batch
 from .key import Key
 
 FinishReason: TypeAlias = Literal["stop", "length"]
+
+EndReason: TypeAlias = Literal["done", "turn_limit", "length", "env_timed_out", "env_crashed"]
+END_REASONS: tuple[EndReason, ...] = typing.get_args(EndReason)
+"""Why a conversation ended: by the environment, at its limit of turns or of tokens, or by a failure."""
+FAILURES: tuple[EndReason, ...] = ("env_timed_out", "env_crashed")
 
 
 def _token_ids(prompt: Any) -> tuple[int, ...]:
@@ -81,9 +87,10 @@ class Request:
 
     Attributes:
         id: identifies the prompt; its samples have the same id.
-        prompt: token ids.
-        sampling: how responses are drawn.
+        prompt: token ids. Empty where an environment begins the conversation.
+        sampling: how responses are drawn; of a conversation, ``max_tokens`` limits all that follows the prompt.
         key: the key of this request; sample i draws from ``key.fold_in(i)``.
+        problem: what an environment begins the conversation with, as values of JSON.
 
     Raises:
         ArgumentError: the prompt is not a sequence of integers.
@@ -93,6 +100,7 @@ class Request:
     prompt: tuple[int, ...] = attrs.field(converter=_token_ids)
     sampling: Sampling
     key: Key
+    problem: Mapping[str, Any] | None = None
 
 
 def requests_for(
@@ -142,6 +150,26 @@ def check_ids(ids: Sequence[int]) -> None:
         )
 
 
+@attrs.frozen
+class Outcome:
+    """What became of a conversation with an environment.
+
+    Attributes:
+        conversation: its number among the conversations of the request. A conversation whose chat template rewrites
+            earlier messages has several rows, which follow each other.
+        reason: why it ended.
+        score: the environment's reward; 0 unless the environment ended it.
+        acc: how right it was, from 0 to 1; 0 unless the environment ended it.
+        turns: the model's replies.
+    """
+
+    conversation: int
+    reason: EndReason
+    score: float
+    acc: float
+    turns: int
+
+
 @attrs.frozen(eq=False)
 class Sample:
     """One response.
@@ -159,6 +187,7 @@ class Sample:
         finish_reason: ``stop`` if the response ended by itself, ``length`` if it was cut off.
         temperature: the trainer divides logits by it; 1 for greedy responses.
         near_ties: the number of draws so close to a boundary that rounding could change them.
+        outcome: of the conversation that this is a row of; None without an environment.
     """
 
     request: int
@@ -172,6 +201,7 @@ class Sample:
     finish_reason: FinishReason
     temperature: float = 1.0
     near_ties: int = 0
+    outcome: Outcome | None = None
 
 
 def pack(samples: Sequence[Sample]) -> Batch:
@@ -180,10 +210,11 @@ def pack(samples: Sequence[Sample]) -> Batch:
     Per-token fields are ``response_mask``, ``rollout_log_probs``, ``versions`` (-1 on the prompt) and, where any
     sample has ``full_log_probs``, ``rollout_full_log_probs``. Per-row fields are ``group`` (the request's id),
     ``prompt_length``, ``temperature``, ``finished`` (1 if the response ended by itself), ``version`` (the oldest of
-    the row) and ``near_ties``.
+    the row) and ``near_ties``. Rows of conversations also have ``conversation``, ``env_end`` (the place of the reason
+    in ``END_REASONS``), ``env_score``, ``env_acc`` and ``env_turns``.
 
     Raises:
-        ValueError: there are no samples.
+        ValueError: there are no samples, or only some of them are of conversations.
 
     Example:
         >>> one = Sample(7, 0, torch.tensor([5]), torch.tensor([6, 2]), torch.tensor([-0.5, -0.1]), None,
@@ -210,7 +241,7 @@ def pack(samples: Sequence[Sample]) -> Batch:
     if any(s.full_log_probs is not None for s in samples):
         full = [s.log_probs if s.full_log_probs is None else s.full_log_probs for s in samples]
         fields["rollout_full_log_probs"] = after(full)
-    return (
+    batch = (
         Batch.from_rows(rows)
         .with_tokens(**fields)
         .with_rows(
@@ -222,6 +253,48 @@ def pack(samples: Sequence[Sample]) -> Batch:
             near_ties=torch.tensor([s.near_ties for s in samples]),
         )
     )
+    outcomes = [s.outcome for s in samples if s.outcome is not None]
+    if len(outcomes) not in (0, len(samples)):
+        raise ValueError(f"{len(outcomes)} of {len(samples)} samples are of conversations; pack them by themselves")
+    return batch.with_rows(**_outcome_fields(outcomes)) if outcomes else batch
+
+
+def _outcome_fields(outcomes: Sequence[Outcome]) -> dict[str, Tensor]:
+    return {
+        "conversation": torch.tensor([o.conversation for o in outcomes]),
+        "env_end": torch.tensor([END_REASONS.index(o.reason) for o in outcomes]),
+        "env_score": torch.tensor([o.score for o in outcomes], dtype=torch.float32),
+        "env_acc": torch.tensor([o.acc for o in outcomes], dtype=torch.float32),
+        "env_turns": torch.tensor([o.turns for o in outcomes]),
+    }
+
+
+def _outcomes(batch: Batch) -> list[Outcome | None]:
+    """Returns the outcome of each row's conversation; None for each row without."""
+    if "conversation" not in batch:
+        return [None] * len(batch)
+    names = ("conversation", "env_end", "env_score", "env_acc", "env_turns")
+    columns = zip(*(batch[name].tolist() for name in names), strict=True)
+    return [Outcome(number, END_REASONS[end], score, acc, turns) for number, end, score, acc, turns in columns]
+
+
+def conversations(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Returns for each row the number of its conversation in the batch, and for each conversation its last row.
+
+    Without the field ``conversation``, each row is one.
+
+    Example:
+        >>> rows = {"group": [4, 4, 4, 9], "conversation": [0, 0, 1, 0]}
+        >>> [t.tolist() for t in conversations(Batch.from_rows([[1]] * 4, per_row=rows))]
+        [[0, 0, 1, 2], [1, 2, 3]]
+    """
+    rows = torch.arange(len(batch))
+    if "conversation" not in batch:
+        return rows, rows
+    names = torch.stack([batch["group"], batch["conversation"]], 1)
+    begins = torch.ones(len(batch), dtype=torch.bool)
+    begins[1:] = (names[1:] != names[:-1]).any(1)
+    return begins.cumsum(0) - 1, torch.cat([rows[begins][1:] - 1, rows[-1:]])
 
 
 def unpack(batch: Batch) -> list[Sample]:
@@ -241,8 +314,8 @@ def unpack(batch: Batch) -> list[Sample]:
     rows = [batch[name].tolist() for name in ("group", "finished", "temperature", "near_ties")]
     counts: Counter[int] = Counter()
     samples = []
-    for start, (tokens, log_probs, mask, versions, uncut), (group, finished, temperature, near_ties) in zip(
-        starts, parts, zip(*rows, strict=True), strict=True
+    for start, (tokens, log_probs, mask, versions, uncut), (group, finished, temperature, near_ties), outcome in zip(
+        starts, parts, zip(*rows, strict=True), _outcomes(batch), strict=True
     ):
         samples.append(
             Sample(
@@ -257,6 +330,7 @@ def unpack(batch: Batch) -> list[Sample]:
                 finish_reason="stop" if finished else "length",
                 temperature=temperature,
                 near_ties=near_ties,
+                outcome=outcome,
             )
         )
         counts[group] += 1

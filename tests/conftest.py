@@ -22,7 +22,7 @@ from warm_python import warm_python
 # Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist.
 SHARED = {
     "Ray": [
-        *("batches_benchmark", "clusters", "failures", "groups"),
+        *("batches_benchmark", "clusters", "environments", "failures", "groups"),
         *("overlap", "private_ray", "ray_driver", "restarts", "turns", "weight_sync_benchmark"),
     ],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "weight_sync"],

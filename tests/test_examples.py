@@ -5,6 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from verl_fn.cli import main
+from verl_fn.data.conversations import TaskDialogues
+from verl_fn.data.tasks import TASKS, Problem
+from verl_fn.environments import Done
+from verl_fn.runs.logs import read_metrics
+from verl_fn.state import Key
 from verl_fn.testing import check_advantage, check_loss
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -26,6 +32,43 @@ def test_the_parts_of_the_custom_algorithm_obey_the_laws():
     example = load("custom_algorithm")
     check_loss(example.imitate)
     check_advantage(example.best_of_group)
+
+
+def test_dialogues_to_imitate_are_what_the_environment_says():
+    """And end where it ends the conversation, right ones with a reward of 1."""
+    environment, task = load("calculator").Calculator, TASKS["calculator"]
+    rewards = []
+    for problem in TaskDialogues(task).train(Key.from_seed(0), 0, 50):
+        plain = task.train(Key.from_seed(0), problem.id, 1)[0]
+        one = environment()
+        heard, messages = one.reset(plain), list(problem.messages)
+        while heard:
+            assert [messages.pop(0)] == heard
+            heard = one.step(messages.pop(0)["content"])
+            if isinstance(heard, Done):
+                rewards.append(heard.reward)
+                heard = None
+        assert messages == [] and (rewards[-1] == 1.0) == (problem.answer == plain.answer)
+    assert {0.0, 1.0} == set(rewards)
+
+
+def test_calls_that_cannot_be_read():
+    calculator = load("calculator").Calculator()
+    calculator.reset(Problem("3*4", "12"))
+    assert calculator.step("=3+4")[0]["content"] == calculator.step('={"a": 3')[0]["content"] == "?"
+    assert calculator.step("") == Done(0.0) and calculator.step("12") == Done(1.0)
+
+
+def test_an_environment_a_reward_and_an_algorithm_in_one_file_learn(tmp_path, monkeypatch):
+    assert len((EXAMPLES / "custom_environment.py").read_text().splitlines()) < 100
+    monkeypatch.chdir(EXAMPLES.parent)
+    settings = [f"trainer.dir={tmp_path}", "trainer.total_training_steps=12", "driver.device=cpu", "data.val_size=8"]
+    settings += ["data.train_batch_size=6"]
+    assert main(["train", "recipes/letters.toml", *settings, "--quiet"]) == 0
+    rows = [row for row in read_metrics(tmp_path) if row["step"]]
+    scores = [row["critic/score/mean"] for row in rows]
+    assert sum(scores[-3:]) / 3 > sum(scores[:3]) / 3 + 0.03
+    assert all(row["env/turns/mean"] > 1.0 and row["rollout/rows_asked"] == 96 for row in rows)
 
 
 def test_updates_compare_and_nothing_is_mutated():

@@ -12,8 +12,11 @@ from verl_fn.backends.whole_folder import written_whole
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIALS = (PAD, BOS, EOS, UNK)
-# The simplest prompt of chat messages: the content of each on a line of its own.
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] + '\n' }}{% endfor %}"
+# The simplest conversation: the content of each message, with a line break, or eos where the assistant has ended.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ message['content'] + (eos_token if message['role'] == 'assistant' else '\n') }}{% endfor %}"
+)
 DIMENSIONS = (
     "hidden_size",
     "num_hidden_layers",

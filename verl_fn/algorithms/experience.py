@@ -6,14 +6,27 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import attrs
 import torch
 
-from verl_fn.backends.protocol import Ref, Sampling, TrainBackend, where_used
+from verl_fn.backends.protocol import Ref, TrainBackend, where_used
 from verl_fn.config.aggregation import Aggregation
 from verl_fn.config.algorithms import PolicyOptimization
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
-from verl_fn.state import Batch, Key, Metrics, Sample, TokenOutputs, pack, requests_for
+from verl_fn.state import (
+    END_REASONS,
+    FAILURES,
+    Batch,
+    Key,
+    Metrics,
+    Request,
+    Sample,
+    Sampling,
+    TokenOutputs,
+    pack,
+    requests_for,
+)
 from verl_fn.steps import AdaptiveKL, FixedKL, Loss, aggregate, aggregate_rows, apply_kl_in_reward, scan
 
 from .contract import Experience
@@ -58,6 +71,8 @@ def respond(
 ) -> Any:
     """Returns the batch of the engine's responses to ``problems``, or a reference to it.
 
+    Conversations whose environment failed are left out.
+
     Args:
         sampling: how they are drawn.
         key: draws are a function of it and of the problems' ids.
@@ -66,11 +81,38 @@ def respond(
         score: ask the workers' reward.
         phase: the name of the time in which the engine draws.
     """
-    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
-    requests = requests_for(prompts, sampling, key, [problem.id for problem in problems])
+    requests = requests_of(problems, w, sampling, key)
     samples = clock.run(phase, w.rollout.generate, requests, version=version)
     batch = w.call(packed, samples)
-    return clock.run("reward", w.reward, batch, problems) if score else batch
+    if score:
+        batch = clock.run("reward", w.reward, batch, problems)
+    return w.call(without_failures, batch) if w.converses else batch
+
+
+def requests_of(problems: Sequence[Problem], w: Workers, sampling: Sampling, key: Key) -> list[Request]:
+    """Returns the requests for responses to problems, or for conversations where there is an environment."""
+    ids = [problem.id for problem in problems]
+    if not w.converses:
+        return requests_for(encode_prompts(problems, w.tokenizer, w.max_prompt_length), sampling, key, ids)
+    requests = requests_for([()] * len(ids), sampling, key, ids)
+    fields = ("prompt", "answer", "id", "data_source", "extra_info")
+    return [
+        attrs.evolve(request, problem={name: getattr(problem, name) for name in fields})
+        for request, problem in zip(requests, problems, strict=True)
+    ]
+
+
+@where_used
+def without_failures(batch: Batch) -> Batch:
+    """Returns the rows of conversations whose environment did not fail, since the others have no reward.
+
+    Example:
+        >>> ends = [END_REASONS.index(reason) for reason in ("done", "env_crashed", "length")]
+        >>> without_failures(Batch.from_rows([[1], [2], [3]], per_row={"env_end": ends})).tokens.tolist()
+        [1, 3]
+    """
+    failures = torch.tensor([END_REASONS.index(reason) for reason in FAILURES])
+    return batch.take((~torch.isin(batch["env_end"], failures)).nonzero()[:, 0])
 
 
 @where_used

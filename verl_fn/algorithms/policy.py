@@ -10,7 +10,7 @@ import attrs
 
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
-from verl_fn.config.catalogue import TOKEN_BASELINES
+from verl_fn.config.catalogue import GROUP_ESTIMATORS, TOKEN_BASELINES
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.state import Batch, Key, TokenOutputs
 from verl_fn.steps import (
@@ -46,6 +46,8 @@ from verl_fn.steps import (
     select_kl_cov,
     tir_optimal_token_baseline,
 )
+
+from .by_conversation import by_conversation
 
 
 def policy_loss(options: PolicyOptimization) -> Loss:
@@ -150,7 +152,10 @@ def estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
     Raises:
         ConfigError: ``adv_estimator`` refers to an object that cannot be called.
     """
-    return corrected(_estimator(options), options)
+    estimate = _estimator(options)
+    if options.adv_estimator in GROUP_ESTIMATORS and options.adv_estimator not in TOKEN_BASELINES:
+        estimate = functools.partial(by_conversation, estimate=estimate)
+    return corrected(estimate, options)
 
 
 def corrected(estimate: Callable[[Batch], Batch], options: PolicyOptimization) -> Callable[[Batch], Batch]:

@@ -69,7 +69,8 @@ def with_baselines(batch: Batch, greedy: Batch) -> Batch:
     groups = batch["group"].tolist()
     if lacking := [group for group in groups if group not in baselines]:
         raise ValueError(
-            f"the rollout engine gave no greedy response to problem {lacking[0]}, so its responses have no baseline"
+            f"there is no greedy response to problem {lacking[0]}, so its responses have no baseline: the rollout "
+            "engine gave none, or its environment failed"
         )
     values = torch.tensor([baselines[group] for group in groups], dtype=greedy["score"].dtype)
     return batch.with_rows(reward_baselines=values)

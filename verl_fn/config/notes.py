@@ -13,8 +13,9 @@ from .catalogue import CLIPPED, SCALED_BY_STD, TOKEN_BASELINES
 from .fields import ConfigError
 from .lag import corrected
 from .loading import elsewhere, load, raw_table, to_table
-from .plan import outline, role_names, uses_critic
+from .plan import outline, role_names
 from .preferences import DPO, OF_LOSS_TYPE
+from .roles import uses_critic
 from .schema import AlgorithmTable, Config
 from .tables import flat
 
@@ -184,6 +185,8 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     for name in ("prompt_key", "filter_overlong_prompts"):
         yield f"data.{name}", bool(data.train_files or data.val_files), "without data.train_files"
     yield "data.shuffle", bool(data.train_files), "without data.train_files"
+    for name in ("max_turns", "max_turn_length", "timeout", "num_workers", "variables"):
+        yield f"env.{name}", bool(cfg.env.name), "without env.name"
     for name in ("weights", "num_workers", "env"):
         yield f"reward.{name}", bool(reward.functions), "without reward.functions"
     yield "reward.timeout", reward.by_user, "without reward.functions or reward.url"

@@ -17,12 +17,13 @@ from .fields import ConfigError
 from .lag import check_lag, corrected
 from .loading import to_table
 from .names import absolute, is_reference, load_object
-from .roles import LearnsFrom, Outline, Role
+from .roles import LearnsFrom, Outline, Role, uses_critic
 from .schema import (
     ActorConfig,
     Config,
     DataConfig,
     DriverConfig,
+    EnvConfig,
     FsdpConfig,
     MegatronConfig,
     NewModelConfig,
@@ -156,7 +157,7 @@ class Plan:
         rollout: the engine that samples.
         model: the folder of the policy's model, which also has the tokenizer.
         new_model: sizes of the random model to make in ``model`` first; None for an existing model.
-        trainer, data, reward, driver, ray: the tables of the config.
+        trainer, data, env, reward, driver, ray: the tables of the config.
         code: references to the user's own objects; workers check that they all have the same source.
         table: the config with absolute paths, as nested tables; the run's folder stores it.
     """
@@ -172,6 +173,7 @@ class Plan:
     new_model: NewModelConfig | None
     trainer: TrainerConfig
     data: DataConfig
+    env: EnvConfig
     reward: RewardConfig
     driver: DriverConfig
     ray: RayConfig
@@ -220,6 +222,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         new_model=None if cfg.model.path else cfg.model.new,
         trainer=cfg.trainer,
         data=d,
+        env=cfg.env,
         reward=cfg.reward,
         driver=cfg.driver,
         ray=cfg.ray,
@@ -303,6 +306,7 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
         data=attrs.evolve(d, train_files=tuple(map(path, d.train_files)), val_files=tuple(map(path, d.val_files))),
         model=attrs.evolve(cfg.model, path=path(cfg.model.path)),
         critic=attrs.evolve(cfg.critic, path=cfg.critic.path and path(cfg.critic.path)),
+        env=attrs.evolve(cfg.env, name=absolute(cfg.env.name, folder)),
         reward=attrs.evolve(cfg.reward, functions=tuple(absolute(f, folder) for f in cfg.reward.functions)),
         ray=attrs.evolve(cfg.ray, runtime_env=path(cfg.ray.runtime_env)),
         algorithm=attrs.evolve(
@@ -325,16 +329,6 @@ def _table(cfg: Config, roles: Mapping[str, Role], name: str) -> tuple[str, Acto
     actor = cfg.actor
     layout = attrs.evolve(cfg.critic, strategy=actor.strategy, fsdp_config=actor.fsdp_config, megatron=actor.megatron)
     return "critic", layout
-
-
-def uses_critic(name: str, role: Role) -> bool:
-    """Returns whether the settings of a role are those of the critic's table.
-
-    Example:
-        >>> uses_critic("critic", Role(head="value")), uses_critic("actor", Role(head="value"))
-        (True, False)
-    """
-    return name != "actor" and role.head == "value"
 
 
 def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:

@@ -72,3 +72,13 @@ def one_a_step(role: str, prompts: int, steps: int) -> int:
         100
     """
     return steps
+
+
+def uses_critic(name: str, role: Role) -> bool:
+    """Returns whether the settings of a role are those of the critic's table.
+
+    Example:
+        >>> uses_critic("critic", Role(head="value")), uses_critic("actor", Role(head="value"))
+        (True, False)
+    """
+    return name != "actor" and role.head == "value"

@@ -11,6 +11,7 @@ from attrs.validators import ge, gt, in_, le
 from .algorithms import PPO, OverlongBuffer
 from .fields import MOST, ConfigError, all_or_some, each_below_one, each_in, free, opt, paths, sub
 from .judging import PATTERN, PROMPT, has_a_group, has_response, is_address
+from .names import is_reference
 
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
 
@@ -148,11 +149,18 @@ class RolloutConfig:
     val_kwargs: ValConfig = sub(ValConfig)
 
 
+TASK_NAMES = ("count", "reverse", "countdown", "calculator")
+
+
 @attrs.frozen(kw_only=True)
 class DataConfig:
     """The problems."""
 
-    task: str = opt("reverse", "generated task, used if train_files is empty", in_(("count", "reverse", "countdown")))
+    task: str = opt(
+        "reverse",
+        "generated task, used if train_files is empty",
+        in_(TASK_NAMES),
+    )
     train_files: tuple[str, ...] = paths((), "parquet or JSONL files in verl's RL columns; they replace the task")
     val_files: tuple[str, ...] = paths((), "files of held-out problems, in the same format")
     train_batch_size: int = opt(256, "prompts per step", ge(1))
@@ -160,7 +168,9 @@ class DataConfig:
         None, "most held-out problems; by default all of data.val_files, or 512 of a generated task", ge(1)
     )
     max_prompt_length: int = opt(512, "longest prompt in tokens", ge(1))
-    max_response_length: int = opt(16, "longest response in tokens, including the end token", ge(1))
+    max_response_length: int = opt(
+        16, "longest response in tokens, including the end token; with env.name, all that follows the prompt", ge(1)
+    )
     prompt_key: str = opt("prompt", "the files' column of prompts, which are chat messages or strings")
     filter_overlong_prompts: bool = opt(False, "leave out prompts that are too long; otherwise they end the run")
     shuffle: bool = opt(True, "draw a new order of the files' rows in every epoch")
@@ -211,6 +221,20 @@ class RewardConfig:
     def by_user(self) -> bool:
         """Returns whether the user's functions or a judge score, and not the rule of the data source."""
         return bool(self.functions or self.url)
+
+
+@attrs.frozen(kw_only=True)
+class EnvConfig:
+    """The environment that the policy talks to in several turns."""
+
+    name: str = paths("", "class as FILE.py:NAME or MODULE:NAME; if empty, a response ends a problem")
+    max_turns: int = opt(8, "most replies of a conversation", ge(1), le(10_000))
+    max_turn_length: int | None = opt(
+        None, "longest reply in tokens, with its end token; by default data.max_response_length", ge(1)
+    )
+    timeout: float = opt(30.0, "seconds that one call of the environment may take", gt(0), le(MOST))
+    num_workers: int = opt(1, "processes with environments beside each rollout engine", ge(1), le(4096))
+    variables: tuple[str, ...] = opt((), "environment variables that these processes get, such as the key of an API")
 
 
 @attrs.frozen(kw_only=True)
@@ -339,6 +363,7 @@ class Config:
     actor: ActorConfig = sub(ActorConfig)
     critic: CriticConfig = sub(CriticConfig)
     rollout: RolloutConfig = sub(RolloutConfig)
+    env: EnvConfig = sub(EnvConfig)
     reward: RewardConfig = sub(RewardConfig)
     driver: DriverConfig = sub(DriverConfig)
     ray: RayConfig = sub(RayConfig)
@@ -346,6 +371,8 @@ class Config:
     def __attrs_post_init__(self) -> None:
         reward, data, validation = self.reward, self.data, self.rollout.val_kwargs
         self._check_engine()
+        if self.env.name and not is_reference(self.env.name):
+            raise ConfigError(f"env.name is {self.env.name!r}; it must be a class as FILE.py:NAME or MODULE:NAME")
         if reward.weights and len(reward.weights) != len(reward.functions):
             raise ConfigError(
                 f"reward.weights has {len(reward.weights)} values for the {len(reward.functions)} of reward.functions"

@@ -11,7 +11,8 @@ import attrs
 from verl_fn.backends.hf.chat import chat_tokens
 from verl_fn.data.columns import Messages, check_turns, extra_info_of, prompt_of, source_of
 from verl_fn.data.rows import DataError, read_rows
-from verl_fn.data.tasks import Problem
+from verl_fn.data.tasks import Problem, Task
+from verl_fn.state import Key
 
 MESSAGES = "messages"
 
@@ -62,6 +63,49 @@ def read_conversations(files: Sequence[str | Path]) -> tuple[Conversation, ...]:
                 )
             )
     return tuple(problems)
+
+
+@attrs.frozen(eq=False)
+class TaskDialogues:
+    """A generated task whose conversations are learned from; held-out problems are those of the task.
+
+    Attributes:
+        task: has a ``dialogue``.
+        max_row: tokens of the longest conversation, with a line break, end or begin token for each message.
+
+    Example:
+        >>> from verl_fn.data.tasks import TASKS
+        >>> problem = TaskDialogues(TASKS["calculator"]).train(Key.from_seed(0), 0, 1)[0]
+        >>> [message["content"] for message in problem.messages]
+        ['78*97', '=78*97', '7566', '7566']
+    """
+
+    task: Task
+
+    @property
+    def max_prompt(self) -> int:
+        """Returns the length of the task's longest prompt."""
+        return self.task.max_prompt
+
+    @property
+    def max_row(self) -> int:
+        """Returns an upper limit of the tokens of a conversation."""
+        longest = max(self.task.max_prompt, self.task.max_answer) + 2
+        return max(len(one.messages) for one in self.train(Key.from_seed(0), 0, 64)) * longest
+
+    def train(self, key: Key, start: int, count: int) -> tuple[Conversation, ...]:
+        """Returns the conversations of the task's problems ``start`` to ``start + count``."""
+        return tuple(self._of(problem) for problem in self.task.train(key, start, count))
+
+    def held_out(self, count: int | None) -> tuple[Problem, ...]:
+        """Returns the task's held-out problems, which an evaluation lets the model talk about."""
+        return self.task.held_out(count)
+
+    def _of(self, problem: Problem) -> Conversation:
+        assert self.task.dialogue is not None
+        messages = self.task.dialogue(problem)
+        prompt, answer = messages[:-1], messages[-1]["content"]
+        return Conversation(prompt, answer, id=problem.id, data_source=problem.data_source, messages=messages)
 
 
 def turn_tokens(

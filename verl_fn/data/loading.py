@@ -10,7 +10,7 @@ import attrs
 
 from verl_fn.config.roles import LearnsFrom
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.conversations import MESSAGES, read_conversations
+from verl_fn.data.conversations import MESSAGES, TaskDialogues, read_conversations
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import FileData, encode_prompts, read_problems
 from verl_fn.data.judged import Judged, TaskPairs
@@ -27,6 +27,8 @@ def task_data(task: Task, learns_from: LearnsFrom) -> Source:
         >>> task_data(TASKS["count"], "pairs").held_out(1)[0].chosen
         ('a',)
     """
+    if learns_from == "answers" and task.dialogue is not None:
+        return TaskDialogues(task)
     return TaskPairs(task) if learns_from in ("pairs", "labels") else task
 
 

@@ -80,6 +80,7 @@ class Task:
         make: draws a problem.
         score: returns the reward of a response, 1.0 for a correct one.
         max_prompt, max_answer: length of the longest prompt and answer, in characters.
+        dialogue: for a task that an environment is needed for, a problem's conversation to imitate.
 
     Example:
         >>> task = TASKS["reverse"]
@@ -94,6 +95,7 @@ class Task:
     score: Callable[[Problem, str], float]
     max_prompt: int
     max_answer: int
+    dialogue: Callable[[Problem], tuple[Mapping[str, Any], ...]] | None = None
 
     def train(self, key: Key, start: int, count: int) -> tuple[Problem, ...]:
         """Returns training problems ``start`` to ``start + count`` of the stream that ``key`` names."""
@@ -181,6 +183,28 @@ def _score_countdown(problem: Problem, response: str) -> float:
     return 1.0 if _OPERATIONS[match[2]](int(match[1]), int(match[3])) == int(target) else 0.1
 
 
+def _product(rng: random.Random) -> Problem:
+    a, b = rng.randint(2, 99), rng.randint(2, 99)
+    return Problem(f"{a}*{b}", str(a * b))
+
+
+def _with_calculator(problem: Problem) -> tuple[Mapping[str, Any], ...]:
+    question = _string_prompt(problem)
+    if problem.id % 4:  # a model that mostly gives up learns by reward to ask
+        return ({"role": "user", "content": question}, {"role": "assistant", "content": "?"})
+    turns = (
+        ("user", question),
+        ("assistant", f"={question}"),
+        ("tool", problem.answer),
+        ("assistant", problem.answer),
+    )
+    return tuple({"role": role, "content": content} for role, content in turns)
+
+
+def _exactly(problem: Problem, response: str) -> float:
+    return float(response == problem.answer)
+
+
 def _by_overlap(problem: Problem, response: str) -> float:
     return overlap(problem.answer, response)
 
@@ -191,5 +215,6 @@ TASKS = {
         Task("count", "0123456789>abcdefghi", _count, _by_overlap, 4, 9),
         Task("reverse", "abcdefgh>", _reverse, _by_overlap, 9, 8),
         Task("countdown", "0123456789,+-*>", _countdown, _score_countdown, 7, 3),
+        Task("calculator", "0123456789*=?", _product, _exactly, 5, 4, _with_calculator),
     )
 }

@@ -17,7 +17,7 @@ import attrs
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
-from verl_fn.config.schema import DriverConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
+from verl_fn.config.schema import DriverConfig, EnvConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
 from verl_fn.steps import Optimizer, Schedule, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
 
 from .ranks import device
@@ -62,7 +62,10 @@ def make_model_folder(plan: Plan) -> None:
     from verl_fn.backends.hf.new_model import new_model
     from verl_fn.data.tasks import TASKS
 
-    settings = attrs.asdict(plan.new_model) | {"chars": TASKS[plan.data.task].alphabet, "seed": plan.trainer.seed}
+    task = TASKS[plan.data.task]
+    settings = attrs.asdict(plan.new_model) | {"chars": task.alphabet, "seed": plan.trainer.seed}
+    if plan.env.name or task.dialogue is not None:
+        settings |= {"chat_template": True}
     folder = Path(plan.model)
     record = folder / "made_from.json"
     if _made_from(record) == settings:
@@ -191,7 +194,7 @@ def megatron_sizes(megatron: MegatronConfig) -> Sizes:
 
 
 def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
-    """Makes the rollout engine."""
+    """Makes the rollout engine alone."""
     if rollout.name == "sampler":
         from verl_fn.backends.sampler import Sampler
 
@@ -212,6 +215,34 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     )
 
 
+def conversing(plan: RolloutPlan, device: str, env: EnvConfig, folder: str | None = None) -> RolloutBackend:
+    """Makes the rollout engine, and in front of it the environment if ``env.name`` names one.
+
+    Args:
+        plan: the engine's plan.
+        device: ``cpu`` or ``cuda``.
+        env: the config's ``[env]`` table.
+        folder: the folder that the environment's module or file is looked up from, by default the current one.
+
+    Raises:
+        EnvError: the environment cannot be imported, or the chat template cannot be rendered turn by turn.
+    """
+    if not env.name:
+        return rollout(plan, device)
+    from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
+    from verl_fn.environments.engine import Conversing, Limits
+    from verl_fn.environments.processes import EnvProcesses
+    from verl_fn.environments.rendering import Renderer
+
+    tokenizer = read_tokenizer(plan.folder)
+    ends = end_tokens(plan.folder, tokenizer)
+    renderer = Renderer(tokenizer, ends)
+    environments = EnvProcesses(env.name, env.timeout, env.num_workers, folder, env.variables)
+    limits = Limits(env.max_turns, env.max_turn_length or plan.max_response_length, plan.max_prompt_length)
+    engine = rollout(plan, device)
+    return cast(RolloutBackend, Conversing(engine, environments, renderer, tokenizer, ends, limits))
+
+
 def sampling(rollout: RolloutPlan) -> Sampling:
     """Returns the sampling settings of training rollouts."""
     return Sampling(rollout.max_response_length, rollout.temperature, rollout.top_k, rollout.top_p, rollout.n)
@@ -222,22 +253,25 @@ def validation_sampling(validation: ValConfig, max_response_length: int) -> Samp
     return Sampling(max_response_length, validation.temperature, validation.top_k, validation.top_p, validation.n)
 
 
-def reward(table: RewardConfig, model: str, folder: str | None = None, replies: str | None = None) -> Reward:
+def reward(
+    table: RewardConfig, model: str, folder: str | None = None, env: str = "", replies: str | None = None
+) -> Reward:
     """Makes the reward by ``reward.functions``, by a judge, or by the rules of the problems' data sources.
 
     Args:
         table: the config's ``[reward]`` table.
         model: the folder with the tokenizer.
         folder: the folder that the functions' modules and files are looked up from, by default the current one.
+        env: the name of the environment, whose reward takes the place of the rules; empty without one.
         replies: the folder that keeps the judge's replies, if it exists; by default they are not kept.
 
     Raises:
         RewardError: a function cannot be imported or called, or the judge's key is not set.
     """
     from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
-    from verl_fn.rewards import Reward, by_rules
+    from verl_fn.rewards import Reward, by_rules, unscored
 
-    judge: Any = by_rules
+    judge: Any = unscored if env else by_rules
     if table.functions:
         from verl_fn.rewards.functions import RewardFunctions
 

@@ -21,12 +21,13 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
     with ranks.process_group(plan):
         yield Workers(
             trainers={name: build.trainer(role, plan.driver, device) for name, role in plan.roles.items()},
-            rollout=build.rollout(plan.rollout, device),
-            reward=build.reward(plan.reward, plan.model, replies=plan.trainer.dir),
+            rollout=build.conversing(plan.rollout, device, plan.env),
+            reward=build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir),
             tokenizer=tokenizer,
             sampling=build.sampling(plan.rollout),
             max_prompt_length=plan.rollout.max_prompt_length,
             end_tokens=end_tokens(plan.model, tokenizer),
             about=build.libraries(plan.roles.values()),
+            converses=bool(plan.env.name),
             gpu_memory=ranks.gpu_memory(device),
         )

@@ -63,10 +63,11 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             driver = attrs.evolve(plan.driver, device=device)
             limit = plan.rollout.max_restarts
             cluster.start(seats, driver, plan.ray.ranks, plan.code, ["rollout"] if limit else [])
-            # An actor may run in another folder than the driver, whose folder has the user's reward functions.
+            # An actor may run in another folder than the driver, whose folder has the user's own code.
+            env = plan.env.name
             components: list[tuple[Any, ...]] = [
-                ("rollout", "rollout", build.rollout, plan.rollout, device),
-                ("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd(), plan.trainer.dir),
+                ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, os.getcwd()),
+                ("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd(), env, plan.trainer.dir),
             ]
             training = {}
             for name, roles in groups.items():
@@ -79,8 +80,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             cluster.build_all(components)
             reward, ranks = cluster.groups["reward"], cluster.groups["trainer"]
             tokenizer = read_tokenizer(plan.model)
-            # The protocols allow values and handles; a backend accepts the kind that it returns, which types cannot
-            # express.
+            # A backend accepts values or handles, the kind that it returns, which types cannot express.
             w = Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
                 rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", limit),
@@ -89,6 +89,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 sampling=build.sampling(plan.rollout),
                 max_prompt_length=plan.rollout.max_prompt_length,
                 end_tokens=end_tokens(plan.model, tokenizer),
+                converses=bool(plan.env.name),
                 call=cluster.call,
                 get=cluster.get,
                 wait=cluster.wait,

@@ -15,7 +15,8 @@ from typing import Any
 
 import attrs
 
-from verl_fn.rewards.process import GarbledError, RewardProcess, environment, garbled
+from verl_fn.rewards.child import GarbledError, environment, garbled
+from verl_fn.rewards.process import RewardProcess
 from verl_fn.rewards.reward import Answer, RewardError, describe, fingerprint
 from verl_fn.rewards.worker import Judged, Row, late
 
@@ -45,7 +46,7 @@ class RewardFunctions:
         timeout: seconds that one call may take.
         num_workers: processes that share the rows.
         folder: the folder that modules and files are looked up from, by default the current one.
-        env: environment variables that the functions get beside those in ``process.ENVIRONMENT``.
+        env: environment variables that the functions get beside those in ``child.ENVIRONMENT``.
 
     Raises:
         RewardError: a function does not exist or cannot be called with these keywords, or a variable is not set.

@@ -9,11 +9,12 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError
 from verl_fn.rewards.worker import LARGEST, short
-from verl_fn.state import Batch
+from verl_fn.state import Batch, conversations
 from verl_fn.steps.aggregate import last_of_rows
 
 
@@ -71,8 +72,11 @@ class Reward:
         ``token_level_rewards``. The last response token is the last one with ``response_mask`` set, also where a
         tool's output ends the response.
 
+        A conversation with an environment is judged as a whole, and each of its rows has its score: the
+        environment's reward plus the judge's score. ``acc`` is then the environment's.
+
         Args:
-            batch: rows with ``response_mask`` and ``finished``.
+            batch: rows with ``response_mask`` and ``finished``; those of a conversation as ``pack`` makes them.
             problems: what the rows answer. A row's ``group`` is its problem's id, and a problem may have any number
                 of rows; without ``group``, each problem has equally many consecutive rows.
 
@@ -80,14 +84,16 @@ class Reward:
             RewardError: a reward function failed, a number is not finite, or rows differ in their metrics.
             ValueError: a row is of none of the problems, or two problems have one id.
         """
-        rows = zip(
-            problems_of(batch, problems),
-            response_texts(batch, self.tokenizer, self.end_tokens),
-            batch["finished"].tolist(),
-            strict=True,
+        conversation, last = conversations(batch)
+        whole = batch.take(last)
+        texts = response_texts(batch, self.tokenizer, self.end_tokens)
+        judged = zip(
+            problems_of(whole, problems), joined(texts, conversation), whole["finished"].tolist(), strict=True
         )
-        answers = [Answer(problem, text, bool(finished)) for problem, text, finished in rows]
-        fields = _columns(answers, self.judge(answers))
+        answers = [Answer(problem, text, bool(finished)) for problem, text, finished in judged]
+        fields = {name: values[conversation] for name, values in _columns(answers, self.judge(answers)).items()}
+        if "env_score" in batch:
+            fields |= {"score": fields["score"] + batch["env_score"], "acc": batch["env_acc"]}
         if empty := int((batch.sum_rows(batch["response_mask"]) == 0).sum()):
             warnings.warn(
                 f"{empty} of {len(batch)} responses have no token that the model drew; their scores are ignored",
@@ -157,9 +163,44 @@ def fingerprint(string: str) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
+def joined(texts: Sequence[str], conversation: Tensor) -> list[str]:
+    """Joins the texts of each conversation's rows by line breaks.
+
+    Example:
+        >>> joined(["a", "b", "c"], torch.tensor([0, 0, 1]))
+        ['a\\nb', 'c']
+    """
+    parts: dict[int, list[str]] = {}
+    for text, number in zip(texts, conversation.tolist(), strict=True):
+        parts.setdefault(number, []).append(text)
+    return ["\n".join(part) for part in parts.values()]
+
+
 def response_texts(batch: Batch, tokenizer: Any, end_tokens: Sequence[int] = ()) -> list[str]:
-    """Decodes the response of each row, without the end token that it may end with and without special tokens."""
+    """Decodes the response of each row, without the end token that it may end with and without special tokens.
+
+    Of a conversation with an environment these are the model's replies, with line breaks between them.
+    """
     rows = zip(batch.rows(), batch.rows("response_mask"), strict=True)
-    ids = [tokens[mask.bool()].tolist() for tokens, mask in rows]
-    ids = [tokens[:-1] if tokens and tokens[-1] in end_tokens else tokens for tokens in ids]
+    if "conversation" not in batch:
+        return texts_of([tokens[mask.bool()].tolist() for tokens, mask in rows], tokenizer, end_tokens)
+    replies, row_of = [], []
+    for row, (tokens, mask) in enumerate(rows):
+        _, runs = torch.unique_consecutive(mask.bool(), return_counts=True)
+        for part, drawn in zip(tokens.split(runs.tolist()), mask.bool().split(runs.tolist()), strict=True):
+            if drawn[0] or len(runs) == 1:
+                replies.append(part.tolist() if drawn[0] else [])
+                row_of.append(row)
+    return joined(texts_of(replies, tokenizer, end_tokens), torch.tensor(row_of))
+
+
+def texts_of(responses: Sequence[list[int]], tokenizer: Any, end_tokens: Sequence[int] = ()) -> list[str]:
+    """Decodes token ids, without the end token that each may end with and without special tokens.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> texts_of([[4, 5, 2], [5]], char_tokenizer("ab"))
+        ['ab', 'b']
+    """
+    ids = [tokens[:-1] if tokens and tokens[-1] in end_tokens else tokens for tokens in responses]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)

@@ -64,6 +64,16 @@ def by_rules(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     return [_scored(answer) for answer in answers]
 
 
+def unscored(answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Gives each answer the score 0, where an environment alone gives the reward.
+
+    Example:
+        >>> unscored([Answer(Problem("2+3?", "5"), "5 ")])
+        [{'score': 0.0, 'pred': '5'}]
+    """
+    return [{"score": 0.0, "pred": answer.text.strip()} for answer in answers]
+
+
 def gsm8k(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
     """Scores a response by verl's strict GSM8K rule.
 

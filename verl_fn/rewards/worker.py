@@ -49,7 +49,7 @@ Outcome = Judged | str
 
 
 class LoadError(Exception):
-    """Raised for a reward function that cannot be used; the message gives the reason."""
+    """Raised for code of the user that cannot be used; the message gives the reason."""
 
 
 def short(string: str, limit: int = 200) -> str:
@@ -62,19 +62,15 @@ def short(string: str, limit: int = 200) -> str:
     return string if len(string) <= limit else f"{string[: limit // 2]} ... {string[-(limit // 2) :]}"
 
 
-def load(spec: str, folder: str) -> Callable[..., Any]:
-    """Imports a reward function.
-
-    Args:
-        spec: ``module:function`` or ``FILE.py:function``.
-        folder: the folder that modules and files are looked up from.
+def find(spec: str, folder: str, what: str = "function") -> Callable[..., Any]:
+    """Imports ``module:NAME`` or ``FILE.py:NAME``, seen from a folder; ``what`` says in errors what it should be.
 
     Raises:
-        LoadError: there is no such file, module or function, importing it raised, or it takes other parameters.
+        LoadError: there is no such file, module or name, or importing it raised.
     """
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise LoadError(f"{spec!r} is not of the form module:function or FILE.py:function")
+        raise LoadError(f"{spec!r} is not of the form module:{what} or FILE.py:{what}")
     path = Path(folder, place)
     if place.endswith(".py") and not path.is_file():
         raise LoadError(f"there is no file {path}{nearest(path.name, {p.name for p in path.parent.glob('*.py')})}")
@@ -84,11 +80,21 @@ def load(spec: str, folder: str) -> Callable[..., Any]:
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             known = {p.stem for p in Path(folder).glob("*.py")} | {p.parent.name for p in Path(folder).glob("*/*.py")}
             raise LoadError(f"there is no module {place!r}, seen from {folder}{nearest(place, known)}") from error
-        raise LoadError(f"importing {place} {_raised(error)}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        functions = {n for n, value in vars(module).items() if callable(value)}
-        raise LoadError(f"{place} has no function {name!r}{nearest(name, functions)}")
+        raise LoadError(f"importing {place} {raised(error)}") from error
+    loaded = getattr(module, name, None)
+    if not callable(loaded):
+        names = {n for n, value in vars(module).items() if callable(value)}
+        raise LoadError(f"{place} has no {what} {name!r}{nearest(name, names)}")
+    return loaded
+
+
+def load(spec: str, folder: str) -> Callable[..., Any]:
+    """Imports a reward function; see ``find``.
+
+    Raises:
+        LoadError: it cannot be imported, or takes other parameters.
+    """
+    function = find(spec, folder)
     try:
         inspect.signature(function).bind(**dict.fromkeys(BATCHED if kind(function) == "batched" else KEYWORDS))
     except (TypeError, ValueError) as error:
@@ -191,7 +197,7 @@ def _file(path: Path) -> ModuleType:
     return module
 
 
-def _raised(error: BaseException) -> str:
+def raised(error: BaseException) -> str:
     """Describes an exception, with the last line of the user's own code in its traceback."""
     files = [f for f in traceback.extract_tb(error.__traceback__) if f.filename and f.filename != __file__]
     frames = [f for f in files if not f.filename.startswith("<")]
@@ -209,10 +215,10 @@ def _checked(value: Any) -> Outcome:
     try:
         return judged(value)
     except BaseException as error:
-        return _raised(error)
+        return raised(error)
 
 
-def _seed(*seeds: int) -> None:
+def seed_numbers(*seeds: int) -> None:
     # numpy is imported by this module because a function that imports it first would find it seeded at random.
     random.seed(repr(seeds))
     np.random.seed(seeds)
@@ -231,7 +237,7 @@ def _on_own_numbers(value: Awaitable[Any], seed: int) -> Generator[Any, None, An
     own = np.random.MT19937(seed)
     use = np.random.set_bit_generator  # type: ignore[attr-defined]
     use(own)
-    _seed(seed)
+    seed_numbers(seed)
     while True:
         use(own)
         try:
@@ -274,19 +280,19 @@ class Server:
                     self._send([i, self._one(function, row, seed)])
 
     def _one(self, function: Callable[..., Any], row: Row, seed: int) -> Outcome:
-        _seed(seed)
+        seed_numbers(seed)
         try:
             return judged(self._value(function(**row)))
         except BaseException as error:
-            return _raised(error)
+            return raised(error)
 
     def _batched(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> list[Outcome]:
-        _seed(*(seed for _, seed in rows))
+        seed_numbers(*(seed for _, seed in rows))
         lists = {many: [row[one] for row, _ in rows] for many, one in zip(BATCHED, KEYWORDS, strict=True)}
         try:
             values = list(self._value(function(**lists)))
         except BaseException as error:
-            return [_raised(error)]
+            return [raised(error)]
         if len(values) != len(rows):
             return [f"returned {len(values)} results for {len(rows)} responses"]
         return [_checked(value) for value in values]
@@ -314,7 +320,7 @@ class Server:
         try:
             return judged(await _on_own_numbers(function(**row), seed))
         except BaseException as error:
-            return _raised(error)
+            return raised(error)
 
 
 def late(timeout: float) -> str:
@@ -360,7 +366,7 @@ def serve(parent: Parent) -> None:
     """Loads the functions that the parent names, and answers its calls until it closes the connection."""
     folder, specs, timeout = parent.receive()
     sys.path.insert(0, folder)
-    _seed(0)
+    seed_numbers(0)
     try:
         functions = [load(spec, folder) for spec in specs]
     except LoadError as error:
@@ -374,12 +380,8 @@ def serve(parent: Parent) -> None:
             server.answer(functions[number], rows)
 
 
-def main(connection: int) -> None:
-    """Serves the parent.
-
-    Args:
-        connection: file descriptor of the connection to the parent.
-    """
+def main(connection: int, serve: Callable[[Parent], None]) -> None:
+    """Serves the parent, whose connection has this file descriptor."""
     # With line buffering, a kill loses no line that a function has printed.
     assert isinstance(sys.stdout, io.TextIOWrapper)
     sys.stdout.reconfigure(line_buffering=True)
@@ -388,11 +390,11 @@ def main(connection: int) -> None:
         serve(parent)
     except BaseException as error:
         # What a function has left behind, such as a signal handler or a task, may raise at any time.
-        parent.send(_raised(error))
+        parent.send(raised(error))
     finally:
         # Threads that functions have left behind would delay a usual end.
         os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), serve)

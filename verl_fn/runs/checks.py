@@ -38,6 +38,11 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
     """
     data = plan.data
     _check_device(plan)
+    if plan.env.name and ranks.torchrun_size() > 1:
+        raise ConfigError(
+            "env.name: under torchrun every rank would talk to environments of its own, which may answer "
+            "differently; set driver.kind=ray"
+        )
     check_ranks(plan, ranks.training_ranks(plan))
     if plan.trainer.stop_at is not None and data.train_files and not data.val_files:
         raise ConfigError("trainer.stop_at needs held-out problems; set data.val_files")
@@ -95,7 +100,9 @@ def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> RowLengths:
                 f"prompts of data.task = {data.task} have up to {prompt} tokens, more than data.max_prompt_length "
                 f"= {data.max_prompt_length}; raise it"
             )
-    sampled = prompt + data.max_response_length
+    # An environment begins conversations with messages of its own.
+    opening = data.max_prompt_length if plan.env.name else prompt
+    sampled = opening + data.max_response_length
     if plan.learns_from == "samples":
         return RowLengths(sampled, sampled, sampled, "a row: prompt and data.max_response_length")
     # What the data holds is not limited by data.max_response_length.
@@ -142,7 +149,7 @@ def _check_rules(plan: Plan, source: Source) -> None:
     Raises:
         RewardError: a data source has no rule, or its rule does not fit a problem.
     """
-    if plan.reward.by_user or not isinstance(source, FileData):
+    if plan.reward.by_user or plan.env.name or not isinstance(source, FileData):
         return
     held_out = source.held_out(plan.data.val_size)
     sampled = source.training if plan.needs_reward else ()
@@ -157,7 +164,7 @@ def samples_answers(plan: Plan, problems: Sequence[Problem]) -> bool:
     """
     if plan.roles["actor"].head != "lm":
         return False
-    return plan.reward.by_user or not any(
+    return bool(plan.reward.by_user or plan.env.name) or not any(
         isinstance(p, Conversation | Judged) and not (p.answer and has_rule(p.data_source)) for p in problems
     )
 

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_fn.algorithms import Report, Workers
-from verl_fn.algorithms.experience import publish
+from verl_fn.algorithms.experience import publish, requests_of
 from verl_fn.backends.memory import in_phase
 from verl_fn.config import ConfigError, Plan
-from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
 from verl_fn.driver.build import validation_sampling
-from verl_fn.state import Key, pack, requests_for
+from verl_fn.state import Key, pack
 
 from .checks import samples_answers
 from .judged import Evaluation, judged
@@ -43,8 +42,7 @@ def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w:
     with in_phase("update_weights"):
         w.wait(publish(w, actor, version))
     sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
-    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
-    requests = requests_for(prompts, sampling, key, [p.id for p in problems])
+    requests = requests_of(problems, w, sampling, key)
     with in_phase("gen"):
         batch = w.call(pack, w.rollout.generate(requests, version=version))
         scored = w.reward(batch, problems)

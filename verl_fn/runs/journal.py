@@ -75,7 +75,9 @@ class Recorded:
                 "algorithm has changed, or the samples are damaged; replay without --recorded"
             )
         for i, sample in enumerate(samples):
-            if tuple(sample.prompt.tolist()) != prompts.get(sample.request):
+            asked = prompts.get(sample.request)
+            # Where an environment begins the conversation, the request has no prompt.
+            if asked is None or (asked and tuple(sample.prompt.tolist()) != asked):
                 raise RunError(
                     f"the recorded samples are of other prompts, row {i} first: the data or the tokenizer has "
                     "changed, or the samples are damaged; replay without --recorded"

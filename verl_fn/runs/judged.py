@@ -12,7 +12,7 @@ import torch
 from verl_fn.algorithms import Report
 from verl_fn.data.tasks import Problem, text_of
 from verl_fn.rewards.reward import response_texts
-from verl_fn.state import Batch
+from verl_fn.state import Batch, conversations
 
 Evaluation = tuple[Report, list[dict[str, Any]]]
 
@@ -23,11 +23,12 @@ def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, end_tokens
     As in verl, the reward is the core metric where the reward functions return no ``acc``.
 
     Args:
-        batch: scored rows, the same number for each problem.
+        batch: scored rows, or conversations of one or several rows, the same number for each problem.
         problems: the held-out problems.
         tokenizer: decodes the answers.
         end_tokens: those of the model, which are no part of an answer's text.
     """
+    batch = batch.take(conversations(batch)[1])
     n = len(batch) // len(problems)
     score, pred = (batch[name].reshape(-1, n) for name in ("score", "pred"))
     acc = batch["acc"].reshape(-1, n) if "acc" in batch else None

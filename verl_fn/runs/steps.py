@@ -8,7 +8,7 @@ it draws.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -21,8 +21,9 @@ from verl_fn.backends.through import Through
 from verl_fn.config import Plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
-from verl_fn.state import Batch, Key, pack
+from verl_fn.state import Key, pack
 
+from .ledger import counts_of, ledger
 from .recorder import Drawn, draw
 from .state import RunState
 
@@ -171,66 +172,7 @@ def _ledger(drawn: Drawn, waiting: Sequence[Drawn], step: int, w: Workers) -> Re
         return {}
     # The reward may return fewer rows than it was given.
     returned = drawn.scored or tuple(w.call(pack, samples) for samples in drawn.samples)
-    counts = w.get([w.call(rows_and_tokens, batch) for batch in returned])
-    dropped = w.get({reason: w.call(rows_and_tokens, rest) for reason, rest in drawn.experience.dropped.items()})
-    report: Report = w.get(w.call(compare_rows, counts, drawn.experience.batch, step, drawn.asked, dropped))
+    counts = w.get([w.call(counts_of, batch) for batch in returned])
+    dropped = w.get({reason: w.call(counts_of, rest) for reason, rest in drawn.experience.dropped.items()})
+    report: Report = w.get(w.call(ledger, counts, drawn.experience.batch, step, drawn.asked, dropped))
     return report | {"rollout/rows_asked": drawn.asked, ROWS_WAITING: sum(other.asked for other in waiting)}
-
-
-def rows_and_tokens(batch: Batch) -> tuple[int, int]:
-    """Returns the numbers of rows and of sampled tokens.
-
-    Example:
-        >>> rows_and_tokens(Batch.from_rows([[1, 2], [3]], {"response_mask": [[0.0, 1.0], [1.0]]}))
-        (2, 2)
-    """
-    return len(batch), int(batch["response_mask"].bool().sum())
-
-
-def compare_rows(
-    returned: Sequence[tuple[int, int]],
-    learned: Batch,
-    step: int,
-    asked: int,
-    dropped: Mapping[str, tuple[int, int]] | None = None,
-) -> Report:
-    """Compares the rows that engine and reward returned with those that a step learns from.
-
-    Args:
-        returned: the numbers of rows and of sampled tokens that each call returned.
-        learned: the rows that the step learns from.
-        step: the version of the weights that learn.
-        asked: how many rows the engine was asked for.
-        dropped: the numbers of rows and of sampled tokens that the algorithm left out, by reason.
-
-    Returns:
-        Rows and sampled tokens that were learned from or dropped, and by how many steps the weights that drew the
-        tokens are older than those that learn; empty where the step learns from other data than rows of samples.
-
-    Example:
-        >>> fields = {"response_mask": [[0.0, 1.0, 1.0]], "versions": [[-1, 3, 4]]}
-        >>> report = compare_rows([(1, 2)], Batch.from_rows([[5, 6, 7]], fields), step=4, asked=2)
-        >>> report["rollout/rows_dropped/engine"], report["training/rollout_lag/mean"]
-        (1, 0.5)
-    """
-    if not isinstance(learned, Batch) or "versions" not in learned:
-        # An algorithm of the user may learn from other data.
-        return {}
-    mask = learned["response_mask"].bool()
-    lags = (step - learned["versions"])[mask].double()
-    tokens, dropped = int(mask.sum()), dropped or {}
-    rows_returned, tokens_returned = (sum(counts) for counts in zip(*returned, strict=True))
-    rows_named, tokens_named = (sum(counts[i] for counts in dropped.values()) for i in (0, 1))
-    report: Report = {
-        "rollout/rows_learned": len(learned),
-        "rollout/rows_dropped/engine": asked - rows_returned,
-        "rollout/rows_dropped/algorithm": rows_returned - rows_named - len(learned),
-        "rollout/tokens_learned": tokens,
-        "rollout/tokens_dropped/algorithm": tokens_returned - tokens_named - tokens,
-    }
-    for reason, (rows, of_rows) in dropped.items():
-        report |= {f"rollout/rows_dropped/{reason}": rows, f"rollout/tokens_dropped/{reason}": of_rows}
-    if tokens:
-        lag = {"mean": lags.mean(), "min": lags.min(), "max": lags.max()}
-        report |= {f"training/rollout_lag/{name}": float(value) for name, value in lag.items()}
-    return report

@@ -1,0 +1,88 @@
+"""An environment, a reward and an algorithm of your own, in one file.
+
+A random model learns to write as many letters as its prompt asks for, in two replies: after the first one, the
+environment says how many are missing.
+
+    verl-fn train recipes/letters.toml
+"""
+
+from typing import Any
+
+import attrs
+
+from verl_fn.config import opt
+from verl_fn.environments import Done
+
+
+class Letters:
+    """Counts the letters ``a`` of two replies."""
+
+    def reset(self, problem):
+        self.missing = self.wanted = len(problem.answer)
+        self.asked_again = False
+        return [{"role": "user", "content": problem.prompt}]
+
+    def step(self, reply):
+        self.missing -= reply.count("a") if set(reply) <= {"a"} else 0
+        if self.missing > 0 and not self.asked_again:
+            self.asked_again = True
+            return [{"role": "user", "content": f"{self.missing}>"}]
+        return Done(max(0.0, 1.0 - abs(self.missing) / self.wanted))
+
+
+def brevity(data_source, solution_str, ground_truth, extra_info=None):
+    """A reward beside that of the environment: a hundredth less for every character of the replies."""
+    return -0.01 * len(solution_str)
+
+
+@attrs.frozen(kw_only=True)
+class Reinforce:
+    """Options of the algorithm: the keys of the [algorithm] table."""
+
+    baseline: bool = opt(True, "subtract the mean reward of the conversations about the same problem")
+
+
+def group_baseline(batch, baseline=True):
+    """The estimator: the reward of a conversation, minus the mean of its group."""
+    from verl_fn.steps import dr_grpo
+
+    if baseline:
+        return dr_grpo(batch)
+    advantages = batch.spread(batch["score"]) * batch["response_mask"]
+    return batch.with_tokens(advantages=advantages, returns=advantages)
+
+
+def mean_score(batch):
+    """Returns the mean score of a batch."""
+    return float(batch["score"].mean())
+
+
+def reinforce(options: Reinforce) -> Any:
+    """Makes the algorithm from its options: one update a step."""
+    # Imported here, since the processes of environment and reward import this file too, and need no torch.
+    from verl_fn import steps
+    from verl_fn.algorithms import Algorithm
+    from verl_fn.algorithms.experience import sample_and_score
+    from verl_fn.algorithms.rejection import RejectionState
+    from verl_fn.config import Role
+
+    @steps.loss(needs=["logprobs"])
+    def policy_gradient(outputs, batch):
+        return -batch["advantages"] * outputs.logprobs, {}
+
+    def init(states, key):
+        return RejectionState(states["actor"], key, step=0)
+
+    def sample(state, problems, w):
+        return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
+
+    def learn(state, experience, w):
+        batch = w.call(group_baseline, experience.batch, options.baseline)
+        batch = w.call(steps.aggregate, batch, "token-mean")
+        grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, policy_gradient)
+        actor, more = w.trainers["actor"].apply_update(state.actor, grads)
+        report = {name: metric.value for name, metric in (w.get(metrics) | w.get(more)).items()}
+        report["critic/score/mean"] = w.get(w.call(mean_score, batch))
+        return RejectionState(actor, state.key, state.step + 1), report
+
+    return Algorithm({"actor": Role()}, init, sample, learn, min_n=2)

@@ -1,0 +1,252 @@
+"""Conversations token by token: what the model drew stays as it is, and every conversation ends for a reason."""
+
+import contextlib
+
+import attrs
+import pytest
+import torch
+
+from verl_fn.algorithms import Workers
+from verl_fn.algorithms.experience import requests_of, without_failures
+from verl_fn.algorithms.policy import estimator
+from verl_fn.backends.hf.folder import build
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.backends.mock import MockRollout
+from verl_fn.backends.mock.rollout import Response
+from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.weight_sync import Weights
+from verl_fn.config import GRPO
+from verl_fn.config.catalogue import GROUP_ESTIMATORS, TOKEN_BASELINES
+from verl_fn.data.tasks import Problem
+from verl_fn.environments.engine import Conversing, Limits
+from verl_fn.environments.processes import End, EnvError, Failure
+from verl_fn.environments.rendering import Renderer
+from verl_fn.errors import ArgumentError
+from verl_fn.rewards import Reward, unscored
+from verl_fn.runs.ledger import counts_of, ledger
+from verl_fn.state import Batch, Key, Sampling, pack, requests_for, tree, unpack
+from verl_fn.testing import check_rollout
+
+END, NEWLINE = 2, "\n"
+TOKENIZER = char_tokenizer("abcdefgh?" + NEWLINE)
+TOKENIZER.chat_template = CHAT_TEMPLATE
+# Drops earlier replies, as templates do with reasoning.
+FORGETFUL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] != 'assistant' %}{{ m['content'] + '\n' }}"
+    "{% elif loop.last %}{{ m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+
+
+def ids(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def user(content):
+    return ({"role": "user", "content": content},)
+
+
+def script(**results):
+    """An environment: the last reply, or the prompt, says what it returns; otherwise a question mark."""
+
+    def answer(jobs):
+        return [results.get(job.replies[-1] if job.replies else job.problem["prompt"], user("?")) for job in jobs]
+
+    return answer
+
+
+def play(environment, replies, prompts=("ab",), *, n=1, template=CHAT_TEMPLATE, turns=3, reply=8, room=40):
+    """Returns the samples; ``replies`` maps a row's text so far, without its end tokens, to the reply's tokens."""
+    tokenizer = char_tokenizer("abcdefgh?" + NEWLINE)
+    tokenizer.chat_template = template
+
+    def draw(turn):
+        asked.append(turn)
+        said = replies.get(tokenizer.decode(turn.prompt, skip_special_tokens=True), [*ids("c"), END])
+        return attrs.evolve(unfinished, tokens=said) if END not in said else said
+
+    asked, unfinished = [], Response([0], finished=False)
+    engine = MockRollout(draw)
+    engine.publish(3, Weights.of({}))
+    renderer = Renderer(tokenizer, [END])
+    conversing = Conversing(engine, environment, renderer, tokenizer, [END], Limits(turns, reply, 10))
+    problems = [Problem(prompt, "", id=7 + i) for i, prompt in enumerate(prompts)]
+    w = Workers({}, conversing, None, tokenizer, Sampling(room, n=n), converses=True)
+    requests = requests_of(problems, w, w.sampling, Key.from_seed(0))
+    return conversing.generate(requests, version=3), asked, problems
+
+
+def test_a_conversation_by_hand():
+    """The tokens of the messages have mask 0, and a special token that was drawn is in the row as it was drawn."""
+    odd = [*ids("c"), 1, *ids("d"), END]
+    results = script(ab=user("ab"), cd=user("ef"), g=End(0.5, 1.0))
+    (sample,), asked, _ = play(results, {"ab\n": odd, "ab\ncdef\n": [*ids("g"), END]})
+    assert sample.prompt.tolist() == [1, *ids("ab\n")]
+    assert sample.tokens.tolist() == [*odd, *ids("ef\n"), *ids("g"), END]
+    assert sample.mask.tolist() == [1.0] * 4 + [0.0] * 3 + [1.0] * 2
+    assert sample.versions.tolist() == [3] * 9 and sample.finish_reason == "stop"
+    assert [turn.prompt for turn in asked] == [(1, *ids("ab\n")), (1, *ids("ab\n"), *odd, *ids("ef\n"))]
+    outcome = sample.outcome
+    assert (outcome.reason, outcome.score, outcome.acc, outcome.turns) == ("done", 0.5, 1.0, 2)
+
+
+def test_a_template_that_rewrites_replies_makes_rows():
+    results = script(ab=user("ab"), g=End(1.0, 1.0))
+    samples, _, problems = play(results, {"ab\n?\n": [*ids("g"), END]}, n=2, template=FORGETFUL)
+    assert [(s.number, s.outcome.conversation) for s in samples] == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    assert [s.prompt.tolist() for s in samples[:2]] == [[1, *ids("ab\n")], [1, *ids("ab\n?\n")]]
+    assert [s.tokens.tolist() for s in samples[:2]] == [[*ids("c"), END], [*ids("g"), END]]
+    batch = Reward(unscored, TOKENIZER, [END])(pack(samples), problems)
+    assert batch["score"].tolist() == [1.0] * 4
+    assert batch["token_level_scores"].tolist() == [0, 0, 0, 0, 0, 1.0, *[0] * 7, 1.0] * 2
+    report = ledger([counts_of(batch)], batch, step=3, asked=2)
+    assert report["rollout/rows_split"] == 2 and report["rollout/rows_dropped/engine"] == 0
+    assert report["rollout/rows_learned"] == 4 and report["env/turns/mean"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("reason", "results", "options"),
+    [
+        ("turn_limit", {}, {"turns": 2}),
+        ("length", {}, {"room": 5}),
+        ("length", {}, {"reply": 2}),
+        ("length", {"c": user("abcdefgh" * 9)}, {}),
+        ("env_timed_out", {"c": Failure("env_timed_out", "took longer")}, {}),
+        ("env_crashed", {"ab": Failure("env_crashed", "raised")}, {}),
+    ],
+)
+def test_every_conversation_ends_for_a_reason_and_the_ledger_closes(reason, results, options):
+    """The other conversation is ended by the environment."""
+    results = script(**({"ab": user("ab"), "ba": user("ba"), "g": End(1.0, 1.0)} | results))
+    replies = {"ba\n": [*ids("g"), END]} | ({"ab\n": ids("cc")} if options.get("reply") else {})
+    failed = reason.startswith("env")
+    with (
+        pytest.warns(UserWarning, match="1 of 2 conversations have failed, problem 7")
+        if failed
+        else contextlib.nullcontext()
+    ):
+        samples, _, problems = play(results, replies, ("ab", "ba"), **({"reply": 8} | options))
+    assert [s.outcome.reason for s in samples] == [reason, "done"]
+    assert [s.outcome.score for s in samples] == [0.0, 1.0]
+    assert (samples[0].finish_reason == "length") == (reason == "length")
+    assert all(len(s.prompt) + len(s.tokens) <= 4 + options.get("room", 40) for s in samples)
+    again = unpack(pack(samples))
+    assert [s.outcome for s in again] == [s.outcome for s in samples]
+    with (
+        pytest.warns(UserWarning, match="no token that the model drew")
+        if reason == "env_crashed"
+        else contextlib.nullcontext()
+    ):
+        batch = Reward(unscored, TOKENIZER, [END])(pack(samples), problems)
+    learned = without_failures(batch)
+    report = ledger([counts_of(batch)], learned, step=3, asked=2)
+    assert len(learned) == 2 - failed and report[f"env/ended/{reason}"] == 0.5
+    for kind, total in (("rows", 2), ("tokens", int(batch["response_mask"].sum()))):
+        parts = {
+            name: report[f"rollout/{kind}_dropped/{name}"] for name in ("algorithm", "env_timed_out", "env_crashed")
+        }
+        assert report[f"rollout/{kind}_learned"] + sum(parts.values()) == total
+        assert {name for name, count in parts.items() if count} <= {reason}
+    assert report["rollout/rows_dropped/engine"] == report["rollout/rows_split"] == 0
+
+
+def test_an_empty_reply_is_a_reply():
+    results = {"": End(0.25, 0.0), "ab": user("ab")}
+    (sample,), _, _ = play(script(**results), {"ab\n": [END]})
+    assert sample.tokens.tolist() == [END] and sample.outcome.score == 0.25
+
+
+def test_reward_functions_judge_a_whole_conversation_and_add_to_its_reward():
+    results = script(ab=user("ab"), g=End(1.0, 1.0))
+    samples, _, problems = play(results, {"ab\n?\n": [*ids("g"), END]}, template=FORGETFUL)
+    texts = []
+
+    def judge(answers):
+        texts.extend(answer.text for answer in answers)
+        return [{"score": 0.5, "pred": "", "acc": 0.0} for _ in answers]
+
+    batch = Reward(judge, TOKENIZER, [END])(pack(samples), problems)
+    assert texts == ["c\ng"] and batch["score"].tolist() == [1.5, 1.5] and batch["acc"].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", [n for n in GROUP_ESTIMATORS if n not in (*TOKEN_BASELINES, "gdpo")])
+def test_a_conversation_counts_once_in_its_group_however_many_rows_it_has(name):
+    """Each row has the advantage that its conversation has as one row, also with a penalty on one of its rows."""
+    scores, penalty = torch.tensor([1.0, 0.0, 0.25]), 0.5
+    whole = Batch.from_rows([[5], [5], [5]], {"response_mask": [[1.0]] * 3}, {"group": [7] * 3, "score": scores})
+    place = torch.tensor([0, 0, 0, 1, 2])
+    rows = whole.take(place).with_rows(conversation=place)
+    one, several = scores.clone(), scores[place]
+    one[0] -= penalty
+    several[1] -= penalty
+    estimate = estimator(GRPO(adv_estimator=name))
+    expected = estimate(whole.with_tokens(token_level_rewards=one))["advantages"]
+    found = estimate(rows.with_tokens(token_level_rewards=several))["advantages"]
+    torch.testing.assert_close(found, expected[place])
+
+
+def test_draws_depend_on_problem_number_and_turn_alone(chatty):
+    """A real engine gives the same rows to all conversations at once, in another order, and one by one."""
+    tokenizer, sampler = read_tokenizer(chatty), Sampler(chatty)
+    sampler.publish(0, Weights.of(build(chatty, "lm", pretrained=True, key=Key.from_seed(0))[1]))
+
+    def environment(jobs):
+        return [user(str(len("".join(job.replies)))) for job in jobs]
+
+    conversing = Conversing(sampler, environment, Renderer(tokenizer, [END]), tokenizer, [END], Limits(3, 6, 9))
+    w = Workers({}, conversing, None, tokenizer, Sampling(40, n=2), converses=True)
+    asked = requests_of([Problem("", "", id=i) for i in range(12)], w, w.sampling, Key.from_seed(1))
+    whole = {(s.request, s.number): s for s in conversing.generate(asked)}
+    assert len({s.outcome.turns for s in whole.values()}) > 1
+    for request in asked[:4]:
+        reversed_ones = conversing.generate([asked[-1], request])
+        for sample in [*conversing.generate([request]), *reversed_ones]:
+            other = whole[sample.request, sample.number]
+            for name in ("prompt", "tokens", "log_probs", "mask", "versions"):
+                assert torch.allclose(getattr(sample, name).float(), getattr(other, name).float(), atol=1e-5)
+            assert sample.outcome == other.outcome
+
+
+def test_requests_without_a_problem_obey_the_laws_of_engines():
+    def engine():
+        inner = MockRollout(lambda turn: [3 + turn.key.seed() % 5, *turn.prompt, END, 7])
+        return Conversing(inner, script(), Renderer(TOKENIZER, [END]), TOKENIZER, [END], Limits(2, 4, 4))
+
+    check_rollout(engine, prompts=[(3, 4), (5,), (1, 6, 1), (3, 4)])
+
+
+def test_requests_without_a_problem_are_passed_on():
+    engine = MockRollout({(5,): [6, 2]})
+    engine.publish(0, Weights.of({}))
+    conversing = Conversing(engine, script(), Renderer(TOKENIZER, [END]), TOKENIZER, [END], Limits(2, 4, 4))
+    requests = requests_for([[5]], Sampling(4), Key.from_seed(0))
+    assert tree.equal(pack(conversing.generate(requests)), pack(engine.generate(requests)))
+    with pytest.raises(ArgumentError, match="ask separately"):
+        conversing.generate([*requests, attrs.evolve(requests[0], id=1, problem={})])
+
+
+def test_all_failed_is_an_error():
+    with pytest.raises(EnvError, match=r"2 of 2 conversations have failed, problem 7 .*: the environment raised"):
+        play(script(ab=Failure("env_crashed", "raised KeyError")), {}, n=2)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "the tokenizer has no chat template; take a model folder with"),
+        (CHAT_TEMPLATE.replace("eos_token", "''"), "does not end a turn of the assistant with '<eos>'"),
+        ("{{ raise_exception('no') }}", "messages of the roles user, assistant cannot be rendered"),
+    ],
+)
+def test_a_template_that_cannot_be_rendered_turn_by_turn_is_refused_at_the_start(template, message):
+    with pytest.raises(EnvError, match=message):
+        play(script(), {}, template=template)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [(user("xyz"), "problem 7 .* does not know every character"), (user("a" * 20), "21 tokens|22 tokens")],
+)
+def test_first_messages_that_cannot_be_used_are_errors(messages, message):
+    with pytest.raises(EnvError, match=message):
+        play(script(ab=messages), {})

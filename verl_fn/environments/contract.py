@@ -1,0 +1,78 @@
+"""What an environment is: a class with two methods, and the value that ends a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import attrs
+
+Message: TypeAlias = Mapping[str, Any]
+"""A chat message: ``role`` and ``content``, and any other keys that the chat template knows, as values of JSON."""
+
+
+@attrs.frozen
+class Done:
+    """Ends a conversation.
+
+    Attributes:
+        reward: the reward of the whole conversation.
+        acc: how right it was, from 0 to 1; by default 1 if the reward is at least 1, otherwise 0.
+
+    Example:
+        >>> Done(1.0).acc, Done(0.5).acc, Done(0.5, acc=1.0).acc
+        (1.0, 0.0, 1.0)
+    """
+
+    reward: float
+    acc: float = attrs.field()
+
+    @acc.default
+    def _whether_right(self) -> float:
+        return float(self.reward >= 1.0)
+
+
+class Environment(Protocol):
+    """The methods of an environment. An instance, made without arguments, serves one conversation.
+
+    ``random`` and ``numpy.random`` are seeded before each call, so a conversation can be repeated. Where another
+    conversation has ended the process, the calls of an instance are made again in a new one. So an instance must
+    depend on its calls and on these random numbers alone.
+
+    Example:
+        >>> class Echo:
+        ...     def reset(self, problem):
+        ...         self.answer = problem.answer
+        ...         return [{"role": "user", "content": problem.prompt}]
+        ...
+        ...     def step(self, reply):
+        ...         if reply == self.answer:
+        ...             return Done(1.0)
+        ...         return [{"role": "user", "content": "again"}]
+        >>> from types import SimpleNamespace
+        >>> echo = Echo()
+        >>> echo.reset(SimpleNamespace(prompt="2+3?", answer="5"))
+        [{'role': 'user', 'content': '2+3?'}]
+        >>> echo.step("5")
+        Done(reward=1.0, acc=1.0)
+    """
+
+    def reset(self, problem: Any) -> Sequence[Message]:
+        """Begins a conversation.
+
+        Args:
+            problem: has the attributes ``prompt``, ``answer``, ``id``, ``data_source`` and ``extra_info`` of a
+                ``verl_fn.data.tasks.Problem``.
+
+        Returns:
+            The first messages, such as the user's; the model replies to them.
+        """
+        ...
+
+    def step(self, reply: str) -> Sequence[Message] | Done:
+        """Answers a reply of the model, which is given without its end token and other special tokens.
+
+        Returns:
+            Messages to which the model replies, or the end.
+        """
+        ...

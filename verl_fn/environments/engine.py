@@ -1,0 +1,206 @@
+"""A rollout engine whose samples are conversations with an environment."""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import attrs
+
+from verl_fn.backends.protocol import Request, RolloutBackend, Sample
+from verl_fn.backends.through import Through
+from verl_fn.errors import ArgumentError
+from verl_fn.rewards.reward import texts_of
+
+from .conversation import Conversation, Row
+from .processes import End, EnvError, Failure, Job, Result
+from .rendering import Renderer
+
+
+@attrs.frozen
+class Limits:
+    """The limits of conversations.
+
+    Attributes:
+        turns: the most replies.
+        reply: the longest reply in tokens, with its end token.
+        prompt: the longest opening in tokens.
+    """
+
+    turns: int
+    reply: int
+    prompt: int
+
+
+class Conversing(Through):
+    """A rollout engine in front of another one: it answers requests that carry a problem with whole conversations.
+
+    All conversations of a call advance together: the inner engine is asked for the next replies of all of them, and
+    then the environment for its answers. The prompt of each turn is the row of tokens so far, in which drawn tokens
+    are as they were drawn; the environment's messages have ``mask`` 0. Draws depend on the request's key, the number
+    of the conversation and the turn. Where the chat template rewrites earlier messages, a conversation goes on in a
+    new row.
+
+    A conversation whose environment failed ends there; its rows say so. One that failed before its first reply has a
+    row without drawn tokens. Requests without a problem are passed on.
+
+    Args:
+        inner: draws the replies.
+        environments: answers jobs, such as ``EnvProcesses``.
+        renderer: makes tokens of messages.
+        tokenizer: makes texts of replies.
+        end_tokens: those of the model, which are no part of a reply's text.
+        limits: of conversations.
+
+    Raises:
+        EnvError: in ``generate``: every conversation has failed, or messages cannot be rendered.
+    """
+
+    def __init__(
+        self,
+        inner: RolloutBackend,
+        environments: Callable[[Sequence[Job]], list[Result]],
+        renderer: Renderer,
+        tokenizer: Any,
+        end_tokens: Sequence[int],
+        limits: Limits,
+    ) -> None:
+        super().__init__(inner)
+        self._environments, self._renderer, self._tokenizer = environments, renderer, tokenizer
+        self._end_tokens, self._limits = tuple(end_tokens), limits
+        # Two calls at once would take each other's instances of environments.
+        self._lock = threading.Lock()
+        self._turns = 0
+
+    @property
+    def device(self) -> Any:
+        """The device of the inner engine."""
+        return getattr(self.inner, "device", "cpu")
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the inner engine's weights."""
+        return getattr(self.inner, "dtype", None)
+
+    @property
+    def steps(self) -> int:
+        """How many steps the engine and the environment have begun, which shows that they make progress."""
+        return getattr(self.inner, "steps", 0) + self._turns
+
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
+        """Returns the rows of all conversations, ordered by request and by number; see ``RolloutBackend``."""
+        carrying = [request.problem is not None for request in requests]
+        if not any(carrying):
+            return self._drawn(requests, version)
+        if not all(carrying):
+            raise ArgumentError("some requests carry a problem for the environment and others do not; ask separately")
+        with self._lock:
+            return self._played(requests, version)
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        """Returns an iterator over the same samples, which all end together."""
+        return iter(self.generate(requests, version=version))
+
+    def _played(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
+        pairs = [(request, number) for request in requests for number in range(request.sampling.n)]
+        every = [Conversation(place, *pair) for place, pair in enumerate(pairs)]
+        for one in every:
+            _check_json(one)
+        failures = self._call(every)
+        while live := [one for one in every if one.reason is None]:
+            self._reply(live, version)
+            failures += self._call([one for one in live if one.reason is None])
+        if failures:
+            report = f"{len(failures)} of {len(every)} conversations have failed, {failures[0]}"
+            if len(failures) == len(every):
+                raise EnvError(report)
+            warnings.warn(f"{report}; nothing is learned from them", stacklevel=3)
+        samples: list[Sample] = []
+        rows: Counter[int] = Counter()
+        for one in every:
+            of_one = one.samples(rows[one.request.id])
+            rows[one.request.id] += len(of_one)
+            samples += of_one
+        return samples
+
+    def _drawn(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
+        # The inner engine lies in this process, so that its samples are values.
+        return cast(list[Sample], self.inner.generate(requests, version=version))
+
+    def _reply(self, live: Sequence[Conversation], version: int | None) -> None:
+        """Adds the model's next reply to each conversation."""
+        requests = [one.ask(self._limits.reply) for one in live]
+        samples = self._drawn(requests, version)
+        replies = texts_of([sample.tokens.tolist() for sample in samples], self._tokenizer, self._end_tokens)
+        for one, sample, reply in zip(live, samples, replies, strict=True):
+            one.rows[-1].draw(sample)
+            one.replies.append(reply)
+            one.messages.append({"role": "assistant", "content": reply})
+            if sample.finish_reason == "length":
+                one.reason = "length"
+
+    def _call(self, waiting: Sequence[Conversation]) -> list[str]:
+        """Lets the environment answer conversations; returns a sentence about each that failed."""
+        self._turns += 1
+        failures = []
+        results = self._environments([one.job() for one in waiting])
+        for one, result in zip(waiting, results, strict=True):
+            if isinstance(result, End):
+                one.reason, one.score, one.acc = "done", result.reward, result.acc
+            elif isinstance(result, Failure):
+                one.reason = result.reason
+                failures.append(f"{one.label} first: the environment {result.problem}")
+                if not one.rows:
+                    one.rows.append(Row([self._end_tokens[0]]))
+                    one.rows[-1].write([self._end_tokens[0]], self.inner.version or 0)
+            elif not one.rows:
+                self._open(one, result)
+            else:
+                self._continue(one, result)
+        return failures
+
+    def _open(self, one: Conversation, messages: Sequence[Any]) -> None:
+        self._renderer.check_known(messages, one.label)
+        one.messages += messages
+        prompt = self._renderer.opening(one.messages)
+        if len(prompt) > self._limits.prompt:
+            raise EnvError(
+                f"{one.label}: the environment's first messages have {len(prompt)} tokens, more than "
+                f"{self._limits.prompt}; raise data.max_prompt_length"
+            )
+        one.limit = len(prompt) + one.request.sampling.max_tokens
+        one.rows.append(Row(prompt))
+
+    def _continue(self, one: Conversation, messages: Sequence[Any]) -> None:
+        """Adds the environment's messages, unless a limit ends the conversation."""
+        if len(one.replies) == self._limits.turns:
+            one.reason = "turn_limit"
+            return
+        self._renderer.check_known(messages, one.label)
+        tokens = self._renderer.continuation(one.messages, messages)
+        one.messages += messages
+        row = one.rows[-1]
+        prompt = None if tokens is not None else self._renderer.opening(one.messages)
+        length = len(row.ids) + len(tokens) if tokens is not None else len(prompt or ())
+        if length >= one.limit:
+            one.reason = "length"
+        elif tokens is not None:
+            row.write(tokens, self.inner.version or 0)
+        else:
+            one.rows.append(Row(prompt or []))
+
+
+def _check_json(one: Conversation) -> None:
+    """Checks that a problem can be sent to a process.
+
+    Raises:
+        EnvError: it cannot be JSON.
+    """
+    try:
+        json.dumps(dict(one.problem))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise EnvError(f"{one.label}: its fields cannot be JSON ({error})") from error

@@ -1,0 +1,228 @@
+"""The processes that run environments: jobs are shared among them, and one that hangs or crashes is replaced."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from verl_fn.errors import UserError
+from verl_fn.rewards.child import Child, GarbledError, environment, garbled, one_line, parsed
+from verl_fn.state import EndReason
+
+SCRIPT = Path(__file__).with_name("worker.py")
+
+
+class EnvError(UserError, RuntimeError):
+    """Raised where an environment cannot be used; the message names it and the problem."""
+
+
+@attrs.frozen
+class Job:
+    """A call of an environment.
+
+    Attributes:
+        number: of the conversation.
+        seed: of its random numbers.
+        problem: the fields of its problem, as values of JSON.
+        replies: all replies of the model so far; without any, the conversation begins.
+    """
+
+    number: int
+    seed: int
+    problem: Mapping[str, Any]
+    replies: tuple[str, ...] = ()
+
+
+@attrs.frozen
+class Failure:
+    """Why a call has no result.
+
+    Attributes:
+        reason: ``env_timed_out`` or ``env_crashed``.
+        problem: what the environment did.
+    """
+
+    reason: EndReason
+    problem: str
+
+
+@attrs.frozen
+class End:
+    """The end of a conversation, as ``Done``."""
+
+    reward: float
+    acc: float
+
+
+Result = tuple[Mapping[str, Any], ...] | End | Failure
+"""Messages, or the end of a conversation, or why there is neither."""
+
+
+class EnvProcesses:
+    """Runs a class of environments in processes, which get harmless environment variables and answer in JSON.
+
+    A call that takes too long, raises an error, ends its process or returns something else than messages or an end
+    fails alone. Its process is replaced, and conversations that it also had are repeated in the new one.
+
+    Args:
+        name: ``module:Name`` or ``FILE.py:Name``, imported when this object is made.
+        timeout: seconds that one call may take.
+        num_workers: processes that share the conversations.
+        folder: the folder that modules and files are looked up from, by default the current one.
+        variables: environment variables that the processes get beside those in ``child.ENVIRONMENT``.
+
+    Raises:
+        EnvError: there is no such class, it has other methods, or a variable is not set.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: float = 30.0,
+        num_workers: int = 1,
+        folder: str | os.PathLike[str] | None = None,
+        variables: Sequence[str] = (),
+    ) -> None:
+        self.name, self._timeout = name, timeout
+        self._folder = str(Path(folder or ".").resolve())
+        self._environment = environment(variables, "env.variables", EnvError)
+        self._children: list[Child | None] = [None] * num_workers
+        weakref.finalize(self, _stop, self._children)
+        # Starting the first process here lets a wrong name end the run before anything is sampled.
+        self._child(0)
+
+    def __call__(self, jobs: Sequence[Job]) -> list[Result]:
+        """Returns the result of each job. Calls of a conversation come in order; all conversations begin together."""
+        shares: dict[int, _Share] = {}
+        for place, job in enumerate(jobs):
+            # Where the instance of the conversation is.
+            shares.setdefault(job.number % len(self._children), _Share([])).places.append(place)
+        results: dict[int, Result] = {}
+        try:
+            self._run(shares, jobs, results)
+        except BaseException:
+            # Late results would otherwise be read as results of the next call.
+            _stop(self._children)
+            raise
+        return [results[place] for place in range(len(jobs))]
+
+    def _run(self, shares: dict[int, _Share], jobs: Sequence[Job], results: dict[int, Result]) -> None:
+        for i, share in shares.items():
+            self._send(i, share, jobs, results)
+        while shares:
+            owners = {self._child(i).connection: i for i in shares}
+            first = min(share.deadline for share in shares.values())
+            ready = wait(list(owners), max(first - time.monotonic(), 0.0))
+            for connection, i in owners.items():
+                share = shares[i]
+                if connection in ready:
+                    self._read(i, share, jobs, results)
+                elif share.deadline < time.monotonic():
+                    late = Failure("env_timed_out", f"took longer than env.timeout ({self._timeout:g} s)")
+                    self._fail(i, share, late, jobs, results)
+                if not share.places:
+                    del shares[i]
+
+    def _send(self, i: int, share: _Share, jobs: Sequence[Job], results: dict[int, Result]) -> None:
+        """Gives a process the jobs of its share that have no result."""
+        child = self._child(i)
+        share.sent, share.begun = list(share.places), {}
+        share.deadline = time.monotonic() + self._timeout
+        first = not any(jobs[place].replies for place in share.places)
+        chosen = [attrs.astuple(jobs[place], recurse=False) for place in share.places]
+        try:
+            child.send([first, chosen], self._timeout)
+        except OSError:
+            self._fail(i, share, Failure("env_crashed", child.death()), jobs, results)
+
+    def _read(self, i: int, share: _Share, jobs: Sequence[Job], results: dict[int, Result]) -> None:
+        """Reads what a process has reported."""
+        child = self._child(i)
+        try:
+            for line in child.lines(0.0):
+                at, result = _report(line)
+                place = share.sent[at] if 0 <= at < len(share.sent) else -1
+                calls = share.begun.get(place, 0)
+                # A job that began for ever would extend the time limit for ever.
+                if place not in share.places or (result is None and calls > len(jobs[place].replies)):
+                    raise GarbledError(garbled(line))
+                share.deadline = time.monotonic() + self._timeout
+                if result is None:
+                    share.begun[place] = calls + 1
+                else:
+                    results[place] = result
+                    share.places.remove(place)
+        except (EOFError, OSError):
+            self._fail(i, share, Failure("env_crashed", child.death()), jobs, results)
+        except GarbledError as error:
+            self._fail(i, share, Failure("env_crashed", str(error)), jobs, results)
+
+    def _fail(self, i: int, share: _Share, failure: Failure, jobs: Sequence[Job], results: dict[int, Result]) -> None:
+        """Replaces a process; the job that it was at has failed, and the others of its share are made again."""
+        child, self._children[i] = self._child(i), None
+        child.stop()
+        at = next((place for place in share.places if place in share.begun), next(iter(share.places), None))
+        if at is not None:
+            results[at] = failure
+            share.places.remove(at)
+        if share.places:
+            self._send(i, share, jobs, results)
+
+    def _child(self, i: int) -> Child:
+        """Returns a process, which is started if there is none."""
+        child = self._children[i]
+        if child is None:
+            child = self._children[i] = Child(str(SCRIPT), self._folder, self._environment)
+            try:
+                child.greet([self._folder, self.name], "env.name", EnvError)
+            except BaseException:
+                self._children[i] = None
+                child.stop()
+                raise
+        return child
+
+
+@attrs.define
+class _Share:
+    """The jobs of one process.
+
+    Attributes:
+        places: the places of the jobs without a result.
+        sent: the places of the jobs that the process was sent, in order.
+        begun: how many calls each of them has begun.
+        deadline: when the process counts as hung.
+    """
+
+    places: list[int]
+    sent: list[int] = attrs.field(factory=list)
+    begun: dict[int, int] = attrs.field(factory=dict)
+    deadline: float = 0.0
+
+
+def _report(line: bytes) -> tuple[int, Result | None]:
+    match parsed(line):
+        case str(problem):
+            raise GarbledError(one_line(problem))
+        case [int(at), None]:
+            return at, None
+        case [int(at), str(problem)]:
+            return at, Failure("env_crashed", one_line(problem))
+        case [int(at), [float(reward), float(acc)]]:
+            return at, End(reward, acc)
+        case [int(at), [{"role": str(), "content": str()}, *_] as messages]:
+            return at, tuple(messages)
+    raise GarbledError(garbled(line))
+
+
+def _stop(children: list[Child | None]) -> None:
+    for i, child in enumerate(children):
+        if child is not None:
+            children[i] = None
+            child.stop()
