@@ -23,17 +23,16 @@ from .schema import (
     Config,
     DataConfig,
     DriverConfig,
-    EnvConfig,
     FsdpConfig,
     MegatronConfig,
     NewModelConfig,
     OptimConfig,
     RayConfig,
-    RewardConfig,
     RolloutConfig,
     TrainerConfig,
     ValConfig,
 )
+from .scoring import EnvConfig, RewardConfig
 from .tables import Table
 
 

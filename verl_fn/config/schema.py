@@ -10,8 +10,8 @@ from attrs.validators import ge, gt, in_, le
 
 from .algorithms import PPO, OverlongBuffer
 from .fields import MOST, ConfigError, all_or_some, each_below_one, each_in, free, opt, paths, sub
-from .judging import PATTERN, PROMPT, has_a_group, has_response, is_address
 from .names import is_reference
+from .scoring import EnvConfig, RewardConfig
 
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
 
@@ -174,67 +174,6 @@ class DataConfig:
     prompt_key: str = opt("prompt", "the files' column of prompts, which are chat messages or strings")
     filter_overlong_prompts: bool = opt(False, "leave out prompts that are too long; otherwise they end the run")
     shuffle: bool = opt(True, "draw a new order of the files' rows in every epoch")
-
-
-@attrs.frozen(kw_only=True)
-class RewardConfig:
-    """Reward functions of the user, or a judge."""
-
-    functions: tuple[str, ...] = paths(
-        (), "rewards as module:function or FILE.py:function; if empty, the rule of the data source"
-    )
-    weights: tuple[float, ...] = opt((), "weight of each function, by default 1")
-    timeout: float = opt(30.0, "seconds that one call of a function, or a judge's reply, may take", gt(0), le(MOST))
-    num_workers: int = opt(1, "processes that run the functions", ge(1), le(4096))
-    env: tuple[str, ...] = opt((), "environment variables that the functions get, such as the key of a judge's API")
-    url: str = opt(
-        "", "OpenAI-compatible API of a judge, such as http://localhost:8000/v1, as the reward", is_address
-    )
-    model: str = opt("", "judge: the name of its model")
-    prompt: str = opt(
-        PROMPT, "judge: what it is asked; {prompt}, {response} and {ground_truth} are replaced", has_response
-    )
-    pattern: str = opt(
-        PATTERN, "judge: regular expression whose first group is the score; its last match in a reply counts",
-        has_a_group,
-    )  # fmt: skip
-    unreadable_score: float = opt(
-        0.0, "judge: the score of a response where the reply has none; these are counted", ge(-MOST), le(MOST)
-    )
-    retries: int = opt(
-        3, "judge: further attempts where it is not reached, late, overloaded or broken", ge(0), le(100)
-    )
-    concurrency: int = opt(16, "judge: most requests at a time", ge(1), le(1024))
-    api_key_env: str = opt("", "judge: the environment variable with the key of its API, if it needs one")
-    offline: bool = opt(False, "judge: take replies from judge.jsonl in trainer.dir alone, as a replay does")
-
-    def __attrs_post_init__(self) -> None:
-        if self.url and self.functions:
-            raise ConfigError(
-                "reward.url and reward.functions are both set, and one of them must score; to add a judge to others, "
-                "ask it in a function"
-            )
-        if self.url and not self.model:
-            raise ConfigError("reward.model is empty; set it to the name of the judge's model at reward.url")
-
-    @property
-    def by_user(self) -> bool:
-        """Returns whether the user's functions or a judge score, and not the rule of the data source."""
-        return bool(self.functions or self.url)
-
-
-@attrs.frozen(kw_only=True)
-class EnvConfig:
-    """The environment that the policy talks to in several turns."""
-
-    name: str = paths("", "class as FILE.py:NAME or MODULE:NAME; if empty, a response ends a problem")
-    max_turns: int = opt(8, "most replies of a conversation", ge(1), le(10_000))
-    max_turn_length: int | None = opt(
-        None, "longest reply in tokens, with its end token; by default data.max_response_length", ge(1)
-    )
-    timeout: float = opt(30.0, "seconds that one call of the environment may take", gt(0), le(MOST))
-    num_workers: int = opt(1, "processes with environments beside each rollout engine", ge(1), le(4096))
-    variables: tuple[str, ...] = opt((), "environment variables that these processes get, such as the key of an API")
 
 
 @attrs.frozen(kw_only=True)

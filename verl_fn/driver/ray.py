@@ -61,13 +61,12 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             cluster.reserve(bundles, plan.ray.placement)
             # An actor without a GPU would take the machine for one without GPUs.
             driver = attrs.evolve(plan.driver, device=device)
-            limit = plan.rollout.max_restarts
+            limit, here = plan.rollout.max_restarts, os.getcwd()
             cluster.start(seats, driver, plan.ray.ranks, plan.code, ["rollout"] if limit else [])
             # An actor may run in another folder than the driver, whose folder has the user's own code.
-            env = plan.env.name
             components: list[tuple[Any, ...]] = [
-                ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, os.getcwd()),
-                ("reward", "reward", build.reward, plan.reward, plan.model, os.getcwd(), env, plan.trainer.dir),
+                ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, here),
+                ("reward", "reward", build.reward, plan.reward, plan.model, here, plan.env.name, plan.trainer.dir),
             ]
             training = {}
             for name, roles in groups.items():
