@@ -165,7 +165,7 @@ def injected(folder: Path) -> Iterator[None]:
     Args:
         folder: has a file named ``Fault.name`` for each fault; it is renamed when the fault happens.
     """
-    engine, trainer, publish = build.rollout, build.trainer, RemoteRollout.publish
+    engine, trainer, publish = build.conversing, build.trainer, RemoteRollout.publish
 
     def twice(self: RemoteRollout, version: int, weights: Any) -> Any:
         for i in range(4):
@@ -173,13 +173,13 @@ def injected(folder: Path) -> Iterator[None]:
                 publish(self, version, weights)
         return publish(self, version, weights)
 
-    build.rollout = functools.partial(faulty_engine, folder, engine)
+    build.conversing = functools.partial(faulty_engine, folder, engine)
     build.trainer = functools.partial(faulty_trainer, folder, trainer)
     RemoteRollout.publish = twice  # type: ignore[method-assign]
     try:
         yield
     finally:
-        build.rollout, build.trainer = engine, trainer
+        build.conversing, build.trainer = engine, trainer
         RemoteRollout.publish = publish  # type: ignore[method-assign]
 
 

@@ -128,9 +128,10 @@ def test_warm_ups_in_steps_become_updates(warmup, steps):
     ("setting", "section", "said"),
     [
         ("actor_rollout_ref.rollout.temprature=1", "unknown", "did you mean actor_rollout_ref.rollout.temperature?"),
-        ("algorithm.filter_groups.enable=True", "not possible here", "groups are not sampled again"),
-        ("algorithm.adv_estimator=remax", "not possible here", "there is no estimator remax"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", "not possible here", "responses have one turn"),
+        ("algorithm.filter_groups.enable=True", "translated", 'algorithm.name = "dapo"'),
+        ("algorithm.adv_estimator=remax", "translated", 'algorithm.name = "remax"'),
+        ("algorithm.adv_estimator=mine", "not possible here", "there is no estimator mine"),
+        ("actor_rollout_ref.rollout.multi_turn.enable=True", "not possible here", "set env.name"),
         ("critic.ppo_epochs=2", "without effect here", "actor and critic share algorithm.ppo_epochs"),
         ("trainer.device=npu", "not possible here", "there is no device npu"),
         ("trainer.balance_batch=True", "without effect here", "rows are dealt to ranks by their tokens"),
@@ -164,6 +165,18 @@ def test_each_key_is_reported_in_its_section(setting, section, said):
 def test_keys_that_change_on_the_way(setting, key, value):
     line = f"{GRPO_LORA} algorithm.rollout_correction.rollout_is=token {setting}"
     assert translated(line).table["algorithm"][key] == value
+
+
+def test_dynamic_sampling_becomes_dapo():
+    start = "algorithm.filter_groups."
+    line = f"{GRPO_LORA} {start}enable=True {start}metric=seq_reward {start}max_num_gen_batches="
+    options = structure(translated(f"{line}3").table).algorithm.options
+    assert (options.filter_groups.max_num_gen_batches, options.filter_groups.metric) == (3, "score")
+    assert (options.clip_ratio_low, options.clip_ratio_high) == (0.2, 0.2)
+    assert "in verl, 0 is without a limit" in translated(f"{line}0").report()
+    line = f"{GRPO_LORA} {start}enable=True {start}metric=length"
+    assert "groups differ in acc or score" in translated(line).report()
+    assert "only with an estimator that compares" in translated(f"{PPO} {start}enable=True").report()
 
 
 def test_rewards_placements_and_offload():

@@ -46,9 +46,9 @@ def waits_for(file):
     raise RuntimeError(f"there is no {file.name}: the engine does not draw while the trainer learns")
 
 
-def paired_engine(folder, plan, device):
+def paired_engine(folder, made, *args):
     """An engine that ends the first batch of each round of two only when the trainer learns from the batch before."""
-    engine = build.rollout(plan, device)
+    engine = made(*args)
     generate, batches = engine.generate, itertools.count(1)
 
     def paired(requests, *, version=None):
@@ -89,7 +89,7 @@ def folders(ray_cluster, model, tmp_path_factory):
     )
     train(attrs.evolve(one, driver=attrs.evolve(one.driver, max_lag=2)), silent)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "rollout", functools.partial(paired_engine, tmp_path))
+        patch.setattr(build, "conversing", functools.partial(paired_engine, tmp_path, build.conversing))
         patch.setattr(build, "trainer", functools.partial(paired_trainer, tmp_path, 6))
         train(over_ray, silent)
     return folders

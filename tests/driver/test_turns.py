@@ -24,9 +24,9 @@ CALLS = ("publish", "generate", "sleep", "wake")
 MESSAGE = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62"
 
 
-def noting_engine(folder, name, wakes, made, plan, device):
+def noting_engine(folder, name, wakes, made, plan, *args):
     """The engine of a plan, which notes its calls in a file, and has no memory for one of its stages of waking."""
-    engine = made(attrs.evolve(plan, name=name), device)
+    engine = made(attrs.evolve(plan, name=name), *args)
 
     def noting(call):
         method = getattr(engine, call)
@@ -49,7 +49,7 @@ def noting_engine(folder, name, wakes, made, plan, device):
 def run(folder, model, monkeypatch, name, *more, wakes=-1):
     """Trains, and returns the plan and the engine's calls."""
     plan = make_plan(load(overrides=[*SETTINGS, f"model.path={model}", f"trainer.dir={folder}/run", *more]))
-    monkeypatch.setattr(build, "rollout", functools.partial(noting_engine, folder, name, wakes, build.rollout))
+    monkeypatch.setattr(build, "conversing", functools.partial(noting_engine, folder, name, wakes, build.conversing))
     (folder / "calls").touch()
     return plan, lambda: train(plan, lambda line: None), lambda: (folder / "calls").read_text().splitlines()
 

@@ -44,11 +44,15 @@ def algorithm(values: Values, settings: Settings, count_rows: CountRows) -> Iter
         return
     key = "algorithm.adv_estimator"
     estimator = str(values[key]).removesuffix("_vectorized")
+    filtering = bool(values.get(enable := "algorithm.filter_groups.enable"))
     if estimator in (*GROUP_ESTIMATORS, "reinforce_plus_plus"):
-        yield Move((key,), "algorithm.name", "grpo")
+        yield Move((key, enable) if filtering else (key,), "algorithm.name", "dapo" if filtering else "grpo")
         yield Move((key,), "algorithm.adv_estimator", estimator)
-    elif estimator == "gae":
-        yield Move((key,), "algorithm.name", "ppo")
+        yield from _dynamic_sampling(values) if filtering else ()
+    elif filtering:
+        yield Move((enable,), problem="groups are sampled again only with an estimator that compares within them")
+    elif estimator in ("gae", "remax"):
+        yield Move((key,), "algorithm.name", "ppo" if estimator == "gae" else "remax")
     else:
         yield Move((key,), problem=f"there is no estimator {estimator}")
     loss = values[key := ACTOR + "policy_loss.loss_mode"]
@@ -57,8 +61,20 @@ def algorithm(values: Values, settings: Settings, count_rows: CountRows) -> Iter
     else:
         yield Move((key,), "algorithm.policy_loss", "ppo_clip" if loss == "vanilla" else loss)
     for side in ("low", "high"):
-        if (clip := values.get(key := f"{ACTOR}clip_ratio_{side}")) is not None and clip != 0.2:
+        if (clip := values.get(key := f"{ACTOR}clip_ratio_{side}")) is not None and (clip != 0.2 or filtering):
             yield Move((key,), f"algorithm.clip_ratio_{side}", clip)
+
+
+def _dynamic_sampling(values: Values) -> Iterator[Move]:
+    key = (start := "algorithm.filter_groups.") + "metric"
+    if (metric := values.get(key)) not in (None, "acc", "score", "seq_reward", "seq_final_reward"):
+        yield Move((key,), problem=f"groups differ in acc or score, not in {metric}")
+    elif metric is not None:
+        remark = "" if metric in ("acc", "score") else "the rewards of a response add up to its score"
+        yield Move((key,), "algorithm.filter_groups.metric", "acc" if metric == "acc" else "score", remark)
+    if (most := values.get(key := start + "max_num_gen_batches")) is not None:
+        remark = "" if most > 0 else "in verl, 0 is without a limit"
+        yield Move((key,), "algorithm.filter_groups.max_num_gen_batches", most if most > 0 else 10, remark)
 
 
 def unequal(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
