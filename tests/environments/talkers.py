@@ -8,7 +8,7 @@ from verl_fn.environments import Done
 
 
 class Talker:
-    """Remembers how often it was called, so that a conversation that is repeated can be told from a new one."""
+    """Answers with the number of replies that it has had and with its own random number, which tests compare."""
 
     def reset(self, problem):
         self.seen, self.start = [], random.random()

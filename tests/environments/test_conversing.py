@@ -1,6 +1,7 @@
 """Conversations token by token: what the model drew stays as it is, and every conversation ends for a reason."""
 
 import contextlib
+import importlib
 
 import attrs
 import pytest
@@ -16,7 +17,7 @@ from verl_fn.backends.mock import MockRollout
 from verl_fn.backends.mock.rollout import Response
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.weight_sync import Weights
-from verl_fn.config import GRPO
+from verl_fn.config import GRPO, RLOO
 from verl_fn.config.catalogue import GROUP_ESTIMATORS, TOKEN_BASELINES
 from verl_fn.data.tasks import Problem
 from verl_fn.environments.engine import Conversing, Limits
@@ -169,8 +170,8 @@ def test_reward_functions_judge_a_whole_conversation_and_add_to_its_reward():
     assert texts == ["c\ng"] and batch["score"].tolist() == [1.5, 1.5] and batch["acc"].tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", [n for n in GROUP_ESTIMATORS if n not in (*TOKEN_BASELINES, "gdpo")])
-def test_a_conversation_counts_once_in_its_group_however_many_rows_it_has(name):
+@pytest.mark.parametrize("name", [*(n for n in GROUP_ESTIMATORS if n not in (*TOKEN_BASELINES, "gdpo")), "as rloo"])
+def test_a_conversation_counts_once_in_its_group_however_many_rows_it_has(name, monkeypatch):
     """Each row has the advantage that its conversation has as one row, also with a penalty on one of its rows."""
     scores, penalty = torch.tensor([1.0, 0.0, 0.25]), 0.5
     whole = Batch.from_rows([[5], [5], [5]], {"response_mask": [[1.0]] * 3}, {"group": [7] * 3, "score": scores})
@@ -179,7 +180,9 @@ def test_a_conversation_counts_once_in_its_group_however_many_rows_it_has(name):
     one, several = scores.clone(), scores[place]
     one[0] -= penalty
     several[1] -= penalty
-    estimate = estimator(GRPO(adv_estimator=name))
+    algorithm = importlib.import_module("verl_fn.algorithms.grpo")
+    monkeypatch.setattr(algorithm, "without_critic", lambda options, advantages: advantages)
+    estimate = algorithm.rloo(RLOO()) if name == "as rloo" else estimator(GRPO(adv_estimator=name))
     expected = estimate(whole.with_tokens(token_level_rewards=one))["advantages"]
     found = estimate(rows.with_tokens(token_level_rewards=several))["advantages"]
     torch.testing.assert_close(found, expected[place])

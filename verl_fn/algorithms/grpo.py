@@ -12,6 +12,7 @@ from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch, Key, Node, node
 from verl_fn.steps import AdaptiveKL, FixedKL
 
+from .by_conversation import by_conversation
 from .contract import Algorithm, Experience, Report
 from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, selecting, update, update_batches
 from .model_reward import score_by_model
@@ -55,7 +56,7 @@ def rloo(options: RLOO) -> Algorithm[GRPOState]:
     Source:
         Ahmadian et al. 2024, arXiv 2402.14740.
     """
-    return without_critic(options, corrected(steps.rloo, options))
+    return without_critic(options, corrected(functools.partial(by_conversation, estimate=steps.rloo), options))
 
 
 def draw(state: GRPOState, problems: Sequence[Problem], w: Workers, *, score: bool) -> Experience:

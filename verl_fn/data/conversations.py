@@ -89,7 +89,7 @@ class TaskDialogues:
 
     @property
     def max_row(self) -> int:
-        """Returns an upper limit of the tokens of a conversation."""
+        """Returns the tokens of the longest conversation: the most messages of 64, each as long as the longest."""
         longest = max(self.task.max_prompt, self.task.max_answer) + 2
         return max(len(one.messages) for one in self.train(Key.from_seed(0), 0, 64)) * longest
 

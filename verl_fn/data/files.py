@@ -141,7 +141,7 @@ def encode_answers(problems: Sequence[Problem], tokenizer: Any, end_token: int) 
 
 
 def has_unknown(ids: Sequence[int], tokenizer: Any) -> bool:
-    """Returns whether the token ids of a text have the tokenizer's unknown token, so that a part is lost."""
+    """Returns whether the unknown token, which loses a part of the text, is among the token ids of a text."""
     # Byte-level tokenizers can encode every string, and some of them (GPT-2's) use bos or eos as the unknown token.
     return tokenizer.unk_token_id in set(ids) - {tokenizer.bos_token_id, tokenizer.eos_token_id}
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import attrs
 
+from verl_fn.backends.whole_folder import check_empty, written_whole
 from verl_fn.data.prepare import prepare_gsm8k
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import GSM8K
-from verl_fn.errors import UserError
+from verl_fn.errors import UsageError, UserError
 
 PREFIX, DATASETS = "hub:", "datasets/"
 RECORD = "hub.json"
@@ -81,11 +81,16 @@ def prepare_hub(written: str, out: str | Path) -> str:
         DataError: ``out`` is not empty or cannot be written.
     """
     name, out = hub_name(written), Path(out).expanduser()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise DataError(f"{out} is not empty; choose a new folder")
-    snapshot = _snapshot(name)
-    pinned = attrs.evolve(name, revision=snapshot.name)
-    copied = _written(out, lambda aside: _copy(name, snapshot, aside, pinned))
+    try:
+        check_empty(out)
+        snapshot = _snapshot(name)
+        pinned = attrs.evolve(name, revision=snapshot.name)
+        with written_whole(out) as aside:
+            copied = _copy(name, snapshot, aside, pinned)
+    except UsageError as error:
+        raise DataError(str(error)) from error
+    except OSError as error:
+        raise DataError(f"{out} cannot be written: {error}") from error
     return f"wrote {out} from {pinned}: {copied}"
 
 
@@ -138,20 +143,3 @@ def _copy(name: HubName, snapshot: Path, aside: Path, pinned: HubName) -> str:
         written = ", ".join(str(file.relative_to(snapshot)) for file in (main or lines))
     (aside / RECORD).write_text(json.dumps({"source": str(pinned)}, indent=1) + "\n", encoding="utf-8")
     return written
-
-
-def _written(out: Path, write: Callable[[Path], str]) -> str:
-    """Writes a folder aside and renames it, so that a failure leaves no half of it."""
-    aside = out.with_name(f".{out.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        result = write(aside)
-        if out.exists():
-            out.rmdir()
-        aside.rename(out)
-    except OSError as error:
-        raise DataError(f"{out} cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    return result

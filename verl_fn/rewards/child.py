@@ -43,10 +43,10 @@ def environment(
     Args:
         names: further variables.
         key: the config key that names them, for the error.
-        error: the class of the error.
+        error: the class to raise.
 
     Raises:
-        RewardError: one of ``names`` is not set; another class if ``error`` says so.
+        RewardError: one of ``names`` is not set. The class is that of ``error``.
     """
     for name in names:
         if name not in os.environ:
@@ -96,10 +96,10 @@ class Child:
         Args:
             message: says what to import.
             key: the config key that names it, for errors.
-            error: the class of the errors.
+            error: the class to raise.
 
         Raises:
-            RewardError: the import failed or did not end; another class if ``error`` says so.
+            RewardError: the import failed or did not end. The class is that of ``error``.
         """
         deadline = time.monotonic() + START_SECONDS
         try:
