@@ -1,6 +1,7 @@
 """Strict surroundings for every test, the tiny models that many share, and which tests run in one worker."""
 
 import contextlib
+import gc
 import multiprocessing.spawn
 import os
 
@@ -47,6 +48,12 @@ def unit(nodeid):
     """The tests that run in one worker: those of a file, or of all files that share processes."""
     file = nodeid.partition("::")[0].rpartition("/")[2].removeprefix("test_").removesuffix(".py")
     return next((name for name, files in SHARED.items() if file in files), file)
+
+
+def pytest_collection_finish(session):
+    # What is imported by now stays; the collector would look through it again and again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -18,7 +18,7 @@ def ran(python, *arguments, **options):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["-c", "import sys; print(sys.argv, sys.path[0], sys.executable, __name__)", "a b", "'"],
+        ["-c", "import sys; print(sys.argv, sys.path[0], __name__)", "a b", "'"],
         ["-u", "-c", "import os, sys; print(os.getcwd(), sys.stdin.read()); raise SystemExit(3)"],
         ["-c", "1 / 0"],
         ["-c", "raise SystemExit('wrong')"],
@@ -38,6 +38,10 @@ def test_it_is_warm_unless_its_imports_would_have_been_others(warm, tmp_path):
     code = "import sys; print('torch' in sys.modules)"
     assert ran(warm, "-c", code)[1] == "True\n"
     assert ran(warm, "-c", code, env=os.environ | {"PYTHONPATH": str(tmp_path)})[1] == "False\n"
+
+
+def test_its_processes_start_warm_ones(warm):
+    assert ran(warm, "-c", "import sys; print(sys.executable)")[1] == f"{warm}\n"
 
 
 def test_files_are_inherited(warm):

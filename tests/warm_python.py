@@ -11,7 +11,7 @@ import atexit
 import contextlib
 import fcntl
 import gc
-import importlib
+import importlib.util
 import io
 import json
 import os
@@ -30,10 +30,14 @@ from pathlib import Path
 PRELOADED = (
     "verl_fn.backends.fsdp", "verl_fn.backends.local", "verl_fn.backends.mock", "verl_fn.backends.sampler",
     "transformers.models.auto.modeling_auto", "transformers.models.auto.tokenization_auto",
-    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3.modeling_qwen3", "peft", "verl_fn.runs.loop",
 )  # fmt: skip
+# What Ray imports, where it is installed. Ray itself keeps settings of the process that imports it.
+FOR_RAY = ("google.protobuf.descriptor_pb2", "jsonschema", "msgpack", "requests")
 # Read when Python starts or these modules are imported.
 SETTINGS = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "OMP_NUM_THREADS", "HF_HUB_OFFLINE")
+# Scripts of Ray that end where their parent is not the one that started them.
+WATCH_THEIR_PARENT = ("ray/dashboard/agent.py", "runtime_env/agent/main.py")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 MOST_FILES = 250
 
@@ -55,6 +59,8 @@ def warm_python(also=None):
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,
+            # Arrow's allocator would start a thread.
+            env=os.environ | {"JE_ARROW_MALLOC_CONF": "background_thread:false"},
         )
         try:
             assert server.stdout.readline() == b"ready\n", "the server of warm processes did not start"
@@ -82,6 +88,9 @@ def serve(place, also=None):
     print("ready", flush=True)
     for name in PRELOADED:
         importlib.import_module(name)
+    if importlib.util.find_spec("ray"):
+        for name in FOR_RAY:
+            importlib.import_module(name)
     if also is not None:
         runpy.run_path(also)
     threads = os.listdir("/proc/self/task")
@@ -176,6 +185,7 @@ def _take_over(request, files):
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
     os.umask(request["umask"])
+    sys.executable = request["executable"]
     prompt = "PYTHONUNBUFFERED" in os.environ or "-u" in options(request["argv"])[0]
     sys.stdin = os.fdopen(0)
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -216,13 +226,14 @@ def ask(place, python, expected, argv):
     """What the executable does: asks for a process, and stands for it until it ends."""
     _, command = options(argv)
     known = bool(command) and (command[0] in ("-c", "-m") or not command[0].startswith("-"))
-    if not known or settings() != expected:
+    if not known or command[0].endswith(WATCH_THEIR_PARENT) or settings() != expected:
         os.execv(python, [python, *argv])
     umask = os.umask(0)
     os.umask(umask)
     files = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)]
     request = {
         "argv": argv, "environment": dict(os.environ), "folder": os.getcwd(), "umask": umask, "files": files,
+        "executable": str(Path(place).with_name("python")),
     }  # fmt: skip
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(place)
