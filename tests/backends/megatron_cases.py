@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rank_cases import KEY, Whole, error_of, loss_for, optimizer
 
 from verl_fn.algorithms.workers import get_here
+from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
@@ -94,6 +95,61 @@ def holds(folder, options):
     return [*counts, resident.loads]
 
 
+def close_experts(backend, params, seed):
+    """Parameters whose experts' logits differ by about as much as rounding moves them."""
+    whole, generator = dict(backend.named(params)), torch.Generator().manual_seed(seed)
+    for name, t in whole.items():
+        if name.endswith("mlp.gate.weight"):
+            noise = 1e-7 * torch.randn(t.shape, generator=generator)
+            whole[name] = t.mean(0, keepdim=True).expand_as(t) + noise.to(t.device)
+    return attrs.evolve(params, leaves=backend.from_named(whole))
+
+
+def replayed(folder, options, name="Megatron"):
+    """A recording by one layout, replayed by another one in other micro-batches, where routers decide otherwise.
+
+    Returns:
+        The largest changes of a log-probability with and without replay, and the error of the gradient beside the
+        first layout's.
+    """
+    needs, loss, batch = ("logprobs", "routed_experts"), ppo_clip(), tiny_batch(rows=9)
+    one = megatron(folder, {"router_replay": True})
+    two = megatron(folder, {"router_replay": True, **options}, getattr(megatron_mutants, name))
+    two.max_tokens = 40
+    state, other = one.init(KEY), two.init(KEY)
+    recorded = one.forward(close_experts(one, state.params, 0), batch, needs)
+    known = batch.with_tokens(old_log_probs=recorded.logprobs, routed_experts=recorded.routed_experts)
+    known = known.take(torch.randperm(len(batch), generator=KEY.generator()))
+    state, other = (
+        attrs.evolve(s, params=close_experts(backend, s.params, 1)) for backend, s in ((one, state), (two, other))
+    )
+    outputs = two.forward(other.params, known, needs)
+    assert torch.equal(outputs.routed_experts, known["routed_experts"])
+    free = two.forward(other.params, known.without("routed_experts"), needs)
+    assert not torch.equal(free.routed_experts, known["routed_experts"])
+    changes = [float((found.logprobs - known["old_log_probs"]).abs().max()) for found in (outputs, free)]
+    wanted, found = (
+        dict(backend.named(backend.forward_backward(s, known, loss)[0]))
+        for backend, s in ((one, state), (two, other))
+    )
+    scale = max(float(g.norm()) for g in wanted.values())
+    return *changes, max(float((found[name] - g).norm()) / scale for name, g in wanted.items())
+
+
+def replay_refused(folder, dense):
+    """What cannot be recorded or replayed."""
+    backend, plain, batch = megatron(folder, {"router_replay": True}), megatron(folder, {}), tiny_batch()
+    state, ones = backend.init(KEY), torch.ones(batch.num_tokens, 2, 2, dtype=torch.uint8)
+    wrong = [batch, *(batch.with_tokens(routed_experts=t) for t in (ones[:, :1], ones + 9, ones))]
+    sinkhorn = {"router_replay": True, "provider": {"moe_router_load_balancing_type": "sinkhorn"}}
+    return [
+        *(error_of(lambda b=b: backend.forward_backward(state, b, ppo_clip())) for b in wrong),
+        error_of(lambda: plain.forward(state.params, batch, ["routed_experts"])),
+        error_of(lambda: megatron(dense, {"router_replay": True}).init(KEY)),
+        error_of(lambda: megatron(folder, sinkhorn).init(KEY)),
+    ]
+
+
 def published(folder, options):
     """The source of weights lists what it gives, and gives what ``named`` does."""
     backend = megatron(folder, options)
@@ -144,9 +200,10 @@ def trained(folder, options, into):
     return tree.digest({name: t.cpu() for name, t in backend.named(state.params)})
 
 
-def one_step(folder, options, source, into):
-    """Restores a state, makes one step, and saves the next one."""
-    backend, batch = megatron(folder, options), tiny_batch()
+def one_step(folder, options, source, into, sharded=False):
+    """Restores a state, makes one step, by Megatron or by FSDP, and saves the next one."""
+    backend = Fsdp(folder, optimizer(), max_tokens=24) if sharded else megatron(folder, options)
+    batch = tiny_batch()
     state = backend.restore(source)
     state, _ = backend.apply_update(state, backend.forward_backward(state, batch, ppo_clip())[0])
     backend.save(state, into)

@@ -95,6 +95,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 restarts=cluster.restarts,
                 about=_about(cluster, plan, device),
                 gpu_memory=cluster.get(ranks.run("call", gpu_memory, {}, False, device)),
+                router_replay=plan.roles["actor"].router_replay,
             )
             if plan.rollout.sleeps:
                 sharing = [role.name for role in groups["trainer"]]
