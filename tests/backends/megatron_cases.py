@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from unittest import mock
 
 import attrs
 import megatron_mutants
@@ -18,7 +19,7 @@ from verl_fn.backends.megatron import Megatron, importing
 from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.cli import main
 from verl_fn.state import Grads, Params, snapshot, tree
-from verl_fn.steps import adamw, chain, no_decay, ppo_clip
+from verl_fn.steps import adamw, chain, clip_by_global_norm, cosine, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
 from verl_fn.testing.backend_splits import check_splits
@@ -44,6 +45,15 @@ def laws(folder, options, tolerance):
     """All laws, and the layout against one process."""
     head = options.get("head", "lm")
     check_backend(megatron(folder, options), local(folder, options, Whole), loss=loss_for(head), tolerance=tolerance)
+
+
+def replay_splits(folder, options):
+    """Splits of a batch whose tokens go to random experts."""
+    batch = tiny_batch()
+    drawn = torch.rand(batch.num_tokens, 2, 4, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    batch = batch.with_tokens(routed_experts=drawn.to(torch.uint8))
+    case = BackendCase(megatron(folder, {"router_replay": True, **options}), ppo_clip(), batch, 1e-5, KEY, get_here)
+    check_splits(case, case.trained("first"))
 
 
 def first_step(folder, options, rows, name="Megatron"):
@@ -253,6 +263,45 @@ def masks(folder, options):
         worst = max(worst, *(float((ours[name] - t).abs().max()) for name, t in new.items()))
     divides = chain(adamw(1e-2, weight_decay_mask=no_decay("q_proj")))
     return worst, error_of(lambda: megatron(folder, options, optimizer=divides).init(KEY))
+
+
+def beside_megatrons_optimizer(folder, options):
+    """Updates beside those of Megatron's own distributed optimizer, from the same gradients in the same buffers.
+
+    Returns:
+        The largest difference of a weight, the largest relative one of a norm, and the largest change of a weight.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    schedule, batch = cosine(1e-2, 4, 1), tiny_batch()
+    decayed = adamw(schedule, (0.8, 0.95), 1e-6, 0.5, weight_decay_mask=lambda name, t: t.ndim > 1)
+    backend = megatron(folder, options, optimizer=chain(clip_by_global_norm(0.1), decayed))
+    state, model, kind = backend.init(KEY), backend._built(), torch.Tensor.type
+    config = OptimizerConfig(
+        lr=1e-2, weight_decay=0.5, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6, clip_grad=0.1,
+        params_dtype=torch.float32, use_distributed_optimizer=True,
+    )  # fmt: skip
+
+    def on_cuda(t, *args):
+        return kind(t, *args) if args or t.is_cuda else kind(t).replace("torch.", "torch.cuda.")
+
+    weight, norm, change = 0.0, 0.0, 0.0
+    with backend.layout.active(), mock.patch.object(torch.Tensor, "type", on_cuda):
+        theirs = get_megatron_optimizer(config, [model.built.ddp])
+        for count in range(3):
+            grads, _ = backend.forward_backward(state, batch, ppo_clip())
+            for group in theirs.param_groups:
+                # As Megatron's scheduler does, which knows the decay of matrices alone as ``wd_mult``.
+                group["lr"], group["weight_decay"] = schedule(count), 0.5 * group["wd_mult"]
+            _, their_norm, _ = theirs.step()
+            before = {name: t.clone() for name, t in state.params.items()}
+            state, metrics = backend.apply_update(state, grads)
+            norm = max(norm, abs(metrics["grad_norm"].value / float(their_norm) - 1))
+            for name, t in state.params.items():
+                if t.numel():
+                    weight = max(weight, float((t - model.pieces[name].weight).abs().max()))
+                    change = max(change, float((t - before[name]).abs().max()))
+    return weight, norm, change
 
 
 def vocabulary_shared(entropy, heated, chunk):

@@ -22,6 +22,7 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
 from verl_fn.backends.megatron.names import Canonical
 from verl_fn.cli import main
+from verl_fn.data.tasks import TASKS
 from verl_fn.state import tree
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
@@ -108,6 +109,10 @@ def call(ranks, name, *args):
 )
 def test_laws_on_two_ranks(two, folder, shallow, options):
     call(two, "laws", folder if "pp" in options else shallow, options, FP32)
+
+
+def test_replayed_routes_obey_the_law_of_splits(two, experts):
+    call(two, "replay_splits", experts, {"ep": 2})
 
 
 @pytest.mark.parametrize(
@@ -288,6 +293,20 @@ def test_a_run_is_that_of_one_process(two, tmp_path):
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
+def test_a_run_replays_routes(start, tmp_path):
+    """Two updates of shuffled minibatches, which would be refused without a recording; the critic replays nothing."""
+    model = new_model(tmp_path / "model", chars=TASKS["reverse"].alphabet, hidden_size=16, **EXPERTS)
+    arguments = [
+        "train", str(ROOT / "recipes/ppo_reverse.toml"), f"model.path={model}", "driver.device=cpu",
+        "data.train_batch_size=4", "algorithm.ppo_mini_batch_size=2", "algorithm.critic_warmup=0", "data.val_size=4",
+        "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false",
+        "algorithm.entropy_coeff=0.01", "actor.strategy=megatron", "actor.router_replay.mode=R2", f"trainer.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert call(start(1), "run", arguments) == [0]
+    (line,) = (line for line in read_lines(tmp_path / "run") if "actor/grad_norm" in line)
+    assert line["actor/grad_norm"] > 0 and "critic/grad_norm" in line
+
+
 COMMAND = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -337,6 +356,17 @@ def test_masks_of_weight_decay(two, untied, options):
     for worst, message in call(two, "masks", untied, options):
         assert worst <= 1e-6
         assert "decays only some of model.layers.0.self_attn.q_proj.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("folder", {"pp": 2}), ("untied", {"tp": 2, "sp": True}), ("experts", {"ep": 2})],
+    ids=str,
+)
+def test_updates_are_those_of_megatrons_own_optimizer(two, request, name, options):
+    """Three, with clipping, a schedule, and the decay of matrices alone, which is Megatron's own rule."""
+    for weight, norm, change in call(two, "beside_megatrons_optimizer", request.getfixturevalue(name), options):
+        assert weight <= 1e-6 and norm <= 1e-6 and change > 1e-3
 
 
 @pytest.mark.parametrize(
