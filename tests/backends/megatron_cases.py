@@ -47,12 +47,14 @@ def laws(folder, options, tolerance):
     check_backend(megatron(folder, options), local(folder, options, Whole), loss=loss_for(head), tolerance=tolerance)
 
 
-def replay_splits(folder, options):
+def replay_splits(folder, options, tolerance):
     """Splits of a batch whose tokens go to random experts."""
     batch = tiny_batch()
     drawn = torch.rand(batch.num_tokens, 2, 4, generator=torch.Generator().manual_seed(0)).topk(2).indices
     batch = batch.with_tokens(routed_experts=drawn.to(torch.uint8))
-    case = BackendCase(megatron(folder, {"router_replay": True, **options}), ppo_clip(), batch, 1e-5, KEY, get_here)
+    case = BackendCase(
+        megatron(folder, {"router_replay": True, **options}), ppo_clip(), batch, tolerance, KEY, get_here
+    )
     check_splits(case, case.trained("first"))
 
 

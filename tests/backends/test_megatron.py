@@ -112,7 +112,7 @@ def test_laws_on_two_ranks(two, folder, shallow, options):
 
 
 def test_replayed_routes_obey_the_law_of_splits(two, experts):
-    call(two, "replay_splits", experts, {"ep": 2})
+    call(two, "replay_splits", experts, {"ep": 2}, FP32)
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,8 @@ def test_a_run_replays_routes(start, tmp_path):
         "train", str(ROOT / "recipes/ppo_reverse.toml"), f"model.path={model}", "driver.device=cpu",
         "data.train_batch_size=4", "algorithm.ppo_mini_batch_size=2", "algorithm.critic_warmup=0", "data.val_size=4",
         "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false",
-        "algorithm.entropy_coeff=0.01", "actor.strategy=megatron", "actor.router_replay.mode=R2", f"trainer.dir={tmp_path / 'run'}",
+        "algorithm.entropy_coeff=0.01", "actor.strategy=megatron", "actor.router_replay.mode=R2",
+        f"trainer.dir={tmp_path / 'run'}",
     ]  # fmt: skip
     assert call(start(1), "run", arguments) == [0]
     (line,) = (line for line in read_lines(tmp_path / "run") if "actor/grad_norm" in line)
