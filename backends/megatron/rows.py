@@ -91,11 +91,7 @@ class MicroBatch:
         tokens = torch.full((length,), PADDING).index_copy(0, places, batch.tokens)[own]
         positions = (torch.arange(length) - ends[:-1].repeat_interleave(ends.diff()))[own]
         routed_tokens = torch.full((length,), -1).index_copy(0, places, torch.arange(batch.num_tokens))[own]
-        if sizes.sp:
-            routed_tokens = routed_tokens.chunk(sizes.tp)[layout.tp_rank]
-        routed = None
-        if experts is not None and ROUTED in batch:
-            routed = _routed(batch, routed_tokens, experts, device)
+        routed_tokens = routed_tokens.chunk(sizes.tp)[layout.tp_rank] if sizes.sp else routed_tokens
         seen, last = index[places[targets - 1]], index[places[batch.last]]
         mine, mine_last = seen >= 0, last >= 0
         temperature = None
@@ -118,7 +114,7 @@ class MicroBatch:
             temperature,
             layout.groups.cp if sizes.cp > 1 else None,
             routed_tokens.to(device),
-            routed,
+            _routed(batch, routed_tokens, experts, device),
         )
 
     def spread(self, values: Tensor, *, rows: bool = False) -> Tensor:
@@ -147,12 +143,14 @@ def padded_starts(lengths: Int[Tensor, " b"], tp: int, cp: int) -> tuple[Tensor,
     return starts, -(-int(starts[-1]) // align) * align
 
 
-def _routed(batch: Batch, tokens: Tensor, experts: int, device: torch.device) -> Tensor:
-    """Returns the experts of these tokens of a batch; padding, which needs some as well, goes to all in turn.
+def _routed(batch: Batch, tokens: Tensor, experts: int | None, device: torch.device) -> Tensor | None:
+    """Returns the experts to replay for these tokens, or None; padding, which needs some too, goes to all in turn.
 
     Raises:
-        ValueError: a token is to go to one expert twice: Megatron counts on as many as it has.
+        ValueError: a token is to go to one expert twice; Megatron sends each token to as many as there are numbers.
     """
+    if experts is None or ROUTED not in batch:
+        return None
     of_batch = batch[ROUTED]
     topk = of_batch.shape[-1]
     in_turn = (torch.arange(len(tokens))[:, None, None] * topk + torch.arange(topk)) % experts

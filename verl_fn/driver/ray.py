@@ -51,8 +51,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
     # An error is raised where its result is awaited; Ray would print it again when the reference is dropped.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with connected(plan.ray):
-        device = cluster_device(plan.driver.device)
-        groups = training_groups(plan)
+        device, groups = cluster_device(plan.driver.device), training_groups(plan)
         cluster = Cluster(plan.ray.timeout)
         try:
             seats, bundles = seating(list(groups), plan.ray.ranks, device, plan.rollout)
