@@ -21,8 +21,6 @@ import math
 import os
 import re
 import runpy
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -52,6 +50,7 @@ from verl_fn.steps import (
 
 from . import first_step_chart as chart
 from . import measure
+from .together import run_together
 
 CLIP = 0.3
 LOSSES: dict[str, tuple[str, Callable[[], Loss]]] = {
@@ -209,15 +208,15 @@ def first_step(
     grads, metrics = backend.forward_backward(state, batch, loss)
     result: dict[str, Any] = {"loss": metrics["loss"].value, "seconds": time.perf_counter() - began}
     gradient = _whole(backend, grads)
-    trained = list(gradient)
-    tensors = {f"gradient.{n}": t for n, t in gradient.items()} | {f"before.{n}": before[n] for n in trained}
+    tensors = {f"gradient.{n}": t for n, t in gradient.items()}
     reference = held / f"gradient_{loss_name}.safetensors"
-    if not reference.exists():
-        save_file(_whole(backend, grads), reference)
+    if layout.text == layout.reference:
+        save_file(gradient, reference)
+        tensors |= {f"before.{n}": before[n] for n in gradient}
     given = _as_given(backend, load_file(reference), state)
 
     def changed(new: Any) -> dict[str, torch.Tensor]:
-        return {n: t - before[n] for n, t in _whole(backend, new.params).items() if n in trained}
+        return {n: t - before[n] for n, t in _whole(backend, new.params).items() if n in gradient}
 
     from_reference, _ = backend.apply_update(state, given, donate=False)
     tensors |= {f"from_reference.{n}": t for n, t in changed(from_reference).items()}
@@ -235,8 +234,12 @@ def first_step(
 
 
 def _whole(backend: Any, value: Params | Grads) -> dict[str, torch.Tensor]:
-    """Copies of the whole tensors, on the CPU; all ranks gather them together."""
-    return {n: t.detach().to("cpu", copy=True).contiguous() for n, t in dict(backend.named(value)).items()}
+    """Copies of the whole tensors, on the first rank's CPU; all ranks gather them together, one after the other."""
+    named = backend.named(value)
+    pairs = named.items() if isinstance(named, Mapping) else named
+    first = os.environ.get("RANK", "0") == "0"
+    copies = ((n, t.detach().to("cpu", copy=True).contiguous() if first else t) for n, t in pairs)
+    return {n: t for n, t in copies if first}
 
 
 def _as_given(backend: Any, gradient: dict[str, torch.Tensor], state: Any) -> Grads:
@@ -251,24 +254,12 @@ def run_layout(folder: Path, shape: str, text: str, losses: Sequence[str], devic
     """Start a layout's ranks, wait, and read what the first one wrote, for each loss.
 
     Raises:
-        RuntimeError: a rank failed; its own output is in the message.
+        RuntimeError: a rank failed; its own output is in the message, and the other ranks are ended.
     """
     layout, out = Layout.parse(text), folder / "out"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    measure.say(f"{text}: {layout.ranks} processes")
     command = [sys.executable, "-m", "verl_fn.benchmarks.first_step", str(folder), shape, text, device, *losses]
-    ranks = []
-    for rank in range(layout.ranks):
-        env = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(layout.ranks), "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-        }  # fmt: skip
-        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-    outputs = [rank.communicate()[0] for rank in ranks]
-    for rank, (process, output) in enumerate(zip(ranks, outputs, strict=True)):
-        if process.returncode:
-            raise RuntimeError(f"{text}: rank {rank} failed\n{output[-3000:]}")
+    run_together(command, layout.ranks, text)
     return [
         json.loads((out / f"{loss}.json").read_text()) | {"tensors": load_file(out / f"{loss}.safetensors")}
         for loss in losses
@@ -334,6 +325,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{'layout':<32}{'loss':<7}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'cosine':>12}{'update':>10}"
               f"{'from ref.':>11}{'2nd loss':>10}{'time':>9}   bars")  # fmt: skip
         for reference in dict.fromkeys(layout.reference for layout in layouts):
+            measure.say(f"{reference}: making a state with moments")
             prepare(folder, args.shape, reference, args.losses, batch, args.device)
             wanted = run_layout(folder, args.shape, reference, args.losses, args.device)
             _check_hard(dict(zip(args.losses, wanted, strict=True)))
@@ -376,6 +368,7 @@ def rank_main(arguments: Sequence[str]) -> None:
     name, shape, text, device, *losses = arguments
     folder, layout, rank = Path(name), Layout.parse(text), int(os.environ["RANK"])
     torch.set_num_threads(1)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if layout.name != "local":

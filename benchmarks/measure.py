@@ -20,6 +20,11 @@ import torch
 PACKAGES = ("torch", "transformers", "numpy", "ray")
 
 
+def say(what: str) -> None:
+    """Prints on the error stream what comes next, since a model of a real size takes minutes until the first line."""
+    print(time.strftime("%X"), what, file=sys.stderr, flush=True)
+
+
 def interleave(
     variants: dict[str, Callable[[], Any]],
     rounds: int,

@@ -29,7 +29,10 @@ class TokenOutputs(Node):
     * ``values[t]``: the value of the state before token t.
     * ``row_values[b]``: the value of the state after the last token of row b; a reward model's score of the row.
 
-    Outputs per token are zero where ``response_mask`` is zero.
+    * ``routed_experts[t]``: the experts that token t goes to, ``[L, k]``: their numbers in each layer with experts. A
+      backend gives it that can replay it (see the page on Megatron), for every token.
+
+    Other outputs per token are zero where ``response_mask`` is zero.
 
     Example:
         >>> import torch

@@ -188,13 +188,16 @@ def check_head(head: str) -> str:
     return head
 
 
-def check_needs(head: str, needs: Iterable[str], *, forward: bool = False) -> frozenset[str]:
+def check_needs(
+    head: str, needs: Iterable[str], *, forward: bool = False, recorded: Iterable[str] = ()
+) -> frozenset[str]:
     """Returns the needs as a set after checking them.
 
     Args:
         head: the model's head.
         needs: the names of outputs.
         forward: whether outputs without a gradient may be among them.
+        recorded: outputs without a gradient that the backend gives with any head.
 
     Raises:
         ValueError: the head cannot compute one of them, or a loss needs one that has no gradient.
@@ -207,11 +210,12 @@ def check_needs(head: str, needs: Iterable[str], *, forward: bool = False) -> fr
         ValueError: a loss cannot need ['sum_pi_squared'], which has no gradient; ...
     """
     wanted = frozenset(needs)
-    if constant := sorted(wanted & CONSTANT_NEEDS[head]) if not forward else []:
+    constants = CONSTANT_NEEDS[head].union(recorded)
+    if constant := sorted(wanted & constants) if not forward else []:
         raise ValueError(
             f"a loss cannot need {constant}, which has no gradient; write what forward gives into the batch"
         )
-    known = SUPPORTED_NEEDS[head] | CONSTANT_NEEDS[head] if forward else SUPPORTED_NEEDS[head]
+    known = SUPPORTED_NEEDS[head] | constants if forward else SUPPORTED_NEEDS[head]
     if not wanted <= known:
         raise ValueError(f"a {head} model gives {sorted(known)}, not {sorted(wanted - known)}")
     return wanted

@@ -30,7 +30,7 @@ from verl_fn.backends.megatron import conversion, saving
 from verl_fn.backends.megatron.executor import Executor, How
 from verl_fn.backends.megatron.layout import Layout, Sizes
 from verl_fn.backends.megatron.masks import check_slots
-from verl_fn.backends.megatron.rows import MicroBatch, padded_starts
+from verl_fn.backends.megatron.rows import ROUTED, MicroBatch, padded_starts
 from verl_fn.backends.megatron.schedule import run
 from verl_fn.backends.memory import fits
 from verl_fn.backends.one_call import OneCall, one_at_a_time
@@ -85,6 +85,8 @@ class Megatron:
         checkpointing: recompute each layer in the backward pass.
         provider: fields of Megatron-Bridge's provider.
         lora: adapters to train; everything else but a value head is then frozen.
+        router_replay: record the experts of each token where ``forward`` is asked for ``routed_experts``, and let
+            tokens of batches with this field go to the experts that it names; ``forward_backward`` then needs it.
         device: ``cuda``, where a rank computes on its current device; ``cpu`` works only in tests.
         deterministic: use bitwise repeatable kernels on CUDA; those of the CPU always are.
 
@@ -110,6 +112,7 @@ class Megatron:
         checkpointing: bool = False,
         provider: Mapping[str, Any] | None = None,
         lora: Lora | None = None,
+        router_replay: bool = False,
         device: str = "cuda",
         deterministic: bool = False,
     ) -> None:
@@ -125,7 +128,7 @@ class Megatron:
         self.checkpointing = checkpointing
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
-        self._how = How(head, self.dtype, self.device, checkpointing, dict(provider or {}), lora)
+        self._how = How(head, self.dtype, self.device, checkpointing, dict(provider or {}), lora, router_replay)
         self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
         self._model: Executor | None = None
 
@@ -217,41 +220,45 @@ class Megatron:
     def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
         """Returns the outputs that ``needs`` names, without gradients, on every rank and on the CPU.
 
-        They are given for every token with ``response_mask``, or for every row.
+        They are given for every token with ``response_mask``, or for every row; ``routed_experts`` for every token.
 
         Raises:
-            ValueError: the head cannot compute one of ``needs``.
+            ValueError: the head cannot compute one of ``needs``, or ``routed_experts`` are not those of this model.
             LayoutError: ranks were given different batches, or another thread computes.
             NotDifferentiable: a derivative of this function was taken.
         """
         expect_params("forward", params, batch)
-        wanted = check_needs(self.head, needs, forward=True)
+        wanted = check_needs(self.head, needs, forward=True, recorded=self._how.recorded)
         refuse_derivatives("forward", params, batch)
         with self._one_call():
             return self._forward(params, batch.detached(), wanted)
 
     def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
-        share = self._share(batch, wanted)
+        share, record = self._share(batch, wanted), ROUTED in wanted and ROUTED not in batch
         outputs: dict[int, dict[str, Tensor]] = {}
 
         def keep(number: int, micro_batch: MicroBatch, found: TokenOutputs) -> tuple[Tensor, Metrics]:
             outputs[number] = dict(found.by_name)
             return torch.zeros((), device=self.device), {}
 
-        with self._holding(params) as model:
-            self._run(model, share, wanted, keep, forward_only=True)
+        with self._holding(params) as model, model.routing(record) as routing:
+            self._run(model, share, wanted, keep, forward_only=True, routing=routing)
         agree_on_batch(self.layout, batch)
         own = [outputs[i] for i, rows in enumerate(share.own_rows) if rows and i in outputs]
         with one_thread():
-            return TokenOutputs(brought_together(self.layout, batch, share, own, wanted, self.device))
+            whole = brought_together(self.layout, batch, share, own, wanted - {ROUTED}, self.device)
+            if ROUTED in wanted:
+                # A batch that has a recording is routed by it.
+                whole[ROUTED] = batch[ROUTED] if routing is None or not record else routing.whole(share, batch)
+        return TokenOutputs(whole)
 
     def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
         """Returns the gradients over the whole batch, and the metrics, with the total as ``loss``.
 
         Raises:
-            ValueError: the batch lacks the weights that the loss's levels need or the field that keeps its rows
-                together, a row or group is longer than the token budget, or ranks were given different batches, needs
-                or states. Different losses are not detected.
+            ValueError: the batch lacks the weights that the loss's levels need, the field that keeps its rows
+                together or the ``routed_experts`` to replay, a row or group is longer than the token budget, or ranks
+                were given different batches, needs or states. Different losses are not detected.
             LayoutError: another thread computes.
             DonatedError: the state was donated.
             NotDifferentiable: a derivative of this function was taken.
@@ -261,8 +268,11 @@ class Megatron:
         expect_state("forward_backward", state, batch)
         refuse_derivatives("forward_backward", state, batch)
         check_weights(loss, batch)
+        wanted = check_needs(self.head, loss.needs, recorded=self._how.recorded)
+        if self._how.recorded and ROUTED not in batch:
+            raise ValueError(f"the batch has no {ROUTED!r} to replay; write what forward gives for it into the batch")
         with self._one_call(gradients=True):
-            return self._forward_backward(state, batch.detached(), loss, check_needs(self.head, loss.needs))
+            return self._forward_backward(state, batch.detached(), loss, wanted)
 
     def _forward_backward(
         self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]
@@ -281,9 +291,9 @@ class Megatron:
                 totals.append(tree.map_tensors(lambda t: t.detach().clone(), reported))
             return total, {}
 
-        with self._holding(state.params) as model:
+        with self._holding(state.params) as model, model.routing() as routing:
             model.built.ddp.zero_grad_buffer()
-            self._run(model, share, wanted, finish, forward_only=False)
+            self._run(model, share, wanted, finish, forward_only=False, routing=routing)
             agree_on_batch(self.layout, batch)
             finalize_model_grads([model.built.ddp], None, pg_collection=self.layout.groups)
             grads = {name: model.pieces[name].gradient.clone() for name in state.params.trained()}
@@ -371,12 +381,15 @@ class Megatron:
         """Returns this rank's micro-batches, after comparing the call with those of the other ranks."""
         agree_on_call(self.layout, batch, wanted, state, together)
         self._built().hollow.skeleton.check_longest(int(batch.lengths.max()))
-        sizes = self.layout.sizes
+        sizes, routers = self.layout.sizes, self._built().routers
+        if routers is not None:
+            routers.check(batch)
         with one_thread():
             share = share_out(self.layout, batch, self.max_tokens, lambda part: part, together)
             # The stages of a pipeline exchange tensors of one size.
             lengths = [padded_starts(part.lengths, sizes.tp, sizes.cp)[1] for part in share.staged]
             longest = max(lengths) if sizes.pp > 1 else None
             with agreed() if self.layout.size > 1 else contextlib.nullcontext():
-                staged = [MicroBatch.of(part, self.layout, self.device, longest) for part in share.staged]
+                experts = None if routers is None else routers.experts
+                staged = [MicroBatch.of(part, self.layout, self.device, longest, experts) for part in share.staged]
             return Share(share.rows, staged, share.own_rows)

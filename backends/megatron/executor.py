@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.masks import for_leaves
 from verl_fn.backends.megatron.model import Built, How, build
 from verl_fn.backends.megatron.names import Canonical
+from verl_fn.backends.megatron.routing import Routers, Routing
 from verl_fn.backends.megatron.shards import Piece, Resident, check_leaves, pieces_of
 from verl_fn.state import Key, Params
 from verl_fn.steps import Optimizer
@@ -42,6 +45,7 @@ class Executor:
         resident: which values Megatron's buffers hold.
         optimizer: for these leaves.
         zeros: what a value without adapters has in their place, by leaf.
+        routers: that record and replay the experts of tokens; None where they decide alone.
     """
 
     layout: Layout
@@ -53,6 +57,7 @@ class Executor:
     resident: Resident
     optimizer: Any
     zeros: dict[str, Tensor]
+    routers: Routers | None
 
     @classmethod
     def of(cls, folder: Path, optimizer: Optimizer, layout: Layout, how: How) -> Executor:
@@ -80,7 +85,8 @@ class Executor:
             for leaf, piece in pieces.items()
             if leaf in empty.adapters
         }
-        return cls(layout, empty, built, canonical, tasks, pieces, resident, own_optimizer, zeros)
+        routers = Routers.of(built.model) if how.router_replay else None
+        return cls(layout, empty, built, canonical, tasks, pieces, resident, own_optimizer, zeros, routers)
 
     @property
     def adapters(self) -> Adapters:
@@ -123,6 +129,10 @@ class Executor:
         """Fills Megatron's buffers with these parameters, and with zeros for adapters that they lack."""
         leaves = params.leaves
         self.resident.hold({**leaves, **self.zeros} if self.zeros.keys().isdisjoint(leaves) else leaves)
+
+    def routing(self, record: bool = False) -> AbstractContextManager[Routing | None]:
+        """Returns a context for one call, with what its routers record or replay; None where they decide alone."""
+        return contextlib.nullcontext() if self.routers is None else self.routers.in_use(record=record)
 
     @property
     def blank(self) -> Params:

@@ -37,6 +37,13 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "megatron.bridge.AutoBridge": ("_model_bridge",),
     "megatron.bridge.models.conversion.model_bridge.MegatronModelBridge": ("build_conversion_tasks",),
     "megatron.core.distributed.DistributedDataParallel": ("start_param_sync", "zero_grad_buffer"),
+    "megatron.core.transformer.moe.router_replay.RouterReplay": (
+        "clear_indices",
+        "clear_router_replay_action",
+        "get_recorded_indices",
+        "set_router_replay_action",
+        "set_target_indices",
+    ),
 }
 _load_from_bytes = torch.storage._load_from_bytes
 _NEEDS_TE = "import transformer_engine.pytorch as te"

@@ -67,9 +67,7 @@ class Sizes:
         """
         heads = config.num_attention_heads
         kv = getattr(config, "num_key_value_heads", None) or heads
-        experts = next(
-            (n for name in ("num_experts", "num_local_experts") if (n := getattr(config, name, None))), None
-        )
+        experts = experts_of(config)
         for size, count, name, what in (
             (self.tp, heads, "tp", "attention heads"),
             (self.tp, kv, "tp", "key-value heads"),
@@ -83,6 +81,11 @@ class Sizes:
             raise LayoutError(f"ep = {self.ep} does not divide the model's {experts} experts")
         if experts and self.tp > 1 and not self.sp:
             raise LayoutError("a model with experts needs sp = true where tp is above 1, as Megatron does")
+
+
+def experts_of(config: Any) -> int | None:
+    """Returns how many experts a layer of a Hugging Face model has, or None without experts."""
+    return next((n for name in ("num_experts", "num_local_experts") if (n := getattr(config, name, None))), None)
 
 
 @attrs.frozen(eq=False)

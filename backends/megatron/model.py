@@ -17,7 +17,8 @@ from verl_fn.backends.hf.config import ModelError, read_config, refused
 from verl_fn.backends.hf.lora import Adapters, Lora
 from verl_fn.backends.megatron import adapters as lora_adapters
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
-from verl_fn.backends.megatron.layout import Layout
+from verl_fn.backends.megatron.layout import Layout, experts_of
+from verl_fn.backends.megatron.rows import ROUTED
 
 # What this backend decides itself; a provider's override of these would break what it promises.
 DECIDED = frozenset({
@@ -26,6 +27,7 @@ DECIDED = frozenset({
     "sequence_parallel", "params_dtype", "bf16", "fp16", "pipeline_dtype", "autocast_dtype", "hidden_dropout",
     "attention_dropout", "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
     "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
+    "moe_enable_routing_replay",
 })  # fmt: skip
 
 
@@ -79,6 +81,7 @@ class How:
         checkpointing: recompute each layer in the backward pass.
         provider: fields of Bridge's provider.
         lora: adapters to train, or None.
+        router_replay: whether routers can record and replay the experts of each token.
     """
 
     head: str
@@ -87,6 +90,12 @@ class How:
     checkpointing: bool
     provider: Mapping[str, Any]
     lora: Lora | None = None
+    router_replay: bool = False
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """The outputs that the model records on its way, with any head."""
+        return (ROUTED,) if self.router_replay else ()
 
 
 def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> Built:
@@ -107,6 +116,8 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
 
     config = _causal(read_config(folder))
     layout.sizes.check_model(config)
+    if how.router_replay and not experts_of(config):
+        raise ModelError(f"{folder}: router_replay needs a model with experts, and this one has none")
     settings = _settings(layout, how, config)
     if how.head == "value":
         settings["share_embeddings_and_output_weights"] = False
@@ -194,6 +205,9 @@ def _settings(layout: Layout, how: How, config: Any) -> dict[str, Any]:
         # Bridge turns it on beside transformer-engine, and megatron-core's output layer then needs Apex.
         "gradient_accumulation_fusion": False,
     }  # fmt: skip
+    if how.router_replay:
+        # Megatron's fused router does not ask what to replay.
+        settings |= {"moe_enable_routing_replay": True, "moe_router_fusion": False}
     if how.checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if _plain(dtype):

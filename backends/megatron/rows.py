@@ -21,6 +21,7 @@ from verl_fn.backends.megatron.layout import Layout
 from verl_fn.state import Batch
 
 PADDING = 0  # the id of a token that no loss reads
+ROUTED = "routed_experts"  # the field of the experts to replay
 
 
 @attrs.frozen(eq=False)
@@ -38,6 +39,8 @@ class MicroBatch:
         last_rows: the rows whose last token this rank has.
         temperature: one for each target, or None where all are 1.
         group: the ranks that share the rows, if any do.
+        routed_tokens: for each token that this rank's routers see, its index in the batch, or -1 for padding.
+        routed: the experts that each of these goes to in each layer with experts, or None where routers decide.
     """
 
     batch: Batch
@@ -50,9 +53,18 @@ class MicroBatch:
     last_rows: Int[Tensor, " b"]
     temperature: Tensor | None
     group: Any
+    routed_tokens: Int[Tensor, " s"]
+    routed: Int[Tensor, "s l k"] | None
 
     @classmethod
-    def of(cls, batch: Batch, layout: Layout, device: torch.device, length: int | None = None) -> MicroBatch:
+    def of(
+        cls,
+        batch: Batch,
+        layout: Layout,
+        device: torch.device,
+        length: int | None = None,
+        experts: int | None = None,
+    ) -> MicroBatch:
         """Cuts a batch on the CPU for this rank, and copies it to a device.
 
         Args:
@@ -61,9 +73,10 @@ class MicroBatch:
             device: the device to compute on.
             length: how many tokens all ranks of the micro-batch have together, padding included; by default as few
                 as fit.
+            experts: how many a layer has, if those that the batch's ``routed_experts`` names are to be replayed.
 
         Raises:
-            ValueError: as ``check_targets``.
+            ValueError: as ``check_targets``, or a token is to go to one expert twice.
         """
         from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -77,6 +90,8 @@ class MicroBatch:
         index = torch.full((length,), -1).index_copy(0, own, torch.arange(len(own)))
         tokens = torch.full((length,), PADDING).index_copy(0, places, batch.tokens)[own]
         positions = (torch.arange(length) - ends[:-1].repeat_interleave(ends.diff()))[own]
+        routed_tokens = torch.full((length,), -1).index_copy(0, places, torch.arange(batch.num_tokens))[own]
+        routed_tokens = routed_tokens.chunk(sizes.tp)[layout.tp_rank] if sizes.sp else routed_tokens
         seen, last = index[places[targets - 1]], index[places[batch.last]]
         mine, mine_last = seen >= 0, last >= 0
         temperature = None
@@ -88,7 +103,7 @@ class MicroBatch:
             max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=layout.groups.cp,
         )  # fmt: skip
         return cls(
-            batch.to(device),
+            batch.without(ROUTED).to(device),
             tokens[None].to(device),
             positions[None].to(device),
             packed,
@@ -98,6 +113,8 @@ class MicroBatch:
             mine_last.nonzero()[:, 0].to(device),
             temperature,
             layout.groups.cp if sizes.cp > 1 else None,
+            routed_tokens.to(device),
+            _routed(batch, routed_tokens, experts, device),
         )
 
     def spread(self, values: Tensor, *, rows: bool = False) -> Tensor:
@@ -124,6 +141,30 @@ def padded_starts(lengths: Int[Tensor, " b"], tp: int, cp: int) -> tuple[Tensor,
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), rounded.cumsum(0)])
     align = math.lcm(each, tp * cp)
     return starts, -(-int(starts[-1]) // align) * align
+
+
+def _routed(batch: Batch, tokens: Tensor, experts: int | None, device: torch.device) -> Tensor | None:
+    """Returns the experts to replay for these tokens, or None; padding, which needs some too, goes to all in turn.
+
+    Raises:
+        ValueError: a token is to go to one expert twice; Megatron sends each token to as many as there are numbers.
+    """
+    if experts is None or ROUTED not in batch:
+        return None
+    of_batch = batch[ROUTED]
+    topk = of_batch.shape[-1]
+    in_turn = (torch.arange(len(tokens))[:, None, None] * topk + torch.arange(topk)) % experts
+    routed = torch.where(tokens[:, None, None] >= 0, of_batch[tokens.clamp(min=0)], in_turn.to(of_batch.dtype))
+    routed = routed.to(device)
+    twice = (routed.sort(-1).values.diff(dim=-1) == 0).flatten(1).any(1)
+    if bool(twice.any()):
+        token = int(tokens[twice.nonzero()[0, 0].cpu()])
+        raise ValueError(
+            f"{ROUTED}: the token at position {int(batch.positions[token])} of a row of "
+            f"{int(batch.lengths[batch.row_ids[token]])} tokens goes to one expert twice; write what forward gives "
+            f"for {ROUTED!r} into the batch"
+        )
+    return routed
 
 
 def _within(batch: Batch) -> Tensor:

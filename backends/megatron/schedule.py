@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.backends.megatron.model import Built
+from verl_fn.backends.megatron.routing import Routing
 from verl_fn.backends.megatron.rows import MicroBatch
 from verl_fn.state import Metrics, TokenOutputs
 
@@ -26,6 +28,7 @@ def run(
     finish: Finish,
     *,
     forward_only: bool,
+    routing: Routing | None = None,
 ) -> None:
     """Runs the forward passes of all micro-batches, and their backward passes unless ``forward_only``.
 
@@ -37,19 +40,21 @@ def run(
         finish: takes the number of a micro-batch, the micro-batch and its outputs, and returns the loss to
             differentiate and what to report; it is called on the last stage.
         forward_only: compute no gradients.
+        routing: what routers record or replay, if they do.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     def forward_step(numbers: Iterator[int], ddp: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
         number = next(numbers)
         micro_batch = micro_batches[number]
-        hidden = ddp(
-            micro_batch.tokens,
-            micro_batch.positions,
-            None,
-            packed_seq_params=micro_batch.packed,
-            output_processor=_hidden_states,
-        )
+        with contextlib.nullcontext() if routing is None else routing.of(number, micro_batch):
+            hidden = ddp(
+                micro_batch.tokens,
+                micro_batch.positions,
+                None,
+                packed_seq_params=micro_batch.packed,
+                output_processor=_hidden_states,
+            )
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             outputs = outputs_of(built, layout, micro_batch, hidden, wanted)

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+from unittest import mock
 
 import attrs
 import megatron_mutants
@@ -11,13 +12,14 @@ import torch.distributed as dist
 from rank_cases import KEY, Whole, error_of, loss_for, optimizer
 
 from verl_fn.algorithms.workers import get_here
+from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
 from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.cli import main
 from verl_fn.state import Grads, Params, snapshot, tree
-from verl_fn.steps import adamw, chain, no_decay, ppo_clip
+from verl_fn.steps import adamw, chain, clip_by_global_norm, cosine, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
 from verl_fn.testing.backend_splits import check_splits
@@ -43,6 +45,17 @@ def laws(folder, options, tolerance):
     """All laws, and the layout against one process."""
     head = options.get("head", "lm")
     check_backend(megatron(folder, options), local(folder, options, Whole), loss=loss_for(head), tolerance=tolerance)
+
+
+def replay_splits(folder, options, tolerance):
+    """Splits of a batch whose tokens go to random experts."""
+    batch = tiny_batch()
+    drawn = torch.rand(batch.num_tokens, 2, 4, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    batch = batch.with_tokens(routed_experts=drawn.to(torch.uint8))
+    case = BackendCase(
+        megatron(folder, {"router_replay": True, **options}), ppo_clip(), batch, tolerance, KEY, get_here
+    )
+    check_splits(case, case.trained("first"))
 
 
 def first_step(folder, options, rows, name="Megatron"):
@@ -92,6 +105,61 @@ def holds(folder, options):
             t.add_(1.0)
     backend.forward(first.params, batch)
     return [*counts, resident.loads]
+
+
+def close_experts(backend, params, seed):
+    """Parameters whose experts' logits differ by about as much as rounding moves them."""
+    whole, generator = dict(backend.named(params)), torch.Generator().manual_seed(seed)
+    for name, t in whole.items():
+        if name.endswith("mlp.gate.weight"):
+            noise = 1e-7 * torch.randn(t.shape, generator=generator)
+            whole[name] = t.mean(0, keepdim=True).expand_as(t) + noise.to(t.device)
+    return attrs.evolve(params, leaves=backend.from_named(whole))
+
+
+def replayed(folder, options, name="Megatron"):
+    """A recording by one layout, replayed by another one in other micro-batches, where routers decide otherwise.
+
+    Returns:
+        The largest changes of a log-probability with and without replay, and the error of the gradient beside the
+        first layout's.
+    """
+    needs, loss, batch = ("logprobs", "routed_experts"), ppo_clip(), tiny_batch(rows=9)
+    one = megatron(folder, {"router_replay": True})
+    two = megatron(folder, {"router_replay": True, **options}, getattr(megatron_mutants, name))
+    two.max_tokens = 40
+    state, other = one.init(KEY), two.init(KEY)
+    recorded = one.forward(close_experts(one, state.params, 0), batch, needs)
+    known = batch.with_tokens(old_log_probs=recorded.logprobs, routed_experts=recorded.routed_experts)
+    known = known.take(torch.randperm(len(batch), generator=KEY.generator()))
+    state, other = (
+        attrs.evolve(s, params=close_experts(backend, s.params, 1)) for backend, s in ((one, state), (two, other))
+    )
+    outputs = two.forward(other.params, known, needs)
+    assert torch.equal(outputs.routed_experts, known["routed_experts"])
+    free = two.forward(other.params, known.without("routed_experts"), needs)
+    assert not torch.equal(free.routed_experts, known["routed_experts"])
+    changes = [float((found.logprobs - known["old_log_probs"]).abs().max()) for found in (outputs, free)]
+    wanted, found = (
+        dict(backend.named(backend.forward_backward(s, known, loss)[0]))
+        for backend, s in ((one, state), (two, other))
+    )
+    scale = max(float(g.norm()) for g in wanted.values())
+    return *changes, max(float((found[name] - g).norm()) / scale for name, g in wanted.items())
+
+
+def replay_refused(folder, dense):
+    """What cannot be recorded or replayed."""
+    backend, plain, batch = megatron(folder, {"router_replay": True}), megatron(folder, {}), tiny_batch()
+    state, ones = backend.init(KEY), torch.ones(batch.num_tokens, 2, 2, dtype=torch.uint8)
+    wrong = [batch, *(batch.with_tokens(routed_experts=t) for t in (ones[:, :1], ones + 9, ones))]
+    sinkhorn = {"router_replay": True, "provider": {"moe_router_load_balancing_type": "sinkhorn"}}
+    return [
+        *(error_of(lambda b=b: backend.forward_backward(state, b, ppo_clip())) for b in wrong),
+        error_of(lambda: plain.forward(state.params, batch, ["routed_experts"])),
+        error_of(lambda: megatron(dense, {"router_replay": True}).init(KEY)),
+        error_of(lambda: megatron(folder, sinkhorn).init(KEY)),
+    ]
 
 
 def published(folder, options):
@@ -144,9 +212,10 @@ def trained(folder, options, into):
     return tree.digest({name: t.cpu() for name, t in backend.named(state.params)})
 
 
-def one_step(folder, options, source, into):
-    """Restores a state, makes one step, and saves the next one."""
-    backend, batch = megatron(folder, options), tiny_batch()
+def one_step(folder, options, source, into, sharded=False):
+    """Restores a state, makes one step, by Megatron or by FSDP, and saves the next one."""
+    backend = Fsdp(folder, optimizer(), max_tokens=24) if sharded else megatron(folder, options)
+    batch = tiny_batch()
     state = backend.restore(source)
     state, _ = backend.apply_update(state, backend.forward_backward(state, batch, ppo_clip())[0])
     backend.save(state, into)
@@ -196,6 +265,45 @@ def masks(folder, options):
         worst = max(worst, *(float((ours[name] - t).abs().max()) for name, t in new.items()))
     divides = chain(adamw(1e-2, weight_decay_mask=no_decay("q_proj")))
     return worst, error_of(lambda: megatron(folder, options, optimizer=divides).init(KEY))
+
+
+def beside_megatrons_optimizer(folder, options):
+    """Updates beside those of Megatron's own distributed optimizer, from the same gradients in the same buffers.
+
+    Returns:
+        The largest difference of a weight, the largest relative one of a norm, and the largest change of a weight.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    schedule, batch = cosine(1e-2, 4, 1), tiny_batch()
+    decayed = adamw(schedule, (0.8, 0.95), 1e-6, 0.5, weight_decay_mask=lambda name, t: t.ndim > 1)
+    backend = megatron(folder, options, optimizer=chain(clip_by_global_norm(0.1), decayed))
+    state, model, kind = backend.init(KEY), backend._built(), torch.Tensor.type
+    config = OptimizerConfig(
+        lr=1e-2, weight_decay=0.5, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6, clip_grad=0.1,
+        params_dtype=torch.float32, use_distributed_optimizer=True,
+    )  # fmt: skip
+
+    def on_cuda(t, *args):
+        return kind(t, *args) if args or t.is_cuda else kind(t).replace("torch.", "torch.cuda.")
+
+    weight, norm, change = 0.0, 0.0, 0.0
+    with backend.layout.active(), mock.patch.object(torch.Tensor, "type", on_cuda):
+        theirs = get_megatron_optimizer(config, [model.built.ddp])
+        for count in range(3):
+            grads, _ = backend.forward_backward(state, batch, ppo_clip())
+            for group in theirs.param_groups:
+                # As Megatron's scheduler does, which knows the decay of matrices alone as ``wd_mult``.
+                group["lr"], group["weight_decay"] = schedule(count), 0.5 * group["wd_mult"]
+            _, their_norm, _ = theirs.step()
+            before = {name: t.clone() for name, t in state.params.items()}
+            state, metrics = backend.apply_update(state, grads)
+            norm = max(norm, abs(metrics["grad_norm"].value / float(their_norm) - 1))
+            for name, t in state.params.items():
+                if t.numel():
+                    weight = max(weight, float((t - model.pieces[name].weight).abs().max()))
+                    change = max(change, float((t - before[name]).abs().max()))
+    return weight, norm, change
 
 
 def vocabulary_shared(entropy, heated, chunk):

@@ -100,6 +100,38 @@ class MeansOfMeans(Megatron):
         return attrs.evolve(share, staged=[reweighted(part) for part in share.staged])
 
 
+class ReplaysThePackedOrder(Megatron):
+    """Forgets the padding between rows that ranks share (verl#7106), and that they share tokens."""
+
+    def _share(self, batch, *rest):
+        share = super()._share(batch, *rest)
+        staged = [
+            part
+            if part.routed is None
+            else attrs.evolve(part, routed=part.routed.index_select(0, part.routed_tokens.argsort()))
+            for part in share.staged
+        ]
+        return attrs.evolve(share, staged=staged)
+
+
+class RoutesBackwardAlone(Megatron):
+    """Lets routers decide where layers are computed again."""
+
+    def _run(self, *args, **options):
+        from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+        real = RouterReplay.set_router_replay_action
+
+        def forward_alone(replay, action):
+            real(replay, None if action is RouterReplayAction.REPLAY_BACKWARD else action)
+
+        RouterReplay.set_router_replay_action = forward_alone
+        try:
+            super()._run(*args, **options)
+        finally:
+            RouterReplay.set_router_replay_action = real
+
+
 class SeveralBuckets(Megatron):
     """Has buffers of several buckets, as Megatron makes of large models. Nothing is broken."""
 

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.abc
+import importlib.machinery
 import os
 import sys
 import warnings
@@ -102,9 +103,23 @@ class OnImport(importlib.abc.MetaPathFinder):
     """Installs the replacement as the backend is imported."""
 
     def find_spec(self, name, path=None, target=None):
-        if name == BACKEND:
-            sys.meta_path.remove(self)
-            install()
+        if name != BACKEND:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        spec.loader = InstallsFirst(name, spec.loader.path)
+        return spec
+
+
+class InstallsFirst(importlib.machinery.SourceFileLoader):
+    """Installs the replacement, and then loads the backend.
+
+    Finders are called with a lock that every thread needs to import anything, and Megatron is imported in a thread.
+    """
+
+    def exec_module(self, module):
+        install()
+        super().exec_module(module)
 
 
 def install_with_backend():

@@ -22,6 +22,7 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
 from verl_fn.backends.megatron.names import Canonical
 from verl_fn.cli import main
+from verl_fn.data.tasks import TASKS
 from verl_fn.state import tree
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
@@ -108,6 +109,10 @@ def call(ranks, name, *args):
 )
 def test_laws_on_two_ranks(two, folder, shallow, options):
     call(two, "laws", folder if "pp" in options else shallow, options, FP32)
+
+
+def test_replayed_routes_obey_the_law_of_splits(two, experts):
+    call(two, "replay_splits", experts, {"ep": 2}, FP32)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +256,7 @@ def test_a_state_moves_between_layouts_and_backends(two, four, untied, tmp_path)
 
 
 def test_a_run_goes_through_three_backends(two, untied, tmp_path):
-    """One step each on megatron, local and megatron again are three steps on one process."""
+    """One step each on megatron, fsdp, local and megatron again are four steps on one process."""
     from rank_cases import KEY, optimizer
 
     from verl_fn.steps import ppo_clip
@@ -265,10 +270,11 @@ def test_a_run_goes_through_three_backends(two, untied, tmp_path):
         return one.apply_update(state, one.forward_backward(state, batch, ppo_clip())[0])[0]
 
     call(two, "one_step", untied, {"tp": 2}, tmp_path / "0", tmp_path / "1")
-    one.save(step(one.restore(tmp_path / "1")), tmp_path / "2")
-    call(two, "one_step", untied, {"pp": 2}, tmp_path / "2", tmp_path / "3")
-    found, wanted = one.restore(tmp_path / "3"), step(step(step(state)))
-    assert found.step == wanted.step == 3
+    call(two, "one_step", untied, {}, tmp_path / "1", tmp_path / "2", True)
+    one.save(step(one.restore(tmp_path / "2")), tmp_path / "3")
+    call(two, "one_step", untied, {"pp": 2}, tmp_path / "3", tmp_path / "4")
+    found, wanted = one.restore(tmp_path / "4"), step(step(step(step(state))))
+    assert found.step == wanted.step == 4
     for name, t in wanted.params.items():
         torch.testing.assert_close(found.params[name], t, rtol=0, atol=1e-5)
 
@@ -285,6 +291,21 @@ def test_a_run_is_that_of_one_process(two, tmp_path):
         for name in ("one", "two")
     ]
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+def test_a_run_replays_routes(start, tmp_path):
+    """Two updates of shuffled minibatches, which would be refused without a recording; the critic replays nothing."""
+    model = new_model(tmp_path / "model", chars=TASKS["reverse"].alphabet, hidden_size=16, **EXPERTS)
+    arguments = [
+        "train", str(ROOT / "recipes/ppo_reverse.toml"), f"model.path={model}", "driver.device=cpu",
+        "data.train_batch_size=4", "algorithm.ppo_mini_batch_size=2", "algorithm.critic_warmup=0", "data.val_size=4",
+        "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false",
+        "algorithm.entropy_coeff=0.01", "actor.strategy=megatron", "actor.router_replay.mode=R2",
+        f"trainer.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert call(start(1), "run", arguments) == [0]
+    (line,) = (line for line in read_lines(tmp_path / "run") if "actor/grad_norm" in line)
+    assert line["actor/grad_norm"] > 0 and "critic/grad_norm" in line
 
 
 COMMAND = """
@@ -336,6 +357,17 @@ def test_masks_of_weight_decay(two, untied, options):
     for worst, message in call(two, "masks", untied, options):
         assert worst <= 1e-6
         assert "decays only some of model.layers.0.self_attn.q_proj.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("folder", {"pp": 2}), ("untied", {"tp": 2, "sp": True}), ("experts", {"ep": 2})],
+    ids=str,
+)
+def test_updates_are_those_of_megatrons_own_optimizer(two, request, name, options):
+    """Three, with clipping, a schedule, and the decay of matrices alone, which is Megatron's own rule."""
+    for weight, norm, change in call(two, "beside_megatrons_optimizer", request.getfixturevalue(name), options):
+        assert weight <= 1e-6 and norm <= 1e-6 and change > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -418,6 +450,44 @@ def test_an_auxiliary_loss_differs_from_the_loss_that_was_given(two, experts):
     """The provider's own loss of the router, which a config would set; see ``test_the_first_steps_with_experts``."""
     added = {"provider": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}}
     assert call(two, "first_step", experts, {"ep": 2, **added}, 9)[0]["gradient"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ep": 2, "checkpointing": True}, {"tp": 2, "sp": True}, {"pp": 2, "checkpointing": True}, {"cp": 2}],
+    ids=str,
+)
+def test_replayed_routes_are_those_of_the_recording(two, experts, options):
+    """The ratio of the first update is 1 on other micro-batches and layouts, where routers decide otherwise."""
+    for change, free, gradient in call(two, "replayed", experts, options):
+        assert change <= 1e-6 and gradient <= 1e-5 and free > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("ReplaysThePackedOrder", {"cp": 2}), ("RoutesBackwardAlone", {"pp": 2, "checkpointing": True})],
+)
+def test_wrong_replays_differ(two, experts, name, options):
+    change, _, gradient = call(two, "replayed", experts, options, name)[0]
+    assert (change if name == "ReplaysThePackedOrder" else gradient) > 1e-4
+
+
+def test_what_cannot_be_replayed_is_refused(two, experts, folder):
+    for errors in call(two, "replay_refused", experts, folder):
+        for error, message in zip(
+            errors,
+            (
+                "the batch has no 'routed_experts' to replay",
+                "this model's is torch.uint8[",
+                "goes to the experts [10, 10] in layer 0 of those with experts, which have the numbers 0 to 3",
+                "goes to one expert twice",
+                "not ['routed_experts']",
+                "router_replay needs a model with experts",
+                "leave moe_router_fusion and moe_router_load_balancing_type out",
+            ),
+            strict=True,
+        ):
+            assert message in error
 
 
 def test_buffers_of_several_buckets(two, shallow):

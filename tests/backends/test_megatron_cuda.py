@@ -6,6 +6,7 @@ import pytest
 import torch
 from ranks import Ranks
 
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 
 GPUS = torch.cuda.device_count()
@@ -39,6 +40,14 @@ def folder(tmp_path_factory):
     return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=64)
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory):
+    return new_model(
+        tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=64, arch="qwen3_moe", num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=64, decoder_sparse_step=1, mlp_only_layers=[],
+    )  # fmt: skip
+
+
 LAYOUTS = [
     (1, {}),
     (1, {"checkpointing": True}),
@@ -49,6 +58,9 @@ LAYOUTS = [
     (2, {"pp": 2}),
     (2, {"cp": 2}),
 ]
+LORA = {"lora": Lora(rank=4, alpha=8.0)}
+ADAPTERS = [(1, LORA), *((2, LORA | more) for more in ({"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}))]
+EXPERTS = [(1, {}), *((2, more) for more in ({"ep": 2}, {"ep": 2, "checkpointing": True}, {"tp": 2, "sp": True}))]
 
 
 @pytest.mark.parametrize(("size", "options"), LAYOUTS, ids=str)
@@ -62,6 +74,42 @@ def test_the_first_steps_in_fp32(ranks, folder, size, options):
 def test_the_first_steps_in_bf16(ranks, folder, size, options):
     worst = ranks(size).run("megatron_cases.first_step", folder, options | {"compute_dtype": "bfloat16"}, 9)[0]
     assert worst["loss"] <= 1e-3 and worst["grad_norm"] <= 5e-3 and worst["gradient"] <= 0.1, worst
+
+
+@pytest.mark.parametrize(("size", "options"), ADAPTERS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_steps_of_adapters(ranks, folder, dtype, size, options):
+    worst = ranks(size).run("megatron_cases.first_step", folder, options | {"compute_dtype": dtype}, 9)[0]
+    bars = (1e-5, 1e-5, 1e-4) if dtype == "float32" else (1e-3, 5e-3, 0.1)
+    for name, bar in zip(("loss", "grad_norm", "gradient"), bars, strict=True):
+        assert worst[name] <= bar, worst
+
+
+@pytest.mark.parametrize(("size", "options"), EXPERTS, ids=str)
+def test_the_first_steps_with_experts_in_fp32(ranks, experts, size, options):
+    worst = ranks(size).run("megatron_cases.first_step", experts, options, 9)[0]
+    assert worst["outputs"] <= 1e-5 and worst["loss"] <= 1e-5 and worst["grad_norm"] <= 1e-5, worst
+    assert worst["gradient"] <= 1e-4 and worst["update"] <= 1e-3 and worst["copies"] == 0, worst
+
+
+@pytest.mark.parametrize(("size", "options"), EXPERTS, ids=str)
+def test_the_first_steps_with_experts_in_bf16(ranks, experts, size, options):
+    """A token that rounding sends to another expert changes the loss more than the rounding of its numbers."""
+    worst = ranks(size).run("megatron_cases.first_step", experts, options | {"compute_dtype": "bfloat16"}, 9)[0]
+    assert worst["loss"] <= 1e-2 and worst["copies"] == 0, worst
+
+
+@pytest.mark.parametrize(("size", "options"), [*EXPERTS, (2, {"pp": 2}), (2, {"cp": 2})], ids=str)
+def test_replayed_routes_are_those_of_the_recording(ranks, experts, size, options):
+    for change, free, gradient in ranks(size).run("megatron_cases.replayed", experts, options):
+        assert change <= 1e-5 and gradient <= 1e-4 and free > 1e-4
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_replay_in_bf16(ranks, experts, size):
+    """Splits of a batch whose tokens go to random experts, with transformer-engine's kernels."""
+    options = {"ep": size, "compute_dtype": "bfloat16"}
+    ranks(size).run("megatron_cases.replay_splits", experts, options, 0.05)
 
 
 def test_laws_in_bf16(ranks, folder):

@@ -2,8 +2,11 @@
 
 import importlib
 import importlib.util
+import sys
+import threading
 import weakref
 
+import megatron_on_cpu
 import pytest
 import torch
 
@@ -59,3 +62,23 @@ def test_an_old_python_is_refused(monkeypatch):
     monkeypatch.setattr(importing.sys, "version_info", (3, 11, 9))
     with pytest.raises(importing.MegatronMissing, match=r"needs Python 3\.12, and this is Python 3\.11"):
         importing.load_bridge.__wrapped__()
+
+
+def test_the_replacement_of_cuda_is_installed_where_other_threads_can_import(monkeypatch, tmp_path):
+    """Megatron is imported in a thread of its own, which a finder would wait for with the lock that it needs."""
+    for name in ("late_backend", "late_library"):
+        (tmp_path / f"{name}.py").write_text("")
+    waiting = []
+
+    def install():
+        thread = threading.Thread(target=importlib.import_module, args=("late_library",), daemon=True)
+        thread.start()
+        thread.join(10)
+        waiting.append(thread.is_alive())
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(megatron_on_cpu, "BACKEND", "late_backend")
+    monkeypatch.setattr(megatron_on_cpu, "install", install)
+    megatron_on_cpu.install_with_backend()
+    importlib.import_module("late_backend")
+    assert waiting == [False] and "late_library" in sys.modules

@@ -244,3 +244,16 @@ def test_any_values_give_a_config_or_a_config_error(given_values):
         return
     assert not any("nonsense" in key for key in given_values)
     assert structure(to_table(cfg)) == cfg
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ([], "needs actor.strategy=megatron; local cannot replay expert routing"),
+        (["actor.strategy=fsdp"], "fsdp cannot replay expert routing"),
+        (["actor.strategy=megatron", "algorithm.name=sft"], "and sft has no such pass"),
+    ],
+)
+def test_expert_routing_that_cannot_be_replayed_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        load(overrides=["actor.router_replay.mode=R2", *settings])

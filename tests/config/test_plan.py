@@ -107,3 +107,15 @@ def test_an_algorithm_of_ones_own_names_its_roles_folders_and_updates(tmp_path):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:headless"]))
     with pytest.raises(ConfigError, match="returned a int, where an Algorithm is expected"):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:nothing"]))
+
+
+def test_the_actor_alone_replays_expert_routing():
+    settings = [
+        "model.path=m",
+        "actor.strategy=megatron",
+        "actor.router_replay.mode=R2",
+        "algorithm.use_kl_loss=true",
+    ]
+    replays = {name: role.router_replay for name, role in make_plan(load(overrides=settings)).roles.items()}
+    assert replays == {"actor": True, "critic": False, "reference": False}
+    assert not evaluation_plan(load(overrides=settings)).roles["actor"].router_replay

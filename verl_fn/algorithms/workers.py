@@ -67,6 +67,7 @@ class Workers:
         restarts: returns why engines were restarted since it was called last, in a sentence each.
         about: a line about the workers, for the screen.
         gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
+        router_replay: whether updates of the actor replay the experts that ``forward`` gives as ``routed_experts``.
     """
 
     trainers: Mapping[str, TrainBackend]
@@ -84,6 +85,7 @@ class Workers:
     restarts: Callable[[], list[str]] = list
     about: str = ""
     gpu_memory: int | None = None
+    router_replay: bool = False
 
     @end_tokens.default
     def _own_end_token(self) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from .loading import to_table
 from .names import absolute, is_reference, load_object
 from .roles import LearnsFrom, Outline, Role, uses_critic
 from .schema import (
-    ActorConfig,
     Config,
     DataConfig,
     DriverConfig,
@@ -29,6 +28,7 @@ from .schema import (
     OptimConfig,
     RayConfig,
     RolloutConfig,
+    TrainedConfig,
     TrainerConfig,
     ValConfig,
 )
@@ -54,6 +54,7 @@ class RolePlan:
         dtype: compute dtype; master weights are float32.
         checkpointing: whether each layer is recomputed in the backward pass.
         lora: rank, alpha and target layers of the adapters, or None.
+        router_replay: whether updates replay the experts of tokens, for ``megatron``.
         offload: whether parameters and optimizer state stay on the CPU between passes.
     """
 
@@ -70,6 +71,7 @@ class RolePlan:
     dtype: str
     checkpointing: bool
     lora: tuple[int, float, tuple[str, ...]] | None
+    router_replay: bool = False
 
     @property
     def sharers(self) -> int:
@@ -244,6 +246,7 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
         fsdp=FsdpConfig(),
         megatron=MegatronConfig(),
         lora=None,
+        router_replay=False,
         total_updates=0,
     )
     return attrs.evolve(training, roles={"actor": actor}, copies={}, ray=attrs.evolve(cfg.ray, ranks=1))
@@ -316,7 +319,7 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
     )
 
 
-def _table(cfg: Config, roles: Mapping[str, Role], name: str) -> tuple[str, ActorConfig]:
+def _table(cfg: Config, roles: Mapping[str, Role], name: str) -> tuple[str, TrainedConfig]:
     """Returns the name and the settings of a role's table: the critic's for a value head, otherwise the actor's.
 
     A critic has the actor's layout unless ``critic.strategy`` is set. An actor has its own table whatever its head.
@@ -349,11 +352,12 @@ def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:
         dtype=settings.dtype,
         checkpointing=settings.enable_gradient_checkpointing,
         lora=_adapters(settings, role),
+        router_replay=name == "actor" and cfg.actor.router_replay.mode == "R2",
     )
     return attrs.evolve(plan, max_tokens=plan.max_tokens * plan.sharers)
 
 
-def _adapters(settings: ActorConfig, role: Role) -> tuple[int, float, tuple[str, ...]] | None:
+def _adapters(settings: TrainedConfig, role: Role) -> tuple[int, float, tuple[str, ...]] | None:
     if not settings.lora_rank or not (role.trained or role.copy_of):
         return None
     return settings.lora_rank, settings.lora_alpha, settings.target_modules

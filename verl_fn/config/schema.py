@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from attrs.validators import ge, gt, in_, le
 
-from .algorithms import PPO, OverlongBuffer
+from .algorithms import PPO, OverlongBuffer, PolicyOptimization
 from .fields import MOST, ConfigError, all_or_some, each_below_one, each_in, free, opt, paths, sub
 from .names import is_reference
 from .scoring import EnvConfig, RewardConfig
@@ -62,8 +62,19 @@ STRATEGIES = ("local", "fsdp", "megatron")
 
 
 @attrs.frozen(kw_only=True)
-class ActorConfig:
-    """The actor, and every other model without a value head."""
+class RouterReplayConfig:
+    """The replay of expert routing."""
+
+    mode: str = opt(
+        "disabled",
+        "R2: in updates, tokens go to the experts that they went to when old log-probs were computed; for megatron",
+        in_(("disabled", "R2")),
+    )
+
+
+@attrs.frozen(kw_only=True)
+class TrainedConfig:
+    """What the tables of the actor and of the critic have in common."""
 
     optim: OptimConfig = sub(OptimConfig)
     strategy: str | None = opt("local", "local: one process; fsdp and megatron: over all ranks", in_(STRATEGIES))
@@ -78,6 +89,13 @@ class ActorConfig:
 
 
 @attrs.frozen(kw_only=True)
+class ActorConfig(TrainedConfig):
+    """The actor, and every other model without a value head."""
+
+    router_replay: RouterReplayConfig = sub(RouterReplayConfig)
+
+
+@attrs.frozen(kw_only=True)
 class CriticOptimConfig(OptimConfig):
     """The optimizer of the critic."""
 
@@ -85,7 +103,7 @@ class CriticOptimConfig(OptimConfig):
 
 
 @attrs.frozen(kw_only=True)
-class CriticConfig(ActorConfig):
+class CriticConfig(TrainedConfig):
     """The critic."""
 
     optim: CriticOptimConfig = sub(CriticOptimConfig)
@@ -310,6 +328,7 @@ class Config:
     def __attrs_post_init__(self) -> None:
         reward, data, validation = self.reward, self.data, self.rollout.val_kwargs
         self._check_engine()
+        self._check_replay()
         if self.env.name and not is_reference(self.env.name):
             raise ConfigError(f"env.name is {self.env.name!r}; it must be a class as FILE.py:NAME or MODULE:NAME")
         if reward.weights and len(reward.weights) != len(reward.functions):
@@ -342,6 +361,22 @@ class Config:
             raise ConfigError(
                 f"rollout.tensor_parallel_size = {r.tensor_parallel_size} takes whole GPUs: set "
                 "rollout.placement=apart, or several rollout.engines with a GPU each"
+            )
+
+    def _check_replay(self) -> None:
+        mode = self.actor.router_replay.mode
+        if mode == "disabled":
+            return
+        if self.actor.strategy != "megatron":
+            raise ConfigError(
+                f'actor.router_replay.mode = "{mode}" needs actor.strategy=megatron; {self.actor.strategy} cannot '
+                "replay expert routing"
+            )
+        name = self.algorithm.name
+        if not is_reference(name) and not isinstance(self.algorithm.options, PolicyOptimization):
+            raise ConfigError(
+                f'actor.router_replay.mode = "{mode}" replays what the pass for old log-probs recorded, and {name} '
+                "has no such pass; leave it disabled"
             )
 
     def _check_goal(self) -> None:

@@ -142,8 +142,8 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         from verl_fn.backends.megatron import Megatron
 
         sizes = attrs.asdict(megatron_sizes(role.megatron))
-        provider = role.megatron.override_transformer_config
-        return cast(TrainBackend, Megatron(role.folder, update, **sizes, provider=provider, **common))
+        common |= {"provider": role.megatron.override_transformer_config, "router_replay": role.router_replay}
+        return cast(TrainBackend, Megatron(role.folder, update, **sizes, **common))
     if role.strategy != "fsdp":
         from verl_fn.backends.local import Local
 

@@ -30,4 +30,5 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
             about=build.libraries(plan.roles.values()),
             converses=bool(plan.env.name),
             gpu_memory=ranks.gpu_memory(device),
+            router_replay=plan.roles["actor"].router_replay,
         )

@@ -51,8 +51,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
     # An error is raised where its result is awaited; Ray would print it again when the reference is dropped.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with connected(plan.ray):
-        device = cluster_device(plan.driver.device)
-        groups = training_groups(plan)
+        device, groups = cluster_device(plan.driver.device), training_groups(plan)
         cluster = Cluster(plan.ray.timeout)
         try:
             seats, bundles = seating(list(groups), plan.ray.ranks, device, plan.rollout)
@@ -95,6 +94,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 restarts=cluster.restarts,
                 about=_about(cluster, plan, device),
                 gpu_memory=cluster.get(ranks.run("call", gpu_memory, {}, False, device)),
+                router_replay=plan.roles["actor"].router_replay,
             )
             if plan.rollout.sleeps:
                 sharing = [role.name for role in groups["trainer"]]

@@ -14,6 +14,7 @@ from verl_fn.backends.hf.folder import ModelError, read_config
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
+from verl_fn.backends.megatron.layout import experts_of
 from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import FileData
@@ -207,10 +208,13 @@ def _check_megatron(role: RolePlan, table: str, size: int) -> None:
         raise ConfigError(f"{table}.strategy is megatron: {error}") from error
     try:
         sizes = build.megatron_sizes(role.megatron)
+        config = read_config(role.folder)
         sizes.check(size)
-        sizes.check_model(read_config(role.folder))
+        sizes.check_model(config)
     except LayoutError as error:
         raise ConfigError(f"{table}.megatron: {error}") from error
+    if role.router_replay and not experts_of(config):
+        raise ConfigError(f"actor.router_replay.mode needs a model with experts, and {role.folder} has none")
     if role.lora and role.lora[0] % sizes.tp:
         raise ConfigError(
             f"{role.table}.lora_rank = {role.lora[0]} must be a multiple of "

@@ -179,6 +179,16 @@ def layouts(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
         yield Move(dtype_keys, f"{role}.dtype", {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype))
         if strategy == "megatron":
             yield from _megatron(values, role, verl + "megatron.")
+        if role == "actor" and (mode := values.get(key := verl + "router_replay.mode")) is not None:
+            yield _replay(key, mode, strategy)
+
+
+def _replay(key: str, mode: str, strategy: str) -> Move:
+    if mode not in ("disabled", "R2"):
+        return Move((key,), problem=f"there is no mode {mode}; R2 replays what the pass for old log-probs recorded")
+    if mode != "disabled" and strategy != "megatron":
+        return Move((key,), problem=f"{strategy} cannot replay expert routing; megatron can")
+    return Move((key,), "actor.router_replay.mode", mode)
 
 
 def _megatron(values: Values, role: str, verl: str) -> Iterator[Move]:

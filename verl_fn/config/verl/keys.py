@@ -121,7 +121,7 @@ NO_EFFECT: Mapping[str, str] = {
     "*optimizer_offload": OFFLOADED,
     "*use_torch_compile": "verl compiles its entropy; here fsdp_config.use_torch_compile compiles layers",
     "*.qat.*": "there is no training with quantized weights here",
-    "*router_replay.*": "routing is not replayed here",
+    "*router_replay.*": "routing is replayed in updates of the actor alone, from memory",
     "*data_loader_seed": "trainer.seed is the seed of everything",
     "*.seed": "trainer.seed is the seed of everything",
     "*full_determinism": "runs repeat bitwise; driver.deterministic is on by default",

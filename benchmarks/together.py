@@ -1,0 +1,57 @@
+"""The ranks of a process group, as processes: they all end, or the first failure ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def run_together(command: Sequence[str], ranks: int, name: str) -> None:
+    """Runs a command in as many processes as there are ranks, with the environment of torchrun, until all have ended.
+
+    Ranks wait for one that has failed until the timeout of their process group, so a failure ends them at once. What
+    they print goes to files: a process stops at a full pipe, and the others then wait for it.
+
+    Args:
+        command: the command.
+        ranks: how many processes run it.
+        name: what they run, for the error.
+
+    Raises:
+        RuntimeError: a rank failed; the end of its output is in the message.
+
+    Example:
+        >>> run_together(["false"], 1, "megatron:tp=2")
+        Traceback (most recent call last):
+        RuntimeError: megatron:tp=2: rank 0 failed with status 1...
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        logs = [Path(folder) / str(rank) for rank in range(ranks)]
+        processes = []
+        try:
+            for rank, log in enumerate(logs):
+                env = {**os.environ, **group, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+                file = stack.enter_context(log.open("wb"))
+                processes.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
+            statuses = [process.poll() for process in processes]
+            while None in statuses and not any(statuses):
+                time.sleep(0.05)
+                statuses = [process.poll() for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        if failed := [rank for rank, status in enumerate(statuses) if status]:
+            ends = [logs[rank].read_text(errors="replace")[-3000:] for rank in failed]
+            lines = [f"{name}: rank {rank} failed with status {statuses[rank]}\n{end}"
+                     for rank, end in zip(failed, ends, strict=True)]  # fmt: skip
+            raise RuntimeError("\n".join(lines))
