@@ -24,7 +24,7 @@ from verl_fn.backends.protocol import (
 )
 from verl_fn.backends.serving import Serving, longest_of, model_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import check_specs
-from verl_fn.backends.weight_sync.channel import Outlet, send
+from verl_fn.backends.weight_sync.outlet import Outlet, send
 
 from .arguments import EngineArgumentError, check_names, check_version, engine_arguments, prepare_environment
 

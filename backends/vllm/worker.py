@@ -15,7 +15,7 @@ from verl_fn.backends.draws import NOISE
 from verl_fn.backends.protocol import Sampling, WeightSource
 from verl_fn.backends.vllm.drawing import DrawingSampler, Drawn
 from verl_fn.backends.vllm.loading import load
-from verl_fn.backends.weight_sync.channel import Inlet
+from verl_fn.backends.weight_sync.inlet import Inlet
 
 
 class Extension:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import attrs
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
+from .cut import Cut
 from .intake import checksum
 
 
@@ -23,18 +26,31 @@ class Weights:
     """Weights in this process, a ``WeightSource``.
 
     Attributes:
-        specs: the specifications of the tensors, in the order of ``read``.
+        specs: the specifications of the whole tensors, in the order of ``read``.
         read: returns all tensors by name, one after the other; a sharded one is gathered when it is read.
+        cut: the rows that ``read`` returns; None where it returns whole tensors.
+        held: the rows that this rank holds, which ``send`` sends without gathering; None where one rank sends all.
 
     Example:
         >>> import torch
         >>> source = Weights.of({"a": torch.ones(4, 2), "b": torch.zeros(())})
         >>> [[(c.name, c.start, len(c.values)) for c in bucket] for bucket in source.buckets(max_bytes=24)]
         [[('a', 0, 3)], [('a', 3, 1), ('b', 0, 1)]]
+
+        The second of two senders has the last two rows of ``a``. Its first bucket is empty, since both senders end
+        their buckets at the same rows.
+
+        >>> edges = {"a": (0, 2, 4), "b": (0, 1, 1)}
+        >>> tensors = {"a": torch.ones(2, 2), "b": torch.zeros(0)}
+        >>> second = Weights(source.specs, tensors.items, Cut(1, edges))
+        >>> [[(c.name, c.start, len(c.values)) for c in bucket] for bucket in second.buckets(max_bytes=24)]
+        [[], [('a', 2, 1)], [('a', 3, 1)]]
     """
 
     specs: tuple[TensorSpec, ...]
     read: Callable[[], Iterable[tuple[str, Tensor]]]
+    cut: Cut | None = None
+    held: Weights | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Weights:
@@ -42,22 +58,32 @@ class Weights:
         return cls(specs_of(tensors), tensors.items)
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
-        """Yields all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``."""
+        """Yields all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``.
+
+        Where several senders have the rows, each may fill an equal part of these bytes. All end their buckets at the
+        same rows, so that none waits for another one that is further on. So a sender's bucket may be empty.
+        """
+        number, of = (0, 1) if self.cut is None else (self.cut.number, self.cut.of)
+        size = max_bytes // of
         bucket: list[Chunk] = []
-        room = max_bytes
+        room = [size] * of
         for name, tensor in self.read():
             rows = _rows(tensor)
-            start, each = 0, max(1, rows[:1].nbytes)
-            while start < len(rows):
-                if room < each and bucket:
-                    yield tuple(bucket)
-                    bucket, room = [], max_bytes
-                end = min(len(rows), start + max(1, room // each))
-                part = rows[start:end]
-                bucket.append(Chunk(name, start, part, checksum(part) if checked else None))
-                room -= part.nbytes
-                start = end
-        if bucket:
+            each = max(1, math.prod(rows.shape[1:]) * rows.element_size())
+            edges = (0, len(rows)) if self.cut is None else self.cut.edges[name]
+            for sender, (first, last) in enumerate(itertools.pairwise(edges)):
+                start = first
+                while start < last:
+                    if room[sender] < each and room[sender] < size:
+                        yield tuple(bucket)
+                        bucket, room = [], [size] * of
+                    end = min(last, start + max(1, room[sender] // each))
+                    if sender == number:
+                        part = rows[start - first : end - first]
+                        bucket.append(Chunk(name, start, part, checksum(part) if checked else None))
+                    room[sender] -= (end - start) * each
+                    start = end
+        if min(room) < size:
             yield tuple(bucket)
 
 

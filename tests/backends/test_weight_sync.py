@@ -1,17 +1,24 @@
 """Publications between processes: every transport, and what is left when one end fails."""
 
+import contextlib
 import multiprocessing
+import re
 import socket
 import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
+from types import SimpleNamespace
 
+import attrs
 import pytest
 import torch
 
-from verl_fn.backends.weight_sync import IncompleteWeights, Weights, receive
-from verl_fn.backends.weight_sync.channel import Inlet, Outlet, SenderFailed, send
+from verl_fn.backends.weight_sync import Cut, IncompleteWeights, Weights, receive
+from verl_fn.backends.weight_sync.channel import SenderFailed
+from verl_fn.backends.weight_sync.inlet import Inlet
+from verl_fn.backends.weight_sync.outlet import Outlet, send
 from verl_fn.backends.weight_sync.source import InDtype
+from verl_fn.state import tree
 
 CPU = torch.device("cpu")
 SECRET = b"a secret"
@@ -178,3 +185,164 @@ def test_a_transport_that_loses_repeats_or_alters_a_bucket_is_caught(how):
     with pytest.raises(IncompleteWeights):
         inlet.receive(1, lambda source: receive(source, lambda chunk: None, max_bytes=100, checked=True))
     sending.join()
+
+
+# Several senders
+
+
+def halves(number, of=2, spoilt=lambda name, t: t, edges=lambda edges: edges):
+    """The rows of ``tensors()`` that one of several ranks holds; those of a scalar lie on the first."""
+
+    def edges_of(rows):
+        return tuple(min(rows, -(-rows // of) * i) for i in range(of + 1))
+
+    whole = Weights.of(tensors())
+    cuts = {spec.name: edges_of(spec.rows) for spec in whole.specs}
+    cut = Cut(number, edges(cuts))
+
+    def read():
+        for name, t in tensors().items():
+            rows = t.reshape(1) if t.ndim == 0 else t
+            yield name, spoilt(name, rows[cuts[name][number] : cuts[name][number + 1]])
+
+    return Weights(whole.specs, read, cut)
+
+
+def sent_by_ranks(inlet, sources, outlets, version, max_bytes=100):
+    """Sends from a thread for each rank; returns what arrived, or the inlet's error."""
+
+    def sending(outlet, source):
+        with contextlib.suppress(RuntimeError):
+            send([outlet], version, source)
+
+    threads = [threading.Thread(target=sending, args=pair) for pair in zip(outlets, sources, strict=True)]
+    for thread in threads:
+        thread.start()
+    places = {name: torch.zeros_like(t, dtype=torch.float32) for name, t in tensors().items()}
+    largest = []
+
+    def publish(source):
+        def write(chunk):
+            rows = places[chunk.name].view(-1) if places[chunk.name].ndim == 0 else places[chunk.name]
+            rows[chunk.start : chunk.start + len(chunk.values)] = chunk.values
+
+        def noted():
+            for bucket in source.buckets(max_bytes, checked=True):
+                largest.append(sum(chunk.values.nbytes for chunk in bucket))
+                yield bucket
+
+        receive(SimpleNamespace(specs=source.specs, buckets=lambda *a, **k: noted()), write, checked=True)
+
+    try:
+        inlet.receive(version, publish)
+    except IncompleteWeights as error:
+        places = str(error)
+    for thread in threads:
+        thread.join()
+    return places, largest
+
+
+def ranks_of(inlet, count, cls=Outlet, kinds=None):
+    return [cls(inlet.address, SECRET, CPU, kinds) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("of", "kind"), [(2, "group"), (2, "socket"), (3, "memory"), (9, "memory")])
+def test_each_rank_sends_what_it_holds(of, kind):
+    """Also where ranks have no row of a tensor, over the same connections again, in many buckets and in one."""
+    inlet = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
+    outlets = ranks_of(inlet, of, kinds=[kind])
+    for version, max_bytes in enumerate((1, 300, 2**20)):
+        places, largest = sent_by_ranks(inlet, [halves(i, of) for i in range(of)], outlets, version, max_bytes)
+        assert tree.equal(places, {name: t.float() for name, t in tensors().items()})
+        # A bucket has a row of each rank at least.
+        assert max(largest) <= max(max_bytes, of * 48)
+    assert len(largest) == 1
+
+
+class Drops(Outlet):
+    """Loses its second bucket that is not empty."""
+
+    count = 0
+
+    def put(self, bucket):
+        self.count += bool(bucket)
+        return True if self.count == 2 and bucket else super().put(bucket)
+
+
+class Repeats(Outlet):
+    """Sends its second bucket that is not empty twice."""
+
+    count = 0
+
+    def put(self, bucket):
+        self.count += bool(bucket)
+        if self.count == 2 and bucket:
+            super().put(bucket)
+        return super().put(bucket)
+
+
+class Relabels(Outlet):
+    """Sends its rows in the place of another rank's."""
+
+    def put(self, bucket):
+        def elsewhere(chunk):
+            rows = 25 if chunk.name == "embed" else 0
+            return attrs.evolve(chunk, start=(chunk.start + rows) % 50 if rows else chunk.start)
+
+        return super().put([elsewhere(chunk) for chunk in bucket])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (Outlet, Drops, "a bucket was lost or sent twice|ended early"),
+        (Drops, Outlet, "a bucket was lost or sent twice|ended early"),
+        (Outlet, Repeats, "a bucket was lost or sent twice"),
+        (Relabels, Relabels, r"rank 0 sent rows 25 to \d+ of 'embed', and had announced that it sends rows 0 to 25"),
+    ],
+    ids=["dropped", "dropped by the first", "sent twice", "swapped"],
+)
+def test_a_piece_that_is_lost_sent_twice_or_swapped_is_refused(first, second, says):
+    """The next whole publication over the same inlet arrives."""
+    inlet = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
+    outlets = [cls(inlet.address, SECRET, CPU) for cls in (first, second)]
+    error, _ = sent_by_ranks(inlet, [halves(0), halves(1)], outlets, 1)
+    assert re.search(says, error), error
+    places, _ = sent_by_ranks(inlet, [halves(0), halves(1)], ranks_of(inlet, 2), 2)
+    assert tree.equal(places, {name: t.float() for name, t in tensors().items()})
+
+
+@pytest.mark.parametrize(
+    ("sources", "says"),
+    [
+        (lambda: [halves(0), halves(0)], r"sent by the ranks \[0, 0\], and there are 2 ranks"),
+        (
+            lambda: [halves(i, edges=lambda edges: edges | {"embed": (0, 25, 49)}) for i in range(2)],
+            r"rows \(0, 25, 49\) of 'embed', which has 50 rows",
+        ),
+        (
+            lambda: [halves(0), halves(1, edges=lambda edges: edges | {"embed": (0, 20, 50)})],
+            "ranks disagree about the rows",
+        ),
+    ],
+    ids=["one twice", "rows of nobody", "other edges"],
+)
+def test_cuts_that_are_not_all_rows_once_are_refused_before_anything_is_sent(sources, says):
+    inlet = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
+    error, buckets = sent_by_ranks(inlet, sources(), ranks_of(inlet, 2), 1)
+    assert re.search(says, error) and not buckets
+
+
+def test_a_rank_that_fails_half_way_ends_the_publication_of_all():
+    inlet = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
+
+    def dies(name, t):
+        if name == "bias":
+            raise RuntimeError("this rank died")
+        return t
+
+    outlets = ranks_of(inlet, 2)
+    error, _ = sent_by_ranks(inlet, [halves(0), halves(1, spoilt=dies)], outlets, 1)
+    assert re.search("this rank died|closed its connection", error)
+    places, _ = sent_by_ranks(inlet, [halves(0), halves(1)], outlets, 2)
+    assert tree.equal(places, {name: t.float() for name, t in tensors().items()})
