@@ -44,7 +44,7 @@ from verl_fn.backends.row_sharing import (
     one_thread,
     share_out,
 )
-from verl_fn.backends.weight_sync import Weights, specs_of
+from verl_fn.backends.weight_sync import Weights, apart, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -226,9 +226,12 @@ class Fsdp:
         """
         self.layout.check(params)
         adapters, layout = self._built().adapters, self.layout
-        specs = specs_of(adapters.without(params))
-        held = Weights(specs, lambda: adapters.merged(params, layout.sent, whole), layout.published(specs))
-        return Weights(specs, lambda: adapters.merged(params, whole, whole), held=held)
+        base, own = adapters.without(params), adapters.own(params)
+        specs, sent = specs_of(base), layout.sent
+        rows = apart(base, own, rows=sent, cut=layout.published, local=local_of)
+        held = Weights(specs, lambda: adapters.merged(params, sent, whole), layout.published(specs), apart=rows)
+        together = apart(base, own, rows=whole, local=local_of)
+        return Weights(specs, lambda: adapters.merged(params, whole, whole), held=held, apart=together)
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """Returns ``fn(*values)``, applied to this rank's shards; all ranks call it together."""

@@ -15,6 +15,9 @@ from typing import Any
 from .intake import IncompleteWeights
 from .staging import Staging
 
+# What a sender can send: the model with its adapters merged in, the model and its adapters, or the adapters alone.
+MERGED, WHOLE, ADAPTERS = "merged", "whole", "adapters"
+
 
 class SenderFailed(IncompleteWeights):
     """The process at the other end failed or ended during a publication."""

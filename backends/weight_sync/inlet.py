@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
 from typing import Any
@@ -13,7 +13,8 @@ import torch
 
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
-from .channel import End, SenderFailed, prompt, receive_message, send_message
+from .apart import Apart
+from .channel import ADAPTERS, MERGED, WHOLE, End, SenderFailed, prompt, receive_message, send_message
 from .cut import Cut, check_cuts
 from .intake import IncompleteWeights
 from .source import in_dtype
@@ -24,18 +25,16 @@ class _Sender(End):
     """The receiving end of one sender.
 
     Attributes:
-        specs: the tensors that the sender has announced.
-        version: their version.
-        cut: which rows of them it sends; None for all.
+        version: of the weights that the sender has announced.
+        offers: by name, the tensors of each source that it can send, and which rows of them; None for all.
     """
 
-    specs: tuple[TensorSpec, ...] = ()
     version: int | None = None
-    cut: Cut | None = None
+    offers: Mapping[str, tuple[tuple[TensorSpec, ...], Cut | None]] = {}
 
     def announced(self, message: tuple[Any, ...]) -> None:
         """Takes the specifications of the next publication from its first message."""
-        _, self.version, self.specs, self.cut = _checked(message)
+        _, self.version, self.offers = _checked(message)
 
     def next(self) -> tuple[Any, ...]:
         """Receives the next message.
@@ -55,8 +54,11 @@ class _Sender(End):
             else:
                 send_message(self.open, ("opened",))
 
-    def bucket(self) -> tuple[int, list[Chunk]] | None:
+    def bucket(self, cut: Cut | None) -> tuple[int, list[Chunk]] | None:
         """Receives the next bucket, and returns the number of its slot and its chunks; None after the last one.
+
+        Args:
+            cut: the rows that this sender sends; None for all.
 
         Raises:
             IncompleteWeights: it has rows that this sender has not announced.
@@ -72,12 +74,12 @@ class _Sender(End):
         chunks = []
         for name, start, shape, dtype, at, size, checksum in entries:
             chunk = Chunk(name, start, whole[at : at + size].view(dtype).view(shape), checksum)
-            if self.cut is not None:
-                first, last = self.cut.rows(name)
+            if cut is not None:
+                first, last = cut.rows(name)
                 end = start + len(chunk.values)
                 if start < first or end > last:
                     raise IncompleteWeights(
-                        f"rank {self.cut.number} sent rows {start} to {end} of {name!r}, and had announced that it "
+                        f"rank {cut.number} sent rows {start} to {end} of {name!r}, and had announced that it "
                         f"sends rows {first} to {last}"
                     )
             chunks.append(chunk)
@@ -136,8 +138,8 @@ class Inlet:
         with contextlib.ExitStack() as failing:
             failing.callback(self.close)
             self._announced()
-            specs = _specs_of(self._senders, version)
-            source = _Arriving(self._senders, in_dtype(specs, self._dtype), self._dtype, self._device)
+            _check(self._senders, version)
+            source = _Arriving(self._senders, MERGED, self._dtype, self._device)
             try:
                 publish(source)
             except BaseException as error:
@@ -179,27 +181,28 @@ class Inlet:
 
 def _count(sender: _Sender) -> int:
     """Returns how many senders send a publication together."""
-    return 1 if sender.cut is None else sender.cut.of
+    cut = sender.offers[MERGED][1]
+    return 1 if cut is None else cut.of
 
 
-def _specs_of(senders: Sequence[_Sender], version: int) -> tuple[TensorSpec, ...]:
-    """Returns the tensors that all senders have announced.
+def _check(senders: Sequence[_Sender], version: int) -> None:
+    """Compares what the senders have announced.
 
     Raises:
-        IncompleteWeights: they are of another version, or differ between senders, or the senders together
-            do not send each row once.
+        IncompleteWeights: the weights are of another version, or differ between senders, or the senders together do
+            not send each row once.
     """
-    first = senders[0]
-    for sender in senders:
+    tensors = [{kind: specs for kind, (specs, _) in sender.offers.items()} for sender in senders]
+    for sender, announced in zip(senders, tensors, strict=True):
         if sender.version != version:
             raise IncompleteWeights(
                 f"weights of version {sender.version} were sent where version {version} was announced"
             )
-        if sender.specs != first.specs:
+        if announced != tensors[0]:
             raise IncompleteWeights("ranks announced different tensors for one publication")
-    if first.cut is not None:
-        check_cuts(first.specs, [sender.cut for sender in senders if sender.cut is not None])
-    return first.specs
+    for kind, (specs, cut) in senders[0].offers.items():
+        if cut is not None:
+            check_cuts(specs, [c for sender in senders if (c := sender.offers[kind][1]) is not None])
 
 
 @attrs.frozen(eq=False)
@@ -207,21 +210,39 @@ class _Arriving:
     """Weights that arrive from one sender or several, a ``WeightSource``."""
 
     senders: Sequence[_Sender]
-    specs: tuple[TensorSpec, ...]
+    kind: str
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors, in the engine's dtype."""
+        return in_dtype(self.senders[0].offers[self.kind][0], self.dtype)
+
+    @property
+    def apart(self) -> Apart | None:
+        """The same model with its adapters not merged, where the senders have adapters."""
+        if WHOLE not in self.senders[0].offers:
+            return None
+        whole, adapters = (attrs.evolve(self, kind=kind) for kind in (WHOLE, ADAPTERS))
+        return Apart(whole, adapters, self._identify)
+
+    def _identify(self) -> str:
+        for sender in self.senders:
+            send_message(sender.open, ("identify",))
+        return " ".join(str(sender.next()[1]) for sender in self.senders)
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
         """Yields the buckets as they arrive, those of several senders joined; see ``WeightSource``."""
         for sender in self.senders:
-            send_message(sender.open, ("start", max_bytes, checked, self.dtype, Place.of(self.device)))
+            send_message(sender.open, ("start", self.kind, max_bytes, checked, self.dtype, Place.of(self.device)))
         # A sender may wait for the next engine, which waits for all senders, before it sends its first bucket.
         for sender in self.senders:
             sender.start(self.device)
         order = {spec.name: i for i, spec in enumerate(self.specs)}
         left = list(self.senders)
         while left:
-            parts = [(sender, sender.bucket()) for sender in left]
+            parts = [(sender, sender.bucket(sender.offers[self.kind][1])) for sender in left]
             arrived = [(sender, *part) for sender, part in parts if part is not None]
             left = [sender for sender, *_ in arrived]
             chunks = [chunk for *_, part in arrived for chunk in part]

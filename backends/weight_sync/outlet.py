@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Client
 
+import attrs
 import torch
 
-from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
+from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, WeightSource
 
-from .channel import End, SenderFailed, prompt, receive_message, send_message
+from .apart import apart_of
+from .channel import ADAPTERS, MERGED, WHOLE, End, SenderFailed, prompt, receive_message, send_message
 from .cut import Cut
 from .source import InDtype, Weights, in_dtype
 from .staging import SLOTS, Place, kinds, offered
@@ -21,6 +23,23 @@ ALIGNMENT = 256
 
 def _aligned(nbytes: int) -> int:
     return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
+
+
+@attrs.frozen
+class Wish:
+    """What an engine asks a sender for.
+
+    Attributes:
+        kind: the name of the source.
+        max_bytes: the most bytes of a bucket.
+        checked: whether it compares checksums.
+        dtype: of its weights.
+    """
+
+    kind: str
+    max_bytes: int
+    checked: bool
+    dtype: torch.dtype
 
 
 class Outlet(End):
@@ -42,18 +61,16 @@ class Outlet(End):
         self._busy: list[int] = []
         self.kind = ""
 
-    def offer(
-        self, version: int, specs: tuple[TensorSpec, ...], cut: Cut | None = None
-    ) -> tuple[int, bool, torch.dtype] | None:
+    def offer(self, version: int, sources: Mapping[str, WeightSource], identify: Callable[[], str]) -> Wish | None:
         """Announces weights to the engine.
 
         Args:
             version: of the weights.
-            specs: the tensors.
-            cut: the rows of them that this process sends; None for all.
+            sources: by name, what the engine can choose from.
+            identify: identifies the model without adapters.
 
         Returns:
-            The engine's bucket size, whether it compares checksums, and its dtype; None if it refuses the weights.
+            What the engine asks for; None if it refuses the weights.
         """
         if self._connection is None:
             try:
@@ -62,17 +79,23 @@ class Outlet(End):
                 # The engine has ended, which whoever waits for its call notices.
                 return None
         with self._refusable():
-            send_message(self._connection, ("specs", version, specs, cut))
+            offers = {kind: (source.specs, _cut_of(source)) for kind, source in sources.items()}
+            send_message(self._connection, ("specs", version, offers))
             kind, *rest = receive_message(self._connection)
+            if kind == "identify":
+                send_message(self._connection, ("base", identify()))
+                kind, *rest = receive_message(self._connection)
             if kind == "start":
-                max_bytes, checked, dtype, receiver = rest
-                specs = in_dtype(specs, dtype)
+                *asked, receiver = rest
+                wish = Wish(*asked)
+                specs, cut = offers[wish.kind]
+                specs = in_dtype(specs, wish.dtype)
                 rows = [spec.nbytes // max(1, spec.rows) for spec in specs]
-                most = max_bytes // (1 if cut is None else cut.of)
+                most = wish.max_bytes // (1 if cut is None else cut.of)
                 room = max(min(most, sum(spec.nbytes for spec in specs)), max(rows, default=0))
                 self._make_room(_aligned(room + ALIGNMENT * (len(specs) + 1)), receiver)
                 send_message(self._connection, ("ready",))
-                return max_bytes, checked, dtype
+                return wish
         self.close()
         return None
 
@@ -180,22 +203,42 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
 
     The whole source is read even if every engine refuses it, since other ranks may take part in reading it.
     """
-    cut = source.cut if isinstance(source, Weights) else None
+    apart = apart_of(source)
+    sources = {MERGED: source} | ({WHOLE: apart.whole, ADAPTERS: apart.adapters} if apart else {})
+    identify = apart.identify if apart else str
     try:
-        replies = [(outlet, outlet.offer(version, source.specs, cut)) for outlet in outlets]
-        wanted = [(outlet, reply) for outlet, reply in replies if reply is not None]
-        size = min((max_bytes for _, (max_bytes, _, _) in wanted), default=BUCKET_BYTES)
-        checked = any(check for _, (_, check, _) in wanted)
-        dtypes = {dtype for _, (_, _, dtype) in wanted}
-        if len(dtypes) > 1:
-            raise ValueError(f"engines of one publication have different dtypes: {sorted(map(str, dtypes))}")
-        source = InDtype(source, dtypes.pop()) if dtypes else source
-        accepting = [outlet for outlet, _ in wanted]
-        for bucket in source.buckets(size, checked=checked):
-            accepting = [outlet for outlet in accepting if outlet.put(bucket)]
+        replies = [(outlet, outlet.offer(version, sources, identify)) for outlet in outlets]
+        wanted = {outlet: wish for outlet, wish in replies if wish is not None}
+        chosen = _one_source(sources, list(wanted.values()))
+        size = min((wish.max_bytes for wish in wanted.values()), default=BUCKET_BYTES)
+        checked = any(wish.checked for wish in wanted.values())
+        adapters = {spec.name for spec in apart.adapters.specs} if apart else set()
+        accepting = list(wanted)
+        for bucket in chosen.buckets(size, checked=checked):
+            alone = tuple(chunk for chunk in bucket if chunk.name in adapters)
+            accepting = [o for o in accepting if o.put(alone if wanted[o].kind == ADAPTERS else bucket)]
         for outlet in accepting:
             outlet.end()
     except BaseException as error:
         for outlet in outlets:
             outlet.fail(error)
         raise
+
+
+def _one_source(sources: Mapping[str, WeightSource], wishes: Sequence[Wish]) -> WeightSource:
+    """Returns the source that has what all engines ask for.
+
+    Raises:
+        ValueError: engines ask for weights that no one source has.
+    """
+    kinds, dtypes = {wish.kind for wish in wishes} or {MERGED}, {wish.dtype for wish in wishes}
+    if len(dtypes) > 1:
+        raise ValueError(f"engines of one publication have different dtypes: {sorted(map(str, dtypes))}")
+    if MERGED in kinds and len(kinds) > 1:
+        raise ValueError("some engines of one publication take adapters alone, and others take them merged")
+    source = sources[WHOLE if WHOLE in kinds else kinds.pop()]
+    return InDtype(source, dtypes.pop()) if dtypes else source
+
+
+def _cut_of(source: WeightSource) -> Cut | None:
+    return source.cut if isinstance(source, Weights) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
 from .cut import Cut
+
+if TYPE_CHECKING:
+    from .apart import Apart
 from .intake import checksum
 
 
@@ -30,6 +34,7 @@ class Weights:
         read: returns all tensors by name, one after the other; a sharded one is gathered when it is read.
         cut: the rows that ``read`` returns; None where it returns whole tensors.
         held: the rows that this rank holds, which ``send`` sends without gathering; None where one rank sends all.
+        apart: the same model with its adapters not merged; None for a model without adapters.
 
     Example:
         >>> import torch
@@ -51,6 +56,7 @@ class Weights:
     read: Callable[[], Iterable[tuple[str, Tensor]]]
     cut: Cut | None = None
     held: Weights | None = None
+    apart: Apart | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Weights:
