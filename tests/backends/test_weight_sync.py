@@ -13,7 +13,7 @@ import attrs
 import pytest
 import torch
 
-from verl_fn.backends.weight_sync import Cut, IncompleteWeights, Weights, receive
+from verl_fn.backends.weight_sync import Cut, IncompleteWeights, Weights, apart, receive
 from verl_fn.backends.weight_sync.channel import SenderFailed
 from verl_fn.backends.weight_sync.inlet import Inlet
 from verl_fn.backends.weight_sync.outlet import Outlet, send
@@ -346,3 +346,104 @@ def test_a_rank_that_fails_half_way_ends_the_publication_of_all():
     assert re.search("this rank died|closed its connection", error)
     places, _ = sent_by_ranks(inlet, [halves(0), halves(1)], outlets, 2)
     assert tree.equal(places, {name: t.float() for name, t in tensors().items()})
+
+
+# Adapters alone
+
+
+def with_adapters(base, scale, number):
+    """The half of a model with an adapter that one of two ranks holds."""
+    whole, own = (
+        {"w": base * torch.ones(8, 3)},
+        {"w.lora_A": scale * torch.ones(1, 3), "w.lora_B": torch.ones(8, 1)},
+    )
+    edges = {"w": (0, 4, 8), "w.lora_A": (0, 1, 1), "w.lora_B": (0, 4, 8)}
+
+    def mine(t):
+        return t[: (len(t) + 1) // 2] if number == 0 else t[(len(t) + 1) // 2 :]
+
+    merged = Weights.of({"w": whole["w"] + own["w.lora_B"] @ own["w.lora_A"]})
+
+    def cut(specs):
+        return Cut(number, {spec.name: edges[spec.name] for spec in specs})
+
+    def read():
+        return ((name, mine(t)) for name, t in merged.read())
+
+    return Weights(merged.specs, read, cut(merged.specs), apart=apart(whole, own, rows=mine, cut=cut, local=mine))
+
+
+class Engine:
+    """Takes adapters alone where it has their model."""
+
+    def __init__(self):
+        self.inlet = Inlet("127.0.0.1", SECRET, CPU, torch.float32)
+        self.base, self.tensors, self.sent = None, {}, []
+
+    def publish(self, source):
+        base = source.apart.identify()
+        chosen = source.apart.adapters if base == self.base else source.apart.whole
+        self.base = base
+        self.sent.append([spec.name for spec in chosen.specs])
+        for spec in chosen.specs:
+            self.tensors[spec.name] = torch.full(spec.shape, torch.nan)
+
+        def write(chunk):
+            self.tensors[chunk.name][chunk.start : chunk.start + len(chunk.values)] = chunk.values
+
+        receive(chosen, write, max_bytes=40, checked=True)
+
+
+def publish_to(engines, outlets, version, base, scale):
+    """Both ranks send to all engines."""
+    work = [(send, (outlets[rank], version, with_adapters(base, scale, rank))) for rank in range(2)]
+    work += [(engine.inlet.receive, (version, engine.publish)) for engine in engines]
+    threads = [threading.Thread(target=call, args=args) for call, args in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for engine in engines:
+        want = {"w": base * torch.ones(8, 3), "w.lora_A": scale * torch.ones(1, 3), "w.lora_B": torch.ones(8, 1)}
+        assert tree.equal(engine.tensors, want)
+
+
+def test_adapters_go_alone_to_each_engine_that_has_their_model():
+    """Of two engines one is made anew, and takes the model in the same publication; another model goes to both."""
+    engines = [Engine(), Engine()]
+    outlets = [[Outlet(engine.inlet.address, SECRET, CPU) for engine in engines] for _ in range(2)]
+    publish_to(engines, outlets, 1, 1.0, 1.0)
+    publish_to(engines, outlets, 2, 1.0, 2.0)
+    engines[1] = Engine()
+    for mine in outlets:
+        mine[1] = Outlet(engines[1].inlet.address, SECRET, CPU)
+    publish_to(engines, outlets, 3, 1.0, 3.0)
+    publish_to(engines, outlets, 4, 5.0, 3.0)
+    own, everything = ["w.lora_A", "w.lora_B"], ["w", "w.lora_A", "w.lora_B"]
+    assert engines[0].sent == [everything, own, own, everything]
+    assert engines[1].sent == [everything, everything]
+
+
+def test_engines_that_want_different_forms_are_refused():
+    """One takes adapters merged, the other one alone: one reading has not both."""
+    inlet, engine = Inlet("127.0.0.1", SECRET, CPU, torch.float32), Engine()
+    outlets = [Outlet(i.address, SECRET, CPU) for i in (inlet, engine.inlet)]
+    source, errors = Weights.of({"w": torch.ones(2, 3)}), []
+    source = attrs.evolve(source, apart=apart({"w": torch.ones(2, 3)}, {"w.lora_A": torch.ones(1, 3)}))
+
+    def receiving(one, publish):
+        with pytest.raises(SenderFailed):
+            one.receive(1, publish)
+        errors.append("refused")
+
+    threads = [
+        threading.Thread(target=receiving, args=args)
+        for args in ((inlet, lambda given: receive(given, lambda chunk: None)), (engine.inlet, engine.publish))
+    ]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(ValueError, match="some engines of one publication take adapters alone"):
+        send(outlets, 1, source)
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 2

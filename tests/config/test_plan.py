@@ -107,3 +107,15 @@ def test_an_algorithm_of_ones_own_names_its_roles_folders_and_updates(tmp_path):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:headless"]))
     with pytest.raises(ConfigError, match="returned a int, where an Algorithm is expected"):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:nothing"]))
+
+
+def test_adapters_are_published_alone_by_vllm_where_there_are_any():
+    alone = ["rollout.adapters=alone", "rollout.name=vllm", "driver.kind=ray"]
+    assert plan(*alone, "actor.lora_rank=8", "actor.lora_alpha=4.0").rollout.lora == (8, 4.0, ("all-linear",))
+    assert plan(*alone).rollout.lora is None
+    assert plan("actor.lora_rank=8", "rollout.adapters=alone").rollout.lora is None
+    assert plan("actor.lora_rank=8", "rollout.name=vllm", "driver.kind=ray").rollout.lora is None
+    evaluation = evaluation_plan(load(overrides=["model.path=m", *alone, "actor.lora_rank=8"]))
+    assert evaluation.rollout.lora is None
+    with pytest.raises(ConfigError, match=r"alone.*works with actor\.strategy local and fsdp"):
+        plan(*alone, "actor.lora_rank=8", "actor.strategy=megatron")
