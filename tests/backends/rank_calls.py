@@ -135,11 +135,22 @@ def held_rows(folder, options, gathers):
         state = backend.init(KEY)
         # B is zero before the first update.
         grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
-        states.append(backend.apply_update(state, grads)[0])
-    whole = dict(one.weights(states[0].params).read())
-    weights = many.weights(states[1].params).held
+        states.append(backend.apply_update(state, grads, donate=False)[0])
+    weights, held = one.weights(states[0].params), many.weights(states[1].params).held
+    worst = _gap(weights, held, gathers)
+    if lora:
+        kept = many.weights(many.apply_update(states[1], grads, donate=False)[0].params).held
+        assert held.apart.identify() == kept.apart.identify()
+        for kind in ("whole", "adapters"):
+            worst = max(worst, _gap(getattr(weights.apart, kind), getattr(held.apart, kind), 0))
+    return worst
+
+
+def _gap(weights, held, gathers):
+    """The largest difference between whole tensors and the rows that all ranks hold of them."""
+    whole = dict(weights.read())
     with mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor) as full:
-        buckets = list(weights.buckets(2000, checked=True))
+        buckets = list(held.buckets(2000, checked=True))
     assert full.call_count == gathers, full.call_count
     by_rank = [None] * dist.get_world_size()
     dist.all_gather_object(by_rank, [[(c.name, c.start, c.values, c.checksum) for c in bucket] for bucket in buckets])
