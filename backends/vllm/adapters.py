@@ -14,7 +14,6 @@ from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Adapters, Lora
-from verl_fn.backends.weight_sync import IncompleteWeights
 
 # The ranks that vLLM makes room for.
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -79,7 +78,7 @@ def install(runner: Any, lora: Lora, tensors: Mapping[str, Tensor]) -> None:
         tensors: the halves of all adapters, under canonical names.
 
     Raises:
-        IncompleteWeights: vLLM has no place for one of them.
+        ModelError: vLLM cannot adapt one of the layers.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -95,7 +94,10 @@ def install(runner: Any, lora: Lora, tensors: Mapping[str, Tensor]) -> None:
     )
     placed = _placed(manager, model.loras)
     if left := [name for name in model.loras if name not in placed]:
-        raise IncompleteWeights(f"vLLM has no place for {len(left)} of the adapters, such as that of {left[0]}")
+        raise ModelError(
+            f"vLLM cannot adapt {len(left)} of the layers, such as {left[0]}: set rollout.adapters=merged, or other "
+            "layers (actor.target_modules)"
+        )
     manager.remove_adapter(NUMBER)
     manager.add_adapter(model)
     manager.activate_adapter(NUMBER)
