@@ -227,11 +227,10 @@ class Fsdp:
         self.layout.check(params)
         adapters, layout = self._built().adapters, self.layout
         base, own = adapters.without(params), adapters.own(params)
-        specs, sent = specs_of(base), layout.sent
-        rows = apart(base, own, rows=sent, cut=layout.published, local=local_of)
-        held = Weights(specs, lambda: adapters.merged(params, sent, whole), layout.published(specs), apart=rows)
-        together = apart(base, own, rows=whole, local=local_of)
-        return Weights(specs, lambda: adapters.merged(params, whole, whole), held=held, apart=together)
+        specs, sent, cut = specs_of(base), layout.sent, layout.published
+        unmerged = apart(base, own, rows=sent, cut=cut, local=local_of)
+        held = Weights(specs, lambda: adapters.merged(params, sent, whole), cut(specs), apart=unmerged)
+        return Weights(specs, lambda: adapters.merged(params, whole, whole), held=held)
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """Returns ``fn(*values)``, applied to this rank's shards; all ranks call it together."""
