@@ -49,7 +49,7 @@ def check_cuts(specs: Iterable[TensorSpec], cuts: Sequence[Cut]) -> None:
         IncompleteWeights: a sender is missing or there twice, or the senders' rows are not all rows once.
 
     Example:
-        >>> from verl_fn.backends.weight_sync import Cut
+        >>> import torch
         >>> edges = {"w": (0, 5, 7)}
         >>> check_cuts([TensorSpec("w", (8, 2), torch.float32)], [Cut(0, edges), Cut(1, edges)])
         Traceback (most recent call last):
