@@ -13,6 +13,7 @@ import torch
 
 from verl_fn.backends.hf.config import ModelError, longest_row
 from verl_fn.backends.hf.folder import hollow
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.tokenizer import end_tokens
 from verl_fn.backends.protocol import Capabilities, Request, Sample, StaleWeightsError, check_sampling
@@ -162,13 +163,17 @@ class Serving(ABC):
                 raise ValueError(f"prompt {i} holds tokens outside the vocabulary of {self.vocab}")
 
 
-def model_of(folder: str | Path) -> tuple[Skeleton, dict[str, torch.Size]]:
+def model_of(folder: str | Path, lora: Lora | None = None) -> tuple[Skeleton, dict[str, torch.Size]]:
     """Returns the skeleton of a folder, and the shapes of the parameters that have to be published.
+
+    Args:
+        folder: the model folder.
+        lora: adapters that are published beside the model, not merged into it.
 
     Raises:
         ModelError: the folder or the architecture cannot be used.
     """
-    model = hollow(folder, "lm", key=Key.from_seed(0))
+    model = hollow(folder, "lm", key=Key.from_seed(0), lora=lora)
     skeleton = model.skeleton
     # A rollout engine saves nothing.
     skeleton.files = {}

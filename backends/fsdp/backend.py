@@ -25,7 +25,7 @@ from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.fsdp import loading
 from verl_fn.backends.fsdp.loading import Recipe
 from verl_fn.backends.fsdp.modules import ShardedModules, gradient
-from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, with_specs
+from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, whole, with_specs
 from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
 from verl_fn.backends.fsdp.updating import update_shards
 from verl_fn.backends.hf.folder import Hollow, check_same_config, check_same_model
@@ -44,7 +44,7 @@ from verl_fn.backends.row_sharing import (
     one_thread,
     share_out,
 )
-from verl_fn.backends.weight_sync import Weights, specs_of
+from verl_fn.backends.weight_sync import Weights, apart, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -162,7 +162,7 @@ class Fsdp:
         skeleton, params = self._built(), state.params
         skeleton.check_trained(params)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(params)))
-        merged = skeleton.adapters.filed(params, rows=local_of, whole=_whole)
+        merged = skeleton.adapters.filed(params, rows=local_of, whole=whole)
         weights = {name: sharded(t, spec_of(params[name])) for name, t in merged.items()}
         model, others = (
             {name: self.layout.part(t) for name, t in tensors.items()}
@@ -214,19 +214,23 @@ class Fsdp:
         """
         self.layout.check(value)
         for name, t in value.items():
-            yield name, _whole(t)
+            yield name, whole(t)
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read them together.
 
-        Each tensor is gathered when it is read, so no rank ever holds the whole model.
+        Ranks send ``held``, their own rows; for an engine in this process, each tensor is gathered when it is read.
 
         Raises:
             LayoutError: the parameters are of another layout.
         """
         self.layout.check(params)
-        adapters = self._built().adapters
-        return Weights(specs_of(adapters.without(params)), lambda: adapters.merged(params, _whole, _whole))
+        adapters, layout = self._built().adapters, self.layout
+        base, own = adapters.without(params), adapters.own(params)
+        specs, sent, cut = specs_of(base), layout.sent, layout.published
+        unmerged = apart(base, own, rows=sent, cut=cut, local=local_of)
+        held = Weights(specs, lambda: adapters.merged(params, sent, whole), cut(specs), apart=unmerged)
+        return Weights(specs, lambda: adapters.merged(params, whole, whole), held=held)
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """Returns ``fn(*values)``, applied to this rank's shards; all ranks call it together."""
@@ -394,7 +398,3 @@ class Fsdp:
         with one_thread():
             stage = functools.partial(Staged.of, device=self.device, group=self.layout.sequence)
             return share_out(self.layout, batch, self.max_tokens, stage, together)
-
-
-def _whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if isinstance(t, DTensor) else t

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import attrs
@@ -16,7 +17,9 @@ from torch.utils import _pytree as pytree
 from verl_fn.backends.fsdp import torch_private
 from verl_fn.backends.fsdp.torch_private import Spec, local_of, sharded, spec_of
 from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.protocol import TensorSpec
 from verl_fn.backends.tensor_file import Part
+from verl_fn.backends.weight_sync import Cut
 from verl_fn.state import Named, Node, tree
 from verl_fn.state.frozen import FrozenDict
 from verl_fn.state.node import field_names, rebuild
@@ -107,6 +110,28 @@ class Layout:
         each = -(-rows // ranks)
         return min(number * each, rows), min((number + 1) * each, rows)
 
+    @property
+    def copies(self) -> tuple[int, int]:
+        """How many ranks hold a copy of each shard, and the number of this rank among them."""
+        return (1, 0) if self.mesh.ndim == 1 else (self.mesh.size(0), self.mesh.get_local_rank(0))
+
+    def published(self, specs: Iterable[TensorSpec]) -> Cut:
+        """Returns the rows that this rank publishes; ranks that hold copies of a shard each publish a part of it."""
+        shards, copies = dist.get_world_size(self.shard_group), self.copies[0]
+
+        def edges(rows: int) -> tuple[int, ...]:
+            each = -(-rows // shards)
+            starts = [min(i * each, rows) for i in range(shards + 1)]
+            return *(a + (b - a) * i // copies for a, b in itertools.pairwise(starts) for i in range(copies)), rows
+
+        number = dist.get_rank(self.shard_group) * copies + self.copies[1]
+        return Cut(number, {spec.name: edges(spec.rows) for spec in specs})
+
+    def sent(self, t: Tensor) -> Tensor:
+        """Returns the rows of a tensor that this rank publishes."""
+        local, (copies, copy) = local_of(t), self.copies
+        return local[len(local) * copy // copies : len(local) * (copy + 1) // copies]
+
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises an error for values of another layout.
 
@@ -131,7 +156,7 @@ class Layout:
             return Part(t.detach().reshape(-1)[: None if self.rank == 0 else 0], 0, t.shape)
         elements = local_of(t).reshape(-1)
         first = self.bounds(t.shape[0])[0] * t.shape[1:].numel()
-        copies, copy = (1, 0) if self.mesh.ndim == 1 else (self.mesh.size(0), self.mesh.get_local_rank(0))
+        copies, copy = self.copies
         start, end = len(elements) * copy // copies, len(elements) * (copy + 1) // copies
         return Part(elements[start:end], first + start, t.shape)
 
@@ -217,4 +242,9 @@ def _fields(value: Node) -> dict[str, Any]:
 
 def whole_of(value: T) -> T:
     """Returns the same value with whole tensors, on every rank; all ranks call it together."""
-    return tree.map_tensors(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, value)
+    return tree.map_tensors(whole, value)
+
+
+def whole(t: Tensor) -> Tensor:
+    """Returns a whole tensor, which all ranks gather together where it is sharded."""
+    return t.full_tensor() if isinstance(t, DTensor) else t

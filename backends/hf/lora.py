@@ -153,6 +153,10 @@ class Adapters:
         own = set(self.names())
         return {name: t for name, t in leaves.items() if name not in own}
 
+    def own(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the leaves that belong to adapters."""
+        return {name: leaves[name] for name in self.names() if name in leaves}
+
     def unmerged(self, params: Params) -> Params:
         """Returns what the merged model cannot restore: the adapters, and the weights that they were added to."""
         names = {f"{layer}.weight" for layer in self.layers} | set(self.names())

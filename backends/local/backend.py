@@ -20,7 +20,7 @@ from verl_fn.backends.memory import fits
 from verl_fn.backends.one_call import OneCall, one_at_a_time
 from verl_fn.backends.placing import beside
 from verl_fn.backends.tensor_file import Part
-from verl_fn.backends.weight_sync import Weights, specs_of
+from verl_fn.backends.weight_sync import Weights, apart, specs_of
 from verl_fn.state import (
     Batch,
     Grads,
@@ -168,7 +168,8 @@ class Local:
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in."""
         adapters = self._built().adapters
-        return Weights(specs_of(adapters.without(params)), lambda: adapters.merged(params))
+        base = adapters.without(params)
+        return Weights(specs_of(base), lambda: adapters.merged(params), apart=apart(base, adapters.own(params)))
 
     def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
         """Returns ``fn(*values)``, since values lie in this process."""

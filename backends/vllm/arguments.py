@@ -44,7 +44,7 @@ KEPT = {
     "max_model_len": "set data.max_prompt_length and data.max_response_length",
     "seed": "every request has a key of its own",
     "enable_sleep_mode": "the driver puts the engine to sleep",
-    "enable_lora": "adapters are published merged into the weights",
+    "enable_lora": "set rollout.adapters",
     "kv_transfer_config": "the cache is reset with every publication",
 }
 

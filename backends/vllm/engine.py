@@ -13,6 +13,7 @@ import torch
 
 from verl_fn.backends.answers import Answers
 from verl_fn.backends.hf.config import ModelError, read_config
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import (
     Handle,
@@ -23,9 +24,10 @@ from verl_fn.backends.protocol import (
     here,
 )
 from verl_fn.backends.serving import Serving, longest_of, model_of, not_finite, seeds_of
-from verl_fn.backends.weight_sync import check_specs
-from verl_fn.backends.weight_sync.channel import Outlet, send
+from verl_fn.backends.weight_sync import apart_of, check_specs
+from verl_fn.backends.weight_sync.outlet import Outlet, send
 
+from .adapters import adapter_arguments, adapter_request
 from .arguments import EngineArgumentError, check_names, check_version, engine_arguments, prepare_environment
 
 # What sleeping frees, and the tags that wake it.
@@ -60,6 +62,8 @@ class Vllm(Serving):
         enforce_eager: run without CUDA graphs and without the compiler.
         engine_kwargs: further arguments of vLLM's ``EngineArgs``.
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
+        lora: adapters that are published alone, after a first publication with the model; by default they are merged
+            into published weights.
 
     Raises:
         UntestedVersion: no vLLM is installed that this adapter was tested with.
@@ -80,9 +84,13 @@ class Vllm(Serving):
         enforce_eager: bool = False,
         engine_kwargs: Mapping[str, Any] | None = None,
         verify: str = "first",
+        lora: Lora | None = None,
     ) -> None:
         check_version()
-        skeleton, self.shapes = model_of(folder)
+        skeleton, self.shapes = model_of(folder, lora)
+        self._lora = lora
+        # Identifies the model that adapters are added to; None where the engine has none.
+        self._base: str | None = None
         longest = longest_of(read_config(folder))
         length = int(longest if max_length is None else min(max_length, longest))
         super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify)
@@ -102,10 +110,12 @@ class Vllm(Serving):
             enforce_eager=enforce_eager,
             engine_kwargs=engine_kwargs or {},
         )
+        if lora is not None:
+            arguments |= adapter_arguments(skeleton.adapters)
         check_names(arguments)
         _claim_process(self)
         self._engine = _started(arguments, device)
-        self._call("set_up", self.vocab)
+        self._call("set_up", self.vocab, lora)
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Loads these weights; the first publication is also compared by checksums.
@@ -116,12 +126,13 @@ class Vllm(Serving):
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        source = here(weights)
-        check_specs(source.specs, self.shapes, self.folder)
+        source, base = self._chosen(here(weights))
         with self._lock:
             self._require(WEIGHTS, "publish")
             self._interrupt()
             self.version = None
+            if base != self._base:
+                self._base = None
             if self.tensor_parallel_size == 1:
                 self._call("load", source, self._checked)
             else:
@@ -129,15 +140,33 @@ class Vllm(Serving):
             # Its keys and values were computed with other weights.
             if not self._engine.reset_prefix_cache():
                 raise EngineError("vLLM did not reset its prefix cache, so it could answer from older weights")
-            self._published = True
+            self._published, self._base = True, base
             self.version = version
+
+    def _chosen(self, source: WeightSource) -> tuple[WeightSource, str | None]:
+        """Returns what the engine needs of a source, and what identifies its model without adapters.
+
+        Raises:
+            ValueError: the names or shapes are not the model's, or there are no adapters apart from the model.
+        """
+        if self._lora is None:
+            check_specs(source.specs, self.shapes, self.folder)
+            return source, None
+        if (apart := apart_of(source)) is None:
+            raise ValueError(
+                "the engine takes adapters apart from the model, and these weights have none: set "
+                "rollout.adapters=merged"
+            )
+        check_specs(apart.whole.specs, self.shapes, self.folder)
+        base = apart.identify()
+        return apart.adapters if base == self._base else apart.whole, base
 
     def sleep(self, level: int = 2) -> None:
         """Frees the memory of the cache at level 1, moving weights to the CPU, and that of weights too at level 2."""
         with self._lock:
             self._interrupt()
             if level > 1:
-                self.version = None
+                self.version = self._base = None
             if self.device.type == "cuda" and self._awake:
                 # vLLM ignores a call to sleep while only a part of it is awake.
                 self.wake()
@@ -219,10 +248,10 @@ class Vllm(Serving):
             # vLLM would copy all of this deeply for each request, and writes to none of it.
             skip_clone=True,
         )
-        rows = {}
+        rows, adapters = {}, None if self._lora is None else adapter_request()
         for row in range(len(requests) * sampling.n):
             prompt = tokens_input(list(requests[row // sampling.n].prompt))
-            rows[self._engine.add_request(f"{call}-{row}", prompt, params)] = row
+            rows[self._engine.add_request(f"{call}-{row}", prompt, params, lora_request=adapters)] = row
         self._call("begin", sampling, seeds_of(requests), rows)
 
     def _collect(self, answers: Answers, n: int) -> None:

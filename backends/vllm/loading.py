@@ -22,10 +22,18 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
+from verl_fn.backends.vllm.adapters import is_adapter, renaming
 from verl_fn.backends.weight_sync import IncompleteWeights, arriving
 
 
-def load(model: torch.nn.Module, config: Any, source: WeightSource, *, checked: bool) -> None:
+def load(
+    model: torch.nn.Module,
+    config: Any,
+    source: WeightSource,
+    *,
+    checked: bool,
+    adapters: dict[str, Tensor] | None = None,
+) -> None:
     """Replaces all weights of vLLM's model.
 
     Args:
@@ -33,17 +41,20 @@ def load(model: torch.nn.Module, config: Any, source: WeightSource, *, checked: 
         config: vLLM's model config.
         source: weights under Hugging Face names.
         checked: compare checksums.
+        adapters: receives the tensors of adapters, which are no weights of the model; None for a model without them.
 
     Raises:
         IncompleteWeights: a part of the source is missing, arrived twice or was altered, or a parameter of vLLM's
             model was not loaded, or not all of it.
     """
     loader: Any = model
+    in_layers = not in_place(model)
+    between = (lambda: _keep_pending(model)) if in_layers else lambda: None
+    tensors: Iterator[tuple[str, Tensor]] = whole(source, checked=checked, between=between)
+    if adapters is not None:
+        tensors = _without_adapters(model, tensors, adapters)
     with torch.no_grad():
-        if in_place(model):
-            names: set[str] = loader.load_weights(whole(source, checked=checked))
-        else:
-            names = _load_by_layers(loader, config, source, checked)
+        names: set[str] = _load_by_layers(loader, config, tensors) if in_layers else loader.load_weights(tensors)
     if missing := [name for name, _ in model.named_parameters() if name not in names]:
         raise IncompleteWeights(
             f"vLLM took the weights and left {len(missing)} of its parameters as they were, such as {missing[0]}"
@@ -62,11 +73,23 @@ def in_place(model: torch.nn.Module) -> bool:
     return all(method is None or type(method) in plain for method in methods)
 
 
-def _load_by_layers(model: Any, config: Any, source: WeightSource, checked: bool) -> set[str]:
+def _without_adapters(
+    model: torch.nn.Module, tensors: Iterator[tuple[str, Tensor]], adapters: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the weights of a model with LoRA layers, and copies the adapters into ``adapters``."""
+    renamed = renaming(model)
+    for name, t in tensors:
+        if is_adapter(name):
+            adapters[name] = t.clone()
+        else:
+            yield renamed(name), t
+
+
+def _load_by_layers(model: Any, config: Any, tensors: Iterator[tuple[str, Tensor]]) -> set[str]:
     tied = _tied(model)
     initialize_layerwise_reload(model)
     try:
-        loaded: set[str] = model.load_weights(whole(source, checked=checked, between=lambda: _keep_pending(model)))
+        loaded: set[str] = model.load_weights(tensors)
         for name, layer in model.named_modules():
             if layer not in tied:
                 _check_loaded(name, layer)

@@ -10,12 +10,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_fn.backends.draws import NOISE
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.protocol import Sampling, WeightSource
+from verl_fn.backends.vllm.adapters import install, is_adapter
 from verl_fn.backends.vllm.drawing import DrawingSampler, Drawn
-from verl_fn.backends.vllm.loading import load
-from verl_fn.backends.weight_sync.channel import Inlet
+from verl_fn.backends.vllm.loading import load, whole
+from verl_fn.backends.weight_sync.inlet import Inlet
 
 
 class Extension:
@@ -24,19 +27,29 @@ class Extension:
     model_runner: Any
     device: torch.device
 
-    def verl_fn_set_up(self, vocab: int) -> None:
+    def verl_fn_set_up(self, vocab: int, lora: Lora | None) -> None:
         """Replaces vLLM's sampler.
 
         Args:
             vocab: the size of the vocabulary.
+            lora: the adapters that are published apart from the model; None for a model without them.
         """
+        self._verl_fn_lora = lora
         runner = self.model_runner
         runner.sampler = DrawingSampler(runner, vocab, NOISE.get(runner.model_config.dtype, NOISE[torch.bfloat16]))
 
     def verl_fn_load(self, source: WeightSource, checked: bool) -> None:
         """Loads weights of this process."""
-        runner = self.model_runner
-        load(runner.get_model(), runner.model_config, source, checked=checked)
+        runner, lora = self.model_runner, self._verl_fn_lora
+        if lora is None:
+            load(runner.get_model(), runner.model_config, source, checked=checked)
+            return
+        adapters: dict[str, Tensor] = {}
+        if all(is_adapter(spec.name) for spec in source.specs):
+            adapters.update((name, t.clone()) for name, t in whole(source, checked=checked))
+        else:
+            load(runner.get_model(), runner.model_config, source, checked=checked, adapters=adapters)
+        install(runner, lora, adapters)
 
     def verl_fn_listen(self, host: str, secret: bytes) -> tuple[str, int]:
         """Returns the address to which ``verl_fn_receive`` wants weights to be sent."""

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import attrs
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
+from .apart import Apart
+from .cut import Cut
 from .intake import checksum
+
+# Checksums of tensors that are alive; the weights that adapters are added to do not change in a run.
+_CHECKSUMS = WeakTensorKeyDictionary()
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
@@ -23,18 +32,33 @@ class Weights:
     """Weights in this process, a ``WeightSource``.
 
     Attributes:
-        specs: the specifications of the tensors, in the order of ``read``.
+        specs: the specifications of the whole tensors, in the order of ``read``.
         read: returns all tensors by name, one after the other; a sharded one is gathered when it is read.
+        cut: the rows that ``read`` returns; None where it returns whole tensors.
+        held: the rows that this rank holds, which ``send`` sends without gathering; None where one rank sends all.
+        apart: the same model with its adapters not merged; None for a model without adapters.
 
     Example:
         >>> import torch
         >>> source = Weights.of({"a": torch.ones(4, 2), "b": torch.zeros(())})
         >>> [[(c.name, c.start, len(c.values)) for c in bucket] for bucket in source.buckets(max_bytes=24)]
         [[('a', 0, 3)], [('a', 3, 1), ('b', 0, 1)]]
+
+        The second of two senders has the last two rows of ``a``. Its first bucket is empty, since both senders end
+        their buckets at the same rows.
+
+        >>> edges = {"a": (0, 2, 4), "b": (0, 1, 1)}
+        >>> tensors = {"a": torch.ones(2, 2), "b": torch.zeros(0)}
+        >>> second = Weights(source.specs, tensors.items, Cut(1, edges))
+        >>> [[(c.name, c.start, len(c.values)) for c in bucket] for bucket in second.buckets(max_bytes=24)]
+        [[], [('a', 2, 1)], [('a', 3, 1)]]
     """
 
     specs: tuple[TensorSpec, ...]
     read: Callable[[], Iterable[tuple[str, Tensor]]]
+    cut: Cut | None = None
+    held: Weights | None = None
+    apart: Apart | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Weights:
@@ -42,23 +66,80 @@ class Weights:
         return cls(specs_of(tensors), tensors.items)
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
-        """Yields all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``."""
+        """Yields all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``.
+
+        Where several senders have the rows, each may fill an equal part of these bytes. All end their buckets at the
+        same rows, so that none waits for another one that is further on. So a sender's bucket may be empty.
+        """
+        number, of = (0, 1) if self.cut is None else (self.cut.number, self.cut.of)
+        size = max_bytes // of
         bucket: list[Chunk] = []
-        room = max_bytes
+        room = [size] * of
         for name, tensor in self.read():
             rows = _rows(tensor)
-            start, each = 0, max(1, rows[:1].nbytes)
-            while start < len(rows):
-                if room < each and bucket:
-                    yield tuple(bucket)
-                    bucket, room = [], max_bytes
-                end = min(len(rows), start + max(1, room // each))
-                part = rows[start:end]
-                bucket.append(Chunk(name, start, part, checksum(part) if checked else None))
-                room -= part.nbytes
-                start = end
-        if bucket:
+            each = max(1, math.prod(rows.shape[1:]) * rows.element_size())
+            edges = (0, len(rows)) if self.cut is None else self.cut.edges[name]
+            for sender, (first, last) in enumerate(itertools.pairwise(edges)):
+                start = first
+                while start < last:
+                    if room[sender] < each and room[sender] < size:
+                        yield tuple(bucket)
+                        bucket, room = [], [size] * of
+                    end = min(last, start + max(1, room[sender] // each))
+                    if sender == number:
+                        part = rows[start - first : end - first]
+                        bucket.append(Chunk(name, start, part, checksum(part) if checked else None))
+                    room[sender] -= (end - start) * each
+                    start = end
+        if min(room) < size:
             yield tuple(bucket)
+
+
+def apart(
+    base: Mapping[str, Tensor],
+    adapters: Mapping[str, Tensor],
+    *,
+    rows: Callable[[Tensor], Tensor] = lambda t: t,
+    cut: Callable[[tuple[TensorSpec, ...]], Cut | None] = lambda specs: None,
+    local: Callable[[Tensor], Tensor] = lambda t: t,
+) -> Apart | None:
+    """Returns the sources of a model and its adapters; None for a model without adapters.
+
+    Args:
+        base: the model's tensors without adapters.
+        adapters: the tensors of the adapters.
+        rows: returns the rows of a tensor to send.
+        cut: returns which rows these are, of several senders.
+        local: returns what this process holds of a tensor, which identifies it.
+
+    Example:
+        >>> import torch
+        >>> base = {"m.weight": torch.ones(2, 2)}
+        >>> first, second = (apart(base, {"m.lora_A.weight": torch.full((1, 2), x)}) for x in (1.0, 2.0))
+        >>> [spec.name for spec in first.whole.specs], [spec.name for spec in first.adapters.specs]
+        (['m.weight', 'm.lora_A.weight'], ['m.lora_A.weight'])
+        >>> first.identify() == second.identify()
+        True
+    """
+    if not adapters:
+        return None
+
+    def source(tensors: Mapping[str, Tensor]) -> Weights:
+        specs = specs_of(tensors)
+        return Weights(specs, lambda: ((name, rows(t)) for name, t in tensors.items()), cut(specs))
+
+    def identify() -> str:
+        held = [(name, t.dtype, tuple(t.shape), _checksum(local(t))) for name, t in base.items()]
+        return hashlib.sha256(repr(held).encode()).hexdigest()
+
+    return Apart(source({**base, **adapters}), source(adapters), identify)
+
+
+def _checksum(t: Tensor) -> int:
+    if t not in _CHECKSUMS:
+        _CHECKSUMS[t] = checksum(t)
+    value: int = _CHECKSUMS[t]
+    return value
 
 
 def in_dtype(specs: Iterable[TensorSpec], dtype: torch.dtype) -> tuple[TensorSpec, ...]:

@@ -2,13 +2,18 @@
 
 import contextlib
 import threading
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from rank_cases import KEY, error_of, optimizer
+from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.fsdp import backend as fsdp_module
 from verl_fn.backends.fsdp.torch_private import local_of
+from verl_fn.backends.local import Local
+from verl_fn.backends.weight_sync import checksum
 from verl_fn.errors import ArgumentError
 from verl_fn.state import NotDifferentiable, is_donated, tree
 from verl_fn.steps import loss, ppo_clip, sgd
@@ -119,3 +124,43 @@ def constants(folder):
     assert not any(local_of(g).any() for g in zeros.values()) and reported["loss"].value != 0.0
     expected, found = (backend.forward_backward(state, b, ppo_clip()) for b in (batch, tracked))
     assert tree.equal(found, expected) and source.grad is None
+
+
+def held_rows(folder, options, gathers):
+    """The rows that all ranks send are the weights, each once; without adapters no tensor is gathered for them."""
+    lora = {"lora": options["lora"]} if "lora" in options else {}
+    one, many = (cls(folder, optimizer(), **given) for cls, given in ((Local, lora), (Fsdp, options)))
+    states = []
+    for backend in (one, many):
+        state = backend.init(KEY)
+        # B is zero before the first update.
+        grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
+        states.append(backend.apply_update(state, grads, donate=False)[0])
+    weights, held = one.weights(states[0].params), many.weights(states[1].params).held
+    worst = _gap(weights, held, gathers)
+    if lora:
+        kept = many.weights(many.apply_update(states[1], grads, donate=False)[0].params).held
+        assert held.apart.identify() == kept.apart.identify()
+        for kind in ("whole", "adapters"):
+            worst = max(worst, _gap(getattr(weights.apart, kind), getattr(held.apart, kind), 0))
+    return worst
+
+
+def _gap(weights, held, gathers):
+    """The largest difference between whole tensors and the rows that all ranks hold of them."""
+    whole = dict(weights.read())
+    with mock.patch.object(DTensor, "full_tensor", autospec=True, side_effect=DTensor.full_tensor) as full:
+        buckets = list(held.buckets(2000, checked=True))
+    assert full.call_count == gathers, full.call_count
+    by_rank = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, [[(c.name, c.start, c.values, c.checksum) for c in bucket] for bucket in buckets])
+    # All ranks end their buckets together, each within its part of the bytes, or with one row.
+    assert len({len(buckets) for buckets in by_rank}) == 1
+    largest = max(t[:1].nbytes for t in whole.values())
+    sizes = [sum(t.nbytes for _, _, t, _ in bucket) for buckets in by_rank for bucket in buckets]
+    assert max(sizes) <= max(2000 // len(by_rank), largest)
+    rows = {name: torch.full_like(t, torch.nan) for name, t in whole.items()}
+    for name, start, t, checked in (chunk for buckets in by_rank for bucket in buckets for chunk in bucket):
+        assert rows[name][start : start + len(t)].isnan().all() and checked == checksum(t)
+        rows[name][start : start + len(t)] = t
+    return max(float((t - whole[name]).abs().max()) for name, t in rows.items())

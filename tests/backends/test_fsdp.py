@@ -260,3 +260,13 @@ def test_calls_that_cannot_be_answered_are_refused(two, folder):
 
 def test_fields_of_a_batch_are_constants(two, folder):
     two.run("rank_calls.constants", folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "gathers"),
+    [({}, 0), ({"replicate": 2}, 0), ({"lora": LORA}, 14)],
+    ids=str,
+)
+def test_each_rank_publishes_the_rows_that_it_holds(four, folder, options, gathers):
+    """Of adapters, A is gathered for each of the 14 layers, to merge it into the rows of its weight."""
+    assert max(four.run("rank_calls.held_rows", folder, options, gathers)) < 1e-6

@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import StaleWeightsError
@@ -19,6 +20,7 @@ from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
 
 KEY = Key.from_seed(3)
+LORA = Lora(rank=3, alpha=6.0)
 PROMPTS = [[1, 4, 5], [1, 5, 4, 6], [1, 7], [1] * 9]
 
 
@@ -264,6 +266,83 @@ def sleep_and_wake():
     with pytest.raises(AsleepError, match="asleep"):
         made.publish(2, trainer().weights(params(0)))
     made._awake = {"weights", "kv_cache"}
+
+
+@functools.cache
+def adapted():
+    """A trainer with adapters."""
+    return Local(folder(), sgd(constant(0.1)), deterministic=False, lora=LORA)
+
+
+def adapters(seed, base=0):
+    """Parameters whose adapters move the log-probs."""
+    leaves = dict(adapted().init(Key.from_seed(base)).params.items())
+    drawn = Key.from_seed(seed).generator()
+    for name, t in leaves.items():
+        if "lora_" in name:
+            leaves[name] = 0.1 * torch.randn(t.shape, generator=drawn)
+    return attrs.evolve(adapted().init(Key.from_seed(base)).params, leaves=leaves)
+
+
+@attrs.frozen
+class Noted:
+    """Weights that note which tensors are read, and may lose one of the buckets."""
+
+    inner: object
+    names: list
+    lost: int = -1
+
+    @property
+    def specs(self):
+        return self.inner.specs
+
+    @property
+    def apart(self):
+        given = self.inner.apart
+        whole, alone = (attrs.evolve(self, inner=source) for source in (given.whole, given.adapters))
+        return attrs.evolve(given, whole=whole, adapters=alone)
+
+    def buckets(self, max_bytes, *, checked=False):
+        for i, bucket in enumerate(self.inner.buckets(4096, checked=checked)):
+            self.names.extend(chunk.name for chunk in bucket)
+            if i != self.lost:
+                yield bucket
+
+
+def adapters_alone():
+    """The model is sent once and adapters alone afterwards; log-probs are the trainer's after each publication."""
+    made = Vllm(folder(), device="cpu", dtype="float32", slots=16, max_length=64, lora=LORA)
+    asked, before, worst, moved, sent = requests_for(PROMPTS, Sampling(12, n=4), KEY), None, 0.0, [], []
+
+    def publish(version, params, lost=-1):
+        names = []
+        made.publish(version, Noted(adapted().weights(params), names, lost))
+        return {name for name in names if "lora_" not in name}, {name for name in names if "lora_" in name}
+
+    # The last one has another model, and the one before it comes to an engine that has lost its weights.
+    for version, (seed, base) in enumerate([(0, 0), (1, 0), (2, 0), (3, 0), (4, 5)]):
+        if version == 3:
+            made.sleep(2)
+            made.wake()
+        now = adapters(seed, base)
+        sent.append(tuple(map(len, publish(version, now))))
+        batch = pack(made.generate(asked, version=version))
+        exact = adapted().forward(now, batch, ["logprobs"]).logprobs
+        worst = max(worst, float((exact - batch["rollout_log_probs"]).abs().max()))
+        if before is not None:
+            moved.append(float((exact - adapted().forward(before, batch, ["logprobs"]).logprobs).abs().max()))
+        before = now
+    for number, lost in enumerate((0, 1)):
+        with pytest.raises(IncompleteWeights):
+            publish(10 + number, adapters(7, 5), lost)
+        for version in (None, 4, 10 + number):
+            with pytest.raises(StaleWeightsError):
+                made.generate(asked, version=version)
+    assert publish(20, before)[0] == set()
+    torch.testing.assert_close(pack(made.generate(asked))["rollout_log_probs"], batch["rollout_log_probs"])
+    with pytest.raises(ValueError, match=r"these weights have none: set rollout\.adapters=merged"):
+        made.publish(30, trainer().weights(params(0)))
+    return worst, min(moved), sent
 
 
 def not_finite():

@@ -119,3 +119,15 @@ def test_the_actor_alone_replays_expert_routing():
     replays = {name: role.router_replay for name, role in make_plan(load(overrides=settings)).roles.items()}
     assert replays == {"actor": True, "critic": False, "reference": False}
     assert not evaluation_plan(load(overrides=settings)).roles["actor"].router_replay
+
+
+def test_adapters_are_published_alone_by_vllm_where_there_are_any():
+    alone = ["rollout.adapters=alone", "rollout.name=vllm", "driver.kind=ray"]
+    assert plan(*alone, "actor.lora_rank=8", "actor.lora_alpha=4.0").rollout.lora == (8, 4.0, ("all-linear",))
+    assert plan(*alone).rollout.lora is None
+    assert plan("actor.lora_rank=8", "rollout.adapters=alone").rollout.lora is None
+    assert plan("actor.lora_rank=8", "rollout.name=vllm", "driver.kind=ray").rollout.lora is None
+    evaluation = evaluation_plan(load(overrides=["model.path=m", *alone, "actor.lora_rank=8"]))
+    assert evaluation.rollout.lora is None
+    with pytest.raises(ConfigError, match=r"alone.*works with actor\.strategy local and fsdp"):
+        plan(*alone, "actor.lora_rank=8", "actor.strategy=megatron")

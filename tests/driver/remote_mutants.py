@@ -3,6 +3,7 @@
 import time
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.mock.rollout import MockRollout, sample_table
@@ -47,6 +48,17 @@ def fail_in_turn(allowed):
     while dist.get_rank() > 0 and not allowed.exists():
         time.sleep(0.01)
     raise ValueError(f"on rank {dist.get_rank()}")
+
+
+def forbid_gathering(forbidden):
+    """Lets no rank gather a sharded tensor."""
+
+    def refused(self):
+        raise AssertionError("a tensor was gathered")
+
+    DTensor.full_tensor, DTensor.kept = (
+        (refused, DTensor.full_tensor) if forbidden else (DTensor.kept, DTensor.full_tensor)
+    )
 
 
 def rank_after_failures():

@@ -255,14 +255,16 @@ def test_weights_go_to_an_engine_and_its_version_is_known_afterwards(two, fsdp, 
 
 
 def test_several_engines_draw_what_one_draws(two, fsdp, model):
-    """Weights go to engines of other processes in one sending; requests are dealt, and samples come in order."""
+    """Each rank sends what it holds to all engines; requests are dealt, and samples come in order."""
     engines = two.engines("sampler", Sampler, str(model))
     state = fsdp.load_pretrained(model, Key.from_seed(0))
     requests = requests_for([[1, 4], [1, 5, 6], [1, 7]], Sampling(8, n=2), Key.from_seed(1), [5, 3, 8])
     one = Sampler(model)
     local = Local(model, remote_mutants.optimizer())
     for version, params in ((1, state.params), (2, fsdp.init(Key.from_seed(2)).params)):
+        two.get(fsdp.map(remote_mutants.forbid_gathering, True))
         two.get(engines.publish(version, fsdp.weights(params)))
+        two.get(fsdp.map(remote_mutants.forbid_gathering, False))
         assert engines.version == version
         whole = local.load_pretrained() if version == 1 else local.init(Key.from_seed(2))
         one.publish(version, local.weights(whole.params))

@@ -174,8 +174,9 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
         yield f"ray.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
     for name in ("engines", "placement"):
         yield f"rollout.{name}", cfg.driver.kind == "ray", 'with driver.kind = "local"'
-    for name in ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "engine_kwargs*"):
+    for name in ("tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "engine_kwargs*", "adapters"):
         yield f"rollout.{name}", cfg.rollout.name == "vllm", 'without rollout.name = "vllm"'
+    yield "rollout.adapters", cfg.actor.lora_rank > 0, "without actor.lora_rank"
     shares = cfg.rollout.name == "vllm" and cfg.rollout.placement == "colocated"
     for name in ("free_cache_engine", "offload_trainer"):
         yield f"rollout.{name}", shares, 'without rollout.name = "vllm" and rollout.placement = "colocated"'

@@ -12,6 +12,7 @@ from typing import Any
 
 import attrs
 
+from .adapters import Adapters, adapters_of, published_alone
 from .algorithms import BUILT_IN
 from .fields import ConfigError
 from .lag import check_lag, corrected
@@ -70,7 +71,7 @@ class RolePlan:
     max_tokens: int
     dtype: str
     checkpointing: bool
-    lora: tuple[int, float, tuple[str, ...]] | None
+    lora: Adapters | None
     router_replay: bool = False
 
     @property
@@ -106,6 +107,7 @@ class RolloutPlan:
             GPU's memory.
         enforce_eager: whether vLLM runs without CUDA graphs and compiler.
         engine_kwargs: further arguments of vLLM's ``EngineArgs``.
+        lora: rank, alpha and target layers of adapters that are published alone, or None.
         n, temperature, top_k, top_p: sampling settings of training rollouts.
         validation: sampling settings of evaluations.
         max_prompt_length, max_response_length: limits in tokens.
@@ -125,6 +127,7 @@ class RolloutPlan:
     offload_trainer: bool | None
     enforce_eager: bool
     engine_kwargs: Mapping[str, Any]
+    lora: Adapters | None
     n: int
     temperature: float
     top_k: int
@@ -218,7 +221,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         needs_reward=shape.needs_reward,
         roles={name: _role_plan(cfg, shape, name, model) for name in names},
         copies={name: role.copy_of for name, role in shape.roles.items() if role.copy_of and name not in names},
-        rollout=_rollout_plan(r, d, model),
+        rollout=_rollout_plan(r, d, model, published_alone(r, cfg.actor)),
         model=model,
         new_model=None if cfg.model.path else cfg.model.new,
         trainer=cfg.trainer,
@@ -249,7 +252,9 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
         router_replay=False,
         total_updates=0,
     )
-    return attrs.evolve(training, roles={"actor": actor}, copies={}, ray=attrs.evolve(cfg.ray, ranks=1))
+    rollout = attrs.evolve(training.rollout, lora=None)
+    ray = attrs.evolve(cfg.ray, ranks=1)
+    return attrs.evolve(training, roles={"actor": actor}, copies={}, rollout=rollout, ray=ray)
 
 
 def outline(cfg: Config) -> Outline:
@@ -351,19 +356,13 @@ def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:
         max_tokens=settings.ppo_max_token_len_per_gpu,
         dtype=settings.dtype,
         checkpointing=settings.enable_gradient_checkpointing,
-        lora=_adapters(settings, role),
+        lora=adapters_of(settings, role),
         router_replay=name == "actor" and cfg.actor.router_replay.mode == "R2",
     )
     return attrs.evolve(plan, max_tokens=plan.max_tokens * plan.sharers)
 
 
-def _adapters(settings: TrainedConfig, role: Role) -> tuple[int, float, tuple[str, ...]] | None:
-    if not settings.lora_rank or not (role.trained or role.copy_of):
-        return None
-    return settings.lora_rank, settings.lora_alpha, settings.target_modules
-
-
-def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str) -> RolloutPlan:
+def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str, lora: Adapters | None) -> RolloutPlan:
     return RolloutPlan(
         name=r.name,
         folder=model,
@@ -379,6 +378,7 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str) -> RolloutPlan:
         offload_trainer=r.offload_trainer,
         enforce_eager=r.enforce_eager,
         engine_kwargs=r.engine_kwargs,
+        lora=lora,
         n=r.n,
         temperature=r.temperature,
         top_k=r.top_k,

@@ -163,6 +163,12 @@ class RolloutConfig:
         "do not fit beside the engine",
     )
     enforce_eager: bool = opt(False, "vllm: run without CUDA graphs and compiler, which start faster")
+    adapters: str = opt(
+        "merged",
+        "vllm, with actor.lora_rank: publish adapters merged into the weights, or alone after one publication of "
+        "the model",
+        in_(("merged", "alone")),
+    )
     engine_kwargs: Mapping[str, Any] = free("vllm: a table of further arguments of its EngineArgs")
     val_kwargs: ValConfig = sub(ValConfig)
 

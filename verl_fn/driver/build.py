@@ -200,6 +200,7 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
         from verl_fn.backends.sampler import Sampler
 
         return Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots, verify=rollout.verify)
+    from verl_fn.backends.hf.lora import Lora
     from verl_fn.backends.vllm import Vllm
 
     return Vllm(
@@ -213,6 +214,7 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
         enforce_eager=rollout.enforce_eager,
         engine_kwargs=rollout.engine_kwargs,
         verify=rollout.verify,
+        lora=Lora(*rollout.lora) if rollout.lora else None,
     )
 
 

@@ -20,7 +20,9 @@ import torch
 
 from verl_fn.backends.protocol import Freed, StaleWeightsError
 from verl_fn.backends.weight_sync import IncompleteWeights
-from verl_fn.backends.weight_sync.channel import Inlet, Outlet, SenderFailed, send
+from verl_fn.backends.weight_sync.channel import SenderFailed
+from verl_fn.backends.weight_sync.inlet import Inlet
+from verl_fn.backends.weight_sync.outlet import Outlet, send
 from verl_fn.config.schema import DriverConfig
 from verl_fn.errors import UserError
 from verl_fn.state import Request, Sample
@@ -271,9 +273,15 @@ class Host:
     def send(
         self, component: str, params: Stored, version: int, addresses: Sequence[tuple[str, int]], secret: bytes
     ) -> None:
-        """Sends weights to rollout engines of other processes; all ranks gather them, the first one sends them."""
+        """Sends weights to rollout engines of other processes.
+
+        Each rank sends the rows that it holds. Where a backend shares out no rows, all ranks gather the tensors one
+        by one, and the first rank sends them.
+        """
         source = self.components[component].weights(self._open(params))
-        if not self._first:
+        if (held := getattr(source, "held", None)) is not None:
+            source = held
+        elif not self._first:
             for _ in source.read():
                 pass
             return

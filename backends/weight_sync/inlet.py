@@ -1,0 +1,256 @@
+"""The receiving side of publications between processes: one sender, or several that each send their rows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, Listener
+from typing import Any
+
+import attrs
+import torch
+
+from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
+
+from .apart import Apart
+from .channel import ADAPTERS, MERGED, WHOLE, End, SenderFailed, prompt, receive_message, send_message
+from .cut import Cut, check_cuts
+from .intake import IncompleteWeights
+from .source import in_dtype
+from .staging import CannotOpen, Place, opened
+
+
+class _Sender(End):
+    """The receiving end of one sender.
+
+    Attributes:
+        version: of the weights that the sender has announced.
+        offers: by name, the tensors of each source that it can send, and which rows of them; None for all.
+    """
+
+    version: int | None = None
+    offers: Mapping[str, tuple[tuple[TensorSpec, ...], Cut | None]] = {}
+
+    def announced(self, message: tuple[Any, ...]) -> None:
+        """Takes the specifications of the next publication from its first message."""
+        _, self.version, self.offers = _checked(message)
+
+    def next(self) -> tuple[Any, ...]:
+        """Receives the next message.
+
+        Raises:
+            SenderFailed: the sender failed or ended.
+        """
+        return _checked(receive_message(self.open))
+
+    def start(self, device: torch.device) -> None:
+        """Opens the staging areas that the sender offers, until it has one that this process can open."""
+        while (message := self.next())[0] == "staging":
+            try:
+                self._staging = opened(message[1], device, self.open)
+            except CannotOpen as error:
+                send_message(self.open, ("cannot", str(error)))
+            else:
+                send_message(self.open, ("opened",))
+
+    def bucket(self, cut: Cut | None) -> tuple[int, list[Chunk]] | None:
+        """Receives the next bucket, and returns the number of its slot and its chunks; None after the last one.
+
+        Args:
+            cut: the rows that this sender sends; None for all.
+
+        Raises:
+            IncompleteWeights: it has rows that this sender has not announced.
+        """
+        kind, *rest = self.next()
+        if kind == "end":
+            return None
+        number, nbytes, entries = rest
+        assert self._staging is not None
+        if nbytes:
+            self._staging.flush(number, nbytes)
+        whole = self._staging.slot(number)
+        chunks = []
+        for name, start, shape, dtype, at, size, checksum in entries:
+            chunk = Chunk(name, start, whole[at : at + size].view(dtype).view(shape), checksum)
+            if cut is not None:
+                first, last = cut.rows(name)
+                end = start + len(chunk.values)
+                if start < first or end > last:
+                    raise IncompleteWeights(
+                        f"rank {cut.number} sent rows {start} to {end} of {name!r}, and had announced that it "
+                        f"sends rows {first} to {last}"
+                    )
+            chunks.append(chunk)
+        return number, chunks
+
+    def taken(self, number: int) -> None:
+        """Tells the sender that it can use a slot again."""
+        # If the sender has failed, its next message says why.
+        with contextlib.suppress(SenderFailed):
+            send_message(self.open, ("taken", number))
+
+    def finish(self, *message: str) -> None:
+        """Tells the sender how the publication ended."""
+        send_message(self.open, message)
+
+
+def _checked(message: tuple[Any, ...]) -> tuple[Any, ...]:
+    if message[0] == "failed":
+        raise SenderFailed(f"the sender failed: {message[1]}")
+    return message
+
+
+class Inlet:
+    """The receiving end, in the process of a rollout engine.
+
+    Args:
+        host: the address to listen on.
+        secret: the key that senders have to know.
+        device: the device of the engine's weights.
+        dtype: the dtype of the engine's weights, which are sent in it.
+    """
+
+    def __init__(self, host: str, secret: bytes, device: torch.device, dtype: torch.dtype) -> None:
+        # All ranks of a trainer connect at the same time.
+        self._listener = Listener((host, 0), backlog=1024, authkey=secret)
+        self._device, self._dtype = device, dtype
+        self._senders: list[_Sender] = []
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The host and port that senders connect to."""
+        address: tuple[str, int] = self._listener.address
+        return address
+
+    def receive(self, version: int, publish: Callable[[WeightSource], None]) -> None:
+        """Receives the next source and passes it to ``publish``.
+
+        Args:
+            version: the version that the weights must have.
+            publish: reads the source.
+
+        Raises:
+            IncompleteWeights: the weights are of another version, or incomplete.
+            Exception: as ``publish``.
+        """
+        with contextlib.ExitStack() as failing:
+            failing.callback(self.close)
+            self._announced()
+            _check(self._senders, version)
+            source = _Arriving(self._senders, MERGED, self._dtype, self._device)
+            try:
+                publish(source)
+            except BaseException as error:
+                for sender in self._senders:
+                    with contextlib.suppress(SenderFailed):
+                        sender.finish("refused", f"{type(error).__name__}: {error}")
+                raise
+            for sender in self._senders:
+                sender.finish("done")
+            failing.pop_all()
+
+    def close(self) -> None:
+        """Closes all connections; the next publication makes new ones."""
+        for sender in self._senders:
+            sender.close()
+        self._senders = []
+
+    def _announced(self) -> None:
+        """Receives the specifications of the next publication of all senders, over open connections or new ones."""
+        try:
+            messages = [receive_message(sender.open) for sender in self._senders]
+        except SenderFailed:
+            # They were closed between two publications, after which senders connect again.
+            self.close()
+        else:
+            for sender, message in zip(self._senders, messages, strict=True):
+                sender.announced(message)
+        while len(self._senders) < max((_count(sender) for sender in self._senders), default=1):
+            sender = _Sender(self._accepted())
+            self._senders.append(sender)
+            sender.announced(receive_message(sender.open))
+
+    def _accepted(self) -> Connection:
+        """Waits for a sender that knows the secret; others are sent away."""
+        while True:
+            with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):
+                return prompt(self._listener.accept())
+
+
+def _count(sender: _Sender) -> int:
+    """Returns how many senders send a publication together."""
+    cut = sender.offers[MERGED][1]
+    return 1 if cut is None else cut.of
+
+
+def _check(senders: Sequence[_Sender], version: int) -> None:
+    """Compares what the senders have announced.
+
+    Raises:
+        IncompleteWeights: the weights are of another version, or differ between senders, or the senders together do
+            not send each row once.
+    """
+    tensors = [{kind: specs for kind, (specs, _) in sender.offers.items()} for sender in senders]
+    for sender, announced in zip(senders, tensors, strict=True):
+        if sender.version != version:
+            raise IncompleteWeights(
+                f"weights of version {sender.version} were sent where version {version} was announced"
+            )
+        if announced != tensors[0]:
+            raise IncompleteWeights("ranks announced different tensors for one publication")
+    for kind, (specs, cut) in senders[0].offers.items():
+        if cut is not None:
+            check_cuts(specs, [c for sender in senders if (c := sender.offers[kind][1]) is not None])
+
+
+@attrs.frozen(eq=False)
+class _Arriving:
+    """Weights that arrive from one sender or several, a ``WeightSource``."""
+
+    senders: Sequence[_Sender]
+    kind: str
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors, in the engine's dtype."""
+        return in_dtype(self.senders[0].offers[self.kind][0], self.dtype)
+
+    @property
+    def apart(self) -> Apart | None:
+        """The same model with its adapters not merged, where the senders have adapters."""
+        if WHOLE not in self.senders[0].offers:
+            return None
+        whole, adapters = (attrs.evolve(self, kind=kind) for kind in (WHOLE, ADAPTERS))
+        return Apart(whole, adapters, self._identify)
+
+    def _identify(self) -> str:
+        for sender in self.senders:
+            send_message(sender.open, ("identify",))
+        return " ".join(str(sender.next()[1]) for sender in self.senders)
+
+    def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
+        """Yields the buckets as they arrive, those of several senders joined; see ``WeightSource``."""
+        for sender in self.senders:
+            send_message(sender.open, ("start", self.kind, max_bytes, checked, self.dtype, Place.of(self.device)))
+        # A sender may wait for the next engine, which waits for all senders, before it sends its first bucket.
+        for sender in self.senders:
+            sender.start(self.device)
+        order = {spec.name: i for i, spec in enumerate(self.specs)}
+        left = list(self.senders)
+        while left:
+            parts = [(sender, sender.bucket(sender.offers[self.kind][1])) for sender in left]
+            arrived = [(sender, *part) for sender, part in parts if part is not None]
+            left = [sender for sender, *_ in arrived]
+            chunks = [chunk for *_, part in arrived for chunk in part]
+            if len(arrived) > 1:
+                chunks.sort(key=lambda chunk: (order[chunk.name], chunk.start))
+            if chunks:
+                yield tuple(chunks)
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
+            for sender, number, _ in arrived:
+                sender.taken(number)

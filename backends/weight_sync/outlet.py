@@ -1,0 +1,244 @@
+"""The sending side of publications between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Client
+
+import attrs
+import torch
+
+from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, WeightSource
+
+from .apart import apart_of
+from .channel import ADAPTERS, MERGED, WHOLE, End, SenderFailed, prompt, receive_message, send_message
+from .cut import Cut
+from .source import InDtype, Weights, in_dtype
+from .staging import SLOTS, Place, kinds, offered
+
+ALIGNMENT = 256
+
+
+def _aligned(nbytes: int) -> int:
+    return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
+
+
+@attrs.frozen
+class Wish:
+    """What an engine asks a sender for.
+
+    Attributes:
+        kind: the name of the source.
+        max_bytes: the most bytes of a bucket.
+        checked: whether it compares checksums.
+        dtype: of its weights.
+    """
+
+    kind: str
+    max_bytes: int
+    checked: bool
+    dtype: torch.dtype
+
+
+class Outlet(End):
+    """The sending end, to one engine.
+
+    Args:
+        address: the address of the engine's inlet.
+        secret: the key of the inlet.
+        device: the device of the weights.
+        allowed: the kinds of staging to choose from; by default all.
+    """
+
+    def __init__(
+        self, address: tuple[str, int], secret: bytes, device: torch.device, allowed: Sequence[str] | None = None
+    ) -> None:
+        super().__init__()
+        self._address, self._secret, self._device, self._allowed = address, secret, device, allowed
+        self._room = 0
+        self._busy: list[int] = []
+        self.kind = ""
+
+    def offer(self, version: int, sources: Mapping[str, WeightSource], identify: Callable[[], str]) -> Wish | None:
+        """Announces weights to the engine.
+
+        Args:
+            version: of the weights.
+            sources: by name, what the engine can choose from.
+            identify: identifies the model without adapters.
+
+        Returns:
+            What the engine asks for; None if it refuses the weights.
+        """
+        if self._connection is None:
+            try:
+                self._connection = prompt(Client(self._address, authkey=self._secret))
+            except (ConnectionError, EOFError):
+                # The engine has ended, which whoever waits for its call notices.
+                return None
+        with self._refusable():
+            offers = {kind: (source.specs, _cut_of(source)) for kind, source in sources.items()}
+            send_message(self._connection, ("specs", version, offers))
+            kind, *rest = receive_message(self._connection)
+            if kind == "identify":
+                send_message(self._connection, ("base", identify()))
+                kind, *rest = receive_message(self._connection)
+            if kind == "start":
+                *asked, receiver = rest
+                wish = Wish(*asked)
+                specs, cut = offers[wish.kind]
+                specs = in_dtype(specs, wish.dtype)
+                rows = [spec.nbytes // max(1, spec.rows) for spec in specs]
+                most = wish.max_bytes // (1 if cut is None else cut.of)
+                room = max(min(most, sum(spec.nbytes for spec in specs)), max(rows, default=0))
+                self._make_room(_aligned(room + ALIGNMENT * (len(specs) + 1)), receiver)
+                send_message(self._connection, ("ready",))
+                return wish
+        self.close()
+        return None
+
+    def put(self, bucket: Sequence[Chunk]) -> bool:
+        """Sends a bucket, and returns whether the engine accepts it."""
+        if self._connection is None or self._staging is None:
+            return False
+        with self._refusable():
+            free = [i for i in range(SLOTS) if i not in self._busy]
+            number = free[0] if free else self._taken()
+            if number is not None:
+                self._write(number, bucket)
+                return True
+        self.close()
+        return False
+
+    def end(self) -> None:
+        """Ends the publication, and waits until the engine has all weights."""
+        with self._refusable():
+            send_message(self.open, ("end",))
+            while self._taken() is not None:
+                pass
+            return
+        self.close()
+
+    def _write(self, number: int, bucket: Sequence[Chunk]) -> None:
+        """Copies a bucket into a slot, and tells the engine where each chunk lies."""
+        assert self._staging is not None
+        whole, at, entries = self._staging.slot(number), 0, []
+        targets: list[torch.Tensor] = []
+        for chunk in bucket:
+            t = chunk.values
+            targets.append(whole[at : at + t.nbytes].view(t.dtype).view(t.shape))
+            entries.append((chunk.name, chunk.start, tuple(t.shape), t.dtype, at, t.nbytes, chunk.checksum))
+            at += _aligned(t.nbytes)
+        message = ("bucket", number, at, entries)
+        if not bucket:
+            send_message(self.open, message)
+            self._busy.append(number)
+            return
+        torch._foreach_copy_(targets, [chunk.values for chunk in bucket])
+        if self.kind in ("group", "socket"):
+            # Both sides take part in the transfer, so the message has to come first.
+            send_message(self.open, message)
+            self._staging.flush(number, at)
+        else:
+            self._staging.flush(number, at)
+            send_message(self.open, message)
+        self._busy.append(number)
+
+    @contextlib.contextmanager
+    def _refusable(self) -> Iterator[None]:
+        """Ignores that an engine refused the weights or ended, since its own call raises the reason."""
+        with contextlib.suppress(SenderFailed):
+            yield
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the engine that the publication failed."""
+        if self._connection is not None:
+            with contextlib.suppress(SenderFailed):
+                send_message(self._connection, ("failed", f"{type(error).__name__}: {error}"))
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection; the next publication makes a new one."""
+        super().close()
+        self._room, self._busy = 0, []
+
+    def _taken(self) -> int | None:
+        """Returns the slot that the engine has read; None when it has finished the publication."""
+        kind, *rest = receive_message(self._connection)
+        if kind == "taken":
+            self._busy.remove(rest[0])
+            slot: int = rest[0]
+            return slot
+        self._busy = []
+        if kind == "refused":
+            raise SenderFailed("the engine refuses the weights")
+        return None
+
+    def _make_room(self, nbytes: int, receiver: Place) -> None:
+        """Agrees with the engine on a staging area of this size, unless there is one."""
+        if self._staging is not None and self._room >= nbytes:
+            return
+        assert self._connection is not None
+        reasons = []
+        for kind in kinds(Place.of(self._device), receiver) if self._allowed is None else self._allowed:
+            description, start = offered(kind, nbytes, self._device, self._connection)
+            send_message(self._connection, ("staging", description))
+            staging = start()
+            reply, *rest = receive_message(self._connection)
+            if reply == "opened":
+                self._staging, self._room, self.kind = staging, nbytes, kind
+                return
+            staging.close()
+            reasons += rest
+        raise RuntimeError(f"no kind of staging area reaches the rollout engine: {'; '.join(reasons)}")
+
+
+def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
+    """Sends weights to engines, bucket by bucket, each read once for all engines.
+
+    Where the source has a part of the rows, the other ranks send theirs at the same time, and an engine receives
+    each bucket from all of them together.
+
+    The whole source is read even if every engine refuses it, since other ranks may take part in reading it.
+    """
+    apart = apart_of(source)
+    sources = {MERGED: source} | ({WHOLE: apart.whole, ADAPTERS: apart.adapters} if apart else {})
+    identify = apart.identify if apart else str
+    try:
+        replies = [(outlet, outlet.offer(version, sources, identify)) for outlet in outlets]
+        wanted = {outlet: wish for outlet, wish in replies if wish is not None}
+        chosen = _one_source(sources, list(wanted.values()))
+        size = min((wish.max_bytes for wish in wanted.values()), default=BUCKET_BYTES)
+        checked = any(wish.checked for wish in wanted.values())
+        adapters = {spec.name for spec in apart.adapters.specs} if apart else set()
+        accepting = list(wanted)
+        for bucket in chosen.buckets(size, checked=checked):
+            alone = tuple(chunk for chunk in bucket if chunk.name in adapters)
+            accepting = [o for o in accepting if o.put(alone if wanted[o].kind == ADAPTERS else bucket)]
+        for outlet in accepting:
+            outlet.end()
+    except BaseException as error:
+        for outlet in outlets:
+            outlet.fail(error)
+        raise
+
+
+def _one_source(sources: Mapping[str, WeightSource], wishes: Sequence[Wish]) -> WeightSource:
+    """Returns the source that has what all engines ask for.
+
+    Raises:
+        ValueError: engines ask for weights that no one source has.
+    """
+    kinds, dtypes = {wish.kind for wish in wishes} or {MERGED}, {wish.dtype for wish in wishes}
+    if len(dtypes) > 1:
+        raise ValueError(f"engines of one publication have different dtypes: {sorted(map(str, dtypes))}")
+    if MERGED in kinds and len(kinds) > 1:
+        raise ValueError("some engines of one publication take adapters alone, and others take them merged")
+    source = sources[WHOLE if WHOLE in kinds else kinds.pop()]
+    return InDtype(source, dtypes.pop()) if dtypes else source
+
+
+def _cut_of(source: WeightSource) -> Cut | None:
+    return source.cut if isinstance(source, Weights) else None
