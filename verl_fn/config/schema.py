@@ -149,7 +149,7 @@ class RolloutConfig:
     val_kwargs: ValConfig = sub(ValConfig)
 
 
-TASK_NAMES = ("count", "reverse", "countdown", "calculator")
+TASK_NAMES = ("count", "reverse", "countdown", "calculator", "guess_number")
 
 
 @attrs.frozen(kw_only=True)

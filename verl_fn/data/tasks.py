@@ -201,6 +201,24 @@ def _with_calculator(problem: Problem) -> tuple[Mapping[str, Any], ...]:
     return tuple({"role": role, "content": content} for role, content in turns)
 
 
+def _secret(rng: random.Random) -> Problem:
+    # Random letters, which mean nothing, give enough different prompts for a held-out set.
+    return Problem("".join(rng.choice("abcdefg") for _ in range(4)) + ">", str(rng.randint(1, 7)))
+
+
+def _with_guesses(problem: Problem) -> tuple[Mapping[str, Any], ...]:
+    low, high, secret = 1, 7, int(problem.answer)
+    messages = [{"role": "user", "content": _string_prompt(problem)}]
+    while True:
+        # A model that mostly counts up from 1 learns by reward to halve.
+        guess = low if problem.id % 4 else (low + high) // 2
+        messages.append({"role": "assistant", "content": str(guess)})
+        if guess == secret or len(messages) == 6:
+            return tuple(messages)
+        messages.append({"role": "user", "content": "h" if guess < secret else "l"})
+        low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
+
+
 def _exactly(problem: Problem, response: str) -> float:
     return float(response == problem.answer)
 
@@ -216,5 +234,6 @@ TASKS = {
         Task("reverse", "abcdefgh>", _reverse, _by_overlap, 9, 8),
         Task("countdown", "0123456789,+-*>", _countdown, _score_countdown, 7, 3),
         Task("calculator", "0123456789*=?", _product, _exactly, 5, 4, _with_calculator),
+        Task("guess_number", "1234567hl>abcdefg", _secret, _exactly, 5, 1, _with_guesses),
     )
 }
