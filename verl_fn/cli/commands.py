@@ -209,7 +209,7 @@ def show_choices(args: argparse.Namespace) -> int:
         *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "distill"),
     )
     for kind, names in (
-        ("tasks", TASKS),
+        ("tasks", (*TASKS, "reasoning_gym:SET")),
         ("algorithms", (*BUILT_IN, "FILE.py:NAME", "MODULE:NAME")),
         ("estimators", ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "FILE.py:NAME")),
         ("losses", losses),

@@ -34,6 +34,7 @@ from .schema import (
 )
 from .scoring import EnvConfig, RewardConfig
 from .tables import Table
+from .tasks import with_own_scorer
 
 
 @attrs.frozen
@@ -222,7 +223,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         trainer=cfg.trainer,
         data=d,
         env=cfg.env,
-        reward=cfg.reward,
+        reward=with_own_scorer(cfg.reward, "" if d.train_files or d.val_files else d.task, cfg.env),
         driver=cfg.driver,
         ray=cfg.ray,
         code=_code(cfg),

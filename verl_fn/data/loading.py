@@ -10,13 +10,14 @@ import attrs
 
 from verl_fn.config.roles import LearnsFrom
 from verl_fn.config.schema import DataConfig
+from verl_fn.config.tasks import reasoning_names
 from verl_fn.data.conversations import MESSAGES, TaskDialogues, read_conversations
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import FileData, encode_prompts, read_problems
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, read_labelled, read_pairs
 from verl_fn.data.rows import DataError, column_names
-from verl_fn.data.tasks import Problem, Source, Task
+from verl_fn.data.tasks import TASKS, Problem, Source, Task
 
 
 def task_data(task: Task, learns_from: LearnsFrom) -> Source:
@@ -30,6 +31,29 @@ def task_data(task: Task, learns_from: LearnsFrom) -> Source:
     if learns_from == "answers" and task.dialogue is not None:
         return TaskDialogues(task)
     return TaskPairs(task) if learns_from in ("pairs", "labels") else task
+
+
+def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Source:
+    """Returns the task that ``data.task`` names, as a source of what an algorithm learns from.
+
+    Args:
+        table: the config's ``[data]`` table.
+        tokenizer: the model's tokenizer.
+        learns_from: what the algorithm learns from.
+
+    Raises:
+        DataError: sets of Reasoning Gym cannot be used, or the algorithm learns from given responses.
+    """
+    if not reasoning_names(table.task):
+        return task_data(TASKS[table.task], learns_from)
+    if learns_from != "samples":
+        raise DataError(
+            f"data.task = {table.task} gives questions to sample responses to, and this algorithm learns from given "
+            f"{learns_from}; set data.train_files, or an algorithm that samples, such as algorithm.name=grpo"
+        )
+    from .reasoning import reasoning_data
+
+    return reasoning_data(table, tokenizer)
 
 
 def read_files(

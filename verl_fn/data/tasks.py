@@ -121,7 +121,7 @@ class Task:
         rng = random.Random(key.seed())
         while True:
             problem = self.make(rng)
-            if _is_held_out(_string_prompt(problem)) == held_out:
+            if is_held_out(_string_prompt(problem)) == held_out:
                 return attrs.evolve(problem, id=number, data_source=self.name)
 
 
@@ -132,7 +132,8 @@ def _string_prompt(problem: Problem) -> str:
     return problem.prompt
 
 
-def _is_held_out(prompt: str) -> bool:
+def is_held_out(prompt: str) -> bool:
+    """Returns whether a generated problem with this prompt is kept for evaluation, as one in eight is."""
     return hashlib.blake2b(prompt.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0
 
 
