@@ -186,8 +186,8 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     yield "rollout.offload_trainer", cfg.rollout.free_cache_engine, "without rollout.free_cache_engine"
     yield "model.new.*", not cfg.model.path, "with model.path"
     yield "data.task", not data.train_files, "with data.train_files"
-    for name in ("task_options*", "weights"):
-        yield f"data.{name}", bool(sets), "without data.task = reasoning_gym:SET"
+    yield "data.task_options*", bool(sets), "without data.task = reasoning_gym:SET"
+    yield "data.weights", bool(sets or data.train_files), "without data.train_files or data.task = reasoning_gym:SET"
     yield "data.prompt_key", from_files, "without data.train_files"
     yield "data.filter_overlong_prompts", from_files or bool(sets), "without data.train_files"
     yield "data.shuffle", bool(data.train_files), "without data.train_files"

@@ -236,7 +236,8 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
 
     The weights in a model folder are merged, so the plan has no adapters. Training files need not exist.
     """
-    data, driver = attrs.evolve(cfg.data, train_files=()), attrs.evolve(cfg.driver, max_lag=0)
+    weights = () if cfg.data.train_files else cfg.data.weights
+    data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver), folder)
     actor = attrs.evolve(
         training.roles["actor"],

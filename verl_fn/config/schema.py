@@ -160,7 +160,12 @@ class DataConfig:
         is_task,
     )
     task_options: Mapping[str, Any] = free("reasoning_gym: a table of each set's options, by the set's name")
-    weights: tuple[float, ...] = opt((), "reasoning_gym: the share of each set, by default equal", each_above_zero)
+    weights: tuple[float, ...] = opt(
+        (),
+        "the share of each of data.train_files among prompts, by default that of its rows; or of each set of "
+        "reasoning_gym, by default the same for all",
+        each_above_zero,
+    )
     train_files: tuple[str, ...] = paths((), "parquet or JSONL files in verl's RL columns; they replace the task")
     val_files: tuple[str, ...] = paths((), "files of held-out problems, in the same format")
     train_batch_size: int = opt(256, "prompts per step", ge(1))
@@ -177,8 +182,9 @@ class DataConfig:
 
     def __attrs_post_init__(self) -> None:
         sets = reasoning_names(self.task)
-        if not self.train_files and self.weights and len(self.weights) != len(sets):
-            raise ConfigError(f"data.weights has {len(self.weights)} values for the {len(sets)} sets of data.task")
+        count, of = (len(self.train_files), "data.train_files") if self.train_files else (len(sets), "data.task")
+        if self.weights and len(self.weights) != count:
+            raise ConfigError(f"data.weights has {len(self.weights)} values for the {count} sources of {of}")
         for name, options in self.task_options.items():
             if name not in sets or not isinstance(options, Mapping):
                 raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,18 +113,37 @@ def file_data(
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or a response to train on
             has characters that the tokenizer does not know, or cannot be rendered turn by turn.
     """
-    (training, lengths), (validation, validation_lengths) = (
-        _short_enough(name, read_files(files, learns_from, prompt_key=table.prompt_key, held_out=held_out), table,
-                      tokenizer, say)
-        for name, files, held_out in (
-            ("data.train_files", table.train_files, False), ("data.val_files", table.val_files, True),
-        )
-    )  # fmt: skip
-    data = FileData(training, validation, table.shuffle, max((*lengths, *validation_lengths), default=0))
+    parts = [
+        _short_enough("data.train_files", problems, table, tokenizer, say)
+        for problems in _read_parts(table, learns_from)
+    ]
+    training, lengths = (tuple(itertools.chain(*column)) for column in zip(*parts, strict=True))
+    held_out = read_files(table.val_files, learns_from, prompt_key=table.prompt_key, held_out=True)
+    validation, validation_lengths = _short_enough("data.val_files", held_out, table, tokenizer, say)
+    data = FileData(
+        training,
+        validation,
+        table.shuffle,
+        max((*lengths, *validation_lengths), default=0),
+        sizes=tuple(len(problems) for problems, _ in parts) if table.weights else (),
+        weights=table.weights,
+    )
     if end_token is None or not training:
         return data
     max_row, max_group = _longest(training, learns_from, tokenizer, end_token)
     return attrs.evolve(data, max_row=max_row, max_group=max_group)
+
+
+def _read_parts(table: DataConfig, learns_from: LearnsFrom) -> list[tuple[Problem, ...]]:
+    """Returns the training problems of all files together, or of each file where each has a weight."""
+    if not table.weights:
+        return [read_files(table.train_files, learns_from, prompt_key=table.prompt_key)]
+    parts, first = [], 0
+    for file in table.train_files:
+        problems = read_files([file], learns_from, prompt_key=table.prompt_key)
+        parts.append(tuple(attrs.evolve(problem, id=first + problem.id) for problem in problems))
+        first += len(problems)
+    return parts
 
 
 def _longest(problems: Sequence[Problem], learns_from: LearnsFrom, tokenizer: Any, end_token: int) -> tuple[int, int]:
