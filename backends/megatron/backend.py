@@ -225,7 +225,7 @@ class Megatron:
             NotDifferentiable: a derivative of this function was taken.
         """
         expect_params("forward", params, batch)
-        wanted = check_needs(self.head, needs, forward=True)
+        wanted = check_needs(self.head, needs, forward=True, candidates=False)
         refuse_derivatives("forward", params, batch)
         with self._one_call():
             return self._forward(params, batch.detached(), wanted)
@@ -262,7 +262,9 @@ class Megatron:
         refuse_derivatives("forward_backward", state, batch)
         check_weights(loss, batch)
         with self._one_call(gradients=True):
-            return self._forward_backward(state, batch.detached(), loss, check_needs(self.head, loss.needs))
+            return self._forward_backward(
+                state, batch.detached(), loss, check_needs(self.head, loss.needs, candidates=False)
+            )
 
     def _forward_backward(
         self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]

@@ -260,3 +260,8 @@ def test_calls_that_cannot_be_answered_are_refused(two, folder):
 
 def test_fields_of_a_batch_are_constants(two, folder):
     two.run("rank_calls.constants", folder)
+
+
+def test_several_tokens_at_each_place(two, folder):
+    two.run("several_tokens", folder, {"sp": 2})
+    two.run("several_tokens", folder, {})

@@ -206,7 +206,7 @@ def show_choices(args: argparse.Namespace) -> int:
 
     losses = (
         *(*POLICY_LOSSES, "value_clip", "cross_entropy", "entropy", "kl_to_reference"),
-        *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "distill"),
+        *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "distill", "distill_top_k"),
     )
     for kind, names in (
         ("tasks", (*TASKS, "reasoning_gym:SET")),
