@@ -30,7 +30,7 @@ def test_a_stream_is_the_same_wherever_it_is_entered():
         assert turns(KEY, start, count, (1.0, 2.0, 0.5)) == whole[start : start + count]
     data = mixed()
     assert data.train(KEY, 5000, 40) == data.train(KEY, 4990, 60)[10:50]
-    assert [problem.id for problem in data.train(KEY, 7, 3)] == [7, 8, 9]
+    assert [problem.id for problem in data.train(KEY, 7, 3)] == [7, 8, 9] and data.train(KEY, 0, 0) == ()
     assert data.train(KEY, 0, 40) != data.train(Key.from_seed(6), 0, 40)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import attrs
 
+from .fields import MOST
 from .scoring import EnvConfig, RewardConfig
 
 TASK_NAMES = ("count", "reverse", "countdown", "calculator", "guess_number")
@@ -35,9 +36,9 @@ def is_task(instance: Any, attribute: Any, value: str) -> None:
 
 
 def each_above_zero(instance: Any, attribute: Any, values: tuple[float, ...]) -> None:
-    """Validates that each of several numbers is above 0 and finite."""
-    if not all(0 < value < float("inf") for value in values):
-        raise ValueError(f"must be above 0 and finite (got {list(values)})")
+    """Validates that each of several numbers is above 0 and not too large."""
+    if not all(0 < value <= MOST for value in values):
+        raise ValueError(f"must be above 0 and at most {MOST:g} (got {list(values)})")
 
 
 def with_own_scorer(reward: RewardConfig, task: str, env: EnvConfig) -> RewardConfig:

@@ -35,7 +35,7 @@ def turns(key: Key, start: int, count: int, weights: Sequence[float]) -> list[tu
     first, rest = divmod(start, BLOCK)
     for block in range(first):
         numbers += _drawn(key, block, shares).bincount(minlength=len(weights))
-    drawn = torch.cat([_drawn(key, block, shares) for block in range(first, (start + count - 1) // BLOCK + 1)])
+    drawn = torch.cat([_drawn(key, block, shares) for block in range(first, (start + count) // BLOCK + 1)])
     of_stream = []
     counters = numbers.tolist()
     for place, source in enumerate(drawn[: rest + count].tolist()):

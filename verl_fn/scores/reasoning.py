@@ -64,7 +64,8 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: str, extra_
     return {"score": score, "acc": float(score >= 1.0), "pred": pred, "scorer_failed": failed}
 
 
-@functools.lru_cache(1024)
+# A few, since some sets hold whole files: responses to one question are scored one after the other.
+@functools.lru_cache(16)
 def _made(name: str, seed: int, options: str) -> tuple[Any, dict[str, Any]]:
     try:
         from reasoning_gym import create_dataset
