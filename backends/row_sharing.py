@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_fn.backends.agreement import agreed, of_batch, require_same
-from verl_fn.state import PER_ROW, Batch, TrainState, deal, groups_of
+from verl_fn.state import PER_ROW, Batch, TrainState, deal, groups_of, output_width
 
 S = TypeVar("S")
 
@@ -176,14 +176,24 @@ def brought_together(
     for chosen, lengths in ((by_token, batch.lengths), (by_row, torch.ones(len(batch), dtype=torch.int64))):
         if chosen:
             sizes = [int(lengths[rows].sum()) for rows in dealt]
-            own = torch.zeros(len(chosen), max(sizes), device=device)
-            for i, name in enumerate(chosen):
-                if outputs:
-                    own[i, : sizes[layout.share]] = torch.cat([of_part[name] for of_part in outputs])
-            by_share = _of_all_shares(layout, own).transpose(0, 1).reshape(len(chosen), -1)
+            # Outputs of several numbers for each token have a line for each of them.
+            lines = [output_width(name, batch) or 1 for name in chosen]
+            own = torch.zeros(sum(lines), max(sizes), device=device)
+            if outputs:
+                found = [torch.cat([of_part[name] for of_part in outputs]) for name in chosen]
+                own[:, : sizes[layout.share]] = torch.cat([t.reshape(len(t), -1).t() for t in found])
+            by_share = _of_all_shares(layout, own).transpose(0, 1).reshape(sum(lines), -1)
             places = _places(lengths, dealt, max(sizes)).to(device)
-            whole |= zip(chosen, by_share[:, places].cpu().unbind(), strict=True)
+            parts = by_share[:, places].cpu().split(lines)
+            whole |= {name: _of_lines(name, part, batch) for name, part in zip(chosen, parts, strict=True)}
     return whole
+
+
+def _of_lines(name: str, part: Tensor, batch: Batch) -> Tensor:
+    """Returns an output from its lines; ids come as floats, which are exact up to 2**24."""
+    if output_width(name, batch) is None:
+        return part[0]
+    return part.t().contiguous().long() if name.startswith("top_ids") else part.t().contiguous()
 
 
 def _of_all_shares(layout: RowLayout, own: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from .isolation import SharedSetting, isolated
 from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, Named, Node, mapping, named, node, static
-from .outputs import PER_ROW, TokenOutputs
+from .outputs import PER_ROW, TokenOutputs, output_width, top_count
 from .ownership import divided, divisible, donate, is_donated, joined, owned, owned_parts, spare, taken
 from .ragged import Ragged
 from .rollout import (
@@ -78,6 +78,7 @@ __all__ = [
     "metrics",
     "named",
     "node",
+    "output_width",
     "owned",
     "owned_parts",
     "pack",
@@ -90,6 +91,7 @@ __all__ = [
     "static",
     "sum_of_squares",
     "taken",
+    "top_count",
     "tree",
     "uniform_at",
     "unpack",

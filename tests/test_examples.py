@@ -34,9 +34,10 @@ def test_the_parts_of_the_custom_algorithm_obey_the_laws():
     check_advantage(example.best_of_group)
 
 
-def test_dialogues_to_imitate_are_what_the_environment_says():
+@pytest.mark.parametrize(("name", "cls"), [("calculator", "Calculator"), ("guess_number", "GuessNumber")])
+def test_dialogues_to_imitate_are_what_the_environment_says(name, cls):
     """And end where it ends the conversation, right ones with a reward of 1."""
-    environment, task = load("calculator").Calculator, TASKS["calculator"]
+    environment, task = getattr(load(name), cls), TASKS[name]
     rewards = []
     for problem in TaskDialogues(task).train(Key.from_seed(0), 0, 50):
         plain = task.train(Key.from_seed(0), problem.id, 1)[0]
@@ -52,8 +53,20 @@ def test_dialogues_to_imitate_are_what_the_environment_says():
     assert {0.0, 1.0} == set(rewards)
 
 
-def test_calls_that_cannot_be_read():
-    calculator = load("calculator").Calculator()
+def test_halving_finds_every_number_and_counting_up_does_not():
+    won = {False: set(), True: set()}
+    for problem in TaskDialogues(TASKS["guess_number"]).train(Key.from_seed(0), 0, 100):
+        plain = TASKS["guess_number"].train(Key.from_seed(0), problem.id, 1)[0]
+        won[problem.id % 4 == 0].add((plain.answer, problem.answer == plain.answer))
+    assert won[True] == {(str(i), True) for i in range(1, 8)}
+    assert won[False] == {(str(i), i <= 3) for i in range(1, 8)}
+
+
+def test_calls_and_guesses_that_cannot_be_read():
+    calculator, game = load("calculator").Calculator(), load("guess_number").GuessNumber()
+    for reply in ("44", "", "8", "x"):
+        game.reset(Problem("aaaa>", "4"))
+        assert game.step(reply) == Done(0.0)
     calculator.reset(Problem("3*4", "12"))
     assert calculator.step("=3+4")[0]["content"] == calculator.step('={"a": 3')[0]["content"] == "?"
     assert calculator.step("") == Done(0.0) and calculator.step("12") == Done(1.0)

@@ -49,7 +49,7 @@ def logprobs_and_entropy(
     """
     if plain:
         return _plain(hidden, weight, bias, targets, temperature, entropy)
-    chunk = chunk or _default_chunk(hidden, weight)
+    chunk = chunk or default_chunk(hidden, weight)
     logprobs, entropies, _ = _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy, chunk)
     return logprobs, entropies if entropy else None
 
@@ -78,7 +78,7 @@ def sum_pi_squared(
         >>> sum_pi_squared(torch.zeros(1, 2), torch.zeros(4, 2), None).tolist()
         [0.25]
     """
-    chunk = chunk or _default_chunk(hidden, weight)
+    chunk = chunk or default_chunk(hidden, weight)
     sums = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for part in slices(len(hidden), chunk):
         logits = _scaled(torch.nn.functional.linear(hidden[part], weight, bias), _at(temperature, part))
@@ -87,7 +87,7 @@ def sum_pi_squared(
     return sums
 
 
-def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
+def default_chunk(hidden: Tensor, weight: Tensor) -> int:
     return max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // len(weight))
 
 

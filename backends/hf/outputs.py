@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from verl_fn.backends.hf.attention import Packing
+from verl_fn.backends.hf.candidates import candidate_logprobs, top_logprobs
 from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.ulysses import Sequence
-from verl_fn.state import PER_ROW, Batch, TokenOutputs
+from verl_fn.state import PER_ROW, Batch, TokenOutputs, top_count
 
 __all__ = ["PER_ROW", "Staged", "check_head", "check_needs", "check_targets", "token_outputs"]
 
 # The outputs of each head; those in PER_ROW have one number for each row.
 SUPPORTED_NEEDS = {
-    "lm": frozenset({"logprobs", "entropy"}),
+    "lm": frozenset({"logprobs", "entropy", "candidate_logprobs"}),
     "value": frozenset({"values", "row_values"}),
 }
 # Outputs that only ``forward`` gives, since they have no gradient.
@@ -120,11 +121,11 @@ def _of_vocabulary(
 ) -> dict[str, Tensor]:
     """Returns outputs of the distribution over the vocabulary."""
     read, temperature = at_targets.read(hidden), at_targets.chosen(staged.temperature)
+    tokens, of_layer = staged.batch.tokens[at_targets.places], (layer.weight, layer.bias)
     logprobs, entropy = logprobs_and_entropy(
         read,
-        layer.weight,
-        layer.bias,
-        staged.batch.tokens[at_targets.places],
+        *of_layer,
+        tokens,
         temperature,
         entropy="entropy" in wanted,
         plain=staged.packing.plain,
@@ -133,7 +134,15 @@ def _of_vocabulary(
     if entropy is not None:
         outputs["entropy"] = at_targets.spread(entropy)
     if "sum_pi_squared" in wanted:
-        outputs["sum_pi_squared"] = at_targets.spread(sum_pi_squared(read, layer.weight, layer.bias, temperature))
+        outputs["sum_pi_squared"] = at_targets.spread(sum_pi_squared(read, *of_layer, temperature))
+    if "candidate_logprobs" in wanted:
+        candidates = staged.batch["candidates"][at_targets.places]
+        several = candidate_logprobs(read, *of_layer, tokens, logprobs, candidates, temperature)
+        outputs["candidate_logprobs"] = at_targets.spread(several)
+    for count in {count for name in wanted if (count := top_count(name)) is not None}:
+        values, ids = top_logprobs(read, *of_layer, count, temperature)
+        outputs[f"top_logprobs_{count}"] = at_targets.spread(values)
+        outputs[f"top_ids_{count}"] = at_targets.spread(ids)
     return outputs
 
 
@@ -169,7 +178,7 @@ class _Reading:
         return values if values is None or self.own is None else values[self.own]
 
     def spread(self, values: Tensor) -> Tensor:
-        whole = values.new_zeros(self.size).index_copy(0, self.places, values)
+        whole = values.new_zeros(self.size, *values.shape[1:]).index_copy(0, self.places, values)
         return whole if self.sequence is None else self.sequence.whole(whole)
 
 
@@ -189,7 +198,12 @@ def check_head(head: str) -> str:
 
 
 def check_needs(
-    head: str, needs: Iterable[str], *, forward: bool = False, recorded: Iterable[str] = ()
+    head: str,
+    needs: Iterable[str],
+    *,
+    forward: bool = False,
+    recorded: Iterable[str] = (),
+    candidates: bool = True,
 ) -> frozenset[str]:
     """Returns the needs as a set after checking them.
 
@@ -198,9 +212,10 @@ def check_needs(
         needs: the names of outputs.
         forward: whether outputs without a gradient may be among them.
         recorded: outputs without a gradient that the backend gives with any head.
+        candidates: whether the backend gives outputs of several tokens at each place.
 
     Raises:
-        ValueError: the head cannot compute one of them, or a loss needs one that has no gradient.
+        ValueError: the head or the backend cannot compute one of them, or a loss needs one that has no gradient.
 
     Example:
         >>> sorted(check_needs("lm", ["logprobs"]))
@@ -210,12 +225,15 @@ def check_needs(
         ValueError: a loss cannot need ['sum_pi_squared'], which has no gradient; ...
     """
     wanted = frozenset(needs)
+    tops = frozenset(name for name in wanted if head == "lm" and top_count(name) is not None)
+    if (several := sorted(tops | (wanted & {"candidate_logprobs"}))) and not candidates:
+        raise ValueError(f"this backend gives no {several}; set actor.strategy to local or fsdp")
     constants = CONSTANT_NEEDS[head].union(recorded)
-    if constant := sorted(wanted & constants) if not forward else []:
+    if constant := sorted(wanted & (constants | tops)) if not forward else []:
         raise ValueError(
             f"a loss cannot need {constant}, which has no gradient; write what forward gives into the batch"
         )
     known = SUPPORTED_NEEDS[head] | constants if forward else SUPPORTED_NEEDS[head]
-    if not wanted <= known:
-        raise ValueError(f"a {head} model gives {sorted(known)}, not {sorted(wanted - known)}")
+    if not wanted - tops <= known:
+        raise ValueError(f"a {head} model gives {sorted(known)}, not {sorted(wanted - tops - known)}")
     return wanted

@@ -228,7 +228,7 @@ class Megatron:
             NotDifferentiable: a derivative of this function was taken.
         """
         expect_params("forward", params, batch)
-        wanted = check_needs(self.head, needs, forward=True, recorded=self._how.recorded)
+        wanted = check_needs(self.head, needs, forward=True, recorded=self._how.recorded, candidates=False)
         refuse_derivatives("forward", params, batch)
         with self._one_call():
             return self._forward(params, batch.detached(), wanted)
@@ -268,7 +268,7 @@ class Megatron:
         expect_state("forward_backward", state, batch)
         refuse_derivatives("forward_backward", state, batch)
         check_weights(loss, batch)
-        wanted = check_needs(self.head, loss.needs, recorded=self._how.recorded)
+        wanted = check_needs(self.head, loss.needs, recorded=self._how.recorded, candidates=False)
         if self._how.recorded and ROUTED not in batch:
             raise ValueError(f"the batch has no {ROUTED!r} to replay; write what forward gives for it into the batch")
         with self._one_call(gradients=True):

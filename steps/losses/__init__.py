@@ -12,7 +12,7 @@ from .contract import (
     weighted_sum,
 )
 from .covariance import clip_cov, kl_cov
-from .distillation import distill
+from .distillation import distill, distill_top_k
 from .divergence import dppo_kl, dppo_tv
 from .kto import kto, kto_reference_point
 from .policy import entropy, kl_to_reference, ppo_clip, reinforce
@@ -34,6 +34,7 @@ __all__ = [
     "clip_cov",
     "cross_entropy",
     "distill",
+    "distill_top_k",
     "dpo",
     "dppo_kl",
     "dppo_tv",

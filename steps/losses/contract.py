@@ -269,7 +269,7 @@ def _guarded(loss: Loss, outputs: TokenOutputs, batch: Batch) -> TokenOutputs:
     guarded = {}
     for name, t in outputs.by_name.items():
         weightless = _weightless_rows(loss, batch) if name in PER_ROW else _weightless_tokens(loss, batch)
-        guarded[name] = without_nan_gradients(t, weightless)
+        guarded[name] = without_nan_gradients(t, weightless.reshape(-1, *[1] * (t.ndim - 1)))
     return TokenOutputs(guarded)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from verl_fn.state import Batch, Metrics, TokenOutputs
@@ -11,6 +12,7 @@ from .contract import Loss, loss, token_mean, weighted_sum
 
 # The estimators whose gradients are, on average over the student's own tokens, those of the two divergences.
 ESTIMATORS = {"reverse": "k2", "forward": "k3"}
+LEAST = 1e-6  # probability of the tokens beside the candidates; 1 minus a sum in fp32 is no more exact
 
 
 def distill(kl: str = "reverse") -> Loss:
@@ -51,3 +53,53 @@ def distill(kl: str = "reverse") -> Loss:
         }
 
     return distill
+
+
+def distill_top_k(kl: str = "reverse") -> Loss:
+    """Returns the loss of distillation on the tokens that a teacher finds likeliest at each place.
+
+    It reads ``teacher_candidate_log_probs``, ``[T, K]``, the teacher's log-probabilities of the field ``candidates``.
+    All other tokens count as one, with the rest of the probability, so its value is the divergence between two
+    distributions of K + 1 outcomes: at least 0, and at most that of the whole vocabulary, which it is for K = V.
+    Unlike the gradient of ``distill``, its gradient is exact at each place, and may use any tokens.
+
+    Args:
+        kl: ``reverse``, KL(student ‖ teacher), or ``forward``, KL(teacher ‖ student).
+
+    Raises:
+        ValueError: ``kl`` is neither.
+
+    Example:
+        >>> import torch
+        >>> teacher, student = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.25]]).log()
+        >>> batch = Batch.from_rows([[1]], {"response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> batch = batch.with_tokens(teacher_candidate_log_probs=teacher)
+        >>> outputs = TokenOutputs({"candidate_logprobs": student})
+        >>> values, metrics = distill_top_k("forward")(outputs, batch)
+        >>> round(values.item(), 4), metrics["distill/teacher_mass"].value
+        (0.1733, 0.75)
+
+    Source: Agarwal et al. 2023 (GKD, arXiv 2306.13649), with the divergence on the likeliest tokens and the rest.
+    """
+    if kl not in ESTIMATORS:
+        raise ValueError(f"kl is {kl!r}; it must be {' or '.join(ESTIMATORS)}")
+
+    @loss(needs=["candidate_logprobs"])
+    def distill_top_k(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        teacher = _with_rest(batch["teacher_candidate_log_probs"])
+        student = _with_rest(outputs.candidate_logprobs)
+        first, second = (student, teacher) if kl == "reverse" else (teacher, student)
+        values = (first.exp() * (first - second)).sum(-1)
+        return values, {
+            "distill/loss": weighted_sum(batch, values),
+            f"distill/{kl}_kl": token_mean(batch, values.detach()),
+            "distill/teacher_mass": token_mean(batch, batch["teacher_candidate_log_probs"].exp().sum(-1)),
+        }
+
+    return distill_top_k
+
+
+def _with_rest(log_probs: Tensor) -> Tensor:
+    """Appends the log-probability of all other tokens, which rounding could make negative or 0."""
+    rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=LEAST)
+    return torch.cat([log_probs, rest.log()], -1)

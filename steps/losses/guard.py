@@ -15,8 +15,8 @@ def without_nan_gradients(output: Tensor, weightless: Tensor) -> Tensor:
     with the weight 0 is nan. Finite gradients pass, since the values of other tokens may depend on the output.
 
     Args:
-        output: an output of the model, one value per token or per row.
-        weightless: a mask of the tokens or rows without weight.
+        output: an output of the model, per token or per row.
+        weightless: a mask of the tokens or rows without weight, with as many dimensions as the output.
 
     Example:
         >>> x = torch.zeros(2, requires_grad=True)

@@ -20,6 +20,7 @@ from verl_fn.steps import (
     chain,
     clip_by_global_norm,
     constant,
+    distill_top_k,
     entropy,
     loss,
     ppo_clip,
@@ -442,3 +443,23 @@ def without_reset(folder):
             return after_failure(folder, "loss forward", {})
         except (AssertionError, RuntimeError):
             return False
+
+
+def several_tokens(folder, options):
+    """Outputs of several tokens at each place, and the gradients of a loss of them, beside ``Local``."""
+    batch = tiny_batch(rows=5)
+    one, many = Local(folder, optimizer(), max_tokens=24), Fsdp(folder, optimizer(), max_tokens=24, **options)
+    a, b = one.init(KEY), many.init(KEY)
+    found, expected = (backend.forward(state.params, batch, ("top_logprobs_3", "top_ids_3"))
+                       for backend, state in ((many, b), (one, a)))  # fmt: skip
+    assert torch.equal(found.top_ids_3, expected.top_ids_3) and found.top_ids_3.dtype == torch.int64
+    torch.testing.assert_close(found.top_logprobs_3, expected.top_logprobs_3)
+    batch = batch.with_tokens(
+        candidates=expected.top_ids_3, teacher_candidate_log_probs=2.0 * expected.top_logprobs_3 - 1.0
+    )
+    (ga, ma), (gb, mb) = (backend.forward_backward(state, batch, distill_top_k("forward"))
+                          for backend, state in ((one, a), (many, b)))  # fmt: skip
+    assert abs(ma["loss"].value - mb["loss"].value) < 1e-5
+    gb = whole_of(gb)
+    for name, g in ga.items():
+        torch.testing.assert_close(gb[name], g, rtol=1e-4, atol=1e-6)

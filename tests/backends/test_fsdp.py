@@ -270,3 +270,8 @@ def test_fields_of_a_batch_are_constants(two, folder):
 def test_each_rank_publishes_the_rows_that_it_holds(four, folder, options, gathers):
     """Of adapters, A is gathered for each of the 14 layers, to merge it into the rows of its weight."""
     assert max(four.run("rank_calls.held_rows", folder, options, gathers)) < 1e-6
+
+
+def test_several_tokens_at_each_place(two, folder):
+    two.run("several_tokens", folder, {"sp": 2})
+    two.run("several_tokens", folder, {})

@@ -32,6 +32,12 @@ def sums_across_rows(outputs, batch):
     return -batch["advantages"] * ratio, {}
 
 
+@loss(needs=["candidate_logprobs"])
+def centres_candidates(outputs, batch):
+    centred = outputs.candidate_logprobs - outputs.candidate_logprobs.mean(0).square()
+    return centred.sum(-1), {}
+
+
 @loss(needs=["logprobs"])
 def mean_as_metric(outputs, batch):
     per_token, metrics = ppo_clip()(outputs, batch)
@@ -305,6 +311,7 @@ LOSSES = [
     (divides_by_tokens, "Split invariance"),
     (whitens_inside, "Split invariance"),
     (sums_across_rows, "Split invariance"),
+    (centres_candidates, "Split invariance"),
     (mean_as_metric, "Split invariance"),
     (counts_calls, "Split invariance"),
     (number_as_metric, "Signature"),

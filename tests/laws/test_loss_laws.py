@@ -15,6 +15,7 @@ from verl_fn.steps import (
     clip_cov,
     cross_entropy,
     distill,
+    distill_top_k,
     dpo,
     dppo_kl,
     dppo_tv,
@@ -36,6 +37,7 @@ from verl_fn.steps import (
 )
 from verl_fn.steps.aggregate import MODES, ROW_MODES
 from verl_fn.testing import LawViolation, check_loss, tiny_batch, tiny_outputs, tiny_pairs
+from verl_fn.testing.builders import tiny_candidates
 
 KL_KINDS = ["k1", "kl", "k2", "mse", "k3", "low_var_kl", "abs"]
 # Each with whether zero advantages must give a zero gradient.
@@ -107,6 +109,15 @@ def test_loss_of_pairs(name, key, pairs):
 def test_distill(kl, key, rows):
     batch = tiny_batch(key, rows=rows)
     check_loss(distill(kl), batch.with_tokens(teacher_log_probs=batch["ref_log_prob"]), key=key)
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+@given(key=KEYS, rows=st.integers(1, 9))
+@examples(6)
+def test_distill_top_k(kl, key, rows):
+    batch = tiny_batch(key, rows=rows)
+    batch = batch.with_tokens(teacher_candidate_log_probs=tiny_candidates(batch, key.fold_in("teacher")))
+    check_loss(distill_top_k(kl), batch, key=key)
 
 
 @given(key=KEYS, rows=st.integers(1, 9))

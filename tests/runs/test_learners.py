@@ -104,6 +104,22 @@ def test_distillation_comes_nearer_to_its_teacher(kl, tiny, tmp_path):
     assert sum(found[-3:]) < 0.7 * sum(found[:3])
 
 
+def test_distillation_on_the_likeliest_tokens_comes_nearer_to_its_teacher(tiny, tmp_path):
+    teacher = new_model(tmp_path / "teacher", chars="abcdefgh>", hidden_size=16, seed=5, num_hidden_layers=1)
+    more = [
+        "data.train_batch_size=8",
+        "actor.optim.lr=3e-3",
+        "trainer.total_training_steps=6",
+        "algorithm.kl=forward",
+    ]
+    more += [f"algorithm.teacher={teacher}", "algorithm.top_k=4"]
+    train(plan(tiny, tmp_path / "run", "distill", *more), silent)
+    found = [row["distill/forward_kl"] for row in rows(tmp_path / "run")]
+    assert found[-1] < 0.7 * found[0] and 0.0 < rows(tmp_path / "run")[0]["distill/teacher_mass"] < 1.0
+    with pytest.raises(ConfigError, match=r"algorithm\.top_k is 99, but the tokenizer has only 13 tokens"):
+        train(plan(tiny, tmp_path / "more", "distill", *more, "algorithm.top_k=99"), silent)
+
+
 def test_a_student_that_is_its_teacher_stays_as_it_is(tiny, tmp_path):
     train(plan(tiny, tmp_path, "distill", f"algorithm.teacher={tiny}"), silent)
     first = rows(tmp_path)[0]

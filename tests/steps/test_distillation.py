@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_fn.state import Batch, TokenOutputs
-from verl_fn.steps import distill
+from verl_fn.steps import distill, distill_top_k
 from verl_fn.testing import compare_loss, tiny_batch
 
 
@@ -57,5 +57,64 @@ def test_the_mean_gradient_is_that_of_the_divergence(kl):
 
 
 def test_other_divergences_are_refused():
-    with pytest.raises(ValueError, match="kl is 'jensen'; it must be reverse or forward"):
-        distill("jensen")
+    for make in (distill, distill_top_k):
+        with pytest.raises(ValueError, match="kl is 'jensen'; it must be reverse or forward"):
+            make("jensen")
+
+
+def two_models(vocabulary=9, places=5):
+    """Log-probs of a teacher, and logits of a student with a gradient, in float64."""
+    stream = torch.Generator().manual_seed(8)
+    teacher, student = (
+        2.0 * torch.randn(places, vocabulary, generator=stream, dtype=torch.float64) for _ in range(2)
+    )
+    return teacher.log_softmax(-1), student.requires_grad_()
+
+
+def top_k_values(kl, count, teacher, student):
+    top = teacher.topk(count, -1)
+    batch = Batch.from_rows(
+        [[7]] * len(teacher), {n: [[1.0]] * len(teacher) for n in ("response_mask", "loss_weight")}
+    )
+    batch = batch.with_tokens(teacher_candidate_log_probs=top.values)
+    outputs = TokenOutputs({"candidate_logprobs": student.log_softmax(-1).gather(-1, top.indices)})
+    return distill_top_k(kl)(outputs, batch)
+
+
+def exact_divergence(kl, teacher, student):
+    s = student.log_softmax(-1)
+    return {"reverse": s.exp() * (s - teacher), "forward": teacher.exp() * (teacher - s)}[kl].sum(-1)
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+def test_with_the_whole_vocabulary_it_is_the_divergence(kl):
+    teacher, student = two_models()
+    values, metrics = top_k_values(kl, 9, teacher, student)
+    exact = exact_divergence(kl, teacher, student)
+    torch.testing.assert_close(values, exact, rtol=1e-9, atol=1e-9)
+    gradients = [torch.autograd.grad(v.sum(), student, retain_graph=True)[0] for v in (values, exact)]
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
+    assert set(metrics) == {"distill/loss", f"distill/{kl}_kl", "distill/teacher_mass"}
+    assert abs(metrics["distill/teacher_mass"].value - 1.0) < 1e-9
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+def test_more_tokens_come_nearer_to_the_divergence_and_equal_models_are_at_0(kl):
+    teacher, student = two_models()
+    exact = exact_divergence(kl, teacher, student)
+    before = torch.zeros(5, dtype=torch.float64)
+    for count in range(1, 9):
+        values, _ = top_k_values(kl, count, teacher, student)
+        assert bool((values >= before - 1e-12).all() and (values <= exact + 1e-12).all())
+        before = values
+    same = teacher.clone().requires_grad_()
+    values, _ = top_k_values(kl, 3, teacher, same)
+    (gradient,) = torch.autograd.grad(values.sum(), same)
+    assert float(values.detach().abs().max()) < 1e-12 and float(gradient.abs().max()) < 1e-12
+
+
+def test_the_rest_counts():
+    """A student that agrees on the candidates' shares among themselves, but not on their mass, is not at 0."""
+    teacher = torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64).log()
+    student = torch.tensor([[0.4, 0.2, 0.4]], dtype=torch.float64).log()
+    assert float(top_k_values("forward", 2, teacher, student)[0]) > 0.1

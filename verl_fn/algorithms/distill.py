@@ -8,7 +8,7 @@ from typing import Any
 from verl_fn.config.learners import Distill
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key, Node, node
-from verl_fn.steps import aggregate
+from verl_fn.steps import aggregate, distill_top_k
 from verl_fn.steps import distill as distill_loss
 
 from .contract import Algorithm, Experience, Report
@@ -44,7 +44,13 @@ def distill(options: Distill) -> Algorithm[DistillState]:
     Source:
         Agarwal et al. 2023, arXiv 2306.13649.
     """
-    loss = distill_loss(options.kl)
+    loss = distill_top_k(options.kl) if options.top_k else distill_loss(options.kl)
+    fields = {"logprobs": "teacher_log_probs"}
+    if options.top_k:
+        fields = {
+            f"top_logprobs_{options.top_k}": "teacher_candidate_log_probs",
+            f"top_ids_{options.top_k}": "candidates",
+        }
 
     def init(states: Mapping[str, Any], key: Key) -> DistillState:
         return DistillState(states["actor"], states["teacher"], key, step=0)
@@ -55,8 +61,8 @@ def distill(options: Distill) -> Algorithm[DistillState]:
 
     def learn(state: DistillState, experience: Experience, w: Workers) -> tuple[DistillState, Report]:
         clock, batch = Clock(w.wait, experience.seconds), experience.batch
-        outputs = clock.run("teacher", w.trainers["teacher"].forward, state.teacher.params, batch, ("logprobs",))
-        batch = w.call(with_outputs, batch, outputs, logprobs="teacher_log_probs")
+        outputs = clock.run("teacher", w.trainers["teacher"].forward, state.teacher.params, batch, tuple(fields))
+        batch = w.call(with_outputs, batch, outputs, **fields)
         batch = w.call(aggregate, batch, options.loss_agg_mode, loss_scale_factor=loss_scale(options, w))
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, [batch], loss)
         report = update_report("actor", w.get(metrics)) | experience.report

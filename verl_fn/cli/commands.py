@@ -206,10 +206,10 @@ def show_choices(args: argparse.Namespace) -> int:
 
     losses = (
         *(*POLICY_LOSSES, "value_clip", "cross_entropy", "entropy", "kl_to_reference"),
-        *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "distill"),
+        *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "distill", "distill_top_k"),
     )
     for kind, names in (
-        ("tasks", TASKS),
+        ("tasks", (*TASKS, "reasoning_gym:SET")),
         ("algorithms", (*BUILT_IN, "FILE.py:NAME", "MODULE:NAME")),
         ("estimators", ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "FILE.py:NAME")),
         ("losses", losses),

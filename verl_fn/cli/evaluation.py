@@ -64,6 +64,8 @@ def _summary(plan: Plan) -> str:
     if data.val_files:
         files = ", ".join(Path(file).name for file in data.val_files)
         problems = f"{'all' if data.val_size is None else f'up to {data.val_size}'} problems of {files}"
+    elif data.task not in TASKS:
+        problems = f"held-out questions of {data.task}"
     else:
         problems = f"{len(TASKS[data.task].held_out(data.val_size))} held-out problems of {data.task}"
     answers = f"{sampling.n} at temperature {sampling.temperature:g}" if sampling.temperature else "greedy"

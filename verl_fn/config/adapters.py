@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from .fields import ConfigError
 from .roles import Role
-from .schema import ActorConfig, RolloutConfig
+from .schema import ActorConfig, RolloutConfig, TrainedConfig
 
 Adapters = tuple[int, float, tuple[str, ...]]
 """Rank, alpha and target layers."""
 
 
-def adapters_of(settings: ActorConfig, role: Role) -> Adapters | None:
+def adapters_of(settings: TrainedConfig, role: Role) -> Adapters | None:
     """Returns the adapters of a role; None without any."""
     if not settings.lora_rank or not (role.trained or role.copy_of):
         return None

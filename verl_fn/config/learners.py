@@ -20,6 +20,12 @@ class Distill(Aggregation):
     kl: str = opt(
         "reverse", "reverse: KL(student || teacher); forward: KL(teacher || student)", in_(("reverse", "forward"))
     )
+    top_k: int = opt(
+        0,
+        "compare the probabilities of the teacher's K likeliest tokens and of the rest; 0: of the drawn token alone",
+        ge(0),
+        le(1024),
+    )
 
     @property
     def roles(self) -> Mapping[str, Role]:

@@ -18,6 +18,7 @@ from .preferences import DPO, OF_LOSS_TYPE
 from .roles import uses_critic
 from .schema import AlgorithmTable, Config
 from .tables import flat
+from .tasks import reasoning_names, with_own_scorer
 
 Rule = tuple[str, bool, str]
 
@@ -159,7 +160,10 @@ def _loss_rules(options: PolicyOptimization) -> Iterator[Rule]:
 
 def _table_rules(cfg: Config) -> Iterator[Rule]:
     """Yields the rules of the other tables."""
-    data, reward = cfg.data, cfg.reward
+    data = cfg.data
+    from_files = bool(data.train_files or data.val_files)
+    sets = () if from_files else reasoning_names(data.task)
+    reward = with_own_scorer(cfg.reward, "" if from_files else data.task, cfg.env)
     for role, table in (("actor", cfg.actor), ("critic", cfg.critic)):
         for name in ("lora_alpha", "target_modules"):
             yield f"{role}.{name}", table.lora_rank > 0, f"without {role}.lora_rank"
@@ -183,8 +187,10 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     yield "rollout.offload_trainer", cfg.rollout.free_cache_engine, "without rollout.free_cache_engine"
     yield "model.new.*", not cfg.model.path, "with model.path"
     yield "data.task", not data.train_files, "with data.train_files"
-    for name in ("prompt_key", "filter_overlong_prompts"):
-        yield f"data.{name}", bool(data.train_files or data.val_files), "without data.train_files"
+    yield "data.task_options*", bool(sets), "without data.task = reasoning_gym:SET"
+    yield "data.weights", bool(sets or data.train_files), "without data.train_files or data.task = reasoning_gym:SET"
+    yield "data.prompt_key", from_files, "without data.train_files"
+    yield "data.filter_overlong_prompts", from_files or bool(sets), "without data.train_files"
     yield "data.shuffle", bool(data.train_files), "without data.train_files"
     for name in ("max_turns", "max_turn_length", "timeout", "num_workers", "variables"):
         yield f"env.{name}", bool(cfg.env.name), "without env.name"

@@ -35,6 +35,7 @@ from .schema import (
 )
 from .scoring import EnvConfig, RewardConfig
 from .tables import Table
+from .tasks import with_own_scorer
 
 
 @attrs.frozen
@@ -227,7 +228,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         trainer=cfg.trainer,
         data=d,
         env=cfg.env,
-        reward=cfg.reward,
+        reward=with_own_scorer(cfg.reward, "" if d.train_files or d.val_files else d.task, cfg.env),
         driver=cfg.driver,
         ray=cfg.ray,
         code=_code(cfg),
@@ -240,7 +241,8 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
 
     The weights in a model folder are merged, so the plan has no adapters. Training files need not exist.
     """
-    data, driver = attrs.evolve(cfg.data, train_files=()), attrs.evolve(cfg.driver, max_lag=0)
+    weights = () if cfg.data.train_files else cfg.data.weights
+    data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver), folder)
     actor = attrs.evolve(
         training.roles["actor"],

@@ -12,6 +12,7 @@ from .algorithms import PPO, OverlongBuffer, PolicyOptimization
 from .fields import MOST, ConfigError, all_or_some, each_below_one, each_in, free, opt, paths, sub
 from .names import is_reference
 from .scoring import EnvConfig, RewardConfig
+from .tasks import each_above_zero, is_task, reasoning_names
 
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
 
@@ -173,17 +174,21 @@ class RolloutConfig:
     val_kwargs: ValConfig = sub(ValConfig)
 
 
-TASK_NAMES = ("count", "reverse", "countdown", "calculator")
-
-
 @attrs.frozen(kw_only=True)
 class DataConfig:
     """The problems."""
 
     task: str = opt(
         "reverse",
-        "generated task, used if train_files is empty",
-        in_(TASK_NAMES),
+        "generated task, used if train_files is empty, or sets of Reasoning Gym: reasoning_gym:SET,SET",
+        is_task,
+    )
+    task_options: Mapping[str, Any] = free("reasoning_gym: a table of each set's options, by the set's name")
+    weights: tuple[float, ...] = opt(
+        (),
+        "the share of each of data.train_files among prompts, by default that of its rows; or of each set of "
+        "reasoning_gym, by default the same for all",
+        each_above_zero,
     )
     train_files: tuple[str, ...] = paths((), "parquet or JSONL files in verl's RL columns; they replace the task")
     val_files: tuple[str, ...] = paths((), "files of held-out problems, in the same format")
@@ -198,6 +203,18 @@ class DataConfig:
     prompt_key: str = opt("prompt", "the files' column of prompts, which are chat messages or strings")
     filter_overlong_prompts: bool = opt(False, "leave out prompts that are too long; otherwise they end the run")
     shuffle: bool = opt(True, "draw a new order of the files' rows in every epoch")
+
+    def __attrs_post_init__(self) -> None:
+        sets = reasoning_names(self.task)
+        count, of = (len(self.train_files), "data.train_files") if self.train_files else (len(sets), "data.task")
+        if self.weights and len(self.weights) != count:
+            raise ConfigError(f"data.weights has {len(self.weights)} values for the {count} sources of {of}")
+        for name, options in self.task_options.items():
+            if name not in sets or not isinstance(options, Mapping):
+                raise ConfigError(
+                    f"data.task_options.{name} is {options!r:.80}, but must be a table of options of a set that "
+                    f"data.task names ({', '.join(sets) or 'none'})"
+                )
 
 
 @attrs.frozen(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from verl_fn.backends.hf.chat import chat_tokens
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.data.columns import extra_info_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.mixing import turns
 from verl_fn.data.rows import DataError, Row, read_rows
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key
@@ -25,6 +27,8 @@ class FileData:
         training: the problems of one epoch; empty for a run that only evaluates.
         validation: the held-out problems.
         shuffle: whether every epoch draws a new order of ``training``; otherwise all epochs use the files' order.
+        sizes: the number of training problems of each file, if ``weights`` says how often each is drawn.
+        weights: one for each file: each has epochs of its own. Without them, all files are one.
         max_prompt: tokens of the longest prompt.
         max_row: tokens of the longest training row (prompt, answer and end token); 0 unless the data's own responses
             are trained on.
@@ -42,30 +46,42 @@ class FileData:
     max_prompt: int = 0
     max_row: int = 0
     max_group: int = 0
+    sizes: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
 
     def train(self, key: Key, start: int, count: int) -> tuple[Problem, ...]:
         """Returns problems ``start`` to ``start + count`` of the stream that ``key`` names; it repeats the epochs.
 
         A problem's ``id`` is its place in the stream, so every epoch samples new responses to it.
         """
-        orders: dict[int, Sequence[int]] = {}
+        orders: dict[tuple[int, int], Sequence[int]] = {}
+        firsts = [0, *itertools.accumulate(self.sizes)]
         problems = []
-        for i in range(start, start + count):
-            epoch, place = divmod(i, len(self.training))
-            if epoch not in orders:
-                orders[epoch] = self._order(key, epoch)
-            problems.append(attrs.evolve(self.training[orders[epoch][place]], id=i))
+        for i, (file, number) in enumerate(self._turns(key, start, count), start):
+            size = self.sizes[file] if self.weights else len(self.training)
+            epoch, place = divmod(number, size)
+            if (file, epoch) not in orders:
+                orders[file, epoch] = self._order(
+                    key.fold_in("file").fold_in(file) if self.weights else key, epoch, size
+                )
+            problems.append(attrs.evolve(self.training[firsts[file] + orders[file, epoch][place]], id=i))
         return tuple(problems)
 
     def held_out(self, count: int | None) -> tuple[Problem, ...]:
         """Returns the first ``count`` problems of the validation files, or all of them for None."""
         return self.validation[:count]
 
-    def _order(self, key: Key, epoch: int) -> Sequence[int]:
+    def _turns(self, key: Key, start: int, count: int) -> Sequence[tuple[int, int]]:
+        """Returns the file of each problem, and the problem's number among those of its file."""
+        if not self.weights:
+            return [(0, i) for i in range(start, start + count)]
+        return turns(key.fold_in("files"), start, count, self.weights)
+
+    def _order(self, key: Key, epoch: int, size: int) -> Sequence[int]:
         if not self.shuffle:
-            return range(len(self.training))
+            return range(size)
         generator = key.fold_in("epoch").fold_in(epoch).generator()
-        return torch.randperm(len(self.training), generator=generator).tolist()
+        return torch.randperm(size, generator=generator).tolist()
 
 
 def encode_prompts(problems: Sequence[Problem], tokenizer: Any, max_length: int | None = None) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import attrs
 
 from verl_fn.config.roles import LearnsFrom
 from verl_fn.config.schema import DataConfig
+from verl_fn.config.tasks import reasoning_names
 from verl_fn.data.conversations import MESSAGES, TaskDialogues, read_conversations
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import FileData, encode_prompts, read_problems
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, read_labelled, read_pairs
 from verl_fn.data.rows import DataError, column_names
-from verl_fn.data.tasks import Problem, Source, Task
+from verl_fn.data.tasks import TASKS, Problem, Source, Task
 
 
 def task_data(task: Task, learns_from: LearnsFrom) -> Source:
@@ -30,6 +32,29 @@ def task_data(task: Task, learns_from: LearnsFrom) -> Source:
     if learns_from == "answers" and task.dialogue is not None:
         return TaskDialogues(task)
     return TaskPairs(task) if learns_from in ("pairs", "labels") else task
+
+
+def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Source:
+    """Returns the task that ``data.task`` names, as a source of what an algorithm learns from.
+
+    Args:
+        table: the config's ``[data]`` table.
+        tokenizer: the model's tokenizer.
+        learns_from: what the algorithm learns from.
+
+    Raises:
+        DataError: sets of Reasoning Gym cannot be used, or the algorithm learns from given responses.
+    """
+    if not reasoning_names(table.task):
+        return task_data(TASKS[table.task], learns_from)
+    if learns_from != "samples":
+        raise DataError(
+            f"data.task = {table.task} gives questions to sample responses to, and this algorithm learns from given "
+            f"{learns_from}; set data.train_files, or an algorithm that samples, such as algorithm.name=grpo"
+        )
+    from .reasoning import reasoning_data
+
+    return reasoning_data(table, tokenizer)
 
 
 def read_files(
@@ -88,18 +113,37 @@ def file_data(
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or a response to train on
             has characters that the tokenizer does not know, or cannot be rendered turn by turn.
     """
-    (training, lengths), (validation, validation_lengths) = (
-        _short_enough(name, read_files(files, learns_from, prompt_key=table.prompt_key, held_out=held_out), table,
-                      tokenizer, say)
-        for name, files, held_out in (
-            ("data.train_files", table.train_files, False), ("data.val_files", table.val_files, True),
-        )
-    )  # fmt: skip
-    data = FileData(training, validation, table.shuffle, max((*lengths, *validation_lengths), default=0))
+    parts = [
+        _short_enough("data.train_files", problems, table, tokenizer, say)
+        for problems in _read_parts(table, learns_from)
+    ]
+    training, lengths = (tuple(itertools.chain(*column)) for column in zip(*parts, strict=True))
+    held_out = read_files(table.val_files, learns_from, prompt_key=table.prompt_key, held_out=True)
+    validation, validation_lengths = _short_enough("data.val_files", held_out, table, tokenizer, say)
+    data = FileData(
+        training,
+        validation,
+        table.shuffle,
+        max((*lengths, *validation_lengths), default=0),
+        sizes=tuple(len(problems) for problems, _ in parts) if table.weights else (),
+        weights=table.weights,
+    )
     if end_token is None or not training:
         return data
     max_row, max_group = _longest(training, learns_from, tokenizer, end_token)
     return attrs.evolve(data, max_row=max_row, max_group=max_group)
+
+
+def _read_parts(table: DataConfig, learns_from: LearnsFrom) -> list[tuple[Problem, ...]]:
+    """Returns the training problems of all files together, or of each file where each has a weight."""
+    if not table.weights:
+        return [read_files(table.train_files, learns_from, prompt_key=table.prompt_key)]
+    parts, first = [], 0
+    for file in table.train_files:
+        problems = read_files([file], learns_from, prompt_key=table.prompt_key)
+        parts.append(tuple(attrs.evolve(problem, id=first + problem.id) for problem in problems))
+        first += len(problems)
+    return parts
 
 
 def _longest(problems: Sequence[Problem], learns_from: LearnsFrom, tokenizer: Any, end_token: int) -> tuple[int, int]:

@@ -121,7 +121,7 @@ class Task:
         rng = random.Random(key.seed())
         while True:
             problem = self.make(rng)
-            if _is_held_out(_string_prompt(problem)) == held_out:
+            if is_held_out(_string_prompt(problem)) == held_out:
                 return attrs.evolve(problem, id=number, data_source=self.name)
 
 
@@ -132,7 +132,8 @@ def _string_prompt(problem: Problem) -> str:
     return problem.prompt
 
 
-def _is_held_out(prompt: str) -> bool:
+def is_held_out(prompt: str) -> bool:
+    """Returns whether a generated problem with this prompt is kept for evaluation, as one in eight is."""
     return hashlib.blake2b(prompt.encode(), digest_size=4).digest()[0] % HELD_OUT_SHARE == 0
 
 
@@ -201,6 +202,24 @@ def _with_calculator(problem: Problem) -> tuple[Mapping[str, Any], ...]:
     return tuple({"role": role, "content": content} for role, content in turns)
 
 
+def _secret(rng: random.Random) -> Problem:
+    # Random letters, which mean nothing, give enough different prompts for a held-out set.
+    return Problem("".join(rng.choice("abcdefg") for _ in range(4)) + ">", str(rng.randint(1, 7)))
+
+
+def _with_guesses(problem: Problem) -> tuple[Mapping[str, Any], ...]:
+    low, high, secret = 1, 7, int(problem.answer)
+    messages = [{"role": "user", "content": _string_prompt(problem)}]
+    while True:
+        # A model that mostly counts up from 1 learns by reward to halve.
+        guess = low if problem.id % 4 else (low + high) // 2
+        messages.append({"role": "assistant", "content": str(guess)})
+        if guess == secret or len(messages) == 6:
+            return tuple(messages)
+        messages.append({"role": "user", "content": "h" if guess < secret else "l"})
+        low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
+
+
 def _exactly(problem: Problem, response: str) -> float:
     return float(response == problem.answer)
 
@@ -216,5 +235,6 @@ TASKS = {
         Task("reverse", "abcdefgh>", _reverse, _by_overlap, 9, 8),
         Task("countdown", "0123456789,+-*>", _countdown, _score_countdown, 7, 3),
         Task("calculator", "0123456789*=?", _product, _exactly, 5, 4, _with_calculator),
+        Task("guess_number", "1234567hl>abcdefg", _secret, _exactly, 5, 1, _with_guesses),
     )
 }

@@ -235,7 +235,8 @@ def check_other_models(plan: Plan, tokenizer: Any) -> None:
     """Checks that a plan's reward model has a value head, and that it and a teacher have the actor's tokens.
 
     Raises:
-        ConfigError: a teacher is not named, or a reward model has another head, whose scores would all be 0.
+        ConfigError: a teacher is not named, ``algorithm.top_k`` cannot be used, or a reward model has another head,
+            whose scores would all be 0.
         ModelError: a model was trained with another tokenizer.
     """
     for name in OTHER_MODELS:
@@ -255,6 +256,19 @@ def check_other_models(plan: Plan, tokenizer: Any) -> None:
                 f"algorithm.{name}: the tokenizer in {role.folder} is not the actor's, so it would read other texts "
                 "than the actor writes; take a model with the same tokenizer"
             )
+
+    _check_top_k(plan, len(tokenizer))
+
+
+def _check_top_k(plan: Plan, tokens: int) -> None:
+    top_k = getattr(plan.options, "top_k", 0) if "teacher" in plan.roles else 0
+    if top_k > tokens:
+        raise ConfigError(f"algorithm.top_k is {top_k}, but the tokenizer has only {tokens} tokens; lower it")
+    if top_k and any(role.strategy == "megatron" for role in plan.roles.values()):
+        raise ConfigError(
+            "algorithm.top_k needs probabilities of several tokens at each place, which megatron does not give; set "
+            "actor.strategy=fsdp, or algorithm.top_k=0"
+        )
 
 
 def check_vocabulary(folder: str | Path, tokenizer: Any) -> None:

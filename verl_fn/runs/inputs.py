@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from verl_fn.config import Plan
 from verl_fn.config.names import source_file
+from verl_fn.config.tasks import reasoning_names
 from verl_fn.data.hub import recorded
 
 from .checkpoints import crc_of, write_text
@@ -20,6 +23,13 @@ def fingerprints(plan: Plan) -> dict[str, str]:
     files = dict.fromkeys(file for file in _files(plan) if file.is_file())
     prints = {str(file): f"{file.stat().st_size} bytes, CRC {crc_of(file):08x}" for file in files}
     folders = dict.fromkeys([*map(Path, _folders(plan)), *(up for file in _data(plan) for up in file.parents)])
+    if (
+        not any(_data(plan))
+        and reasoning_names(plan.data.task)
+        and importlib.util.find_spec("reasoning_gym") is not None
+    ):
+        # Another version may make other questions of the same seeds.
+        prints["reasoning-gym"] = f"version {importlib.metadata.version('reasoning-gym')}"
     # A folder that was copied from the hub is recorded by its commit there.
     return prints | {str(folder): source for folder in folders if (source := recorded(folder)) is not None}
 

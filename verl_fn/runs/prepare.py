@@ -8,10 +8,11 @@ from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.folder import ModelError, read_config
 from verl_fn.backends.hf.tokenizer import contradiction, end_tokens, read_tokenizer
 from verl_fn.config import ConfigError, Plan
+from verl_fn.config.tasks import reasoning_names
 from verl_fn.data.files import FileData
-from verl_fn.data.loading import file_data, read_files, task_data
+from verl_fn.data.loading import file_data, generated, read_files
 from verl_fn.data.notices import notices
-from verl_fn.data.tasks import TASKS, Source
+from verl_fn.data.tasks import Source
 from verl_fn.driver import build
 
 from .checkpoints import check_model_folder
@@ -34,6 +35,8 @@ def prepare(plan: Plan, say: Say) -> Source:
             held_out = files is plan.data.val_files
             read_files(files, plan.learns_from, prompt_key=plan.data.prompt_key, held_out=held_out)
         raise ConfigError("data from files needs model.path: a random model knows only a task's characters")
+    if reasoning_names(plan.data.task) and plan.new_model is not None:
+        raise ConfigError(f"data.task = {plan.data.task} needs model.path: a random model knows no language")
     check_model_folders(plan)
     build.make_model_folder(plan)
     for folder in dict.fromkeys((plan.model, *(role.folder for role in plan.roles.values()))):
@@ -53,7 +56,7 @@ def prepare(plan: Plan, say: Say) -> Source:
     source: Source = (
         file_data(plan.data, tokenizer, say, learns_from=learns_from, end_token=end_token)
         if from_files
-        else task_data(TASKS[plan.data.task], learns_from)
+        else generated(plan.data, tokenizer, learns_from)
     )
     check(plan, source, tokenizer)
     if isinstance(source, FileData):

@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 Score = dict[str, Any]
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _THINKS = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 
 
@@ -49,7 +49,7 @@ def tagged(data_source: str, solution_str: str, ground_truth: str, extra_info: A
         >>> tagged("sums", "<think>2+3</think><answer> 5 </answer>", "5")["pred"]
         '5'
     """
-    found = _TAGGED.findall(solution_str)
+    found = TAGGED.findall(solution_str)
     pred = found[-1].strip() if found else ""
     return judged(bool(found) and pred == ground_truth.strip(), pred)
 

@@ -126,6 +126,9 @@ def tiny_outputs(batch: Batch, needs: Iterable[str] = ("logprobs",), key: Key | 
         if name in PER_ROW:
             outputs[name] = torch.randn(len(batch), generator=stream)
             continue
+        if name == "candidate_logprobs":
+            outputs[name] = tiny_candidates(batch, key)
+            continue
         drawn = torch.randn(batch.num_tokens, generator=stream)
         if name == "logprobs":
             drawn = (batch["old_log_probs"] + 0.4 * drawn).clamp(max=-1e-3)
@@ -133,6 +136,18 @@ def tiny_outputs(batch: Batch, needs: Iterable[str] = ("logprobs",), key: Key | 
             drawn = drawn.abs()
         outputs[name] = drawn * batch["response_mask"]
     return TokenOutputs(outputs)
+
+
+def tiny_candidates(batch: Batch, key: Key | None = None, count: int = 3) -> Tensor:
+    """Makes random log-probabilities of so many tokens at each place, which are 0 where ``response_mask`` is 0.
+
+    Example:
+        >>> float(tiny_candidates(Batch.from_rows([[1]], {"response_mask": [[1.0]]})).exp().sum()) < 1.0
+        True
+    """
+    stream = (key or Key.from_seed(0)).fold_in("candidates").generator()
+    drawn = torch.randn(batch.num_tokens, count + 2, generator=stream).log_softmax(-1)[:, :count]
+    return drawn * batch["response_mask"][:, None]
 
 
 def some_splits(batch: Batch, key: Key, together: str | None = None) -> dict[str, Split]:
@@ -152,6 +167,16 @@ def some_splits(batch: Batch, key: Key, together: str | None = None) -> dict[str
     }
 
 
+def beside(values: Tensor, field: Tensor) -> Tensor:
+    """Returns numbers per token in the shape of a field, which may have several for each token.
+
+    Example:
+        >>> beside(torch.tensor([1, 2]), torch.zeros(2, 3)).tolist()
+        [[1, 1, 1], [2, 2, 2]]
+    """
+    return values.reshape(-1, *[1] * (field.ndim - 1)).expand(field.shape)
+
+
 def scrambled(batch: Batch, key: Key) -> dict[str, Batch]:
     """Makes batches with other numbers where ``response_mask`` is 0, which must not matter, by what these are.
 
@@ -160,15 +185,14 @@ def scrambled(batch: Batch, key: Key) -> dict[str, Batch]:
     stream = key.fold_in("scramble").generator()
     hole = batch["response_mask"] == 0
     unchanged = ("response_mask", "loss_weight")
-    chosen = {
-        n: t for n, t in batch.per_token.items() if n not in unchanged and t.dtype.is_floating_point and t.ndim == 1
-    }
+    chosen = {n: t for n, t in batch.per_token.items() if n not in unchanged and t.dtype.is_floating_point}
 
     def filled(fill: Callable[[Tensor], Tensor]) -> Batch:
-        return batch.with_tokens(**{n: torch.where(hole.to(t.device), fill(t), t) for n, t in chosen.items()})
+        holes = {n: beside(hole.to(t.device), t) for n, t in chosen.items()}
+        return batch.with_tokens(**{n: torch.where(holes[n], fill(t), t) for n, t in chosen.items()})
 
     return {
-        "other numbers": filled(lambda t: torch.randn(len(t), generator=stream).to(t)),
+        "other numbers": filled(lambda t: torch.randn(t.shape, generator=stream).to(t)),
         "infinities": filled(lambda t: torch.full_like(t, torch.inf)),
         "nan": filled(lambda t: torch.full_like(t, torch.nan)),
     }

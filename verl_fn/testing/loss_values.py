@@ -11,6 +11,7 @@ from verl_fn.state import PER_ROW, Batch, Max, Metrics, Min, Moments, Sum, Token
 from verl_fn.steps import Loss, Term
 from verl_fn.steps.losses.contract import WEIGHTS
 
+from .builders import beside
 from .violation import require, require_equal
 
 CARRIED = "output of the model: "
@@ -35,7 +36,7 @@ def evaluate(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[dict[str,
         reported.append(of_term)
     wrt = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
     gradient = {
-        name: g if name in PER_ROW else torch.where(batch["response_mask"] == 0, 0.0, g)
+        name: g if name in PER_ROW else torch.where(beside(batch["response_mask"], g) == 0, 0.0, g)
         for name, g in zip(leaves, wrt, strict=True)
     }
     return {"total": total.detach(), "gradient": gradient}, metrics.merge(*reported)

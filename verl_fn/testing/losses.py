@@ -14,6 +14,7 @@ from verl_fn.steps import Loss, Term, check_weights
 from verl_fn.steps.losses.contract import WEIGHTS
 
 from .builders import (
+    beside,
     scrambled,
     some_splits,
     tiny_batch,
@@ -25,7 +26,7 @@ from .loss_values import CARRIED, apart, carrying, computed, evaluate
 from .precision import require_full_precision
 from .violation import LawViolation, repeatable, require, require_close, require_equal
 
-KNOWN_OUTPUTS = frozenset({"logprobs", "entropy", "values", "row_values"})
+KNOWN_OUTPUTS = frozenset({"logprobs", "entropy", "values", "row_values", "candidate_logprobs"})
 EXTREME = 100.0
 
 
@@ -243,8 +244,9 @@ def _extremes(loss: Loss, outputs: TokenOutputs, batch: Batch) -> None:
     for gap in (EXTREME, -EXTREME):
         low, high = -0.1 * mask - abs(gap) * mask, -0.1 * mask
         model, data = (high, low) if gap > 0 else (low, high)
-        known = {name: model if name == "logprobs" else t for name, t in outputs.by_name.items()}
-        result, _ = evaluate(loss, TokenOutputs(known), batch.with_tokens(**dict.fromkeys(others, data)))
+        known = {name: beside(model, t) if "logprobs" in name else t for name, t in outputs.by_name.items()}
+        given = {name: beside(data, batch[name]).clone() for name in others}
+        result, _ = evaluate(loss, TokenOutputs(known), batch.with_tokens(**given))
         side = "above" if gap > 0 else "below"
         where = f"where the model's log-probs lie {abs(gap):.0f} nats {side} all others"
         _require_finite(result, where, "exp() of a log-ratio that is not clamped")

@@ -1,0 +1,78 @@
+"""Probabilities of several tokens at each place: the functions beside a dense softmax, and ``local``'s outputs."""
+
+import pytest
+import torch
+
+from verl_fn.backends.hf.candidates import candidate_logprobs, top_logprobs
+from verl_fn.backends.hf.logprobs import logprobs_and_entropy
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.hf.outputs import check_needs
+from verl_fn.backends.local import Local
+from verl_fn.state import Key
+from verl_fn.steps import constant, distill_top_k, loss, sgd
+from verl_fn.testing import tiny_batch
+
+
+@pytest.mark.parametrize("heat", [None, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_gradients_are_those_of_a_softmax(bias, heat):
+    stream = torch.Generator().manual_seed(1)
+    hidden, weight, added = (torch.randn(*n, generator=stream).requires_grad_() for n in ((6, 5), (11, 5), (11,)))
+    inputs = (hidden, weight, added if bias else None)
+    temperature = None if heat is None else torch.full((6,), heat)
+    targets, ids = torch.arange(6), torch.randint(0, 11, (6, 4), generator=stream)
+    dense = torch.nn.functional.linear(*inputs).div(heat or 1.0).log_softmax(-1)
+    own, _ = logprobs_and_entropy(*inputs, targets, temperature, chunk=4)
+    found, expected = candidate_logprobs(*inputs, targets, own, ids, temperature), dense.gather(1, ids)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn(6, 4, generator=stream)
+    leaves = [t for t in inputs if t is not None]
+    for g, e in zip(*(torch.autograd.grad((weights * t).sum(), leaves) for t in (found, expected)), strict=True):
+        torch.testing.assert_close(g, e)
+    values, top = top_logprobs(*inputs, 4, temperature, chunk=4)
+    torch.testing.assert_close(values, dense.detach().topk(4).values)
+    assert torch.equal(top, dense.topk(4).indices) and not values.requires_grad
+    with pytest.raises(ValueError, match="the 12 likeliest tokens are asked for, and the vocabulary has 11"):
+        top_logprobs(*inputs, 12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, num_hidden_layers=1)
+
+
+def test_outputs_of_a_model_do_not_depend_on_the_split(folder):
+    batch = tiny_batch(rows=5)
+    several, whole = (Local(folder, sgd(constant(0.1)), max_tokens=n) for n in (24, 1000))
+    params = several.init(Key.from_seed(0)).params
+    top = several.forward(params, batch, ("top_ids_3", "top_logprobs_3", "logprobs"))
+    assert sorted(top.by_name) == ["logprobs", "top_ids_3", "top_logprobs_3"]
+    batch = batch.with_tokens(candidates=torch.cat([top.top_ids_3, batch.tokens[:, None]], 1))
+    ours, others = (
+        one.forward(params, batch, ("candidate_logprobs",)).candidate_logprobs for one in (several, whole)
+    )
+    torch.testing.assert_close(ours, others)
+    torch.testing.assert_close(ours, torch.cat([top.top_logprobs_3, top.logprobs[:, None]], 1))
+    assert not ours[batch["response_mask"] == 0].any()
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+def test_gradients_are_those_of_the_loss_as_a_function(folder, kl):
+    batch, backend = tiny_batch(rows=4), Local(folder, sgd(constant(0.1)), max_tokens=24)
+    state = backend.init(Key.from_seed(0))
+    top = backend.forward(backend.init(Key.from_seed(1)).params, batch, ("top_ids_2", "top_logprobs_2"))
+    batch = batch.with_tokens(candidates=top.top_ids_2, teacher_candidate_log_probs=top.top_logprobs_2)
+    grads, metrics = backend.forward_backward(state, batch, distill_top_k(kl))
+    other, _ = torch.func.grad(backend.loss_fn(batch, distill_top_k(kl)), has_aux=True)(state.params)
+    for name, g in grads.items():
+        torch.testing.assert_close(g, other[name], rtol=1e-4, atol=1e-6)
+    assert metrics[f"distill/{kl}_kl"].value > 0.0
+
+
+def test_a_backend_or_a_loss_that_cannot_have_them_is_refused(folder):
+    with pytest.raises(ValueError, match=r"a loss cannot need \['top_logprobs_2'\], which has no gradient"):
+        check_needs("lm", loss(needs=["top_logprobs_2"])(lambda outputs, batch: None).needs)
+    with pytest.raises(ValueError, match=r"this backend gives no \['candidate_logprobs', 'top_ids_2'\]; set actor"):
+        check_needs("lm", ["candidate_logprobs", "top_ids_2"], forward=True, candidates=False)
+    with pytest.raises(ValueError, match=r"a value model gives .* not \['top_ids_2'\]"):
+        check_needs("value", ["top_ids_2"], forward=True)

@@ -1,0 +1,58 @@
+"""The names of generated tasks, and of sets of Reasoning Gym."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from .fields import MOST
+from .scoring import EnvConfig, RewardConfig
+
+TASK_NAMES = ("count", "reverse", "countdown", "calculator", "guess_number")
+REASONING_GYM = "reasoning_gym:"
+SCORER = "verl_fn.scores:reasoning_gym"
+
+
+def reasoning_names(task: str) -> tuple[str, ...]:
+    """Returns the sets of Reasoning Gym that a task names; none for any other task.
+
+    Example:
+        >>> reasoning_names("reasoning_gym:chain_sum, leg_counting"), reasoning_names("reverse")
+        (('chain_sum', 'leg_counting'), ())
+    """
+    if not task.startswith(REASONING_GYM):
+        return ()
+    return tuple(name.strip() for name in task.removeprefix(REASONING_GYM).split(","))
+
+
+def is_task(instance: Any, attribute: Any, value: str) -> None:
+    """Validates the name of a generated task, or of different sets of Reasoning Gym."""
+    names = reasoning_names(value)
+    if value not in TASK_NAMES and not names:
+        raise ValueError(f"must be in {TASK_NAMES}, or {REASONING_GYM}SET (got {value!r})")
+    if not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"must be {REASONING_GYM} and different names of sets, with commas between (got {value!r})")
+
+
+def each_above_zero(instance: Any, attribute: Any, values: tuple[float, ...]) -> None:
+    """Validates that each of several numbers is above 0 and not too large."""
+    if not all(0 < value <= MOST for value in values):
+        raise ValueError(f"must be above 0 and at most {MOST:g} (got {list(values)})")
+
+
+def with_own_scorer(reward: RewardConfig, task: str, env: EnvConfig) -> RewardConfig:
+    """Returns the table of rewards, with the scorer of Reasoning Gym for its sets where nothing else scores.
+
+    Args:
+        reward: the config's ``[reward]`` table.
+        task: the task whose problems are answered; empty for problems of files.
+        env: the config's ``[env]`` table.
+
+    Example:
+        >>> with_own_scorer(RewardConfig(), "reasoning_gym:chain_sum", EnvConfig()).functions
+        ('verl_fn.scores:reasoning_gym',)
+    """
+    if not reasoning_names(task) or reward.by_user or env.name:
+        return reward
+    return attrs.evolve(reward, functions=(SCORER,))
