@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .fields import ConfigError
 from .roles import Role
-from .schema import ActorConfig, RolloutConfig, TrainedConfig
+from .schema import RolloutConfig
+from .trained import ActorConfig, TrainedConfig
 
 Adapters = tuple[int, float, tuple[str, ...]]
 """Rank, alpha and target layers."""

@@ -23,19 +23,16 @@ from .schema import (
     Config,
     DataConfig,
     DriverConfig,
-    FsdpConfig,
-    MegatronConfig,
     NewModelConfig,
-    OptimConfig,
     RayConfig,
     RolloutConfig,
-    TrainedConfig,
     TrainerConfig,
     ValConfig,
 )
 from .scoring import EnvConfig, RewardConfig
 from .tables import Table
 from .tasks import with_own_scorer
+from .trained import FsdpConfig, MegatronConfig, OptimConfig, TrainedConfig
 
 
 @attrs.frozen

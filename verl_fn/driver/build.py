@@ -17,8 +17,9 @@ import attrs
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
-from verl_fn.config.schema import DriverConfig, MegatronConfig, OptimConfig, ValConfig
+from verl_fn.config.schema import DriverConfig, ValConfig
 from verl_fn.config.scoring import EnvConfig, RewardConfig
+from verl_fn.config.trained import MegatronConfig, OptimConfig
 from verl_fn.steps import Optimizer, Schedule, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
 
 from .ranks import device
