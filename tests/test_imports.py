@@ -87,7 +87,10 @@ def loaded(code: str, names: set[str]) -> set[str]:
         ("import verl_fn.config.loading", {"torch", "transformers", "numpy", *HEAVY}),
         ("import verl_fn.cli", {"torch", "transformers", *HEAVY}),
         ("import verl_fn.state, verl_fn.steps", {"transformers", "torch.distributed.fsdp", *HEAVY}),
-        ("import verl_fn.backends, verl_fn.testing", {"transformers", *HEAVY}),
+        (
+            "import verl_fn.backends.local, verl_fn.testing, verl_fn.runs.loop",
+            {"transformers", "torch._dynamo", *HEAVY},
+        ),
         (
             "import verl_fn.driver.build, verl_fn.driver.host",
             {"transformers", "torch._dynamo", "pyarrow", *(HEAVY - {"ray"})},

@@ -85,15 +85,9 @@ def packed_attention(
 
     if packing.sequence is None:
         return attend(q, k, v, packing, scaling, sliding_window)[None], None
-    return _shared(attend, q, k, v, packing, scaling, sliding_window)[None], None
+    from verl_fn.backends.hf.shared_attention import shared
 
-
-# Compiled code silently loses the gradient of the exchange.
-@torch.compiler.disable
-def _shared(attend: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *options: Any) -> Tensor:
-    """Computes the attention of ranks that share the sequence, each for a part of the heads."""
-    shared = packing.sequence
-    return shared.to_tokens(attend(*(shared.to_heads(x) for x in (q, k, v)), packing, *options))
+    return shared(attend, q, k, v, packing, scaling, sliding_window)[None], None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
