@@ -36,6 +36,19 @@ def test_values_and_gradients_are_those_of_a_softmax(bias, heat):
         top_logprobs(*inputs, 12)
 
 
+def test_a_token_that_only_the_teacher_has_is_one_of_the_others():
+    """Models with one tokenizer may have vocabularies filled up to different sizes."""
+    hidden, weight = torch.randn(2, 5, generator=Key.from_seed(3).generator()), torch.zeros(3, 5)
+    own = torch.full((2,), 1 / 3).log()
+    found = candidate_logprobs(
+        hidden, weight.requires_grad_(), None, torch.tensor([0, 1]), own, torch.tensor([[2, 3], [8, 0]])
+    )
+    assert found.isneginf().tolist() == [[False, True], [True, False]]
+    torch.testing.assert_close(found.exp().sum(-1), torch.full((2,), 1 / 3))
+    (gradient,) = torch.autograd.grad(found[~found.isinf()].sum(), weight)
+    assert bool(gradient.isfinite().all())
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, num_hidden_layers=1)
