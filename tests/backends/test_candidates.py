@@ -82,6 +82,22 @@ def test_gradients_are_those_of_the_loss_as_a_function(folder, kl):
     assert metrics[f"distill/{kl}_kl"].value > 0.0
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ids: ids - 1, r"candidates of token \d+ are \[-1, -1\]; token ids must be at least 0"),
+        (lambda ids: ids[:, 0], r"candidates is torch.int64\[\d+\]; it must be a per-token field with K ids"),
+        (lambda ids: ids.float(), r"candidates is torch.float32\[\d+, 2\]"),
+    ],
+    ids=["negative", "one for each token", "floats"],
+)
+def test_candidates_that_are_no_ids_are_refused(folder, change, message):
+    backend, batch = Local(folder, sgd(constant(0.1)), max_tokens=64), tiny_batch(rows=1)
+    batch = batch.with_tokens(candidates=change(torch.zeros(batch.num_tokens, 2, dtype=torch.int64)))
+    with pytest.raises(ValueError, match=message):
+        backend.forward(backend.init(Key.from_seed(0)).params, batch, ("candidate_logprobs",))
+
+
 def test_a_backend_or_a_loss_that_cannot_have_them_is_refused(folder):
     with pytest.raises(ValueError, match=r"a loss cannot need \['top_logprobs_2'\], which has no gradient"):
         check_needs("lm", loss(needs=["top_logprobs_2"])(lambda outputs, batch: None).needs)
