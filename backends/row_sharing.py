@@ -180,8 +180,8 @@ def brought_together(
             lines = [output_width(name, batch) or 1 for name in chosen]
             own = torch.zeros(sum(lines), max(sizes), device=device)
             if outputs:
-                found = [torch.cat([of_part[name] for of_part in outputs]) for name in chosen]
-                own[:, : sizes[layout.share]] = torch.cat([t.reshape(len(t), -1).t() for t in found])
+                entries = [torch.cat([of_part[name] for of_part in outputs]) for name in chosen]
+                own[:, : sizes[layout.share]] = torch.cat([t.reshape(len(t), -1).t() for t in entries])
             by_share = _of_all_shares(layout, own).transpose(0, 1).reshape(sum(lines), -1)
             places = _places(lengths, dealt, max(sizes)).to(device)
             parts = by_share[:, places].cpu().split(lines)

@@ -11,10 +11,9 @@ from .batch import Batch
 from .frozen import FrozenDict
 from .node import Node, mapping, node
 
-# Outputs with one value per row; all others have one value per token.
+# Outputs with one value per row; all others are per token.
 PER_ROW = frozenset({"row_values"})
-
-
+# The beginnings of the names of outputs of the likeliest tokens, which end with their number.
 TOP = ("top_logprobs_", "top_ids_")
 
 
@@ -42,12 +41,12 @@ class TokenOutputs(Node):
     * ``entropy[t]``: the entropy of the distribution that token t was drawn from, in nats.
     * ``sum_pi_squared[t]``: the sum of squared probabilities of that distribution, the chance that two draws are
       equal; it has no gradient, so only ``forward`` gives it.
-    * ``candidate_logprobs[t, k]``: the log-probability that token t is ``candidates[t, k]``, a field of the batch.
+    * ``candidate_logprobs[t, k]``: the log-probability that token t is ``candidates[t, k]``, a field of the batch;
+      -inf for an id past the end of the vocabulary.
     * ``top_logprobs_K[t, k]`` and ``top_ids_K[t, k]``, with a number in place of K: the log-probabilities and ids of
       the K likeliest tokens in place of token t, from the likeliest on; as constants, so only ``forward`` gives them.
     * ``values[t]``: the value of the state before token t.
     * ``row_values[b]``: the value of the state after the last token of row b; a reward model's score of the row.
-
     * ``routed_experts[t]``: the experts that token t goes to, ``[L, k]``: their numbers in each layer with experts. A
       backend gives it that can replay it (see the page on Megatron), for every token.
 

@@ -29,7 +29,8 @@ def candidate_logprobs(
         bias: of the output layer, if it has one.
         targets: token ids.
         logprobs: of the targets, with their gradient.
-        candidates: token ids.
+        candidates: token ids; one past the end of the vocabulary, as a model with a larger one gives it, has the
+            log-probability -inf.
         temperature: one for each target; None stands for 1.
 
     Example:
@@ -37,13 +38,14 @@ def candidate_logprobs(
         >>> candidate_logprobs(torch.zeros(1, 3), torch.zeros(2, 3), None, torch.tensor([1]), log_half, ids).exp()
         tensor([[0.5000, 0.5000]])
     """
-    ids = torch.cat([candidates, targets[:, None]], 1)
+    outside = candidates >= len(weight)
+    ids = torch.cat([candidates.masked_fill(outside, 0), targets[:, None]], 1)
     logits = torch.einsum("nh,nkh->nk", hidden.float(), weight[ids].float())
     if bias is not None:
         logits = logits + bias[ids].float()
     if temperature is not None:
         logits = logits / temperature[:, None]
-    return logprobs[:, None] + logits[:, :-1] - logits[:, -1:]
+    return (logprobs[:, None] + logits[:, :-1] - logits[:, -1:]).masked_fill(outside, -torch.inf)
 
 
 @torch.no_grad()

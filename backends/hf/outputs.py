@@ -53,9 +53,10 @@ class Staged:
             group: the ranks that share the sequence, if any do.
 
         Raises:
-            ValueError: as ``check_targets``.
+            ValueError: as ``check_targets``, or ``candidates`` are not token ids.
         """
         targets = check_targets(batch)
+        _check_candidates(batch)
         temperature = None
         if "temperature" in batch and bool((batch["temperature"] != 1.0).any()):
             temperature = batch.spread(batch["temperature"].float())[targets].to(device)
@@ -90,6 +91,20 @@ def check_targets(batch: Batch) -> Tensor:
         row = int(batch.row_ids[targets[first][0]])
         raise ValueError(f"row {row}: response_mask is set on its first token, which has no log-probability")
     return targets
+
+
+def _check_candidates(batch: Batch) -> None:
+    if "candidates" not in batch:
+        return
+    ids = batch["candidates"]
+    if "candidates" not in batch.per_token or ids.ndim != 2 or ids.dtype != torch.int64:
+        raise ValueError(
+            f"candidates is {ids.dtype}{list(ids.shape)}; it must be a per-token field with K ids for each token, "
+            f"torch.int64[{batch.num_tokens}, K]"
+        )
+    if bool((ids < 0).any()):
+        token = int((ids < 0).any(1).nonzero()[0])
+        raise ValueError(f"candidates of token {token} are {ids[token].tolist()}; token ids must be at least 0")
 
 
 def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> TokenOutputs:

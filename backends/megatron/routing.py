@@ -85,7 +85,8 @@ class Routers:
                 f"{ROUTED} is {routed.dtype}{list(routed.shape)}, and this model's is {self.dtype}{expected}; write "
                 f"what its own forward gives for {ROUTED!r} into the batch"
             )
-        outside = (routed < 0) | (routed >= self.experts)
+        # As long integers: torch compares uint8 with 256 as if it were 0.
+        outside = (routed.long() < 0) | (routed.long() >= self.experts)
         if bool(outside.any()):
             token, layer = outside.nonzero()[0, :2].tolist()
             raise ValueError(

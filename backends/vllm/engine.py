@@ -126,8 +126,9 @@ class Vllm(Serving):
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        source, base = self._chosen(here(weights))
         with self._lock:
+            # Under the lock, since another thread may replace or drop the model that adapters alone are added to.
+            source, base = self._chosen(here(weights))
             self._require(WEIGHTS, "publish")
             self._interrupt()
             self.version = None

@@ -26,5 +26,5 @@ class Apart:
 
 def apart_of(source: WeightSource) -> Apart | None:
     """Returns the unmerged form of a source; None where it has no adapters."""
-    found: Apart | None = getattr(source, "apart", None)
-    return found
+    unmerged: Apart | None = getattr(source, "apart", None)
+    return unmerged

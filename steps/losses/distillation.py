@@ -13,6 +13,7 @@ from .contract import Loss, loss, token_mean, weighted_sum
 # The estimators whose gradients are, on average over the student's own tokens, those of the two divergences.
 ESTIMATORS = {"reverse": "k2", "forward": "k3"}
 LEAST = 1e-6  # probability of the tokens beside the candidates; 1 minus a sum in fp32 is no more exact
+IMPOSSIBLE = -1e4  # log-probability whose exponential is 0 and whose differences are finite
 
 
 def distill(kl: str = "reverse") -> Loss:
@@ -61,7 +62,8 @@ def distill_top_k(kl: str = "reverse") -> Loss:
     It reads ``teacher_candidate_log_probs``, ``[T, K]``, the teacher's log-probabilities of the field ``candidates``.
     All other tokens count as one, with the rest of the probability, so its value is the divergence between two
     distributions of K + 1 outcomes: at least 0, and at most that of the whole vocabulary, which it is for K = V.
-    Unlike the gradient of ``distill``, its gradient is exact at each place, and may use any tokens.
+    A candidate that the student does not have, with the log-probability -inf, is one of the other tokens. Unlike the
+    gradient of ``distill``, its gradient is exact at each place, and may use any tokens.
 
     Args:
         kl: ``reverse``, KL(student ‖ teacher), or ``forward``, KL(teacher ‖ student).
@@ -86,14 +88,16 @@ def distill_top_k(kl: str = "reverse") -> Loss:
 
     @loss(needs=["candidate_logprobs"])
     def distill_top_k(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        teacher = _with_rest(batch["teacher_candidate_log_probs"])
-        student = _with_rest(outputs.candidate_logprobs)
+        missing = outputs.candidate_logprobs.isneginf()
+        candidates = batch["teacher_candidate_log_probs"].masked_fill(missing, IMPOSSIBLE)
+        teacher = _with_rest(candidates)
+        student = _with_rest(outputs.candidate_logprobs.masked_fill(missing, IMPOSSIBLE))
         first, second = (student, teacher) if kl == "reverse" else (teacher, student)
         values = (first.exp() * (first - second)).sum(-1)
         return values, {
             "distill/loss": weighted_sum(batch, values),
             f"distill/{kl}_kl": token_mean(batch, values.detach()),
-            "distill/teacher_mass": token_mean(batch, batch["teacher_candidate_log_probs"].exp().sum(-1)),
+            "distill/teacher_mass": token_mean(batch, candidates.exp().sum(-1)),
         }
 
     return distill_top_k

@@ -36,6 +36,19 @@ def test_values_and_gradients_are_those_of_a_softmax(bias, heat):
         top_logprobs(*inputs, 12)
 
 
+def test_a_token_that_only_the_teacher_has_is_one_of_the_others():
+    """Models with one tokenizer may have vocabularies filled up to different sizes."""
+    hidden, weight = torch.randn(2, 5, generator=Key.from_seed(3).generator()), torch.zeros(3, 5)
+    own = torch.full((2,), 1 / 3).log()
+    found = candidate_logprobs(
+        hidden, weight.requires_grad_(), None, torch.tensor([0, 1]), own, torch.tensor([[2, 3], [8, 0]])
+    )
+    assert found.isneginf().tolist() == [[False, True], [True, False]]
+    torch.testing.assert_close(found.exp().sum(-1), torch.full((2,), 1 / 3))
+    (gradient,) = torch.autograd.grad(found[~found.isinf()].sum(), weight)
+    assert bool(gradient.isfinite().all())
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, num_hidden_layers=1)
@@ -67,6 +80,22 @@ def test_gradients_are_those_of_the_loss_as_a_function(folder, kl):
     for name, g in grads.items():
         torch.testing.assert_close(g, other[name], rtol=1e-4, atol=1e-6)
     assert metrics[f"distill/{kl}_kl"].value > 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda ids: ids - 1, r"candidates of token \d+ are \[-1, -1\]; token ids must be at least 0"),
+        (lambda ids: ids[:, 0], r"candidates is torch.int64\[\d+\]; it must be a per-token field with K ids"),
+        (lambda ids: ids.float(), r"candidates is torch.float32\[\d+, 2\]"),
+    ],
+    ids=["negative", "one for each token", "floats"],
+)
+def test_candidates_that_are_no_ids_are_refused(folder, change, message):
+    backend, batch = Local(folder, sgd(constant(0.1)), max_tokens=64), tiny_batch(rows=1)
+    batch = batch.with_tokens(candidates=change(torch.zeros(batch.num_tokens, 2, dtype=torch.int64)))
+    with pytest.raises(ValueError, match=message):
+        backend.forward(backend.init(Key.from_seed(0)).params, batch, ("candidate_logprobs",))
 
 
 def test_a_backend_or_a_loss_that_cannot_have_them_is_refused(folder):

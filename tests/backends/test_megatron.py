@@ -21,9 +21,10 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
 from verl_fn.backends.megatron.names import Canonical
+from verl_fn.backends.megatron.routing import Routers
 from verl_fn.cli import main
 from verl_fn.data.tasks import TASKS
-from verl_fn.state import tree
+from verl_fn.state import Batch, tree
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
 pytestmark = [
@@ -470,6 +471,17 @@ def test_replayed_routes_are_those_of_the_recording(two, experts, options):
 def test_wrong_replays_differ(two, experts, name, options):
     change, _, gradient = call(two, "replayed", experts, options, name)[0]
     assert (change if name == "ReplaysThePackedOrder" else gradient) > 1e-4
+
+
+@pytest.mark.parametrize("count", [4, 256, 512])
+def test_recordings_name_each_expert_that_there_is_and_no_other(count):
+    """With 256 experts a recording is uint8, and torch compares uint8 with 256 as if it were 0."""
+    routers, batch = Routers((), (), 1, 2, count), Batch.from_rows([[1]])
+    last = torch.tensor([[[0, count - 1]]])
+    routers.check(batch.with_tokens(routed_experts=last.to(routers.dtype)))
+    for wrong in (last + 1, last - 1):
+        with pytest.raises(ValueError, match=f"the numbers 0 to {count - 1}"):
+            routers.check(batch.with_tokens(routed_experts=wrong))
 
 
 def test_what_cannot_be_replayed_is_refused(two, experts, folder):

@@ -3,6 +3,7 @@
 import functools
 import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import attrs
 import pytest
@@ -309,6 +310,25 @@ class Noted:
                 yield bucket
 
 
+def choosing_excludes_others(made, weights):
+    """Another thread cannot replace or drop the model while an engine chooses between it and adapters alone."""
+    free = []
+
+    def identify():
+        with ThreadPoolExecutor(1) as pool:
+            free.append(pool.submit(acquired).result())
+        return weights.apart.identify()
+
+    def acquired():
+        one = made._lock.acquire(blocking=False)
+        if one:
+            made._lock.release()
+        return one
+
+    made.publish(21, attrs.evolve(weights, apart=attrs.evolve(weights.apart, identify=identify)))
+    return free == [False]
+
+
 def adapters_alone():
     """The model is sent once and adapters alone afterwards; log-probs are the trainer's after each publication."""
     made = Vllm(folder(), device="cpu", dtype="float32", slots=16, max_length=64, lora=LORA)
@@ -339,6 +359,7 @@ def adapters_alone():
             with pytest.raises(StaleWeightsError):
                 made.generate(asked, version=version)
     assert publish(20, before)[0] == set()
+    assert choosing_excludes_others(made, adapted().weights(before))
     torch.testing.assert_close(pack(made.generate(asked))["rollout_log_probs"], batch["rollout_log_probs"])
     with pytest.raises(ValueError, match=r"these weights have none: set rollout\.adapters=merged"):
         made.publish(30, trainer().weights(params(0)))

@@ -12,9 +12,9 @@ def problems(*prompts, source="a", answer="b"):
     return [Problem(prompt, answer, i, source) for i, prompt in enumerate(prompts)]
 
 
-def lines(training, validation=(), answers=False, **table):
+def lines(training, validation=(), answers=False, sizes=(), **table):
     table = DataConfig(**{"train_batch_size": 1} | table)
-    return list(notices(training, list(validation), table, char_tokenizer("abc"), answers=answers))
+    return list(notices(training, list(validation), table, char_tokenizer("abc"), answers=answers, sizes=sizes))
 
 
 def chat(content):
@@ -37,6 +37,15 @@ def test_prompts_that_are_there_twice(prompt):
 def test_a_batch_larger_than_the_data():
     assert lines(problems("a", "b"), train_batch_size=3) == [
         "data.train_batch_size is 3, but data.train_files has only 2 prompts: "
+        "a step takes some of them more than once"
+    ]
+
+
+def test_a_file_whose_weight_asks_for_more_prompts_than_it_has():
+    files = {"train_files": ("x", "y"), "sizes": (1, 2), "train_batch_size": 3}
+    assert lines(problems("a", "b", "c"), weights=(1.0, 2.0), **files) == []
+    assert lines(problems("a", "b", "c"), weights=(2.0, 1.0), **files) == [
+        "data.weights give x 2 of the 3 prompts of a step, and it has only 1: "
         "a step takes some of them more than once"
     ]
 

@@ -80,3 +80,10 @@ def test_as_many_weights_as_files_are_needed_and_an_evaluation_needs_neither():
     cfg = load(overrides=[files, "data.weights=[1, 2]", "model.path=m", "data.val_files=['v.jsonl']"])
     assert make_plan(cfg).data.weights == (1.0, 2.0) and evaluation_plan(cfg).data.weights == ()
     assert not any("data.weights" in note for note in notes(None, [files, "data.weights=[1, 2]"]))
+
+
+def test_weights_of_sets_do_not_count_for_the_held_out_problems_of_a_file(tmp_path):
+    sets = ["data.task=reasoning_gym:chain_sum,leg_counting", "data.weights=[3, 1]"]
+    cfg = load(overrides=[*sets, "model.path=m", f"data.val_files={write(tmp_path / 'v.jsonl', 'v', [1, 2])}"])
+    data = file_data(evaluation_plan(cfg).data, char_tokenizer("a"), print)
+    assert len(data.validation) == 2 and data.training == data.weights == data.sizes == ()

@@ -118,3 +118,18 @@ def test_the_rest_counts():
     teacher = torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64).log()
     student = torch.tensor([[0.4, 0.2, 0.4]], dtype=torch.float64).log()
     assert float(top_k_values("forward", 2, teacher, student)[0]) > 0.1
+
+
+@pytest.mark.parametrize("kl", ["reverse", "forward"])
+def test_a_candidate_that_the_student_lacks_is_one_of_the_others(kl):
+    teacher = torch.tensor([[0.5, 0.3, 0.15, 0.05]], dtype=torch.float64).log()
+    batch = Batch.from_rows([[7]], {"response_mask": [[1.0]], "loss_weight": [[1.0]]})
+    results = []
+    for given in ([0.4, 0.3, 0.0], [0.4, 0.3]):
+        student = torch.tensor([given], dtype=torch.float64).log().requires_grad_()
+        known = batch.with_tokens(teacher_candidate_log_probs=teacher[:, : len(given)])
+        values, metrics = distill_top_k(kl)(TokenOutputs({"candidate_logprobs": student}), known)
+        (gradient,) = torch.autograd.grad(values.sum(), student)
+        results.append((values.detach(), gradient[:, :2], metrics["distill/teacher_mass"].value))
+        assert not gradient[:, 2:].any()
+    torch.testing.assert_close(*results)

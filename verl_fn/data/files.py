@@ -24,7 +24,7 @@ class FileData:
     """A source of problems that were read from files.
 
     Attributes:
-        training: the problems of one epoch; empty for a run that only evaluates.
+        training: the problems of all files; empty for a run that only evaluates.
         validation: the held-out problems.
         shuffle: whether every epoch draws a new order of ``training``; otherwise all epochs use the files' order.
         sizes: the number of training problems of each file, if ``weights`` says how often each is drawn.

@@ -113,9 +113,11 @@ def file_data(
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or a response to train on
             has characters that the tokenizer does not know, or cannot be rendered turn by turn.
     """
+    # Without training files, these are weights of the sets that data.task names.
+    weights = table.weights if table.train_files else ()
     parts = [
         _short_enough("data.train_files", problems, table, tokenizer, say)
-        for problems in _read_parts(table, learns_from)
+        for problems in _read_parts(table, learns_from, bool(weights))
     ]
     training, lengths = (tuple(itertools.chain(*column)) for column in zip(*parts, strict=True))
     held_out = read_files(table.val_files, learns_from, prompt_key=table.prompt_key, held_out=True)
@@ -125,8 +127,8 @@ def file_data(
         validation,
         table.shuffle,
         max((*lengths, *validation_lengths), default=0),
-        sizes=tuple(len(problems) for problems, _ in parts) if table.weights else (),
-        weights=table.weights,
+        sizes=tuple(len(problems) for problems, _ in parts) if weights else (),
+        weights=weights,
     )
     if end_token is None or not training:
         return data
@@ -134,9 +136,9 @@ def file_data(
     return attrs.evolve(data, max_row=max_row, max_group=max_group)
 
 
-def _read_parts(table: DataConfig, learns_from: LearnsFrom) -> list[tuple[Problem, ...]]:
-    """Returns the training problems of all files together, or of each file where each has a weight."""
-    if not table.weights:
+def _read_parts(table: DataConfig, learns_from: LearnsFrom, each: bool) -> list[tuple[Problem, ...]]:
+    """Returns the training problems of all files together, or of each file."""
+    if not each:
         return [read_files(table.train_files, learns_from, prompt_key=table.prompt_key)]
     parts, first = [], 0
     for file in table.train_files:

@@ -12,7 +12,13 @@ from verl_fn.data.tasks import Problem
 
 
 def notices(
-    training: Sequence[Problem], validation: Sequence[Problem], table: DataConfig, tokenizer: Any, *, answers: bool
+    training: Sequence[Problem],
+    validation: Sequence[Problem],
+    table: DataConfig,
+    tokenizer: Any,
+    *,
+    answers: bool,
+    sizes: Sequence[int] = (),
 ) -> Iterator[str]:
     """Yields a line for each unusual property of the problems.
 
@@ -22,13 +28,21 @@ def notices(
         table: the config's ``[data]`` table.
         tokenizer: the model's tokenizer.
         answers: whether the run trains on the answers.
+        sizes: the number of training problems of each file, if each has a weight.
     """
     different = {_hashable(problem.prompt) for problem in training}
     if repeated := len(training) - len(different):
         yield f"data.train_files: {repeated} of {len(training)} prompts repeat an earlier one"
     if known := sum(_hashable(problem.prompt) in different for problem in validation):
         yield f"data.val_files: {known} of {len(validation)} held-out prompts are also in data.train_files"
-    if 0 < len(training) < table.train_batch_size:
+    for file, size, weight in zip(table.train_files, sizes, table.weights, strict=False):
+        drawn = table.train_batch_size * weight / sum(table.weights)
+        if drawn > size:
+            yield (
+                f"data.weights give {file} {drawn:.0f} of the {table.train_batch_size} prompts of a step, and it has "
+                f"only {size}: a step takes some of them more than once"
+            )
+    if not sizes and 0 < len(training) < table.train_batch_size:
         yield (
             f"data.train_batch_size is {table.train_batch_size}, but data.train_files has only {len(training)} "
             "prompts: a step takes some of them more than once"

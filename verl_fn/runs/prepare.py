@@ -61,7 +61,12 @@ def prepare(plan: Plan, say: Say) -> Source:
     check(plan, source, tokenizer)
     if isinstance(source, FileData):
         for notice in notices(
-            source.training, source.validation, plan.data, tokenizer, answers=learns_from == "answers" and answers
+            source.training,
+            source.validation,
+            plan.data,
+            tokenizer,
+            answers=learns_from == "answers" and answers,
+            sizes=source.sizes,
         ):
             say(f"note: {notice}")
     return source
