@@ -87,7 +87,7 @@ def packed_attention(
         return attend(q, k, v, packing, scaling, sliding_window)[None], None
     from verl_fn.backends.hf.shared_attention import shared
 
-    return shared(attend, q, k, v, packing, scaling, sliding_window)[None], None
+    return shared(packing.sequence, attend, q, k, v, packing, scaling, sliding_window)[None], None
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_fn.backends.hf.attention import Packing
+from verl_fn.backends.hf.ulysses import Sequence
 
 
 # Compiled code silently loses the gradient of the exchange.
 @torch.compiler.disable
-def shared(attend: Any, q: Tensor, k: Tensor, v: Tensor, packing: Packing, *options: Any) -> Tensor:
+def shared(ranks: Sequence, attend: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     """Computes the attention of ranks that share the sequence, each for a part of the heads."""
-    ranks = packing.sequence
-    return ranks.to_tokens(attend(*(ranks.to_heads(x) for x in (q, k, v)), packing, *options))
+    return ranks.to_tokens(attend(*(ranks.to_heads(x) for x in (q, k, v)), *options))

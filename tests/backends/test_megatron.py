@@ -33,6 +33,8 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 FP32 = 1e-5
+# A layout has dozens of process groups, and gloo wakes a thread of each a hundred times a second.
+MOST_LAYOUTS = 3
 EXPERTS = {
     "arch": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.1,
@@ -48,28 +50,32 @@ def executable():
 
 @pytest.fixture(scope="module")
 def start(executable):
-    """Starts ranks that share what one process has imported; they stay until the last test of this file."""
-    before, started = multiprocessing.spawn.get_executable(), []
+    """Starts ranks that share what one process has imported, or returns those that it has started before."""
+    before, kept = multiprocessing.spawn.get_executable(), {}
 
     def ranks(size):
-        multiprocessing.spawn.set_executable(executable)
-        try:
-            started.append(Ranks(size))
-        finally:
-            multiprocessing.spawn.set_executable(before)
-        return started[-1]
+        alive = size in kept and all(process.is_alive() for process in kept[size].processes)
+        if size in kept and (not alive or call(kept[size], "layouts")[0] > MOST_LAYOUTS):
+            kept.pop(size).kill()
+        if size not in kept:
+            multiprocessing.spawn.set_executable(executable)
+            try:
+                kept[size] = Ranks(size)
+            finally:
+                multiprocessing.spawn.set_executable(before)
+        return kept[size]
 
     yield ranks
-    for one in started:
+    for one in kept.values():
         one.kill()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def two(start):
     return start(2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def four(start):
     return start(4)
 
