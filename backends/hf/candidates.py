@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_fn.backends.hf.logprobs import default_chunk, slices
+from verl_fn.backends.hf.logprobs import at, default_chunk, scaled, slices
 
 
 def candidate_logprobs(
@@ -82,9 +82,7 @@ def top_logprobs(
         raise ValueError(f"the {count} likeliest tokens are asked for, and the vocabulary has {len(weight)}")
     values, ids = [], []
     for part in slices(len(hidden), chunk or default_chunk(hidden, weight)):
-        logits = torch.nn.functional.linear(hidden[part], weight, bias).float()
-        if temperature is not None:
-            logits = logits / temperature[part, None]
+        logits = scaled(torch.nn.functional.linear(hidden[part], weight, bias), at(temperature, part))
         top = logits.topk(count, -1)
         values.append(top.values - logits.logsumexp(-1, keepdim=True))
         ids.append(top.indices)

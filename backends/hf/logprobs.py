@@ -81,13 +81,14 @@ def sum_pi_squared(
     chunk = chunk or default_chunk(hidden, weight)
     sums = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for part in slices(len(hidden), chunk):
-        logits = _scaled(torch.nn.functional.linear(hidden[part], weight, bias), _at(temperature, part))
+        logits = scaled(torch.nn.functional.linear(hidden[part], weight, bias), at(temperature, part))
         log_z = logits.logsumexp(-1)
         sums[part] = (logits.mul_(2.0).logsumexp(-1) - 2.0 * log_z).exp()
     return sums
 
 
 def default_chunk(hidden: Tensor, weight: Tensor) -> int:
+    """Returns how many tokens to compute at a time, so that their logits stay small."""
     return max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // len(weight))
 
 
@@ -121,7 +122,7 @@ class _LogProbs(torch.autograd.Function):
         for part in slices(len(hidden), chunk):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             of_part = entropies[part] if entropy else None
-            reduce_rows(logits, targets[part], _at(temperature, part), logprobs[part], log_z[part], of_part)
+            reduce_rows(logits, targets[part], at(temperature, part), logprobs[part], log_z[part], of_part)
         return logprobs, entropies, log_z
 
     @staticmethod
@@ -143,7 +144,7 @@ class _LogProbs(torch.autograd.Function):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             of_part = entropies[part] if ctx.entropy else None
             d_entropies_part = d_entropies[part]
-            heat = _at(temperature, part)
+            heat = at(temperature, part)
             gradient_in_place(logits, targets[part], heat, log_z[part], d_logprobs[part], of_part, d_entropies_part)
             if d_hidden is not None:
                 torch.mm(logits, weight, out=d_hidden[part])
@@ -189,7 +190,7 @@ def reduce_rows(
     if logits.is_cuda:
         _on_cuda().reduce_rows(logits, targets, temperature, logprobs, log_z, entropies)
         return
-    logits = _scaled(logits, temperature)
+    logits = scaled(logits, temperature)
     torch.logsumexp(logits, -1, out=log_z)
     logprobs.copy_(logits.gather(1, targets[:, None])[:, 0] - log_z)
     if entropies is not None:
@@ -218,7 +219,7 @@ def gradient_in_place(
         _on_cuda().gradient_in_place(logits, targets, temperature, log_z, d_logprobs, entropies, d_entropies)
         return
     given_logits = logits
-    log_probs = _scaled(logits, temperature).sub_(log_z[:, None])
+    log_probs = scaled(logits, temperature).sub_(log_z[:, None])
     probs = log_probs.exp()
     if entropies is None:
         d_logits = probs.mul_(-d_logprobs[:, None])
@@ -232,7 +233,8 @@ def gradient_in_place(
     given_logits.copy_(d_logits)
 
 
-def _scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
+def scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Returns fp32 logits, divided by the temperature in place where they have this dtype already."""
     logits = logits.float()
     return logits if temperature is None else logits.div_(temperature[:, None])
 
@@ -247,5 +249,6 @@ def slices(n: int, chunk: int) -> list[slice]:
     return [slice(i, min(i + chunk, n)) for i in range(0, n, chunk)]
 
 
-def _at(temperature: Tensor | None, part: slice) -> Tensor | None:
+def at(temperature: Tensor | None, part: slice) -> Tensor | None:
+    """Returns the temperatures of a part of the tokens."""
     return None if temperature is None else temperature[part]

@@ -85,8 +85,9 @@ class Routers:
                 f"{ROUTED} is {routed.dtype}{list(routed.shape)}, and this model's is {self.dtype}{expected}; write "
                 f"what its own forward gives for {ROUTED!r} into the batch"
             )
-        # As long integers: torch compares uint8 with 256 as if it were 0.
-        outside = (routed.long() < 0) | (routed.long() >= self.experts)
+        # As a long integer: torch compares uint8 with 256 as if it were 0.
+        numbers = routed.long()
+        outside = (numbers < 0) | (numbers >= self.experts)
         if bool(outside.any()):
             token, layer = outside.nonzero()[0, :2].tolist()
             raise ValueError(
@@ -161,6 +162,7 @@ class Routing:
         for number, (rows, micro_batch) in enumerate(share):
             if rows and routers.places:
                 tokens = entries_of(batch.cu_seqlens, torch.tensor(rows))[1].to(device)
+                assert micro_batch.routed_tokens is not None
                 routed = micro_batch.routed_tokens >= 0
                 at = tokens[micro_batch.routed_tokens[routed]]
                 whole[at[:, None], places] = self.recorded[number][routed].to(routers.dtype)

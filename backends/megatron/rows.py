@@ -39,7 +39,8 @@ class MicroBatch:
         last_rows: the rows whose last token this rank has.
         temperature: one for each target, or None where all are 1.
         group: the ranks that share the rows, if any do.
-        routed_tokens: for each token that this rank's routers see, its index in the batch, or -1 for padding.
+        routed_tokens: for each token that this rank's routers see, its index in the batch, or -1 for padding; None
+            where nothing can be replayed.
         routed: the experts that each of these goes to in each layer with experts, or None where routers decide.
     """
 
@@ -53,7 +54,7 @@ class MicroBatch:
     last_rows: Int[Tensor, " b"]
     temperature: Tensor | None
     group: Any
-    routed_tokens: Int[Tensor, " s"]
+    routed_tokens: Int[Tensor, " s"] | None
     routed: Int[Tensor, "s l k"] | None
 
     @classmethod
@@ -73,13 +74,11 @@ class MicroBatch:
             device: the device to compute on.
             length: how many tokens all ranks of the micro-batch have together, padding included; by default as few
                 as fit.
-            experts: how many a layer has, if those that the batch's ``routed_experts`` names are to be replayed.
+            experts: how many a layer has, if its router can record and replay; None if it cannot.
 
         Raises:
             ValueError: as ``check_targets``, or a token is to go to one expert twice.
         """
-        from megatron.core.packed_seq_params import PackedSeqParams
-
         targets = check_targets(batch)
         sizes = layout.sizes
         starts, total = padded_starts(batch.lengths, sizes.tp, sizes.cp)
@@ -90,31 +89,29 @@ class MicroBatch:
         index = torch.full((length,), -1).index_copy(0, own, torch.arange(len(own)))
         tokens = torch.full((length,), PADDING).index_copy(0, places, batch.tokens)[own]
         positions = (torch.arange(length) - ends[:-1].repeat_interleave(ends.diff()))[own]
-        routed_tokens = torch.full((length,), -1).index_copy(0, places, torch.arange(batch.num_tokens))[own]
-        routed_tokens = routed_tokens.chunk(sizes.tp)[layout.tp_rank] if sizes.sp else routed_tokens
+        routed_tokens = routed = None
+        if experts is not None:
+            routed_tokens = torch.full((length,), -1).index_copy(0, places, torch.arange(batch.num_tokens))[own]
+            routed_tokens = routed_tokens.chunk(sizes.tp)[layout.tp_rank] if sizes.sp else routed_tokens
+            routed = _routed(batch, routed_tokens, experts)
         seen, last = index[places[targets - 1]], index[places[batch.last]]
         mine, mine_last = seen >= 0, last >= 0
         temperature = None
         if "temperature" in batch and bool((batch["temperature"] != 1.0).any()):
             temperature = batch.spread(batch["temperature"].float())[targets][mine].to(device)
-        cu, longest = ends.int().to(device), int(ends.diff().max())
-        packed = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
-            max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=layout.groups.cp,
-        )  # fmt: skip
         return cls(
             batch.without(ROUTED).to(device),
             tokens[None].to(device),
             positions[None].to(device),
-            packed,
+            _packed(ends, layout, device),
             targets[mine].to(device),
             seen[mine].to(device),
             last[mine_last].to(device),
             mine_last.nonzero()[:, 0].to(device),
             temperature,
             layout.groups.cp if sizes.cp > 1 else None,
-            routed_tokens.to(device),
-            _routed(batch, routed_tokens, experts, device),
+            None if routed_tokens is None else routed_tokens.to(device),
+            None if routed is None else routed.to(device),
         )
 
     def spread(self, values: Tensor, *, rows: bool = False) -> Tensor:
@@ -143,22 +140,31 @@ def padded_starts(lengths: Int[Tensor, " b"], tp: int, cp: int) -> tuple[Tensor,
     return starts, -(-int(starts[-1]) // align) * align
 
 
-def _routed(batch: Batch, tokens: Tensor, experts: int | None, device: torch.device) -> Tensor | None:
+def _packed(ends: Tensor, layout: Layout, device: torch.device) -> Any:
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    cu, longest = ends.int().to(device), int(ends.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
+        max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=layout.groups.cp,
+    )  # fmt: skip
+
+
+def _routed(batch: Batch, tokens: Tensor, experts: int) -> Tensor | None:
     """Returns the experts to replay for these tokens, or None; padding, which needs some too, goes to all in turn.
 
     Raises:
         ValueError: a token is to go to one expert twice; Megatron sends each token to as many as there are numbers.
     """
-    if experts is None or ROUTED not in batch:
+    if ROUTED not in batch:
         return None
     of_batch = batch[ROUTED]
     topk = of_batch.shape[-1]
     in_turn = (torch.arange(len(tokens))[:, None, None] * topk + torch.arange(topk)) % experts
     routed = torch.where(tokens[:, None, None] >= 0, of_batch[tokens.clamp(min=0)], in_turn.to(of_batch.dtype))
-    routed = routed.to(device)
     twice = (routed.sort(-1).values.diff(dim=-1) == 0).flatten(1).any(1)
     if bool(twice.any()):
-        token = int(tokens[twice.nonzero()[0, 0].cpu()])
+        token = int(tokens[twice.nonzero()[0, 0]])
         raise ValueError(
             f"{ROUTED}: the token at position {int(batch.positions[token])} of a row of "
             f"{int(batch.lengths[batch.row_ids[token]])} tokens goes to one expert twice; write what forward gives "

@@ -144,10 +144,11 @@ def annotate(
         reference: whether ``ref_log_prob`` is asked for.
         critic: whether ``values`` are asked for.
         outputs: the actor's outputs; ``logprobs`` is written as ``old_log_probs`` and ``entropy`` as ``entropys``.
-            With ``w.router_replay``, ``routed_experts`` is written, too.
+            With ``w.router_replay``, ``routed_experts`` is written as well.
     """
     actor, params = w.trainers["actor"], state.actor.params
-    outputs += ("routed_experts",) * w.router_replay
+    if w.router_replay:
+        outputs = (*outputs, "routed_experts")
     passes: dict[str, Callable[[], Any]] = {"old_log_prob": lambda: actor.forward(params, batch, outputs)}
     if reference:
         if state.reference is None:

@@ -88,7 +88,7 @@ class TaskPairs:
 
 
 def edited(text: str, alphabet: str, dice: random.Random) -> str:
-    """Makes one random edit to a text, which may leave it as it was.
+    """Returns the text after one random edit, which need not change it.
 
     Most often a letter is replaced, by one of the alphabet or of the text. Otherwise two neighbours are swapped, a
     letter is added or removed, or the end is cut off.

@@ -68,7 +68,7 @@ class ReasoningSets:
 
     def _draw(self, key: Key, number: int, held_out: bool) -> Problem:
         rng = random.Random(key.seed())
-        # The set is drawn once, so that what is left out of it does not change its share.
+        # The set stays the same until a question can be used: a set with many unusable ones keeps its share.
         name = rng.choices(self.names, self.weights)[0]
         options = self.options.get(name, {})
         for _ in range(MAX_FAILED_DRAWS):
