@@ -11,6 +11,7 @@ import time
 
 import attrs
 import pytest
+from safetensors.torch import load_file
 
 from verl_fn.config import load, make_plan
 from verl_fn.driver import build
@@ -34,8 +35,9 @@ def silent(line):
 
 def logged(folder):
     rows = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(folder)]
-    samples = {p.name: p.read_bytes() for p in (folder / "samples").iterdir()}
-    return rows, read_journal(folder), samples
+    samples = {file.name: load_file(file) for file in (folder / "samples").iterdir()}
+    listed = {step: {name: (t.dtype, t.tolist()) for name, t in tensors.items()} for step, tensors in samples.items()}
+    return rows, read_journal(folder), listed
 
 
 def waits_for(file):
