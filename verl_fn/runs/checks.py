@@ -139,7 +139,7 @@ def check_model_folders(plan: Plan) -> None:
             key = "critic.path" if role.table == "critic" and role.folder != plan.model else "model.path"
             key = f"algorithm.{role.name}" if role.name in OTHER_MODELS else key
             raise ConfigError(
-                f"{key}: there is no folder {role.folder}. A run downloads nothing: for a model of the Hugging Face "
+                f"{key}: there is no folder {role.folder}. A run downloads no models: for one of the Hugging Face "
                 "hub, run verl-fn prepare hub:OWNER/NAME --out FOLDER first and set the folder"
             )
 
