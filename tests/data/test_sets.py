@@ -140,7 +140,7 @@ def test_what_cannot_be_read_says_why(snapshot, tmp_path):
             open_set(entry)
     with pytest.raises(HubError, match="sums@main is no commit, and the hub cannot be asked"):
         open_set(f"{hub}#main/train")
-    with pytest.raises(HubError, match="other@c* is not in the hub's cache, or not all"):
+    with pytest.raises(HubError, match=r"other@c* is not in the hub's cache, or not all"):
         open_set(f"hub:datasets/me/other@{COMMIT}#train")
     (snapshot.parents[1] / "trees").mkdir()
     listing = {name: {"size": 1, "blob_id": "0" * 40} for name in ("main/train-0.parquet", "main/train-1.parquet")}

@@ -114,6 +114,11 @@ class DataConfig:
         "functions that make rows of other columns into verl's: FILE.py:NAME or MODULE:NAME, such as "
         "verl_fn.data.converters:gsm8k",
     )
+    stream: bool = opt(
+        False,
+        "read the rows of training data sets when a step needs them, rather than all at the start; their prompts and "
+        "rewards are then checked in that step",
+    )
     filter_overlong_prompts: bool = opt(False, "leave out prompts that are too long; otherwise they end the run")
     shuffle: bool = opt(True, "draw a new order of the files' rows in every epoch")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from verl_fn.data.files import FileData, encode_prompts, read_problems
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, read_labelled, read_pairs
 from verl_fn.data.rows import DataError
+from verl_fn.data.streaming import Read, StreamedData, streamed
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
 
 
@@ -121,11 +123,12 @@ def file_data(
     *,
     learns_from: LearnsFrom = "samples",
     end_token: int | None = None,
-) -> FileData:
+) -> FileData | StreamedData:
     """Reads the problems of ``data.train_files`` and ``data.val_files``, and checks the length of every prompt.
 
     All prompts are encoded here, so that a prompt that is too long ends the run before training starts. With
-    ``data.filter_overlong_prompts`` such prompts are left out instead.
+    ``data.filter_overlong_prompts`` such prompts are left out instead. With ``data.stream`` only the first training
+    rows are read and checked here.
 
     Args:
         table: the config's ``[data]`` table.
@@ -139,15 +142,19 @@ def file_data(
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or a response to train on
             has characters that the tokenizer does not know, or cannot be rendered turn by turn.
     """
+    convert = converters(table)
+    read = functools.partial(read_files, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
+    if table.stream and table.train_files:
+        validation, _ = _short_enough("data.val_files", read(table.val_files, held_out=True), table, tokenizer, say)
+        return streamed(table, tokenizer, read, validation, learns_from, end_token)
     # Without training files, these are weights of the sets that data.task names.
     weights = table.weights if table.train_files else ()
-    convert = converters(table)
     parts = [
         _short_enough("data.train_files", problems, table, tokenizer, say)
-        for problems in _read_parts(table, learns_from, bool(weights), convert)
+        for problems in _read_parts(table.train_files, bool(weights), read)
     ]
     training, lengths = (tuple(itertools.chain(*column)) for column in zip(*parts, strict=True))
-    held_out = read_files(table.val_files, learns_from, prompt_key=table.prompt_key, held_out=True, convert=convert)
+    held_out = read(table.val_files, held_out=True)
     validation, validation_lengths = _short_enough("data.val_files", held_out, table, tokenizer, say)
     data = FileData(
         training,
@@ -163,15 +170,13 @@ def file_data(
     return attrs.evolve(data, max_row=max_row, max_group=max_group)
 
 
-def _read_parts(
-    table: DataConfig, learns_from: LearnsFrom, each: bool, convert: Sequence[Convert]
-) -> list[tuple[Problem, ...]]:
+def _read_parts(files: Sequence[str], each: bool, read: Read) -> list[tuple[Problem, ...]]:
     """Returns the training problems of all files together, or of each file."""
     if not each:
-        return [read_files(table.train_files, learns_from, prompt_key=table.prompt_key, convert=convert)]
+        return [read(files)]
     parts, first = [], 0
-    for file in table.train_files:
-        problems = read_files([file], learns_from, prompt_key=table.prompt_key, convert=convert)
+    for file in files:
+        problems = read([file])
         parts.append(tuple(attrs.evolve(problem, id=first + problem.id) for problem in problems))
         first += len(problems)
     return parts
