@@ -199,9 +199,11 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     for name in ("weights", "num_workers", "env"):
         yield f"reward.{name}", bool(reward.functions), "without reward.functions"
     yield "reward.timeout", reward.by_user, "without reward.functions or reward.url"
-    judge = ("model", "prompt", "pattern", "unreadable_score", "retries", "concurrency", "api_key_env", "offline")
-    for name in judge:
+    for name in ("api", "model", "retries", "concurrency", "api_key_env", "offline"):
         yield f"reward.{name}", bool(reward.url), "without reward.url"
+    asks = bool(reward.url) and reward.api == "chat"
+    for name in ("prompt", "pattern", "unreadable_score"):
+        yield f"reward.{name}", asks, 'without reward.url and reward.api = "chat"'
     yield "trainer.stop_metric", cfg.trainer.stop_at is not None, "without trainer.stop_at"
     for name in ("project_name", "experiment_name"):
         yield f"trainer.{name}", "wandb" in cfg.trainer.logger, "without wandb in trainer.logger"
