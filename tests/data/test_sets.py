@@ -131,7 +131,7 @@ def test_what_cannot_be_read_says_why(snapshot, tmp_path):
         (f"{hub}@{COMMIT}#main/dev", r"cannot be read: ValueError: .*'train', 'test'"),
         (f"hub:org/model@{COMMIT}#train", "names a model"),
         (f"{folder}#train", "without #train"),
-        (str(tmp_path / "dict"), "has the splits train; name the folder of one, such as .*dict/train"),
+        (str(tmp_path / "dict"), "has the splits train; name the folder of one: .*dict/SPLIT"),
         (f"{snapshot}#train[5:]", "corresponds to no data"),
         (f"{tmp_path}/none#train", "ArrowInvalid: BatchSize must be"),
         (str(tmp_path / "empty"), "has no rows"),
@@ -173,6 +173,12 @@ def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatc
     for entry in (f"hub:datasets/me/sums@{COMMIT}#train", f"{tmp_path}#train"):
         with pytest.raises(DataError, match=r"package datasets.*pip install 'verl_fn\[datasets\]'"):
             read_files([entry], "samples")
+
+
+def test_a_file_with_a_number_sign_is_a_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a#1.jsonl").write_text(json.dumps(row(1)))
+    assert read_files([tmp_path / "a#1.jsonl"], "samples")[0].answer == "0.1"
 
 
 def test_columns_of_files_are_converted(tmp_path):

@@ -71,7 +71,9 @@ def is_set(entry: str) -> bool:
         >>> is_set("hub:datasets/openai/gsm8k@main#main/train"), is_set("data/gsm8k/train.parquet")
         (True, False)
     """
-    return entry.startswith(PREFIX) or Path(_parts(entry)[0]).expanduser().is_dir()
+    if entry.startswith(PREFIX):
+        return True
+    return not Path(entry).expanduser().is_file() and Path(_parts(entry)[0]).expanduser().is_dir()
 
 
 def open_set(entry: str) -> Table:
@@ -99,15 +101,13 @@ def open_set(entry: str) -> Table:
     saved = (folder / _SAVED).is_file()
     if (folder / _SPLITS).is_file():
         splits = sorted(file.parent.name for file in folder.glob(f"*/{_SAVED}"))
-        raise DataError(
-            f"{entry} has the splits {', '.join(splits)}; name the folder of one, such as {folder / splits[0]}"
-        )
+        raise DataError(f"{entry} has the splits {', '.join(splits)}; name the folder of one: {folder}/SPLIT")
     if saved and split:
         raise DataError(f"{entry}: save_to_disk wrote one split to this folder; write the folder without #{split}")
     if not saved and not split:
         raise DataError(
-            f"{entry} names no split; write {address}#SPLIT or {address}#CONFIG/SPLIT (a folder of "
-            "Dataset.save_to_disk needs none)"
+            f"{entry} names no split; write {address}#SPLIT or {address}#CONFIG/SPLIT, or name the files of a folder "
+            "(one that Dataset.save_to_disk wrote needs no split)"
         )
     try:
         if saved:

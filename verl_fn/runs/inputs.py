@@ -72,11 +72,8 @@ def _files(plan: Plan) -> Iterator[Path]:
     """Yields the data, the user's code, and the tokenizer of a model that the run did not make itself."""
     yield from _data_files(plan)
     # Modules of rewards and environments are found from the processes that run them.
-    for reference in (
-        *plan.code,
-        *plan.data.convert,
-        *(name for name in (*plan.reward.functions, plan.env.name) if ".py:" in name),
-    ):
+    of_user = (*plan.data.convert, *plan.reward.functions, plan.env.name)
+    for reference in (*plan.code, *(name for name in of_user if ".py:" in name)):
         if (file := source_file(reference)) is not None:
             yield file
     if plan.new_model is None:

@@ -31,7 +31,7 @@ def prepare(plan: Plan, say: Say) -> Source:
     from_files = plan.data.train_files or plan.data.val_files
     if from_files and plan.new_model is not None:
         # What is wrong with the data is worth more than a sentence about a model that is still to be chosen.
-        for files in (plan.data.train_files, plan.data.val_files):
+        for files in (() if plan.data.stream else plan.data.train_files, plan.data.val_files):
             held_out = files is plan.data.val_files
             read_files(
                 files,
