@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import random
 import shutil
 
 import pyarrow as pa
@@ -72,6 +73,37 @@ SETTINGS = {
 }
 
 
+def check_resumption(make):
+    """Checks that a source that was just made gives the rows that one gives which has been drawn from since."""
+    one = make()
+    whole = one.train(KEY, 0, 60)
+    for start, count in ((0, 1), (1, 7), (9, 2), (33, 27), (59, 1), (60, 0)):
+        for again in (make(), one):
+            problems = again.train(KEY, start, count)
+            assert problems == whole[start : start + count]
+            assert drawn(problems) == drawn(whole[start : start + count])
+
+
+class Buffered:
+    """A mutant: it shuffles in a buffer that it keeps from call to call."""
+
+    def __init__(self, data, size):
+        self.data, self.size, self.buffer = data, size, []
+
+    def train(self, key, start, count):
+        self.buffer += self.data.train(key, start, count)
+        dice = random.Random(key.fold_in(start).seed())
+        taken = [self.buffer.pop(dice.randrange(len(self.buffer))) for _ in range(count)]
+        self.buffer = self.buffer[-self.size :]
+        return tuple(taken)
+
+
+def test_the_law_catches_a_shuffle_buffer(opened):
+    opened["one"] = Stored(rows("one", [1] * 30))
+    with pytest.raises(AssertionError):
+        check_resumption(lambda: Buffered(source(opened, "data.shuffle=false"), 8))
+
+
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_stream_continues_anywhere_with_the_rows_that_it_would_have_had(opened, settings):
     """The law of resumption: a run that begins at any problem sees what an undisturbed one sees."""
@@ -79,11 +111,7 @@ def test_a_stream_continues_anywhere_with_the_rows_that_it_would_have_had(opened
     data = source(opened, *settings)
     whole = data.train(KEY, 0, 60)
     assert [problem.id for problem in whole] == list(range(60))
-    for start, count in ((0, 1), (1, 7), (9, 2), (33, 27), (59, 1), (60, 0)):
-        again = source(opened, *settings)
-        assert again.train(KEY, start, count) == whole[start : start + count]
-        assert drawn(again.train(KEY, start, count)) == drawn(whole[start : start + count])
-    assert data.train(KEY, 0, 60) == whole, "drawing changes nothing"
+    check_resumption(lambda: source(opened, *settings))
     shuffled = "data.shuffle=false" not in settings
     assert (drawn(data.train(Key.from_seed(4), 0, 60)) != drawn(whole)) == shuffled
 
