@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -27,8 +28,11 @@ from verl_fn.runs.replay import replay
 from verl_fn.state import Batch, Key
 from verl_fn.steps import frozen
 
-SILENT = lambda line: None  # noqa: E731
 GRPO = ["algorithm.name=grpo", "rollout.n=2", "data.train_batch_size=2", "trainer.test_freq=-1", "data.val_size=2"]
+
+
+def silent(line):
+    pass
 
 
 @pytest.fixture
@@ -49,7 +53,10 @@ def judge(url, folder=None, **options):
 def ragged(rows=9, longest=20, vocab=13):
     """Random rows with responses of one token to nearly the whole row."""
     generator = torch.Generator().manual_seed(1)
-    draw = lambda low, high: int(torch.randint(low, high, (), generator=generator))  # noqa: E731
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (), generator=generator))
+
     tokens = [[draw(4, vocab) for _ in range(draw(2, longest))] for _ in range(rows)]
     masks = [[float(t >= len(row) // 2) for t in range(len(row))] for row in tokens]
     return Batch.from_rows(tokens, {"response_mask": masks}, {"finished": [0.0] * rows})
@@ -92,10 +99,10 @@ def test_what_is_no_score_ends_the_run(server, reply, said):
 def test_a_run_is_replayed_without_the_server(tiny, tmp_path, server):
     address = [f"reward.url={server.url}", "reward.api=pooling", "reward.model=rm"]
     plan = tiny_run(tiny, tmp_path / "run", *GRPO, *address, "trainer.total_training_steps=1")
-    report = train(plan, SILENT)
+    report = train(plan, silent)
     assert "val-core/reverse/reward/mean@1" in report and read_metrics(tmp_path / "run")[-1]["critic/score/mean"] > 0
     server.close()
-    assert replay(tmp_path / "run", 1, say=SILENT).difference is None
+    assert replay(tmp_path / "run", 1, say=silent).difference is None
 
 
 def test_settings_of_the_other_kind_have_no_effect():
@@ -129,7 +136,10 @@ def value_model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def vllm(value_model):
     """The address of vLLM's server of the value model, in a process of its own."""
-    port, (_, _, folder) = 18000 + os.getpid() % 2000, value_model
+    _, _, folder = value_model
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     settings = (
         f"--port {port} --runner pooling --skip-tokenizer-init --dtype float32 --enforce-eager --max-model-len 64"
     )
@@ -168,5 +178,5 @@ def test_vllm_gives_the_scores_of_the_training_ranks(value_model, vllm, tiny, tm
     torch.testing.assert_close(result["score"], wanted.to(result["score"].dtype), atol=1e-4, rtol=0)
     address = [f"reward.url={vllm}", "reward.api=pooling", "reward.model=rm", "reward.timeout=120"]
     more = ["trainer.test_freq=-1", "trainer.total_training_steps=2", "trainer.val_before_train=false"]
-    train(tiny_run(tiny, tmp_path / "run", "algorithm.name=ppo", *address, *more), SILENT)
+    train(tiny_run(tiny, tmp_path / "run", "algorithm.name=ppo", *address, *more), silent)
     assert [row["reward/judge_unreadable/mean"] for row in read_metrics(tmp_path / "run")[-2:]] == [0.0, 0.0]

@@ -62,7 +62,7 @@ def structure(table: Mapping[str, Any]) -> Config:
         raise ConfigError("; ".join(_advice(key, known) for key in unknown))
     fields = dict(table)
     algorithm = fields.pop("algorithm", {})
-    names = {name for name, _ in _hints(options)}
+    names = {key.split(".")[1] for key in keys(options, "algorithm.")}
     values = {name: value for name, value in algorithm.items() if name in names}
     name = algorithm.get("name", "ppo")
     chosen = AlgorithmTable(name, structured(values, options, "algorithm"))
