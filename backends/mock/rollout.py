@@ -19,6 +19,7 @@ from verl_fn.backends.protocol import (
     WeightSource,
     check_sampling,
     here,
+    serves,
 )
 from verl_fn.backends.weight_sync import receive
 from verl_fn.state import Key, Request, Sample
@@ -69,7 +70,8 @@ class MockRollout:
 
     Args:
         script: answers by prompt, or a function of a ``Turn``.
-        capabilities: what this engine claims to support; requests for anything else are refused.
+        capabilities: what this engine claims to support; requests for anything else are refused. With
+            ``versions_per_token``, rows of a stream that are not read yet are in their middle when weights arrive.
 
     Example:
         >>> engine = MockRollout({(5, 6): [7, 8, 2]})
@@ -117,7 +119,7 @@ class MockRollout:
             ValueError: there is not one log-prob for each token.
             KeyError: a mapping lacks a prompt.
         """
-        if self.version is None or version not in (None, self.version):
+        if not serves(self.version, version, self.capabilities):
             asked = "weights were asked for" if version is None else f"version {version} was asked for"
             holds = "none" if self.version is None else f"version {self.version}"
             raise StaleWeightsError(f"{asked}, but this engine holds {holds}")
@@ -128,10 +130,10 @@ class MockRollout:
         """Returns an iterator over the same samples, the last request's first; see ``RolloutBackend``.
 
         Raises:
-            StaleWeightsError: as ``generate``.
+            StaleWeightsError: as ``generate``, and in the iterator after a publication that failed.
         """
-        samples = self.generate(requests, version=version)
-        return reversed(samples)
+        samples = reversed(self.generate(requests, version=version))
+        return self._in_flight(requests, samples) if self.capabilities.versions_per_token else samples
 
     def sleep(self, level: int = 2) -> None:
         """Drops the weights at level 2."""
@@ -143,6 +145,31 @@ class MockRollout:
 
     def _key(self, request: Request, number: int) -> Key:
         return request.key.fold_in(number)
+
+    def _in_flight(self, requests: Sequence[Request], samples: Iterator[Sample]) -> Iterator[Sample]:
+        """Yields samples; those of older weights than the engine's go on from their middle with the new ones."""
+        by_id = {request.id: request for request in requests}
+        for sample in samples:
+            if self.version is None:
+                raise StaleWeightsError("a publication failed during this stream")
+            done = len(sample.tokens) // 2
+            if self.version == int(sample.versions[-1]) or not done:
+                yield sample
+                continue
+            request, begun = by_id[sample.request], sample.tokens[:done].tolist()
+            rest = self._sample(
+                attrs.evolve(
+                    request,
+                    prompt=(*request.prompt, *begun),
+                    sampling=attrs.evolve(request.sampling, max_tokens=request.sampling.max_tokens - done),
+                    key=request.key.fold_in("in flight"),
+                ),
+                sample.number,
+            )
+            fields = ["tokens", "log_probs", "mask", "versions"]
+            fields += [] if sample.full_log_probs is None else ["full_log_probs"]
+            joined = {name: torch.cat([getattr(sample, name)[:done], getattr(rest, name)]) for name in fields}
+            yield attrs.evolve(sample, finish_reason=rest.finish_reason, **joined)
 
     def _sample(self, request: Request, number: int) -> Sample:
         sampling = request.sampling

@@ -11,6 +11,7 @@ from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend, Un
 from verl_fn.state import Key, Params, Sample, pack
 
 from . import publications
+from .in_flight import check_in_flight
 from .rollout_case import Case
 from .rollout_draws import check_draws
 from .violation import LawViolation, require, require_close, seeded, untouched
@@ -39,6 +40,9 @@ def check_rollout(
       on nothing but the request's key and the sample's number (``batch_independent``).
     * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
       Responses come as often as these say, and temperature 0 takes the most likely token.
+    * In flight, with ``trainer`` and ``versions_per_token``: weights that are published during responses reach them.
+      The log-prob of a token is that of the weights of its version, given the tokens before it. After a publication
+      that fails, no response goes on.
     * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused.
 
     Samples with ``near_ties`` are left out where draws are compared.
@@ -106,6 +110,9 @@ def _check_laws(case: Case) -> None:
         publications.broken(
             case, first, lambda version: _log_probs(case, case.sampling, case.generate(version=version), first)
         )
+        # Environments may give all samples of a stream at its end.
+        if engine.capabilities.versions_per_token and not case.environment:
+            check_in_flight(case, first, second)
 
 
 def _samplings(case: Case) -> list[Sampling]:
@@ -286,7 +293,8 @@ def _versions(case: Case, first: Params, second: Params) -> None:
     """New weights replace the old ones, and sleep forgets them."""
     engine, before = case.engine, case.generate()
     case.publish(4, case.tensors(second))
-    case.require_stale("after version 4 replaced version 3", 3)
+    if not engine.capabilities.versions_per_token:
+        case.require_stale("after version 4 replaced version 3", 3)
     samples = case.generate(version=4)
     _signature(case, case.sampling, samples)
     versions = sorted({v for s in samples for v in s.versions.tolist()})
