@@ -22,7 +22,15 @@ from verl_fn.backends.hf.folder import hollow
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.tokenizer import end_tokens
-from verl_fn.backends.protocol import Capabilities, Request, Sample, StaleWeightsError, check_sampling, serves
+from verl_fn.backends.protocol import (
+    Capabilities,
+    PublicationFailed,
+    Request,
+    Sample,
+    StaleWeightsError,
+    check_sampling,
+    serves,
+)
 from verl_fn.errors import ArgumentError
 from verl_fn.state import Key, check_ids, isolated
 
@@ -63,6 +71,7 @@ class Serving(ABC):
         self._weights = threading.Condition(threading.RLock())
         # Publications in flight that wait for the weights, or have them.
         self._arriving: deque[int] = deque()
+        self._failure: BaseException | None = None
         # A run has the cache and the weights for itself; another call ends it.
         self._calls = 0
         self.steps = 0
@@ -135,6 +144,9 @@ class Serving(ABC):
         try:
             with self._weights:
                 yield
+        except BaseException as error:
+            self._failure = error
+            raise
         finally:
             self._arriving.popleft()
             with self._weights:
@@ -144,13 +156,16 @@ class Serving(ABC):
         """Begins a step, after publications that have arrived; returns the version of the weights that draw.
 
         Raises:
-            StaleWeightsError: the engine was called between two steps, or a publication has failed.
+            StaleWeightsError: the engine was called between two steps.
+            PublicationFailed: a publication has failed.
         """
         self._weights.wait_for(lambda: not self._arriving)
         if self._calls != call:
             raise StaleWeightsError("this stream was interrupted by another call; read streams to their end")
         if self.version is None:
-            raise StaleWeightsError("a publication failed during this call, which has no weights to go on with")
+            raise PublicationFailed(
+                f"a publication failed during this call, which has no weights to go on with: {self._failure}"
+            ) from self._failure
         self.steps += 1
         return self.version
 

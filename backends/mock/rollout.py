@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -14,6 +15,7 @@ from verl_fn.backends.protocol import (
     Capabilities,
     Chunk,
     Handle,
+    PublicationFailed,
     Sampling,
     StaleWeightsError,
     WeightSource,
@@ -91,6 +93,8 @@ class MockRollout:
         self.capabilities = capabilities or Capabilities()
         self.version: int | None = None
         self._weights: dict[str, Tensor] = {}
+        # Of weights that arrive in flight, another thread may draw.
+        self._lock = threading.RLock()
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights.
@@ -99,7 +103,11 @@ class MockRollout:
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        self.version, source = None, here(weights)
+        with self._lock:
+            self._take(version, here(weights))
+
+    def _take(self, version: int, source: WeightSource) -> None:
+        self.version = None
         places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in source.specs}
 
         def write(chunk: Chunk) -> None:
@@ -119,6 +127,10 @@ class MockRollout:
             ValueError: there is not one log-prob for each token.
             KeyError: a mapping lacks a prompt.
         """
+        with self._lock:
+            return self._answered(requests, version)
+
+    def _answered(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         if not serves(self.version, version, self.capabilities):
             asked = "weights were asked for" if version is None else f"version {version} was asked for"
             holds = "none" if self.version is None else f"version {self.version}"
@@ -130,7 +142,8 @@ class MockRollout:
         """Returns an iterator over the same samples, the last request's first; see ``RolloutBackend``.
 
         Raises:
-            StaleWeightsError: as ``generate``, and in the iterator after a publication that failed.
+            StaleWeightsError: as ``generate``.
+            PublicationFailed: in the iterator, after a publication that failed.
         """
         samples = reversed(self.generate(requests, version=version))
         return self._in_flight(requests, samples) if self.capabilities.versions_per_token else samples
@@ -150,26 +163,27 @@ class MockRollout:
         """Yields samples; those of older weights than the engine's go on from their middle with the new ones."""
         by_id = {request.id: request for request in requests}
         for sample in samples:
-            if self.version is None:
-                raise StaleWeightsError("a publication failed during this stream")
-            done = len(sample.tokens) // 2
-            if self.version == int(sample.versions[-1]) or not done:
-                yield sample
-                continue
-            request, begun = by_id[sample.request], sample.tokens[:done].tolist()
-            rest = self._sample(
-                attrs.evolve(
-                    request,
-                    prompt=(*request.prompt, *begun),
-                    sampling=attrs.evolve(request.sampling, max_tokens=request.sampling.max_tokens - done),
-                    key=request.key.fold_in("in flight"),
-                ),
-                sample.number,
-            )
-            fields = ["tokens", "log_probs", "mask", "versions"]
-            fields += [] if sample.full_log_probs is None else ["full_log_probs"]
-            joined = {name: torch.cat([getattr(sample, name)[:done], getattr(rest, name)]) for name in fields}
-            yield attrs.evolve(sample, finish_reason=rest.finish_reason, **joined)
+            with self._lock:
+                whole = self._continued(by_id[sample.request], sample)
+            yield whole
+
+    def _continued(self, request: Request, sample: Sample) -> Sample:
+        if self.version is None:
+            raise PublicationFailed("a publication failed during this stream")
+        done, sampling = len(sample.tokens) // 2, request.sampling
+        if self.version == int(sample.versions[-1]) or not done:
+            return sample
+        longer = attrs.evolve(
+            request,
+            prompt=(*request.prompt, *sample.tokens[:done].tolist()),
+            sampling=attrs.evolve(sampling, max_tokens=sampling.max_tokens - done),
+            key=request.key.fold_in("in flight"),
+        )
+        rest = self._sample(longer, sample.number)
+        fields = ["tokens", "log_probs", "mask", "versions"]
+        fields += [] if sample.full_log_probs is None else ["full_log_probs"]
+        joined = {name: torch.cat([getattr(sample, name)[:done], getattr(rest, name)]) for name in fields}
+        return attrs.evolve(sample, finish_reason=rest.finish_reason, **joined)
 
     def _sample(self, request: Request, number: int) -> Sample:
         sampling = request.sampling

@@ -41,6 +41,10 @@ class StaleWeightsError(RuntimeError):
     """The engine's weights are incomplete, or not of the version that a request asked for."""
 
 
+class PublicationFailed(StaleWeightsError):
+    """Requests cannot go on, since a publication has failed while they were answered."""
+
+
 class UnsupportedSampling(ValueError):
     """A request asks for a way of sampling that the engine's ``capabilities`` exclude."""
 
@@ -65,7 +69,7 @@ class RolloutBackend(Protocol):
         later failure, the engine answers no request until a publication succeeds.
 
         An engine with ``versions_per_token`` lets requests wait between two tokens meanwhile, which go on with the
-        new weights; after a failure they end with ``StaleWeightsError``. So another thread may publish during a call.
+        new weights; after a failure they end with ``PublicationFailed``. So another thread may publish during a call.
 
         Raises:
             ValueError: the names or shapes are not the model's.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 import torch
 
-from verl_fn.backends.protocol import Ref, StaleWeightsError
+from verl_fn.backends.protocol import PublicationFailed, Ref, StaleWeightsError
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import Params, Sample, pack
 
@@ -96,7 +96,7 @@ def _failure(case: Case, first: Params, second: Params) -> None:
     case.publish(22, case.tensors(first))
     try:
         samples, lazy = _during(case, 22, broken)
-    except StaleWeightsError:
+    except PublicationFailed:
         samples, lazy = [], True
     _log_probs(case, samples, {22: first}, "that were read although a publication had failed,")
     require(not (samples and lazy), "Version", "a stream goes on after a publication that broke off", cause)

@@ -102,6 +102,10 @@ def _check_laws(case: Case) -> None:
         _log_probs(case, sampling, samples, first)
     if engine.capabilities.batch_independent:
         _independent(case)
+    # Environments may give all samples of a stream at its end.
+    if engine.capabilities.versions_per_token and trainer is not None and not case.environment:
+        check_in_flight(case, first, second)
+        case.publish(3, case.tensors(first))
     if trainer is not None:
         check_draws(case)
     _refused(case)
@@ -110,9 +114,6 @@ def _check_laws(case: Case) -> None:
         publications.broken(
             case, first, lambda version: _log_probs(case, case.sampling, case.generate(version=version), first)
         )
-        # Environments may give all samples of a stream at its end.
-        if engine.capabilities.versions_per_token and not case.environment:
-            check_in_flight(case, first, second)
 
 
 def _samplings(case: Case) -> list[Sampling]:
