@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -182,7 +182,9 @@ class MockRollout:
         rest = self._sample(longer, sample.number)
         fields = ["tokens", "log_probs", "mask", "versions"]
         fields += [] if sample.full_log_probs is None else ["full_log_probs"]
-        joined = {name: torch.cat([getattr(sample, name)[:done], getattr(rest, name)]) for name in fields}
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(sample, name)[:done], getattr(rest, name)]) for name in fields
+        }
         return attrs.evolve(sample, finish_reason=rest.finish_reason, **joined)
 
     def _sample(self, request: Request, number: int) -> Sample:

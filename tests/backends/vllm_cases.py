@@ -334,6 +334,20 @@ def choosing_excludes_others(made, weights):
     return free == [False]
 
 
+def in_flight_adapters(made, asked, params):
+    """Adapters alone reach responses in their middle; the engine has them in version 4 then."""
+    other = attrs.evolve(params, leaves={n: 2.0 * t if "lora_" in n else t for n, t in params.items()})
+    with in_flight(made):
+        results = published_at(made, 4, lambda: made.publish(5, adapted().weights(other)))
+        batch = pack(made.generate(asked, version=4))
+        results[0].result()
+        made.publish(4, adapted().weights(params))
+    old, new = (adapted().forward(p, batch, ["logprobs"]).logprobs for p in (params, other))
+    exact = torch.where(batch["versions"] == 4, old, torch.where(batch["versions"] == 5, new, 0.0))
+    torch.testing.assert_close(batch["rollout_log_probs"], exact, atol=1e-4, rtol=0)
+    assert sorted(set(batch["versions"].tolist())) == [-1, 4, 5]
+
+
 def adapters_alone():
     """The model is sent once and adapters alone afterwards; log-probs are the trainer's after each publication."""
     made = Vllm(folder(), device="cpu", dtype="float32", slots=16, max_length=64, lora=LORA)
@@ -357,6 +371,7 @@ def adapters_alone():
         if before is not None:
             moved.append(float((exact - adapted().forward(before, batch, ["logprobs"]).logprobs).abs().max()))
         before = now
+    in_flight_adapters(made, asked, before)
     for number, lost in enumerate((0, 1)):
         with pytest.raises(IncompleteWeights):
             publish(10 + number, adapters(7, 5), lost)
@@ -372,9 +387,8 @@ def adapters_alone():
 
 
 @contextlib.contextmanager
-def in_flight():
-    """The engine, as one that was made with ``in_flight``."""
-    made = engine()
+def in_flight(made):
+    """An engine, as if it was made with ``in_flight``."""
     made.capabilities = Capabilities(versions_per_token=True)
     try:
         yield made
@@ -384,7 +398,7 @@ def in_flight():
 
 def weights_in_flight():
     """Responses go on with weights that arrive between two steps, also where vLLM had begun the next one."""
-    with in_flight() as made:
+    with in_flight(engine()) as made:
         prompts = [tuple(prompt) for prompt in PROMPTS]
         case = Case(made, trainer(), prompts, Sampling(12, n=4), 1e-4, KEY, False, (2,), lambda value: value)
         check_in_flight(case, params(0), params(1))
@@ -424,7 +438,7 @@ def published_at(made, number, publish):
 
 
 def laws_in_flight():
-    with in_flight() as made:
+    with in_flight(engine()) as made:
         check_rollout(made, trainer(), tolerance=1e-4)
 
 
