@@ -64,14 +64,15 @@ class Serving(ABC):
         self.max_length, self.vocab = max_length, vocab
         self.end_tokens = set(end_tokens(self.folder))
         self.version: int | None = None
-        self.verify, self._published = verify, False
+        # How many publications have succeeded.
+        self.verify, self._published = verify, 0
         # Calls of several threads would share the cache.
         self._lock = threading.RLock()
         # A step has the weights for itself, and a publication too. Taken after ``_lock``.
         self._weights = threading.Condition(threading.RLock())
-        # Publications in flight that wait for the weights, or have them.
-        self._arriving: deque[int] = deque()
-        self._failure: BaseException | None = None
+        # Has an entry for each publication in flight that waits for the weights, or has them.
+        self._arriving: deque[None] = deque()
+        self._failure = ""
         # A run has the cache and the weights for itself; another call ends it.
         self._calls = 0
         self.steps = 0
@@ -140,12 +141,12 @@ class Serving(ABC):
             with self._alone():
                 yield
             return
-        self._arriving.append(1)
+        self._arriving.append(None)
         try:
             with self._weights:
                 yield
         except BaseException as error:
-            self._failure = error
+            self._failure = f"{type(error).__name__}: {error}"
             raise
         finally:
             self._arriving.popleft()
@@ -165,7 +166,7 @@ class Serving(ABC):
         if self.version is None:
             raise PublicationFailed(
                 f"a publication failed during this call, which has no weights to go on with: {self._failure}"
-            ) from self._failure
+            )
         self.steps += 1
         return self.version
 

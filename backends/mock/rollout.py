@@ -128,9 +128,9 @@ class MockRollout:
             KeyError: a mapping lacks a prompt.
         """
         with self._lock:
-            return self._answered(requests, version)
+            return self._all_samples(requests, version)
 
-    def _answered(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
+    def _all_samples(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         if not serves(self.version, version, self.capabilities):
             asked = "weights were asked for" if version is None else f"version {version} was asked for"
             holds = "none" if self.version is None else f"version {self.version}"

@@ -97,7 +97,7 @@ class Sampler(Serving):
             self.decoder.begin()
             receive(source, self.decoder.write, checked=self._checked)
             self.decoder.finish()
-            self._published = True
+            self._published += 1
             self.version = version
 
     def sleep(self, level: int = 2) -> None:
@@ -126,7 +126,7 @@ class Sampler(Serving):
         """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache."""
         steps = run.loop()
         while run.unfinished:
-            run.version = self._continue(call)
+            run.version, run.weights = self._continue(call), self._published
             try:
                 rows = next(steps)
             except NotFiniteError:
@@ -158,10 +158,11 @@ class _Run:
         # For each slot, the step of its last draw, and the difference between its length and the step.
         self.ends: list[int] = []
         self.offsets: list[int] = []
-        # Of each draw, its row and the version of the weights; and the version for the next step.
+        # Of each draw, its row and the version of the weights.
         self.drawn: list[int] = []
         self.versions: list[int] = []
-        self.version = -1
+        # Of the next step's weights, the version, and the number of the publication.
+        self.version = self.weights = -1
         self.finished: set[int] = set()
 
     @torch.inference_mode()
@@ -174,16 +175,16 @@ class _Run:
         self.uniforms = torch.zeros(self.slots, self.length, dtype=torch.float64, device=self.device)
         # The prompts and what was drawn after them.
         self.texts = torch.zeros(self.slots, self.length, dtype=torch.int64, device=self.device)
-        cached_by = self.version
+        cached_by = self.weights
         while self.unfinished:
             logits = []
             if active := len(self.rows):
                 self.positions[:active] += 1
-                if cached_by == self.version:
+                if cached_by == self.weights:
                     logits.append(self.decoder.step(self.tokens[:active], self.positions[:active], self._longest()))
                 else:
                     logits += self._again()
-            cached_by = self.version
+            cached_by = self.weights
             free, waiting = self.slots - active, len(self.seeds) - self.begun
             if waiting and free >= min(waiting, max(1, self.slots // REFILL_PART)):
                 logits.append(self._begin(min(free, waiting)))

@@ -151,7 +151,7 @@ class Vllm(Serving):
             # Its keys and values were computed with other weights; those of open requests are computed anew.
             if not self._engine.reset_prefix_cache(self.capabilities.versions_per_token):
                 raise EngineError("vLLM did not reset its prefix cache, so it could answer from older weights")
-            self._published, self._base = True, base
+            self._published, self._base = self._published + 1, base
             self.version = version
 
     def _chosen(self, source: WeightSource) -> tuple[WeightSource, str | None]:
@@ -282,7 +282,8 @@ class Vllm(Serving):
     def _collect_drawn(self) -> None:
         """Takes the draws of the running call, which are of the engine's version, from vLLM's sampler."""
         drawn = self._call("collect")[0]
-        if drawn is not None and self.version is not None:
+        if drawn is not None:
+            assert self.version is not None
             self._drawn.append((drawn, self.version))
 
     def _settle(self) -> None:

@@ -71,6 +71,15 @@ def test_another_thread_publishes_in_the_middle_of_a_call(made, engine):
     assert engine.version == 7
 
 
+def test_another_publication_of_the_same_version_computes_the_cache_anew(made, engine):
+    results = calling(engine, 4, lambda: engine.publish(3, Weights.of(halved(made))))
+    mixed = [s.log_probs for s in engine.generate(ASKED)]
+    results[0].result()
+    results = calling(engine, 4, lambda: engine.publish(7, Weights.of(halved(made))))
+    engine.publish(6, Weights.of(made.weights))
+    assert all(map(torch.equal, mixed, (s.log_probs for s in engine.generate(ASKED))))
+
+
 def test_weights_that_are_refused_change_nothing(made, engine):
     before = engine.generate(ASKED)
     results = calling(engine, 4, lambda: engine.publish(7, Weights.of({"odd": torch.ones(1)})))

@@ -40,9 +40,7 @@ def check_rollout(
       on nothing but the request's key and the sample's number (``batch_independent``).
     * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
       Responses come as often as these say, and temperature 0 takes the most likely token.
-    * In flight, with ``trainer`` and ``versions_per_token``: weights that are published during responses reach them.
-      The log-prob of a token is that of the weights of its version, given the tokens before it. After a publication
-      that fails, no response goes on.
+    * In flight, with ``trainer`` and ``versions_per_token``; see ``in_flight.check_in_flight``.
     * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused.
 
     Samples with ``near_ties`` are left out where draws are compared.
@@ -53,7 +51,7 @@ def check_rollout(
             Without one, nothing is published and the answers count as scripted.
         prompts: token ids.
         stop_token_ids: all ids that end a response, the model's own included.
-        environment: whether one may write tokens into responses (their mask is 0) and drop or branch samples.
+        environment: whether one may write tokens (their mask is 0) and drop or branch samples.
         tolerance: how far log-probs may differ, relative to the largest or to 1.
         key: other keys give other draws.
         get: fetches the value behind a reference, for engines in other processes.
@@ -70,17 +68,9 @@ def check_rollout(
     """
     made: RolloutBackend = engine if hasattr(engine, "generate") else engine()  # type: ignore[assignment]
     stops = tuple(stop_token_ids) if made.capabilities.stop_token_ids else ()
-    case = Case(
-        made,
-        trainer,
-        [tuple(p) for p in prompts],
-        Sampling(6, n=3, stop_token_ids=stops),
-        tolerance,
-        key or Key.from_seed(0),
-        environment,
-        tuple(stop_token_ids),
-        get,
-    )
+    sampling = Sampling(6, n=3, stop_token_ids=stops)
+    ends, key = tuple(stop_token_ids), key or Key.from_seed(0)
+    case = Case(made, trainer, [tuple(p) for p in prompts], sampling, tolerance, key, environment, ends, get)
     _check_laws(case)
 
 
