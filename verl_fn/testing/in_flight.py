@@ -20,7 +20,8 @@ def check_in_flight(case: Case, first: Params, second: Params) -> None:
     """Checks responses during which weights arrive.
 
     They go on with the new weights, and the log-prob of a token is that of the weights of its version, given the
-    tokens before it. After a publication that fails, no response goes on. A request for older weights gets newer ones.
+    tokens before it. After a publication that fails, no response goes on. Newer weights answer a request for
+    older ones.
 
     Args:
         case: an engine with ``versions_per_token``, and a trainer.
