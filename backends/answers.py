@@ -16,33 +16,34 @@ class Answers:
 
     Args:
         requests: have the same sampling; row i belongs to request ``i // n``.
-        version: of the weights.
 
     Example:
         >>> from verl_fn.state import Key, Sampling, requests_for
-        >>> answers = Answers(requests_for([[5], [6]], Sampling(max_tokens=2), Key.from_seed(0)), 3)
+        >>> answers = Answers(requests_for([[5], [6]], Sampling(max_tokens=2), Key.from_seed(0)))
         >>> draws = torch.tensor([7, 8, 2]), torch.zeros(3), torch.zeros(3), torch.zeros(3)
-        >>> answers.collect(torch.tensor([1, 0, 1]), draws)
-        >>> answers.sample(1, finished=True).tokens.tolist()
-        [7, 2]
+        >>> answers.collect(torch.tensor([1, 0, 1]), draws, torch.tensor([3, 3, 4]))
+        >>> sample = answers.sample(1, finished=True)
+        >>> sample.tokens.tolist(), sample.versions.tolist()
+        ([7, 2], [3, 4])
     """
 
-    def __init__(self, requests: Sequence[Request], version: int) -> None:
-        self._requests, self._version = requests, version
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
         self._prompts = [torch.tensor(request.prompt) for request in requests]
         self._parts: dict[int, list[tuple[Tensor, ...]]] = {}
 
-    def collect(self, rows: Int[Tensor, " d"], draws: Sequence[Tensor]) -> None:
+    def collect(self, rows: Int[Tensor, " d"], draws: Sequence[Tensor], versions: Int[Tensor, " d"]) -> None:
         """Adds draws, in the order of the steps.
 
         Args:
             rows: the row of each draw.
             draws: for each draw its token, its log-prob with and without the cut, and whether it is a near tie.
+            versions: for each draw the version of the weights.
         """
         # A stable sort by row groups the draws of each row and keeps their order.
         order = rows.argsort(stable=True)
         present, counts = rows.unique(return_counts=True)
-        columns = [t[order].split(counts.tolist()) for t in draws]
+        columns = [t[order].split(counts.tolist()) for t in (*draws, versions)]
         for row, *part in zip(present.tolist(), *columns, strict=True):
             self._parts.setdefault(row, []).append(tuple(part))
 
@@ -56,7 +57,7 @@ class Answers:
         """
         parts = self._parts.pop(row)
         columns = (t[0] if len(t) == 1 else torch.cat(t) for t in zip(*parts, strict=True))
-        tokens, log_probs, full, near = (column[:length] for column in columns)
+        tokens, log_probs, full, near, versions = (column[:length] for column in columns)
         sampling = self._requests[0].sampling
         place, number = divmod(row, sampling.n)
         return Sample(
@@ -67,7 +68,7 @@ class Answers:
             log_probs=log_probs,
             full_log_probs=full if sampling.cuts else None,
             mask=torch.ones(len(tokens)),
-            versions=torch.full((len(tokens),), self._version),
+            versions=versions,
             finish_reason="stop" if finished else "length",
             temperature=sampling.temperature or 1.0,
             near_ties=int(near.sum()),

@@ -1,10 +1,16 @@
-"""What rollout engines have in common: one call at a time, checked requests, and streams that other calls end."""
+"""What rollout engines have in common: one call at a time, checked requests, and streams that other calls end.
+
+Weights that are published in flight arrive between two decoding steps: the publication announces itself, the running
+call lets go of the weights before its next step, and goes on with the new ones.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +22,15 @@ from verl_fn.backends.hf.folder import hollow
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.tokenizer import end_tokens
-from verl_fn.backends.protocol import Capabilities, Request, Sample, StaleWeightsError, check_sampling
+from verl_fn.backends.protocol import (
+    Capabilities,
+    PublicationFailed,
+    Request,
+    Sample,
+    StaleWeightsError,
+    check_sampling,
+    serves,
+)
 from verl_fn.errors import ArgumentError
 from verl_fn.state import Key, check_ids, isolated
 
@@ -33,23 +47,32 @@ class Serving(ABC):
         max_length: the most tokens of a row.
         vocab: the size of the vocabulary.
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
+        in_flight: whether publications arrive during calls, which go on with the new weights.
 
     Attributes:
+        capabilities: what the engine promises.
         version: the version of the weights; None where there are none.
         end_tokens: the tokens that end a response.
         steps: how many decoding steps were begun, which shows that the engine makes progress.
     """
 
-    capabilities = Capabilities()
-
-    def __init__(self, folder: str | Path, max_length: float, vocab: int, verify: str) -> None:
+    def __init__(
+        self, folder: str | Path, max_length: float, vocab: int, verify: str, in_flight: bool = False
+    ) -> None:
+        self.capabilities = Capabilities(versions_per_token=in_flight)
         self.folder = Path(folder)
         self.max_length, self.vocab = max_length, vocab
         self.end_tokens = set(end_tokens(self.folder))
         self.version: int | None = None
-        self.verify, self._published = verify, False
+        # How many publications have succeeded.
+        self.verify, self._published = verify, 0
         # Calls of several threads would share the cache.
         self._lock = threading.RLock()
+        # A step has the weights for itself, and a publication too. Taken after ``_lock``.
+        self._weights = threading.Condition(threading.RLock())
+        # Has an entry for each publication in flight that waits for the weights, or has them.
+        self._arriving: deque[None] = deque()
+        self._failure = ""
         # A run has the cache and the weights for itself; another call ends it.
         self._calls = 0
         self.steps = 0
@@ -63,7 +86,7 @@ class Serving(ABC):
                 holds unknown tokens.
             NotFiniteError: the model's logits for a row are not finite.
         """
-        with self._lock, isolated():
+        with self._alone(), isolated():
             drawn = self._admitted(requests, version, as_they_end=False)
             samples = {(place, sample.number): sample for place, sample in drawn}
         return [samples[place] for place in sorted(samples)]
@@ -74,32 +97,27 @@ class Serving(ABC):
         Raises:
             StaleWeightsError: as ``generate``, and in the iterator if the engine was called meanwhile.
         """
-        with self._lock:
+        with self._alone():
             return self._one_by_one(self._admitted(requests, version, as_they_end=True))
 
     @abstractmethod
-    def _run(
-        self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
-    ) -> Iterator[tuple[int, Sample]]:
+    def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
         """Yields the samples of requests with the same sampling, each with the number of its row.
 
         Sample i of a request has the row ``n`` times the place of the request, plus i.
 
         Args:
             requests: are checked, and have the same sampling.
-            version: of the weights.
             call: the number of this call; ``_continue`` raises an error once there is a later one.
             as_they_end: whether samples are yielded as they end, or all together.
         """
 
-    def _draw(
-        self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
-    ) -> Iterator[tuple[int, Sample]]:
+    def _draw(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
         """Yields every sample with the place of its request; see ``_run``."""
         # Requests with the same sampling are decoded together; draws never depend on other requests.
         for sampling in dict.fromkeys(request.sampling for request in requests):
             places = [i for i, request in enumerate(requests) if request.sampling == sampling]
-            for row, sample in self._run([requests[i] for i in places], version, call, as_they_end):
+            for row, sample in self._run([requests[i] for i in places], call, as_they_end):
                 yield places[row // sampling.n], sample
 
     @property
@@ -107,33 +125,68 @@ class Serving(ABC):
         """Whether the next publication compares checksums."""
         return self.verify == "always" or not self._published
 
-    def _continue(self, call: int) -> None:
-        """Begins a step; raises an error if another call has changed weights or cache.
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Has cache and weights without any other call."""
+        with self._lock, self._weights:
+            yield
+
+    @contextlib.contextmanager
+    def _publication(self) -> Iterator[None]:
+        """Has the weights, to replace them: in flight between two steps of a call, otherwise after it.
+
+        Another call cannot begin while the running one lets go of the weights, since that one keeps ``_lock``.
+        """
+        if not self.capabilities.versions_per_token:
+            with self._alone():
+                yield
+            return
+        self._arriving.append(None)
+        try:
+            with self._weights:
+                yield
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._arriving.popleft()
+            with self._weights:
+                self._weights.notify_all()
+
+    def _continue(self, call: int) -> int:
+        """Begins a step, after publications that have arrived; returns the version of the weights that draw.
 
         Raises:
             StaleWeightsError: the engine was called between two steps.
+            PublicationFailed: a publication has failed.
         """
+        self._weights.wait_for(lambda: not self._arriving)
         if self._calls != call:
             raise StaleWeightsError("this stream was interrupted by another call; read streams to their end")
+        if self.version is None:
+            raise PublicationFailed(
+                f"a publication failed during this call, which has no weights to go on with: {self._failure}"
+            )
         self.steps += 1
+        return self.version
 
     def _admitted(
         self, requests: Sequence[Request], version: int | None, *, as_they_end: bool
     ) -> Iterator[tuple[int, Sample]]:
         """Checks requests at once, and returns an iterator that draws their samples; see ``_draw``."""
-        if self.version is None or (version is not None and version != self.version):
+        if not serves(self.version, version, self.capabilities):
             requested = "any version" if version is None else f"version {version}"
             present = "none; publish them first" if self.version is None else f"version {self.version}"
             name = type(self).__name__.lower()
             raise StaleWeightsError(f"the request asks for weights of {requested}, and the {name} holds {present}")
         self._check(requests)
         self._calls += 1
-        return self._draw(requests, self.version, self._calls, as_they_end)
+        return self._draw(requests, self._calls, as_they_end)
 
     def _one_by_one(self, drawn: Iterator[tuple[int, Sample]]) -> Iterator[Sample]:
         """Yields samples, and has the engine for itself only while it draws the next one."""
         while True:
-            with self._lock, isolated():
+            with self._alone(), isolated():
                 _, sample = next(drawn, (0, None))
             if sample is None:
                 return

@@ -101,8 +101,8 @@ def faulty_engine(folder: Path, inner: Callable[..., Any], *args: Any) -> Any:
     engine = inner(*args)
     go_on, begun = engine._continue, Counter[int]()
 
-    def step(call: int) -> None:
-        go_on(call)
+    def step(call: int) -> int:
+        version: int = go_on(call)
         kind = happens(folder, ENGINE, engine.version, begun[call])
         begun[call] += 1
         if kind in ("kill", "stop"):
@@ -111,6 +111,7 @@ def faulty_engine(folder: Path, inner: Callable[..., Any], *args: Any) -> Any:
             time.sleep(3600)
         if kind == "memory":
             raise torch.OutOfMemoryError("out of memory, on purpose")
+        return version
 
     engine._continue = step
     return engine

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -14,11 +15,13 @@ from verl_fn.backends.protocol import (
     Capabilities,
     Chunk,
     Handle,
+    PublicationFailed,
     Sampling,
     StaleWeightsError,
     WeightSource,
     check_sampling,
     here,
+    serves,
 )
 from verl_fn.backends.weight_sync import receive
 from verl_fn.state import Key, Request, Sample
@@ -69,7 +72,8 @@ class MockRollout:
 
     Args:
         script: answers by prompt, or a function of a ``Turn``.
-        capabilities: what this engine claims to support; requests for anything else are refused.
+        capabilities: what this engine claims to support; requests for anything else are refused. With
+            ``versions_per_token``, rows of a stream that are not read yet are in their middle when weights arrive.
 
     Example:
         >>> engine = MockRollout({(5, 6): [7, 8, 2]})
@@ -89,6 +93,8 @@ class MockRollout:
         self.capabilities = capabilities or Capabilities()
         self.version: int | None = None
         self._weights: dict[str, Tensor] = {}
+        # Of weights that arrive in flight, another thread may draw.
+        self._lock = threading.RLock()
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights.
@@ -97,7 +103,11 @@ class MockRollout:
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        self.version, source = None, here(weights)
+        with self._lock:
+            self._take(version, here(weights))
+
+    def _take(self, version: int, source: WeightSource) -> None:
+        self.version = None
         places = {spec.name: torch.empty(spec.shape, dtype=spec.dtype) for spec in source.specs}
 
         def write(chunk: Chunk) -> None:
@@ -117,7 +127,11 @@ class MockRollout:
             ValueError: there is not one log-prob for each token.
             KeyError: a mapping lacks a prompt.
         """
-        if self.version is None or version not in (None, self.version):
+        with self._lock:
+            return self._all_samples(requests, version)
+
+    def _all_samples(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
+        if not serves(self.version, version, self.capabilities):
             asked = "weights were asked for" if version is None else f"version {version} was asked for"
             holds = "none" if self.version is None else f"version {self.version}"
             raise StaleWeightsError(f"{asked}, but this engine holds {holds}")
@@ -129,9 +143,10 @@ class MockRollout:
 
         Raises:
             StaleWeightsError: as ``generate``.
+            PublicationFailed: in the iterator, after a publication that failed.
         """
-        samples = self.generate(requests, version=version)
-        return reversed(samples)
+        samples = reversed(self.generate(requests, version=version))
+        return self._in_flight(requests, samples) if self.capabilities.versions_per_token else samples
 
     def sleep(self, level: int = 2) -> None:
         """Drops the weights at level 2."""
@@ -143,6 +158,34 @@ class MockRollout:
 
     def _key(self, request: Request, number: int) -> Key:
         return request.key.fold_in(number)
+
+    def _in_flight(self, requests: Sequence[Request], samples: Iterator[Sample]) -> Iterator[Sample]:
+        """Yields samples; those of older weights than the engine's go on from their middle with the new ones."""
+        by_id = {request.id: request for request in requests}
+        for sample in samples:
+            with self._lock:
+                whole = self._continued(by_id[sample.request], sample)
+            yield whole
+
+    def _continued(self, request: Request, sample: Sample) -> Sample:
+        if self.version is None:
+            raise PublicationFailed("a publication failed during this stream")
+        done, sampling = len(sample.tokens) // 2, request.sampling
+        if self.version == int(sample.versions[-1]) or not done:
+            return sample
+        longer = attrs.evolve(
+            request,
+            prompt=(*request.prompt, *sample.tokens[:done].tolist()),
+            sampling=attrs.evolve(sampling, max_tokens=sampling.max_tokens - done),
+            key=request.key.fold_in("in flight"),
+        )
+        rest = self._sample(longer, sample.number)
+        fields = ["tokens", "log_probs", "mask", "versions"]
+        fields += [] if sample.full_log_probs is None else ["full_log_probs"]
+        joined: dict[str, Any] = {
+            name: torch.cat([getattr(sample, name)[:done], getattr(rest, name)]) for name in fields
+        }
+        return attrs.evolve(sample, finish_reason=rest.finish_reason, **joined)
 
     def _sample(self, request: Request, number: int) -> Sample:
         sampling = request.sampling

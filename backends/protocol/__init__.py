@@ -3,12 +3,21 @@
 from verl_fn.state import Request, Sample, Sampling
 
 from .handles import Freed, Handle, Ref, Reference, Remote, here, is_where_used, where_used
-from .rollout import Capabilities, RolloutBackend, StaleWeightsError, UnsupportedSampling, check_sampling
+from .rollout import (
+    Capabilities,
+    PublicationFailed,
+    RolloutBackend,
+    StaleWeightsError,
+    UnsupportedSampling,
+    check_sampling,
+    serves,
+)
 from .train import TrainBackend, whole_leaves
 from .weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
 __all__ = [
-    "BUCKET_BYTES", "Capabilities", "Chunk", "Freed", "Handle", "Ref", "Reference", "Remote", "Request",
-    "RolloutBackend", "Sample", "Sampling", "StaleWeightsError", "TensorSpec", "TrainBackend",
-    "UnsupportedSampling", "WeightSource", "check_sampling", "here", "is_where_used", "where_used", "whole_leaves",
+    "BUCKET_BYTES", "Capabilities", "Chunk", "Freed", "Handle", "PublicationFailed", "Ref", "Reference", "Remote",
+    "Request", "RolloutBackend", "Sample", "Sampling", "StaleWeightsError", "TensorSpec", "TrainBackend",
+    "UnsupportedSampling", "WeightSource", "check_sampling", "here", "is_where_used", "serves",
+    "where_used", "whole_leaves",
 ]  # fmt: skip

@@ -21,8 +21,9 @@ class Capabilities:
         repeatable: a request drawn again gives the same tokens.
         batch_independent: neither the order nor the number of the other requests changes a response, except at draws
             that ``near_ties`` counts.
-        versions_per_token: new weights may arrive during a response, and each token has the version that drew it;
-            without this, all tokens of a response have one version.
+        versions_per_token: new weights may arrive during a response, which goes on with them. Each token has the
+            version that drew it, and the log-prob of those weights given the tokens before it. Without this, all
+            tokens of a response have one version.
         top_k: the field of ``Sampling`` is obeyed; otherwise a request that sets it is refused.
         top_p: as ``top_k``.
         stop_token_ids: as ``top_k``.
@@ -38,6 +39,10 @@ class Capabilities:
 
 class StaleWeightsError(RuntimeError):
     """The engine's weights are incomplete, or not of the version that a request asked for."""
+
+
+class PublicationFailed(StaleWeightsError):
+    """Requests cannot go on, since a publication has failed while they were answered."""
 
 
 class UnsupportedSampling(ValueError):
@@ -63,6 +68,9 @@ class RolloutBackend(Protocol):
         Weights with other names or shapes than the model's are refused before any weight is overwritten. After a
         later failure, the engine answers no request until a publication succeeds.
 
+        An engine with ``versions_per_token`` lets requests wait between two tokens meanwhile, which go on with the
+        new weights; after a failure they end with ``PublicationFailed``. So another thread may publish during a call.
+
         Raises:
             ValueError: the names or shapes are not the model's.
             IncompleteWeights: a part is missing, arrived twice, or has other values than were sent.
@@ -76,7 +84,8 @@ class RolloutBackend(Protocol):
 
         Args:
             requests: prompts, with their way of sampling.
-            version: the version that the weights must have; None accepts any.
+            version: the version that the weights must have; with ``versions_per_token``, the oldest that they may
+                have. None accepts any.
 
         Raises:
             StaleWeightsError: the engine holds another version than ``version``, or none.
@@ -111,6 +120,24 @@ class RolloutBackend(Protocol):
             tags: which of ``weights`` and ``cache`` to allocate; by default both.
         """
         ...
+
+
+def serves(held: int | None, version: int | None, capabilities: Capabilities) -> bool:
+    """Returns whether an engine may answer a request.
+
+    Args:
+        held: the version of the engine's weights; None where there are none.
+        version: the version that the request asks for; None for any.
+        capabilities: the engine's. With ``versions_per_token``, newer weights than those asked for will do.
+
+    Example:
+        >>> plain, in_flight = Capabilities(), Capabilities(versions_per_token=True)
+        >>> serves(4, 3, plain), serves(4, 3, in_flight), serves(4, 5, in_flight), serves(None, None, in_flight)
+        (False, True, False, False)
+    """
+    if held is None or version is None:
+        return held is not None
+    return held >= version if capabilities.versions_per_token else held == version
 
 
 def check_sampling(requests: Sequence[Request], capabilities: Capabilities) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_fn.backends.answers import Answers
 from verl_fn.backends.draws import NOISE, Draws
@@ -43,6 +44,8 @@ class Sampler(Serving):
         dtype: of weights and cache: ``float32`` or ``bfloat16``. Log-probs are fp32 in both cases.
         slots: the most rows that are decoded at a time.
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
+        in_flight: a publication during a call arrives between two steps. Rows that have begun go on with the new
+            weights, which compute the cache of their tokens anew.
 
     Example:
         >>> import tempfile
@@ -67,6 +70,7 @@ class Sampler(Serving):
         dtype: str = "float32",
         slots: int = 64,
         verify: str = "first",
+        in_flight: bool = False,
     ) -> None:
         if slots < 1:
             raise ValueError(f"slots is {slots}; it must be at least 1")
@@ -74,7 +78,7 @@ class Sampler(Serving):
         self.dtype = dtype_of(dtype, "dtype")
         self.slots = slots
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
-        super().__init__(folder, longest_of(read_config(folder)), self.decoder.vocab, verify)
+        super().__init__(folder, longest_of(read_config(folder)), self.decoder.vocab, verify, in_flight)
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights, tied ones once; the first publication is also compared by checksums.
@@ -86,18 +90,19 @@ class Sampler(Serving):
         """
         source = here(weights)
         check_specs(source.specs, self.decoder.shapes, self.folder)
-        with self._lock, isolated(), torch.inference_mode():
-            self._calls += 1
+        with self._publication(), isolated(), torch.inference_mode():
+            if not self.capabilities.versions_per_token:
+                self._calls += 1
             self.version = None
             self.decoder.begin()
             receive(source, self.decoder.write, checked=self._checked)
             self.decoder.finish()
-            self._published = True
+            self._published += 1
             self.version = version
 
     def sleep(self, level: int = 2) -> None:
         """Frees the memory of caches at level 1, and that of weights too at level 2."""
-        with self._lock:
+        with self._alone():
             self._calls += 1
             self.decoder.drop_cache()
             if level > 1:
@@ -107,22 +112,21 @@ class Sampler(Serving):
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Does nothing, since publishing and generating allocate the memory that they need."""
 
-    def _run(
-        self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
-    ) -> Iterator[tuple[int, Sample]]:
+    def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
         run = _Run(self, requests)
-        answers = Answers(requests, version)
+        answers = Answers(requests)
         ended = self._guarded(run, call)
         for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
-            answers.collect(torch.tensor(run.drawn), run.draws.results())
+            answers.collect(torch.tensor(run.drawn), run.draws.results(), torch.tensor(run.versions))
             run.drawn.clear()
+            run.versions.clear()
             yield from ((row, answers.sample(row, row in run.finished)) for row in rows)
 
     def _guarded(self, run: _Run, call: int) -> Iterator[list[int]]:
         """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache."""
         steps = run.loop()
         while run.unfinished:
-            self._continue(call)
+            run.version, run.weights = self._continue(call), self._published
             try:
                 rows = next(steps)
             except NotFiniteError:
@@ -154,7 +158,11 @@ class _Run:
         # For each slot, the step of its last draw, and the difference between its length and the step.
         self.ends: list[int] = []
         self.offsets: list[int] = []
+        # Of each draw, its row and the version of the weights.
         self.drawn: list[int] = []
+        self.versions: list[int] = []
+        # Of the next step's weights, the version, and the number of the publication.
+        self.version = self.weights = -1
         self.finished: set[int] = set()
 
     @torch.inference_mode()
@@ -165,11 +173,18 @@ class _Run:
         # The position of each slot's last token in the cache; the next token goes to the position after it.
         self.positions = torch.zeros_like(self.tokens)
         self.uniforms = torch.zeros(self.slots, self.length, dtype=torch.float64, device=self.device)
+        # The prompts and what was drawn after them.
+        self.texts = torch.zeros(self.slots, self.length, dtype=torch.int64, device=self.device)
+        cached_by = self.weights
         while self.unfinished:
             logits = []
             if active := len(self.rows):
                 self.positions[:active] += 1
-                logits.append(self.decoder.step(self.tokens[:active], self.positions[:active], self._longest()))
+                if cached_by == self.weights:
+                    logits.append(self.decoder.step(self.tokens[:active], self.positions[:active], self._longest()))
+                else:
+                    logits += self._again()
+            cached_by = self.weights
             free, waiting = self.slots - active, len(self.seeds) - self.begun
             if waiting and free >= min(waiting, max(1, self.slots // REFILL_PART)):
                 logits.append(self._begin(min(free, waiting)))
@@ -214,15 +229,32 @@ class _Run:
             logits = logits[which]
         self.positions[fresh] = (batch.lengths[which] - 1).to(self.device)
         places = torch.arange(1, self.length + 1, device=self.device)
+        prompts = pad_sequence(list(batch.rows()), batch_first=True)[which]
+        self.texts[fresh, : prompts.shape[1]] = prompts.to(self.device)
         self.uniforms[fresh] = uniform_at(self.seeds[self.rows[fresh]][:, None], places)
         return logits
+
+    def _again(self) -> Iterator[Float[Tensor, "m V"]]:
+        """Computes the cache of all active rows with new weights, and yields their logits, in parts."""
+        first, texts = 0, self.texts[: len(self.rows)].cpu()
+        ends = (self.positions[: len(self.rows)] + 1).tolist()
+        while first < len(ends):
+            last, budget = first, PREFILL_TOKENS
+            while last < len(ends) and (last == first or ends[last] <= budget):
+                budget -= ends[last]
+                last += 1
+            rows = [text[:end] for text, end in zip(texts[first:last], ends[first:last], strict=True)]
+            yield self.decoder.prefill(Batch.from_rows(rows), torch.arange(first, last))
+            first = last
 
     def _draw(self, logits: Float[Tensor, "n V"]) -> list[int]:
         """Draws a token for every active row, and returns the rows that end with it."""
         n = len(self.rows)
         tokens = self.draws.draw(logits, self.uniforms[:n].gather(1, self.positions[:n, None]))
         self.tokens[:n] = tokens
+        self.texts[:n].scatter_(1, self.positions[:n, None] + 1, tokens[:, None])
         self.drawn += self.rows
+        self.versions += [self.version] * n
         drawn = tokens.tolist()
         if self.draws.nothing in drawn:
             raise not_finite(self.rows[drawn.index(self.draws.nothing)], self.sampling.n)
@@ -241,7 +273,7 @@ class _Run:
         if targets:
             sources = [i for i in range(active, len(self.rows)) if i not in done]
             self.decoder.copy(sources, targets, self._longest())
-            for state in (self.tokens, self.positions, self.uniforms):
+            for state in (self.tokens, self.positions, self.uniforms, self.texts):
                 state[targets] = state[sources]
             for source, target in zip(sources, targets, strict=True):
                 for by_slot in (self.rows, self.ends, self.offsets):

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
@@ -18,25 +17,11 @@ from vllm.v1.sample.sampler import Sampler
 
 from verl_fn.backends.draws import Draws
 from verl_fn.backends.protocol import Sampling
+from verl_fn.backends.vllm.drawn import Drawn
 from verl_fn.state import uniform_at
 
 # The most logits of one draw, which bounds its memory: it needs 20 bytes for each.
 LOGITS = 2**25
-
-
-@attrs.frozen(eq=False)
-class Drawn:
-    """Draws in the order of the steps.
-
-    Attributes:
-        rows: the row of each draw.
-        places: the number of tokens of the row before the draw.
-        columns: for each draw its token, its log-prob with and without the cut, and whether it is a near tie.
-    """
-
-    rows: Tensor
-    places: Tensor
-    columns: tuple[Tensor, ...]
 
 
 class DrawingSampler(Sampler):

@@ -29,6 +29,7 @@ from verl_fn.backends.weight_sync.outlet import Outlet, send
 
 from .adapters import adapter_arguments, adapter_request
 from .arguments import EngineArgumentError, check_names, check_version, engine_arguments, prepare_environment
+from .drawn import Drawn, last_draws
 
 # What sleeping frees, and the tags that wake it.
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -64,6 +65,8 @@ class Vllm(Serving):
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
         lora: adapters that are published alone, after a first publication with the model; by default they are merged
             into published weights.
+        in_flight: a publication during a call arrives between two steps. Rows that have begun go on with the new
+            weights, which compute the cache of their tokens anew.
 
     Raises:
         UntestedVersion: no vLLM is installed that this adapter was tested with.
@@ -85,6 +88,7 @@ class Vllm(Serving):
         engine_kwargs: Mapping[str, Any] | None = None,
         verify: str = "first",
         lora: Lora | None = None,
+        in_flight: bool = False,
     ) -> None:
         check_version()
         skeleton, self.shapes = model_of(folder, lora)
@@ -93,11 +97,14 @@ class Vllm(Serving):
         self._base: str | None = None
         longest = longest_of(read_config(folder))
         length = int(longest if max_length is None else min(max_length, longest))
-        super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify)
+        super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify, in_flight)
         self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")
         self.tensor_parallel_size = tensor_parallel_size
         self._awake = {WEIGHTS, CACHE}
         self._outlets: list[Outlet] = []
+        # What vLLM and its sampler returned before weights arrived in flight; draws with their version.
+        self._outputs: list[Any] = []
+        self._drawn: list[tuple[Drawn, int]] = []
         prepare_environment(device)
         arguments = engine_arguments(
             Path(folder),
@@ -126,11 +133,14 @@ class Vllm(Serving):
             IncompleteWeights: a part is missing, arrived twice, or has other values; the engine answers no request
                 until a publication succeeds.
         """
-        with self._lock:
-            # Under the lock, since another thread may replace or drop the model that adapters alone are added to.
+        with self._publication():
+            # Not before, since another thread may replace or drop the model that adapters alone are added to.
             source, base = self._chosen(here(weights))
             self._require(WEIGHTS, "publish")
-            self._interrupt()
+            if self.capabilities.versions_per_token:
+                self._settle()
+            else:
+                self._interrupt()
             self.version = None
             if base != self._base:
                 self._base = None
@@ -138,10 +148,10 @@ class Vllm(Serving):
                 self._call("load", source, self._checked)
             else:
                 self._send(version, source, self._checked)
-            # Its keys and values were computed with other weights.
-            if not self._engine.reset_prefix_cache():
+            # Its keys and values were computed with other weights; those of open requests are computed anew.
+            if not self._engine.reset_prefix_cache(self.capabilities.versions_per_token):
                 raise EngineError("vLLM did not reset its prefix cache, so it could answer from older weights")
-            self._published, self._base = True, base
+            self._published, self._base = self._published + 1, base
             self.version = version
 
     def _chosen(self, source: WeightSource) -> tuple[WeightSource, str | None]:
@@ -164,7 +174,7 @@ class Vllm(Serving):
 
     def sleep(self, level: int = 2) -> None:
         """Frees the memory of the cache at level 1, moving weights to the CPU, and that of weights too at level 2."""
-        with self._lock:
+        with self._alone():
             self._interrupt()
             if level > 1:
                 self.version = self._base = None
@@ -183,7 +193,7 @@ class Vllm(Serving):
         names = {"weights": WEIGHTS, "cache": CACHE}
         if unknown := [tag for tag in tags if tag not in names]:
             raise ValueError(f"wake knows the tags weights and cache, not {unknown[0]!r}")
-        with self._lock:
+        with self._alone():
             for name, tag in names.items():
                 if (not tags or name in tags) and tag not in self._awake:
                     self._engine.wake_up([tag])
@@ -196,21 +206,22 @@ class Vllm(Serving):
             self._require(part, "generate")
         return super()._admitted(requests, version, as_they_end=as_they_end)
 
-    def _run(
-        self, requests: Sequence[Request], version: int, call: int, as_they_end: bool
-    ) -> Iterator[tuple[int, Sample]]:
+    def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
         self._continue(call)
         self._abort()
-        answers = Answers(requests, version)
+        answers = Answers(requests)
         self._add(requests, call)
         n = requests[0].sampling.n
         waiting = len(requests) * n
         ended: dict[int, tuple[list[int], bool]] = {}
         while waiting:
             self._continue(call)
-            if not self._engine.has_unfinished_requests():
+            outputs, self._outputs = self._outputs, []
+            if self._engine.has_unfinished_requests():
+                outputs += self._engine.step()
+            elif not outputs:
                 raise EngineError(f"vLLM ended with {waiting} of the rows unanswered")
-            for output in self._engine.step():
+            for output in outputs:
                 if output.finished:
                     answer = output.outputs[0]
                     row = int(output.request_id.rpartition("-")[2])
@@ -256,22 +267,34 @@ class Vllm(Serving):
         self._call("begin", sampling, seeds_of(requests), rows)
 
     def _collect(self, answers: Answers, n: int) -> None:
-        drawn = self._call("collect")[0]
+        self._collect_drawn()
         # With several batches in flight, vLLM may return responses that were collected with earlier ones.
-        if drawn is None:
+        if not self._drawn:
             return
-        # vLLM may discard a draw and make it again later; the place of both is the same.
-        order = torch.argsort(drawn.rows * 2**32 + drawn.places, stable=True)
-        keys = torch.stack([drawn.rows[order], drawn.places[order]])
-        last = torch.ones(len(order), dtype=torch.bool)
-        last[:-1] = (keys[:, 1:] != keys[:, :-1]).any(0)
-        kept = order[last]
-        log_probs = drawn.columns[1][kept]
-        if (bad := log_probs.isnan()).any():
+        parts, self._drawn = self._drawn, []
+        drawn, versions = last_draws(parts)
+        if (bad := drawn.columns[1].isnan()).any():
             self._interrupt()
             self._engine.reset_prefix_cache()
-            raise not_finite(int(drawn.rows[kept][bad][0]), n)
-        answers.collect(drawn.rows[kept], [column[kept] for column in drawn.columns])
+            raise not_finite(int(drawn.rows[bad][0]), n)
+        answers.collect(drawn.rows, drawn.columns, versions)
+
+    def _collect_drawn(self) -> None:
+        """Takes the draws of the running call, which are of the engine's version, from vLLM's sampler."""
+        drawn = self._call("collect")[0]
+        if drawn is not None:
+            assert self.version is not None
+            self._drawn.append((drawn, self.version))
+
+    def _settle(self) -> None:
+        """Ends the batch that vLLM may have begun, with the weights that it was begun with."""
+        if self._engine.has_unfinished_requests():
+            self._engine.sleep(0, mode="keep")
+            try:
+                self._outputs += self._engine.step()
+            finally:
+                self._engine.wake_up(["scheduling"])
+            self._collect_drawn()
 
     def _send(self, version: int, source: WeightSource, checked: bool) -> None:
         """Sends weights of this process to the workers of a tensor-parallel engine."""
@@ -308,6 +331,7 @@ class Vllm(Serving):
             self._engine.abort_request(list(processor.request_states), internal=True)
             while self._engine.has_unfinished_requests():
                 self._engine.step()
+        self._outputs, self._drawn = [], []
 
     def _require(self, what: str, call: str) -> None:
         """Raises an error for a call that needs what sleeps.

@@ -16,7 +16,8 @@ from verl_fn.backends.draws import NOISE
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.protocol import Sampling, WeightSource
 from verl_fn.backends.vllm.adapters import install, is_adapter
-from verl_fn.backends.vllm.drawing import DrawingSampler, Drawn
+from verl_fn.backends.vllm.drawing import DrawingSampler
+from verl_fn.backends.vllm.drawn import Drawn
 from verl_fn.backends.vllm.loading import load, whole
 from verl_fn.backends.weight_sync.inlet import Inlet
 
@@ -40,6 +41,12 @@ class Extension:
 
     def verl_fn_load(self, source: WeightSource, checked: bool) -> None:
         """Loads weights of this process."""
+        self._verl_fn_load(source, checked)
+        if self.device.type == "cuda":
+            # The thread that draws may compute on another stream.
+            torch.cuda.synchronize(self.device)
+
+    def _verl_fn_load(self, source: WeightSource, checked: bool) -> None:
         runner, lora = self.model_runner, self._verl_fn_lora
         if lora is None:
             load(runner.get_model(), runner.model_config, source, checked=checked)

@@ -24,8 +24,9 @@ def alone():
 
 
 @pytest.mark.slow
-def test_laws(alone):
-    alone("laws")
+@pytest.mark.parametrize("laws", ["laws", "laws_in_flight"])
+def test_laws(alone, laws):
+    alone(laws)
 
 
 def test_log_probs_are_the_trainers_after_each_of_ten_publications(alone):
@@ -62,6 +63,7 @@ def test_other_models(monkeypatch, arch):
         "ignored_weights",
         "streams_and_interruptions",
         "late_outputs",
+        "weights_in_flight",
         "sleep_and_wake",
         "not_finite",
         "other_draws_are_an_error",

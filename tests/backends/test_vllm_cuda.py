@@ -27,6 +27,13 @@ def test_log_probs_in_bf16_after_real_updates():
     assert max(gaps) < 0.015
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_weights_in_flight(eager):
+    gaps = _run("in_flight", "0.5b", eager)
+    print("gaps", gaps)
+    assert max(gaps) < 0.015
+
+
 def test_sleep_frees_memory_and_keeps_promises():
     awake, first, second, partly, again = _run("sleeping", "0.5b")
     print("GiB", awake, first, second, partly, again)

@@ -1,8 +1,11 @@
 """Functions that run in a process of their own, which has one vLLM engine for all tests."""
 
+import contextlib
 import functools
+import itertools
 import os
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import attrs
@@ -12,13 +15,15 @@ import torch
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.protocol import StaleWeightsError
+from verl_fn.backends.protocol import Capabilities, StaleWeightsError
 from verl_fn.backends.sampler import NotFiniteError, Sampler
 from verl_fn.backends.vllm import AsleepError, Vllm
 from verl_fn.backends.weight_sync import IncompleteWeights, Weights
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
+from verl_fn.testing.in_flight import check_in_flight
+from verl_fn.testing.rollout_case import Case
 
 KEY = Key.from_seed(3)
 LORA = Lora(rank=3, alpha=6.0)
@@ -329,6 +334,20 @@ def choosing_excludes_others(made, weights):
     return free == [False]
 
 
+def in_flight_adapters(made, asked, params):
+    """Adapters alone reach responses in their middle; the engine has them in version 4 then."""
+    other = attrs.evolve(params, leaves={n: 2.0 * t if "lora_" in n else t for n, t in params.items()})
+    with in_flight(made):
+        results = published_at(made, 4, lambda: made.publish(5, adapted().weights(other)))
+        batch = pack(made.generate(asked, version=4))
+        results[0].result()
+        made.publish(4, adapted().weights(params))
+    old, new = (adapted().forward(p, batch, ["logprobs"]).logprobs for p in (params, other))
+    exact = torch.where(batch["versions"] == 4, old, torch.where(batch["versions"] == 5, new, 0.0))
+    torch.testing.assert_close(batch["rollout_log_probs"], exact, atol=1e-4, rtol=0)
+    assert sorted(set(batch["versions"].tolist())) == [-1, 4, 5]
+
+
 def adapters_alone():
     """The model is sent once and adapters alone afterwards; log-probs are the trainer's after each publication."""
     made = Vllm(folder(), device="cpu", dtype="float32", slots=16, max_length=64, lora=LORA)
@@ -352,6 +371,7 @@ def adapters_alone():
         if before is not None:
             moved.append(float((exact - adapted().forward(before, batch, ["logprobs"]).logprobs).abs().max()))
         before = now
+    in_flight_adapters(made, asked, before)
     for number, lost in enumerate((0, 1)):
         with pytest.raises(IncompleteWeights):
             publish(10 + number, adapters(7, 5), lost)
@@ -364,6 +384,62 @@ def adapters_alone():
     with pytest.raises(ValueError, match=r"these weights have none: set rollout\.adapters=merged"):
         made.publish(30, trainer().weights(params(0)))
     return worst, min(moved), sent
+
+
+@contextlib.contextmanager
+def in_flight(made):
+    """An engine, as if it was made with ``in_flight``."""
+    made.capabilities = Capabilities(versions_per_token=True)
+    try:
+        yield made
+    finally:
+        made.capabilities = Capabilities()
+
+
+def weights_in_flight():
+    """Responses go on with weights that arrive between two steps, also where vLLM had begun the next one."""
+    with in_flight(engine()) as made:
+        prompts = [tuple(prompt) for prompt in PROMPTS]
+        case = Case(made, trainer(), prompts, Sampling(12, n=4), 1e-4, KEY, False, (2,), lambda value: value)
+        check_in_flight(case, params(0), params(1))
+        made.publish(30, trainer().weights(params(2)))
+        results = published_at(made, 4, lambda: made.publish(31, trainer().weights(params(3))))
+        samples = made.generate(requests_for(PROMPTS, Sampling(20, n=4), KEY), version=30)
+        results[0].result()
+        assert not made._outputs and not made._drawn
+        assert any(set(s.versions.tolist()) == {30, 31} for s in samples)
+        batch = pack(samples)
+        old, new = (trainer().forward(params(i), batch, ["logprobs"]).logprobs for i in (2, 3))
+        exact = torch.where(batch["versions"] == 30, old, torch.where(batch["versions"] == 31, new, 0.0))
+        torch.testing.assert_close(batch["rollout_log_probs"], exact, atol=1e-4, rtol=0)
+        results = published_at(made, 4, lambda: made.publish(32, Spoilt(trainer().weights(params(3)), "partial")))
+        with pytest.raises(StaleWeightsError, match="a publication failed during this call"):
+            made.generate(requests_for(PROMPTS, Sampling(20, n=4), KEY))
+        with pytest.raises(IncompleteWeights):
+            results[0].result()
+    made.publish(33, trainer().weights(params(0)))
+    assert len(made.generate(requests_for(PROMPTS, Sampling(2), KEY), version=33)) == len(PROMPTS)
+
+
+def published_at(made, number, publish):
+    """Lets another thread publish after so many steps of the next call, and waits until it waits for the step."""
+    pool, step, count, results = ThreadPoolExecutor(1), made._engine.step, itertools.count(1), []
+
+    def stepping():
+        if next(count) == number:
+            del made._engine.step
+            results.append(pool.submit(publish))
+            while not made._arriving and not results[0].done():
+                time.sleep(0.001)
+        return step()
+
+    made._engine.step = stepping
+    return results
+
+
+def laws_in_flight():
+    with in_flight(engine()) as made:
+        check_rollout(made, trainer(), tolerance=1e-4)
 
 
 def not_finite():

@@ -3,6 +3,7 @@
 import tempfile
 
 import torch
+from vllm_cases import published_at
 
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import StaleWeightsError
@@ -59,6 +60,22 @@ def after_real_updates(folder_or_shape, updates=10):
         gaps.append(now)
     moved = float((trainer.forward(state.params, batch, ["logprobs"]).logprobs - start).abs().max())
     return gaps, moved
+
+
+def in_flight(shape, eager):
+    """The mean gaps of the tokens of each version, where another thread publishes in the middle of a call."""
+    folder = model(shape)
+    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", compute_dtype="bfloat16", max_tokens=16384)
+    states = [trainer.load_pretrained(folder, Key.from_seed(0)), trainer.init(Key.from_seed(1))]
+    engine = made(folder, in_flight=True, enforce_eager=eager)
+    engine.publish(0, trainer.weights(states[0].params))
+    requests = requests_for(prompts(engine.vocab), Sampling(128), KEY)
+    publication = published_at(engine, 40, lambda: engine.publish(1, trainer.weights(states[1].params)))
+    batch = pack(engine.generate(requests, version=0))
+    publication[0].result()
+    exact = [trainer.forward(state.params, batch, ["logprobs"]).logprobs for state in states]
+    gaps = [(log_probs - batch["rollout_log_probs"]).abs() for log_probs in exact]
+    return [float(gaps[version][batch["versions"] == version].mean()) for version in (0, 1)]
 
 
 def sleeping(shape):

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.mock.rollout import MockRollout, sample_table
 from verl_fn.backends.mock.train import Mock
+from verl_fn.backends.protocol import Capabilities
 from verl_fn.driver.remote import Remote, RemoteTrain
 from verl_fn.state import Grads
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant
@@ -34,9 +35,9 @@ def mock(device):
     return OneWriter(8, optimizer(), max_tokens=24)
 
 
-def table_engine():
+def table_engine(in_flight):
     """A rollout engine that samples the published table."""
-    return MockRollout(sample_table)
+    return MockRollout(sample_table, Capabilities(versions_per_token=in_flight))
 
 
 def nap():

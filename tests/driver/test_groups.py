@@ -281,9 +281,11 @@ def test_several_engines_draw_what_one_draws(two, fsdp, model):
         two.get(engines.generate(requests, version=2))
 
 
-def test_laws_of_several_engines(two):
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_laws_of_several_engines(two, in_flight):
     """Those of one engine: no draw depends on the other requests, nor so on the engine that makes it."""
-    check_rollout(two.engines("mock", remote_mutants.table_engine), Mock(8, sgd(constant(0.1))), get=two.get)
+    engines = two.engines("mock", remote_mutants.table_engine, in_flight)
+    check_rollout(engines, Mock(8, sgd(constant(0.1))), get=two.get)
 
 
 def test_a_stream_may_end_before_ray_reports_it(two, monkeypatch):

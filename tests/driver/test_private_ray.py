@@ -51,7 +51,7 @@ def reachable(actors):
 def test_nothing_of_it_is_reachable_from_another_address(two, model):
     """Ray's own processes, actors, the ranks' store and gloo, and the engines that wait for weights."""
     fsdp = two.backend("listening", remote_mutants.fsdp, model)
-    engines = two.engines("listening", remote_mutants.table_engine)
+    engines = two.engines("listening", remote_mutants.table_engine, False)
     two.get(engines.publish(1, fsdp.weights(fsdp.init(Key.from_seed(0)).params)))
     assert reachable(members(two)) == []
 

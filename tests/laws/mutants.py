@@ -10,6 +10,7 @@ from mutant_advantages import ADVANTAGES
 from mutant_draws import DRAWS
 from mutant_folders import FOLDERS
 from mutant_gradients import GRADIENTS
+from mutant_in_flight import FLIGHTS
 from mutant_layouts import LAYOUTS
 from mutant_losses import LOSSES
 from mutant_outputs import OTHER_OUTPUTS, OUTPUTS
@@ -17,7 +18,7 @@ from mutant_purity import PURITY, StaleLocal
 from mutant_rollouts import SAMPLES
 from mutant_updates import UPDATES
 
-ROLLOUTS = [*SAMPLES, *DRAWS]
+ROLLOUTS = [*SAMPLES, *DRAWS, *FLIGHTS]
 BACKENDS = [*PURITY, *GRADIENTS, *OUTPUTS, *UPDATES, *FOLDERS]
 
 __all__ = [

@@ -28,6 +28,12 @@ def test_mock_that_samples_a_table(key):
     check_rollout(MockRollout(sample_table), trainer, key=key)
 
 
+def test_mock_that_gets_weights_in_flight():
+    check_rollout(
+        MockRollout(sample_table, Capabilities(versions_per_token=True)), Mock(mutants.VOCAB, sgd(constant(0.1)))
+    )
+
+
 @pytest.mark.parametrize(
     "script",
     [
@@ -52,8 +58,12 @@ def test_mock_refuses_a_prompt_that_its_script_lacks():
 
 @pytest.mark.parametrize(
     ("options", "dtype", "tolerance"),
-    [({}, "float32", 1e-5), ({"slots": 3}, "float32", 1e-5), ({"dtype": "bfloat16"}, "bfloat16", 0.1)],
-    ids=["all at a time", "three at a time", "bf16"],
+    [
+        ({}, "float32", 1e-5),
+        ({"slots": 3, "in_flight": True}, "float32", 1e-5),
+        ({"dtype": "bfloat16"}, "bfloat16", 0.1),
+    ],
+    ids=["all at a time", "three at a time, in flight", "bf16"],
 )
 def test_sampler(tmp_path, options, dtype, tolerance):
     # Larger weights than a new model has, so that its distributions are far from uniform.

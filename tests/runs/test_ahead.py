@@ -38,9 +38,9 @@ class Steps:
         self.state = state or initial_state(plan, w)
         self.reports, self.entries, self.drawn = [], [], []
 
-    def take(self, max_lag, until, steps=9, w=None):
+    def take(self, max_lag, until, steps=9, w=None, in_flight=False):
         while self.state.step < until:
-            pace = Pace(8, steps, max_lag)
+            pace = Pace(8, steps, max_lag, in_flight)
             self.state, report, drawn = advance(self.algorithm, self.state, self.source, w or self.w, pace)
             self.reports.append({k: v for k, v in report.items() if not k.startswith(TIMED)})
             self.entries.append(entry(self.state, drawn, self.w, self.plan))
@@ -81,6 +81,20 @@ def test_versions_depend_on_the_step_alone_and_lags_are_bounded(new, max_lag, ve
     assert [report["training/rollout_lag/max"] for report in steps.reports] == lags
     assert max(lags) == max_lag
     assert steps.state.waiting == ()
+
+
+def test_with_updates_in_flight_every_step_publishes_and_asks_for_one_batch(parts, new, tmp_path):
+    """A state that is saved in between continues with the batches that wait."""
+    plan, w, _ = parts
+    whole = new().take(2, 9, in_flight=True)
+    assert whole.versions() == [[0], [0], [0], [1], [2], [3], [4], [5], [6]]
+    assert [report[ROWS_WAITING] for report in whole.reports] == [32, 32, 32, 32, 32, 32, 32, 16, 0]
+    assert {report["training/rollout_before_update"] for report in whole.reports} == {0.0}
+    stopped = new().take(2, 4, in_flight=True)
+    run = Run(attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path))), SILENT)
+    state = restore(run.save(stopped.state, w), blank_state(plan), plan, w)
+    again = new(state).take(2, 9, in_flight=True)
+    assert again.entries == whole.entries[4:] and again.reports == whole.reports[4:]
 
 
 def test_the_ledger_closes_at_every_step(new):
@@ -275,6 +289,10 @@ def test_a_run_that_reached_its_goal_keeps_what_waits(ahead, tmp_path):
     ("overrides", "message"),
     [
         (["algorithm.name=sft"], r"driver.max_lag = 1 .* sft samples nothing; leave it at 0"),
+        (
+            ["driver.max_lag=0", "rollout.in_flight_weight_updates=true"],
+            r"rollout.in_flight_weight_updates .* driver.max_lag = 0 they do not; set driver.max_lag=1 or more",
+        ),
         (["driver.kind=local"], r"one process for both; set driver.kind=ray rollout.placement=apart, or"),
         (["driver.kind=ray"], r"rollout.placement = colocated .*; set rollout.placement=apart, or driver.max_lag=0"),
     ],

@@ -20,11 +20,16 @@ def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
         learns_from: what its algorithm learns from.
 
     Raises:
-        ConfigError: the algorithm does not sample or needs rewards to sample, or the engines cannot work while the
-            trainer learns.
+        ConfigError: the algorithm does not sample or needs rewards to sample, the engines cannot work while the
+            trainer learns, or weights are to arrive in flight where they do not.
     """
     lag = f"driver.max_lag = {cfg.driver.max_lag}"
     if cfg.driver.max_lag == 0:
+        if cfg.rollout.in_flight_weight_updates:
+            raise ConfigError(
+                f"rollout.in_flight_weight_updates lets weights reach engines that sample while the trainer learns, "
+                f"and with {lag} they do not; set driver.max_lag=1 or more, or in_flight_weight_updates=false"
+            )
         return
     if learns_from != "samples":
         name = cfg.algorithm.name

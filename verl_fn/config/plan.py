@@ -97,6 +97,7 @@ class RolloutPlan:
         engines: how many engines share the prompts.
         placement: ``colocated`` with the training ranks, or ``apart``.
         verify: whether checksums are compared in the ``first`` publication or ``always``.
+        in_flight_weight_updates: whether weights reach engines in the middle of responses.
         max_restarts: restarts of an engine without an answer in between, before the run ends.
         tensor_parallel_size: GPUs of an engine.
         gpu_memory_utilization: share of a GPU's memory that vLLM takes.
@@ -118,6 +119,7 @@ class RolloutPlan:
     engines: int
     placement: str
     verify: str
+    in_flight_weight_updates: bool
     max_restarts: int
     tensor_parallel_size: int
     gpu_memory_utilization: float
@@ -240,7 +242,8 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     """
     weights = () if cfg.data.train_files else cfg.data.weights
     data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
-    training = make_plan(attrs.evolve(cfg, data=data, driver=driver), folder)
+    engine = attrs.evolve(cfg.rollout, in_flight_weight_updates=False)
+    training = make_plan(attrs.evolve(cfg, data=data, driver=driver, rollout=engine), folder)
     actor = attrs.evolve(
         training.roles["actor"],
         optim=None,
@@ -375,6 +378,7 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str, lora: Adapters | 
         engines=r.engines,
         placement=r.placement,
         verify=r.verify,
+        in_flight_weight_updates=r.in_flight_weight_updates,
         max_restarts=r.max_restarts,
         tensor_parallel_size=r.tensor_parallel_size,
         gpu_memory_utilization=r.gpu_memory_utilization,

@@ -52,6 +52,11 @@ class RolloutConfig:
         "compare checksums of published weights: first, in the first publication of a run, or always",
         in_(("first", "always")),
     )
+    in_flight_weight_updates: bool = opt(
+        False,
+        "with driver.max_lag: new weights reach the engines at every step, in the middle of responses, which go on "
+        "with them",
+    )
     max_restarts: int = opt(
         3, "restarts of an engine over Ray that dies or hangs and answers nothing in between; 0 ends the run", ge(0)
     )

@@ -200,7 +200,14 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     if rollout.name == "sampler":
         from verl_fn.backends.sampler import Sampler
 
-        return Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots, verify=rollout.verify)
+        return Sampler(
+            rollout.folder,
+            device=device,
+            dtype=rollout.dtype,
+            slots=rollout.slots,
+            verify=rollout.verify,
+            in_flight=rollout.in_flight_weight_updates,
+        )
     from verl_fn.backends.hf.lora import Lora
     from verl_fn.backends.vllm import Vllm
 
@@ -216,6 +223,7 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
         engine_kwargs=rollout.engine_kwargs,
         verify=rollout.verify,
         lora=Lora(*rollout.lora) if rollout.lora else None,
+        in_flight=rollout.in_flight_weight_updates,
     )
 
 

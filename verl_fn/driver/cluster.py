@@ -107,7 +107,7 @@ class Cluster:
             ActorDied: an actor did not start.
             ConfigError: an actor runs other code than the driver.
         """
-        actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1, "ask": 1, "restore": 1})(Host)
+        actor = ray.remote(num_cpus=0, concurrency_groups={"watch": 1, "ask": 1, "restore": 1, "publish": 1})(Host)
         self._code = code
         hosts: dict[str, list[Any]] = {name: [] for name in seats}
         for name, places in seats.items():

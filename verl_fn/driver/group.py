@@ -81,16 +81,19 @@ class Group:
         results = self._call(dict.fromkeys(self.members, args), method, returns)[0]
         return results if returns > 1 else results[0]
 
-    def scatter(self, method: str, parts: Sequence[tuple[Any, ...]], *, draws: bool = False) -> list[Any]:
+    def scatter(
+        self, method: str, parts: Sequence[tuple[Any, ...]], *, draws: bool = False, beside: bool = False
+    ) -> list[Any]:
         """Calls a method of ``Host`` on the first members, each with its own arguments; returns a reference each.
 
         Args:
             method: its name.
             parts: the arguments of each member.
             draws: whether engines answer requests with it.
+            beside: run it beside the calls of requests, not after them.
         """
         members = self.members[: len(parts)]
-        results = self._call(dict(zip(members, parts, strict=True)), method, 1)
+        results = self._call(dict(zip(members, parts, strict=True)), method, 1, beside)
         self.calls[-1].draws = draws
         return [first for first, *_ in results]
 
@@ -108,12 +111,15 @@ class Group:
         self.calls.append(Call(ends, (), streams=True, draws=True))
         return streams
 
-    def _call(self, arguments: Mapping[Member, tuple[Any, ...]], method: str, returns: int) -> list[list[Any]]:
+    def _call(
+        self, arguments: Mapping[Member, tuple[Any, ...]], method: str, returns: int, beside: bool = False
+    ) -> list[list[Any]]:
         self._send_drops()
         by_member, ends, needs = [], {}, []
         for member, args in arguments.items():
             places, flat = flattened(args)
-            *results, end = member.host.run.options(num_returns=returns + 1).remote(method, returns, places, *flat)
+            run = member.host.run.options(num_returns=returns + 1, concurrency_group="publish" if beside else None)
+            *results, end = run.remote(method, returns, places, *flat)
             by_member.append(results)
             ends[member] = end
             needs += [arg for arg in flat if isinstance(arg, ray.ObjectRef)]

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.backends.protocol import Freed, StaleWeightsError
+from verl_fn.backends.protocol import Freed, PublicationFailed, StaleWeightsError
 from verl_fn.backends.weight_sync import IncompleteWeights
 from verl_fn.backends.weight_sync.channel import SenderFailed
 from verl_fn.backends.weight_sync.inlet import Inlet
@@ -101,7 +101,8 @@ class Host:
         self.values: dict[int, Any] = {}
         self.parcels = Parcels()
         self._first = True
-        self._thread: int | None = None
+        # Of the running calls, the oldest first: a publication may run beside a call that draws.
+        self._threads: list[int] = []
         self._calls = 0
         self._inlet: Inlet | None = None
         self._outlets: dict[tuple[str, int], Outlet] = {}
@@ -310,7 +311,7 @@ class Host:
         lines = traceback.walk_stack(frame) if frame else ()
         at = hash(tuple((f.f_code.co_filename, line) for f, line in lines))
         steps = getattr(self._drawing, "steps", None)
-        return Pulse(self._thread is not None, self._calls, ranks.collectives(), at, steps)
+        return Pulse(bool(self._threads), self._calls, ranks.collectives(), at, steps)
 
     def stack(self) -> traceback.StackSummary:
         """Returns the stack of the running call without Ray's lines, outermost first; empty where none runs."""
@@ -321,12 +322,13 @@ class Host:
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
         """Marks this thread as that of the running call."""
-        self._thread = threading.get_ident()
+        thread = threading.get_ident()
+        self._threads.append(thread)
         self._calls += 1
         try:
             yield
         finally:
-            self._thread = None
+            self._threads.remove(thread)
             self._calls += 1
 
     @contextlib.contextmanager
@@ -351,8 +353,8 @@ class Host:
             os._exit(1)
 
     def _frame(self) -> FrameType | None:
-        """Returns the innermost frame of the running call."""
-        return sys._current_frames().get(self._thread or 0)
+        """Returns the innermost frame of the oldest running call."""
+        return sys._current_frames().get(next(iter(self._threads), 0))
 
     def _open(self, value: Any) -> Any:
         if isinstance(value, Component):
@@ -376,7 +378,7 @@ def curable(error: Exception) -> bool:
     """
     if isinstance(error, SenderFailed):
         return False
-    if isinstance(error, (IncompleteWeights, MemoryError)):
+    if isinstance(error, (IncompleteWeights, PublicationFailed, MemoryError)):
         return True
     own = isinstance(error, (UserError, StaleWeightsError, NotImplementedError))
     return isinstance(error, RuntimeError) and not own

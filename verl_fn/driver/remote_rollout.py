@@ -81,18 +81,21 @@ class RemoteRollout:
     def publish(self, version: int, weights: protocol.Handle[WeightSource]) -> Any:
         """Sends weights from their ranks to every engine, and returns a reference that is ready afterwards.
 
-        The ranks that send run no other call meanwhile, so no update can donate the weights that they send.
+        The ranks that send run no other call meanwhile, so no update can donate the weights that they send. Engines
+        with ``versions_per_token`` receive beside their calls, others after them.
         """
         self._version, idle = None, self._group.idle
+        self._forget_older()
+        beside = self.capabilities.versions_per_token
         if not isinstance(weights, RemoteWeights):
-            refs = self._all("invoke", "publish", (), {}, version, weights)
+            refs = self._all("invoke", "publish", (), {}, version, weights, beside=beside)
         else:
             if not self._addresses:
                 groups = self._group, weights.group
                 listen = [self._listening(engine, *groups) for engine in range(len(self._group.members))]
                 self._addresses = self._cluster.get(self._group.scatter("listen", listen))
             weights.backend.send(weights, version, self._addresses)
-            refs = self._all("receive", version)
+            refs = self._all("receive", version, beside=beside)
         self._publishing = _Publication(version, weights, refs)
         if self._group.restarts:
             if idle:
@@ -132,20 +135,26 @@ class RemoteRollout:
         self._level = 0
         return self._all("invoke", "wake", (), {}, tuple(tags))
 
-    def _all(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of ``Host`` on every engine, and returns a reference for each."""
-        return self._group.scatter(method, [(self._component, *args)] * len(self._group.members))
+    def _all(self, method: str, *args: Any, beside: bool = False) -> list[Any]:
+        """Calls a method of ``Host`` on every engine, and returns a reference for each; see ``Group.scatter``."""
+        return self._group.scatter(method, [(self._component, *args)] * len(self._group.members), beside=beside)
 
     def _listening(self, engine: int, *groups: Group) -> tuple[Any, ...]:
         """Returns the arguments of ``Host.listen`` for an engine to which a rank of these groups sends."""
         address = self._cluster.address(self._group.members[engine], *groups)
         return self._component, address, self._cluster.secret
 
+    def _forget_older(self) -> None:
+        """Drops publications that no engine needs again, since all hold a later one."""
+        held = [one for one in self._publications if one.done()]
+        self._publications = [one for one in self._publications if one not in held[:-1]]
+
     def _keep_weights(self, component: str) -> None:
         """Before an update replaces weights, copies those that an engine needs if it is restarted; drops others.
 
         While requests are open, an engine may need weights that are older than the trainer's.
         """
+        self._forget_older()
         for one in self._publications:
             if not isinstance(one.weights, RemoteWeights) or one.weights.component != component:
                 continue

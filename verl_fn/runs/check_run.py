@@ -52,6 +52,8 @@ def check_run(plan: Plan, gpu: int | None = None) -> str:
         steps = "1 step" if lag == 1 else f"{lag} steps"
         correction = getattr(plan.options, "rollout_is", None) or "that of the algorithm"
         lines.append(f"overlap     sampling runs up to {steps} ahead of learning; correction: {correction}")
+        if r.in_flight_weight_updates:
+            lines.append("            each step's weights reach the engines in the middle of responses")
     for role in plan.roles.values():
         lines += _role_lines(role, size, t.total_training_steps)
     for name, original in plan.copies.items():

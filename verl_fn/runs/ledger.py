@@ -85,3 +85,19 @@ def ledger(
         lag = {"mean": lags.mean(), "min": lags.min(), "max": lags.max()}
         report |= {f"training/rollout_lag/{name}": float(value) for name, value in lag.items()}
     return report
+
+
+def before_update(learned: Batch) -> Report:
+    """Returns the share of sampled tokens that are of older weights than the last one of their row.
+
+    Example:
+        >>> fields = {"response_mask": [[0.0, 1.0, 1.0], [1.0]], "versions": [[-1, 3, 4], [3]]}
+        >>> before_update(Batch.from_rows([[5, 6, 7], [8]], fields))
+        {'training/rollout_before_update': 0.3333333333333333}
+    """
+    if not isinstance(learned, Batch) or "versions" not in learned:
+        return {}
+    rows = zip(learned.rows("versions"), learned.rows("response_mask"), strict=True)
+    drawn = [versions[mask.bool()] for versions, mask in rows]
+    older = sum(int((versions < versions[-1]).sum()) for versions in drawn if len(versions))
+    return {"training/rollout_before_update": older / max(1, sum(map(len, drawn)))}

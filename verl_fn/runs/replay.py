@@ -82,7 +82,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
         say: prints a line.
 
     Raises:
-        RunError: the run has no such step, or its journal has no samples.
+        RunError: the run has no such step, its journal has no samples, or its samples cannot be drawn again.
     """
     folder = Path(folder).resolve()
     cfg, since = run_config(folder, step)
@@ -95,6 +95,11 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
             f"{folder} has no step {step} to replay; its metrics.jsonl ends at step {max(rows, default=0)}"
         )
     journal = read_journal(folder)
+    if plan.rollout.in_flight_weight_updates and not recorded:
+        raise RunError(
+            f"{folder} sampled with rollout.in_flight_weight_updates, where draws depend on when weights arrive, so "
+            "they do not repeat; replay with --recorded, which needs trainer.journal=samples in the run"
+        )
     if recorded and plan.learns_from != "samples":
         raise RunError(f"{plan.algorithm} draws no samples, so there are none to take from the journal")
     origin = _origin(folder, plan.trainer.resume_from_path, step, since)

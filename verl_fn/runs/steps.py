@@ -4,6 +4,9 @@ Experience is drawn in rounds. A round begins when at most the experience of the
 weights of that step, and are asked for the experience of the ``max_lag`` steps after it. So the version that draws
 experience depends on the number of its step alone, never on how long anything takes, and no engine gets weights while
 it draws.
+
+With updates in flight, every step publishes its weights and asks for the experience of the step ``max_lag`` steps
+later, while engines draw what was asked for before. Which token is the first of the new weights depends on time.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
 from verl_fn.state import Key, pack
 
-from .ledger import counts_of, ledger
+from .ledger import before_update, counts_of, ledger
 from .recorder import Drawn, draw
 from .state import RunState
 
@@ -40,16 +43,23 @@ class Pace:
         steps: the steps of the whole run; nothing is drawn for later ones.
         max_lag: the most steps by which the weights that draw a token are older than those that learn from it; with
             0, each step samples and then learns.
+        in_flight: whether engines get weights while they draw.
     """
 
     batch_size: int
     steps: int
     max_lag: int = 0
+    in_flight: bool = False
 
     @classmethod
     def of(cls, plan: Plan) -> Pace:
         """Returns the pace that a plan asks for."""
-        return cls(plan.data.train_batch_size, plan.trainer.total_training_steps, plan.driver.max_lag)
+        return cls(
+            plan.data.train_batch_size,
+            plan.trainer.total_training_steps,
+            plan.driver.max_lag,
+            plan.rollout.in_flight_weight_updates,
+        )
 
 
 def advance(
@@ -78,6 +88,8 @@ def advance(
             f"learn returned a state of step {after.step} after step {state.step}; it must add 1 to step"
         )
     report |= _ledger(drawn, waiting, state.step, w)
+    if pace.in_flight:
+        report |= w.get(w.call(before_update, experience.batch))
     # The config does not hold torchrun's number of processes, and a replay with another number rounds differently.
     size = ranks.torchrun_size()
     report |= {RANKS: size} if size > 1 else {}
@@ -90,10 +102,11 @@ def _asked(
     """Returns the experience that waits, with that of a new round if one is due."""
     step, waiting = state.step, state.waiting
     wanted = range(step + len(waiting), min(step + pace.max_lag + 1, pace.steps))
-    if len(waiting) > 1 or not wanted:
+    if not wanted or (len(waiting) > 1 and not pace.in_flight):
         return waiting
     if pace.max_lag:
-        clock.run("wait_prev_gen", get_here, [drawn.samples for drawn in waiting])
+        if not pace.in_flight:
+            clock.run("wait_prev_gen", get_here, [drawn.samples for drawn in waiting])
         clock.run("update_weights", publish, w, state.role("actor"), step)
     key, start = state.key.fold_in("data"), state.cursor + sum(drawn.problems for drawn in waiting)
     for number in wanted:

@@ -70,7 +70,7 @@ class _Altered:
 
 
 @attrs.frozen
-class _Broken:
+class Broken:
     """A source that gives its buckets wrongly.
 
     Attributes:
@@ -104,7 +104,7 @@ def broken(case: Case, params: Params, healed: Callable[[int], None]) -> None:
     """
     for number, how in enumerate(("dropped", "repeated", "broken off")):
         version = 10 + 2 * number
-        source = _Broken(Weights.of(case.tensors(params)), how)
+        source = Broken(Weights.of(case.tensors(params)), how)
         cause = "a publication that is not counted, or a version that is set before all of it has come"
         try:
             case.get(case.engine.publish(version, source))

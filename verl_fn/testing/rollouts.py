@@ -11,6 +11,7 @@ from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend, Un
 from verl_fn.state import Key, Params, Sample, pack
 
 from . import publications
+from .in_flight import check_in_flight
 from .rollout_case import Case
 from .rollout_draws import check_draws
 from .violation import LawViolation, require, require_close, seeded, untouched
@@ -39,6 +40,7 @@ def check_rollout(
       on nothing but the request's key and the sample's number (``batch_independent``).
     * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
       Responses come as often as these say, and temperature 0 takes the most likely token.
+    * In flight, with ``trainer`` and ``versions_per_token``; see ``in_flight.check_in_flight``.
     * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused.
 
     Samples with ``near_ties`` are left out where draws are compared.
@@ -49,7 +51,7 @@ def check_rollout(
             Without one, nothing is published and the answers count as scripted.
         prompts: token ids.
         stop_token_ids: all ids that end a response, the model's own included.
-        environment: whether one may write tokens into responses (their mask is 0) and drop or branch samples.
+        environment: whether one may write tokens (their mask is 0) and drop or branch samples.
         tolerance: how far log-probs may differ, relative to the largest or to 1.
         key: other keys give other draws.
         get: fetches the value behind a reference, for engines in other processes.
@@ -66,17 +68,9 @@ def check_rollout(
     """
     made: RolloutBackend = engine if hasattr(engine, "generate") else engine()  # type: ignore[assignment]
     stops = tuple(stop_token_ids) if made.capabilities.stop_token_ids else ()
-    case = Case(
-        made,
-        trainer,
-        [tuple(p) for p in prompts],
-        Sampling(6, n=3, stop_token_ids=stops),
-        tolerance,
-        key or Key.from_seed(0),
-        environment,
-        tuple(stop_token_ids),
-        get,
-    )
+    sampling = Sampling(6, n=3, stop_token_ids=stops)
+    ends, key = tuple(stop_token_ids), key or Key.from_seed(0)
+    case = Case(made, trainer, [tuple(p) for p in prompts], sampling, tolerance, key, environment, ends, get)
     _check_laws(case)
 
 
@@ -98,6 +92,10 @@ def _check_laws(case: Case) -> None:
         _log_probs(case, sampling, samples, first)
     if engine.capabilities.batch_independent:
         _independent(case)
+    # Environments may give all samples of a stream at its end.
+    if engine.capabilities.versions_per_token and trainer is not None and not case.environment:
+        check_in_flight(case, first, second)
+        case.publish(3, case.tensors(first))
     if trainer is not None:
         check_draws(case)
     _refused(case)
@@ -286,7 +284,8 @@ def _versions(case: Case, first: Params, second: Params) -> None:
     """New weights replace the old ones, and sleep forgets them."""
     engine, before = case.engine, case.generate()
     case.publish(4, case.tensors(second))
-    case.require_stale("after version 4 replaced version 3", 3)
+    if not engine.capabilities.versions_per_token:
+        case.require_stale("after version 4 replaced version 3", 3)
     samples = case.generate(version=4)
     _signature(case, case.sampling, samples)
     versions = sorted({v for s in samples for v in s.versions.tolist()})
