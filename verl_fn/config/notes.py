@@ -192,7 +192,7 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     yield "data.prompt_key", from_files, "without data.train_files"
     yield "data.filter_overlong_prompts", from_files or bool(sets), "without data.train_files"
     yield "data.shuffle", bool(data.train_files), "without data.train_files"
-    for name in ("max_turns", "max_turn_length", "timeout", "num_workers", "variables"):
+    for name in ("arguments*", "python", "max_turns", "max_turn_length", "timeout", "num_workers", "variables"):
         yield f"env.{name}", bool(cfg.env.name), "without env.name"
     for name in ("weights", "num_workers", "env"):
         yield f"reward.{name}", bool(reward.functions), "without reward.functions"

@@ -31,7 +31,7 @@ from .schema import (
 )
 from .scoring import EnvConfig, RewardConfig
 from .tables import Table
-from .tasks import with_own_scorer
+from .tasks import absolute_env, with_own_scorer
 from .trained import FsdpConfig, MegatronConfig, OptimConfig, TrainedConfig
 
 
@@ -312,7 +312,7 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
         data=attrs.evolve(d, train_files=tuple(map(path, d.train_files)), val_files=tuple(map(path, d.val_files))),
         model=attrs.evolve(cfg.model, path=path(cfg.model.path)),
         critic=attrs.evolve(cfg.critic, path=cfg.critic.path and path(cfg.critic.path)),
-        env=attrs.evolve(cfg.env, name=absolute(cfg.env.name, folder)),
+        env=absolute_env(cfg.env, folder),
         reward=attrs.evolve(cfg.reward, functions=tuple(absolute(f, folder) for f in cfg.reward.functions)),
         ray=attrs.evolve(cfg.ray, runtime_env=path(cfg.ray.runtime_env)),
         algorithm=attrs.evolve(

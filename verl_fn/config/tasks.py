@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from .fields import MOST
+from .names import absolute
 from .scoring import EnvConfig, RewardConfig
 
 TASK_NAMES = ("count", "reverse", "countdown", "calculator", "guess_number")
@@ -56,3 +59,20 @@ def with_own_scorer(reward: RewardConfig, task: str, env: EnvConfig) -> RewardCo
     if not reasoning_names(task) or reward.by_user or env.name:
         return reward
     return attrs.evolve(reward, functions=(SCORER,))
+
+
+def absolute_env(env: EnvConfig, folder: Path) -> EnvConfig:
+    """Returns the table of environments with absolute paths.
+
+    Args:
+        env: the config's ``[env]`` table.
+        folder: relative paths are seen from it.
+
+    Example:
+        >>> env = absolute_env(EnvConfig(name="mine.py:Game", python=".venv-env/bin/python"), Path("/a"))
+        >>> env.name, env.python
+        ('/a/mine.py:Game', '/a/.venv-env/bin/python')
+    """
+    # Links are not resolved: the interpreter of a virtual environment is a link, and knows the folder by its path.
+    python = env.python and os.path.abspath(folder / env.python)
+    return attrs.evolve(env, name=absolute(env.name, folder), python=python)

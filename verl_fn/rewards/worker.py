@@ -29,8 +29,8 @@ from pathlib import Path
 from types import ModuleType, coroutine
 from typing import Any
 
-import numpy as np
-
+# An interpreter of an environment's own may be without numpy.
+np: Any = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 KINDS = ("plain", "async", "batched")
@@ -221,7 +221,8 @@ def _checked(value: Any) -> Outcome:
 def seed_numbers(*seeds: int) -> None:
     # numpy is imported by this module because a function that imports it first would find it seeded at random.
     random.seed(repr(seeds))
-    np.random.seed(seeds)
+    if np is not None:
+        np.random.seed(seeds)
 
 
 async def _finish(value: Awaitable[Any]) -> Any:
@@ -235,7 +236,7 @@ def _on_own_numbers(value: Awaitable[Any], seed: int) -> Generator[Any, None, An
     step: Callable[[], Any] = partial(inner.send, None)
     # For numpy, exchanging the bit generator is much faster than exchanging its state.
     own = np.random.MT19937(seed)
-    use = np.random.set_bit_generator  # type: ignore[attr-defined]
+    use = np.random.set_bit_generator
     use(own)
     seed_numbers(seed)
     while True:
