@@ -31,7 +31,7 @@ from .schema import (
 )
 from .scoring import EnvConfig, RewardConfig
 from .tables import Table
-from .tasks import absolute_env, with_own_scorer
+from .tasks import absolute_env, with_own_env, with_own_scorer
 from .trained import FsdpConfig, MegatronConfig, OptimConfig, TrainedConfig
 
 
@@ -212,6 +212,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
     model = cfg.model.path or str(Path(cfg.trainer.dir) / "new_model")
     names = role_names(cfg)
     r, d = cfg.rollout, cfg.data
+    task = "" if d.train_files or d.val_files else d.task
     return Plan(
         algorithm=cfg.algorithm.name,
         options=corrected(cfg),
@@ -224,8 +225,8 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         new_model=None if cfg.model.path else cfg.model.new,
         trainer=cfg.trainer,
         data=d,
-        env=cfg.env,
-        reward=with_own_scorer(cfg.reward, "" if d.train_files or d.val_files else d.task, cfg.env),
+        env=with_own_env(cfg.env, task),
+        reward=with_own_scorer(cfg.reward, task, cfg.env),
         driver=cfg.driver,
         ray=cfg.ray,
         code=_code(cfg),

@@ -11,7 +11,7 @@ import attrs
 
 from verl_fn.config.roles import LearnsFrom
 from verl_fn.config.schema import DataConfig
-from verl_fn.config.tasks import reasoning_names
+from verl_fn.config.tasks import reasoning_names, verifiers_name
 from verl_fn.data.conversations import MESSAGES, TaskDialogues, read_conversations
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import FileData, encode_prompts, read_problems
@@ -45,7 +45,7 @@ def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Sou
     Raises:
         DataError: sets of Reasoning Gym cannot be used, or the algorithm learns from given responses.
     """
-    if not reasoning_names(table.task):
+    if not reasoning_names(table.task) and not verifiers_name(table.task):
         return task_data(TASKS[table.task], learns_from)
     if learns_from != "samples":
         raise DataError(
@@ -116,12 +116,12 @@ def file_data(
     # Without training files, these are weights of the sets that data.task names.
     weights = table.weights if table.train_files else ()
     parts = [
-        _short_enough("data.train_files", problems, table, tokenizer, say)
+        short_enough("data.train_files", problems, table, tokenizer, say)
         for problems in _read_parts(table, learns_from, bool(weights))
     ]
     training, lengths = (tuple(itertools.chain(*column)) for column in zip(*parts, strict=True))
     held_out = read_files(table.val_files, learns_from, prompt_key=table.prompt_key, held_out=True)
-    validation, validation_lengths = _short_enough("data.val_files", held_out, table, tokenizer, say)
+    validation, validation_lengths = short_enough("data.val_files", held_out, table, tokenizer, say)
     data = FileData(
         training,
         validation,
@@ -165,10 +165,21 @@ def _longest(problems: Sequence[Problem], learns_from: LearnsFrom, tokenizer: An
     return max(lengths), max(groups)
 
 
-def _short_enough(
+def short_enough(
     key: str, problems: tuple[Problem, ...], table: DataConfig, tokenizer: Any, say: Callable[[str], None]
 ) -> tuple[tuple[Problem, ...], list[int]]:
-    """Returns the problems whose prompts are short enough, and the length of each of these prompts in tokens."""
+    """Returns the problems whose prompts are short enough, and the length of each of these prompts in tokens.
+
+    Args:
+        key: the config key that names the problems, for errors.
+        problems: the problems of one kind.
+        table: the config's ``[data]`` table.
+        tokenizer: the model's tokenizer.
+        say: prints a line; it reports how many prompts were left out.
+
+    Raises:
+        DataError: a prompt cannot be used or is too long, or all prompts were left out.
+    """
     limit = table.max_prompt_length
     prompts = encode_prompts(problems, tokenizer, None if table.filter_overlong_prompts else limit)
     pairs = [(problem, len(ids)) for problem, ids in zip(problems, prompts, strict=True) if len(ids) <= limit]

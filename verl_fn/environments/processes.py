@@ -7,17 +7,18 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from verl_fn.rewards.child import Child, GarbledError, environment, garbled, one_line, parsed
+from verl_fn.rewards.child import START_SECONDS, Child, GarbledError, environment, garbled, one_line, parsed
 from verl_fn.state import EndReason
 
 from .interpreter import EnvError, check_interpreter, variables_of_its_own
+from .worker import PROBLEMS
 
 SCRIPT = Path(__file__).with_name("worker.py")
 
@@ -138,6 +139,36 @@ class EnvProcesses:
             _stop(self._children)
             raise
         return [results[place] for place in range(len(jobs))]
+
+    def problems(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields the problems that the environment brings, each with ``train`` or ``held_out``.
+
+        Raises:
+            EnvError: they cannot be read.
+        """
+        child = self._child(0)
+        try:
+            child.send(PROBLEMS, START_SECONDS)
+            while True:
+                for line in child.lines(START_SECONDS):
+                    match parsed(line):
+                        case []:
+                            return
+                        case [("train" | "held_out") as part, dict(row)]:
+                            yield part, row
+                        case str(problem) | [_, str(problem)]:
+                            raise EnvError(f"reading the problems of {self.name}: {one_line(problem)}")
+                        case _:
+                            raise GarbledError(garbled(line))
+        except TimeoutError:
+            raise EnvError(f"reading the problems of {self.name} took longer than {START_SECONDS:g} s") from None
+        except (EOFError, OSError):
+            raise EnvError(f"reading the problems of {self.name} {child.death()}") from None
+        except GarbledError as error:
+            raise EnvError(f"reading the problems of {self.name}: the environment {error}") from None
+        finally:
+            # Lines that were not read would be taken for results of the next call.
+            _stop(self._children)
 
     def _run(self, shares: dict[int, _Share], jobs: Sequence[Job], results: dict[int, Result]) -> None:
         for i, share in shares.items():

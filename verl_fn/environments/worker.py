@@ -30,6 +30,8 @@ else:
     functions = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(functions)
 
+VERIFIERS = "verifiers:"
+PROBLEMS = "problems"
 EXPECTED = "it must return a list of messages, each with role and content, or Done(reward)"
 
 
@@ -173,11 +175,18 @@ def checked(value: Any, first: bool = False) -> Any:
 
 
 def load(spec: str, folder: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
-    """Imports an environment's class, and returns a function that makes an instance with keyword arguments.
+    """Imports an environment, and returns a function that makes an instance with keyword arguments.
 
     Raises:
         functions.LoadError: it cannot be imported, or is no class with ``reset`` and ``step`` that takes them.
     """
+    if spec.startswith(VERIFIERS):
+        adapter = importlib.import_module("verl_fn.environments.verifiers")
+        try:
+            loaded: Callable[[], Any] = adapter.load(spec.removeprefix(VERIFIERS), arguments)
+        except BaseException as error:
+            raise functions.LoadError(f"loading {spec} {functions.raised(error)}") from error
+        return loaded
     cls = functions.find(spec, folder, "class")
     for method in ("reset", "step"):
         if not callable(getattr(cls, method, None)):
@@ -204,6 +213,16 @@ def provide_package() -> None:
         spec.loader.exec_module(sys.modules["verl_fn"])
 
 
+def send_problems(environment: Any, parent: functions.Parent) -> None:
+    """Sends the problems that an environment brings, each with its part of the data, and then an empty list."""
+    try:
+        for part, row in environment.problems():
+            parent.send([part, row])
+        parent.send([])
+    except BaseException as error:
+        parent.send(functions.raised(error))
+
+
 def serve(parent: functions.Parent) -> None:
     """Loads the class that the parent names, and answers its calls until it closes the connection."""
     folder, spec, arguments = parent.receive()
@@ -211,12 +230,16 @@ def serve(parent: functions.Parent) -> None:
     provide_package()
     functions.seed_numbers(0)
     try:
-        server = Server(load(spec, folder, arguments), parent.send)
+        environment = load(spec, folder, arguments)
     except functions.LoadError as error:
         parent.send(str(error))
         return
     parent.send([])
+    server = Server(environment, parent.send)
     while call := parent.receive():
+        if call == PROBLEMS:
+            send_problems(environment, parent)
+            continue
         first, jobs = call
         if first:
             server.forget()

@@ -2,7 +2,7 @@
 
 The parent sends the names of the functions, then one message for each call: a function's number and its rows. The
 worker reports every row twice, at its start and at its end, so that the parent knows which rows may hang. Messages
-are lines of JSON. This module does not import torch.
+are lines of JSON. This module imports neither torch nor, where it is not installed, numpy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from pathlib import Path
 from types import ModuleType, coroutine
 from typing import Any
 
-# An interpreter of an environment's own may be without numpy.
 np: Any = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
