@@ -1,7 +1,7 @@
 """Environments of the package verifiers, which the policy talks to turn by turn; runs in processes of environments.
 
-A rollout of verifiers asks a client for each reply. Here the rollout waits until the trainer's engine has drawn it. So
-verifiers runs its own loop, with its own stop conditions, tools and rubric, and no tokens pass through it.
+A rollout of verifiers asks a client for each reply. Here the rollout waits until the trainer's engine has drawn it.
+So verifiers runs its own loop, with its own stop conditions, tools and rubric, and no tokens pass through it.
 
 Source: https://github.com/PrimeIntellect-ai/verifiers, its classic API (``vf.Environment``).
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -57,8 +58,11 @@ def load(name: str, arguments: Mapping[str, Any]) -> Loaded:
 
     Raises:
         ImportError: verifiers is not installed, or has no classic environments.
+        TypeError: its ``load_environment`` returns something else than an environment.
         ValueError: the rubric scores the rollouts of a group together.
     """
+    # Each process would draw the same bars on the run's screen.
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     try:
         import verifiers
     except ImportError as error:
@@ -68,6 +72,10 @@ def load(name: str, arguments: Mapping[str, Any]) -> Loaded:
     if (parent := Path(name).resolve().parent).is_dir():
         sys.path.insert(0, str(parent))
     environment = verifiers.load_environment(name, **arguments)
+    if not all(hasattr(environment, part) for part in ("rollout", "rubric", "build_dataset")):
+        raise TypeError(
+            f"load_environment of {name} returned a {type(environment).__name__}, which is no vf.Environment"
+        )
     if environment.rubric.has_group_rewards:
         raise ValueError(
             f"the rubric of verifiers:{name} scores the rollouts of a group together, and conversations are scored "
@@ -120,7 +128,7 @@ class Rollout:
         """Returns the reward of a rollout, when all its replies are there."""
         state = await self._environment.rollout(row, client(self._requests), "policy", {})
         if state.get("error") is not None:
-            raise state["error"]
+            raise RuntimeError(f"the rollout ended with {causes(state['error'])}")
         rubric = self._environment.rubric
         await rubric.score_rollout(state)
         await rubric.cleanup(state)
@@ -143,6 +151,22 @@ class Rollout:
             raise ValueError("earlier messages have changed or are missing; a conversation can only be continued")
         self.tools, self._messages = tools, messages
         return messages[before:]
+
+
+def causes(error: BaseException | None) -> str:
+    """Returns an error and its causes, since those of verifiers often say nothing themselves.
+
+    Example:
+        >>> error = RuntimeError()
+        >>> error.__cause__ = KeyError("b")
+        >>> causes(error)
+        "RuntimeError() from KeyError('b')"
+    """
+    names = []
+    while error is not None:
+        names.append(repr(error))
+        error = error.__cause__
+    return " from ".join(names)
 
 
 def client(requests: asyncio.Queue[Any]) -> Any:

@@ -56,4 +56,4 @@ class Adder:
 
 
 def load_environment(count=3, **options):
-    return Adder(count, **options)
+    return {} if options.get("mode") == "other" else Adder(count, **options)
