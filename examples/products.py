@@ -75,7 +75,7 @@ def conversation(number, a, b):
     ]
 
 
-def write_start(folder):
+def write_start(folder, conversations=4096):
     """Writes a random model and conversations to imitate into a folder."""
     from verl_fn.backends.hf.new_model import new_model
     from verl_fn.backends.hf.tokenizer import read_tokenizer
@@ -86,7 +86,7 @@ def write_start(folder):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     with open(folder / "conversations.jsonl", "w") as file:
-        for number, (a, b) in enumerate(factors()[256:4352]):
+        for number, (a, b) in enumerate(factors()[256 : 256 + conversations]):
             file.write(json.dumps({"messages": conversation(number, a, b)}) + "\n")
 
 

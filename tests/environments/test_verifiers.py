@@ -5,7 +5,9 @@ The package needs other versions of packages than the trainer. So slow tests run
 """
 
 import importlib.util
+import itertools
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from types import SimpleNamespace
 import attrs
 import pytest
 
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.rows import DataError
 from verl_fn.environments.interpreter import EnvError
@@ -20,6 +23,7 @@ from verl_fn.environments.problems import environment_data
 from verl_fn.environments.processes import End, EnvProcesses, Job, Opening
 from verl_fn.environments.verifiers import plain, said
 from verl_fn.runs.inputs import fingerprints
+from verl_fn.runs.journal import read_samples
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay
@@ -162,7 +166,7 @@ def test_a_tool_environment_of_the_package_trains_resumes_and_replays(tmp_path, 
     spec = importlib.util.spec_from_file_location("products", ROOT / "examples/products.py")
     products = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(products)
-    products.write_start(tmp_path)
+    products.write_start(tmp_path, conversations=256)
     settings = ["trainer.save_freq=-1", "trainer.log_freq=1", "driver.device=cpu"]
     train(
         make_plan(load("recipes/sft_products.toml", [
@@ -185,7 +189,17 @@ def test_a_tool_environment_of_the_package_trains_resumes_and_replays(tmp_path, 
         return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(tmp_path / folder)]
 
     whole = run("whole")
-    assert max(row.get("env/turns/mean", 0) for row in whole) > 1, "a tool was called"
+    tokenizer = read_tokenizer(f"{tmp_path}/sft/model")
+    answered = 0
+    for batch in (*read_samples(tmp_path / "whole", 1), *read_samples(tmp_path / "whole", 2)):
+        for first, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+            tokens, drawn = batch.tokens[first:end], batch["response_mask"][first:end] > 0
+            calls = re.findall(r'"a": ([1-9]\d*), "b": ([1-9]\d*)}}</tool_call>', tokenizer.decode(tokens[drawn]))
+            _, _, *answers = tokenizer.decode(tokens[~drawn]).splitlines()
+            if len(calls) == len(answers) == 1:
+                assert int(answers[0]) == int(calls[0][0]) * int(calls[0][1])
+                answered += 1
+    assert answered, "the tool was called"
     assert all(row["env/ended/env_crashed"] == 0 for row in whole if row["step"])
     assert any("val-core/verifiers/examples/products/acc" in name for name in whole[-1])
     run("parts", "trainer.total_training_steps=1")

@@ -174,7 +174,7 @@ def client(requests: asyncio.Queue[Any]) -> Any:
     from verifiers.clients import Client
     from verifiers.types import Response, ResponseMessage
 
-    class Waiting(Client):  # type: ignore[misc]
+    class Waiting(Client):
         def setup_client(self, config: Any) -> Any:
             return config
 
