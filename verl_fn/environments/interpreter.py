@@ -33,7 +33,7 @@ def check_interpreter(python: str) -> None:
         directory); set it to the interpreter of a virtual environment, such as .venv-env/bin/python
     """
     advice = "set it to the interpreter of a virtual environment, such as .venv-env/bin/python"
-    # The first print must succeed in any Python, so that an old one is named.
+    # This runs in any version of Python, so that one that is too old is named.
     command = [python, "-c", "import sys; print('%d %d' % sys.version_info[:2])"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
