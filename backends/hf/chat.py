@@ -20,13 +20,18 @@ class _TakesTooLong(BaseException):
 
 
 def chat_tokens(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    generation_prompt: bool = True,
 ) -> list[int]:
     """Returns the token ids of chat messages, up to the start of the assistant's answer.
 
     Args:
         tokenizer: has a chat template.
         messages: the messages so far.
+        tools: JSON schemas of the functions that the assistant can call.
         generation_prompt: begin the assistant's answer; otherwise end with the last message.
 
     Raises:
@@ -46,7 +51,11 @@ def chat_tokens(
         try:
             ids.extend(
                 tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=generation_prompt, tokenize=True, return_dict=False
+                    list(messages),
+                    tools=list(tools) or None,
+                    add_generation_prompt=generation_prompt,
+                    tokenize=True,
+                    return_dict=False,
                 )
             )
         except _TakesTooLong:

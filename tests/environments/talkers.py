@@ -58,3 +58,23 @@ class Patient:
         if len(reply) > 7:
             raise ValueError("too long")
         return Done(len(reply) / 10) if self.replies == 2 else [{"role": "tool", "content": str(self.code)}]
+
+
+class Caller:
+    """Has tools, and arguments; a file shows when an instance is closed."""
+
+    def __init__(self, size, log=None):
+        self.size, self.log = size, log
+        self.tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+    def reset(self, problem):
+        return [{"role": "system", "content": str(self.size)}, {"role": "user", "content": problem.prompt}]
+
+    def step(self, reply):
+        if reply == "fail":
+            raise ValueError("no such tool")
+        return Done(self.size)
+
+    def close(self):
+        with open(self.log, "a") as file:
+            file.write("closed\n")

@@ -21,7 +21,8 @@ from verl_fn.config import GRPO, RLOO
 from verl_fn.config.catalogue import GROUP_ESTIMATORS, TOKEN_BASELINES
 from verl_fn.data.tasks import Problem
 from verl_fn.environments.engine import Conversing, Limits
-from verl_fn.environments.processes import End, EnvError, Failure
+from verl_fn.environments.interpreter import EnvError
+from verl_fn.environments.processes import End, Failure, Opening
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards import Reward, unscored
@@ -244,6 +245,20 @@ def test_all_failed_is_an_error():
 def test_a_template_that_cannot_be_rendered_turn_by_turn_is_refused_at_the_start(template, message):
     with pytest.raises(EnvError, match=message):
         play(script(), {}, template=template)
+
+
+TOOL = {"type": "function", "function": {"name": "feed"}}
+WITH_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name + '\\n' }}{% endfor %}" + CHAT_TEMPLATE
+
+
+def test_the_template_shows_tools_to_the_model_in_every_turn():
+    results = script(ab=Opening(user("ab"), (TOOL,)), cd=user("ef"), g=End(1.0, 1.0))
+    replies = {"feed\nab\n": [*ids("cd"), END], "feed\nab\ncdef\n": [*ids("g"), END]}
+    (sample,), asked, _ = play(results, replies, template=WITH_TOOLS)
+    assert sample.prompt.tolist() == [*ids("feed\n"), 1, *ids("ab\n")] and sample.outcome.score == 1.0
+    assert asked[1].prompt == (*ids("feed\n"), 1, *ids("ab\n"), *ids("cd"), END, *ids("ef\n"))
+    with pytest.raises(EnvError, match="the chat template does not show them to the model"):
+        play(results, replies)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Runs whose policy talks to an environment: metrics, resume and replay."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from run_configs import TINY
 
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.environments.processes import EnvError
+from verl_fn.environments.interpreter import EnvError
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay
@@ -56,3 +57,10 @@ def test_settings_that_cannot_be_used_are_errors(tiny, chatty, tmp_path):
         train(plan_of(tiny, tmp_path / "tiny"), silent)
     with pytest.raises(ConfigError, match="a row may have 266 tokens"):
         train(plan_of(chatty, tmp_path / "long", "data.max_response_length=250"), silent)
+
+
+def test_the_interpreter_is_seen_from_the_runs_folder_and_links_are_kept(tmp_path):
+    (tmp_path / "python").symlink_to(sys.executable)
+    (tmp_path / "run.toml").write_text('[env]\nname = "a.py:B"\npython = "python"\narguments = { size = 2 }\n')
+    env = make_plan(load(tmp_path / "run.toml", ["model.path=m"]), tmp_path).env
+    assert (env.python, dict(env.arguments)) == (f"{tmp_path}/python", {"size": 2})

@@ -1,11 +1,15 @@
 """Environments in their processes: conversations of several calls, and what hangs or crashes fails alone."""
 
+import os
+import sys
+import venv
 from pathlib import Path
 
 import attrs
 import pytest
 
-from verl_fn.environments.processes import End, EnvError, EnvProcesses, Failure, Job
+from verl_fn.environments.interpreter import EnvError
+from verl_fn.environments.processes import End, EnvProcesses, Failure, Job, Opening
 
 FOLDER = Path(__file__).parent
 PROBLEM = {"prompt": "2+3?", "answer": "5", "id": 0, "data_source": "s", "extra_info": {}}
@@ -66,7 +70,7 @@ def test_an_environment_that_crashes_at_once(run):
         ("talker.py:Talker", "there is no file .*talker.py; did you mean talkers.py"),
         ("talkers.py:Talkr", "has no class 'Talkr'; did you mean Talker"),
         ("talkers.py:Stepless", "has no method step"),
-        ("talkers.py:WithArguments", "made without arguments: missing a required argument: 'size'"),
+        ("talkers.py:WithArguments", "cannot be made with env.arguments \\(no arguments\\): missing .* 'size'"),
     ],
 )
 def test_what_is_no_environment_is_refused_at_the_start(name, message):
@@ -77,3 +81,77 @@ def test_what_is_no_environment_is_refused_at_the_start(name, message):
 def test_a_variable_that_is_not_set_is_refused():
     with pytest.raises(EnvError, match=r"env\.variables names NO_SUCH_KEY"):
         EnvProcesses("talkers.py:Talker", folder=FOLDER, variables=["NO_SUCH_KEY"])
+
+
+def test_arguments_tools_and_the_end_of_an_instance(tmp_path):
+    arguments = {"size": 2, "log": str(tmp_path / "log")}
+    run = EnvProcesses("talkers.py:Caller", folder=FOLDER, arguments=arguments)
+    jobs = [Job(i, i, PROBLEM) for i in range(2)]
+    (opened, _) = run(jobs)
+    assert isinstance(opened, Opening) and [m["content"] for m in opened.messages] == ["2", "2+3?"]
+    assert opened.tools[0]["function"]["name"] == "add"
+    results = run([attrs.evolve(job, replies=(reply,)) for job, reply in zip(jobs, ("x", "fail"), strict=True)])
+    assert results[0] == End(2.0, 1.0) and results[1].reason == "env_crashed"
+    assert (tmp_path / "log").read_text() == "closed\n" * 2
+    run([Job(0, 0, PROBLEM)])
+    run([Job(0, 1, PROBLEM)])
+    assert (tmp_path / "log").read_text() == "closed\n" * 3, "the conversation that was left"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"sice": 1}, r"cannot be made with env.arguments \(sice\)"), ({"size": {1}}, "env.arguments cannot be JSON")],
+)
+def test_arguments_that_cannot_be_used_are_refused(arguments, message):
+    with pytest.raises(EnvError, match=message):
+        EnvProcesses("talkers.py:Caller", folder=FOLDER, arguments=arguments)
+
+
+BARE = """
+import os
+import sys
+
+
+class Bare:
+    def reset(self, problem):
+        try:
+            import numpy
+        except ImportError:
+            pass
+        else:
+            raise RuntimeError(numpy.__file__)
+        return [{"role": "user", "content": sys.prefix + " " + os.environ.get("PYTHONPATH", "")}]
+
+    def step(self, reply):
+        class Done:
+            reward, acc = 1.0, 0.5
+
+        return Done()
+"""
+
+
+def test_environments_run_in_an_interpreter_without_any_package_of_this_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    venv.create(tmp_path / "own", with_pip=False)
+    (tmp_path / "bare.py").write_text(BARE)
+    run = EnvProcesses("bare.py:Bare", folder=tmp_path, python=str(tmp_path / "own/bin/python"))
+    (opened,) = run([Job(0, 0, PROBLEM)])
+    assert opened == ({"role": "user", "content": f"{tmp_path / 'own'} "},)
+    assert run([Job(0, 0, PROBLEM, ("5",))]) == [End(1.0, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (None, r"cannot be run \(No such file or directory\)"),
+        ("echo hello", "is no Python interpreter"),
+        ("echo 3 9", "is Python 3.9, and environments need Python 3.11 or later"),
+    ],
+)
+def test_interpreters_that_cannot_be_used_are_refused(tmp_path, program, message):
+    python = tmp_path / "python"
+    if program:
+        python.write_text(f"#!/bin/sh\n{program}\n")
+        python.chmod(0o755)
+    with pytest.raises(EnvError, match=f"env.python: {python} {message}"):
+        EnvProcesses("talkers.py:Talker", folder=FOLDER, python=str(python))

@@ -209,7 +209,7 @@ def show_choices(args: argparse.Namespace) -> int:
         *("bradley_terry", "dpo", "cdpo", "ipo", "simpo", "orpo", "kto", "distill", "distill_top_k"),
     )
     for kind, names in (
-        ("tasks", (*TASKS, "reasoning_gym:SET")),
+        ("tasks", (*TASKS, "reasoning_gym:SET", "verifiers:NAME")),
         ("algorithms", (*BUILT_IN, "FILE.py:NAME", "MODULE:NAME")),
         ("estimators", ("gae", *GROUP_ESTIMATORS, "reinforce_plus_plus", "FILE.py:NAME")),
         ("losses", losses),

@@ -18,7 +18,7 @@ from .preferences import DPO, OF_LOSS_TYPE
 from .roles import uses_critic
 from .schema import AlgorithmTable, Config
 from .tables import flat
-from .tasks import reasoning_names, with_own_scorer
+from .tasks import reasoning_names, verifiers_name, with_own_env, with_own_scorer
 
 Rule = tuple[str, bool, str]
 
@@ -162,8 +162,10 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     """Yields the rules of the other tables."""
     data = cfg.data
     from_files = bool(data.train_files or data.val_files)
-    sets = () if from_files else reasoning_names(data.task)
-    reward = with_own_scorer(cfg.reward, "" if from_files else data.task, cfg.env)
+    task = "" if from_files else data.task
+    sets, env = reasoning_names(task), with_own_env(cfg.env, task)
+    reward = with_own_scorer(cfg.reward, task, cfg.env)
+    read = from_files or bool(verifiers_name(task))
     for role, table in (("actor", cfg.actor), ("critic", cfg.critic)):
         for name in ("lora_alpha", "target_modules"):
             yield f"{role}.{name}", table.lora_rank > 0, f"without {role}.lora_rank"
@@ -191,11 +193,11 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     yield "data.weights", bool(sets or data.train_files), "without data.train_files or data.task = reasoning_gym:SET"
     yield "data.prompt_key", from_files, "without data.train_files"
     yield "data.convert", from_files, "without data.train_files"
-    yield "data.filter_overlong_prompts", from_files or bool(sets), "without data.train_files"
+    yield "data.filter_overlong_prompts", read or bool(sets), "without data.train_files"
     yield "data.stream", bool(data.train_files), "without data.train_files"
-    yield "data.shuffle", bool(data.train_files), "without data.train_files"
-    for name in ("max_turns", "max_turn_length", "timeout", "num_workers", "variables"):
-        yield f"env.{name}", bool(cfg.env.name), "without env.name"
+    yield "data.shuffle", read, "without data.train_files"
+    for name in ("arguments*", "python", "max_turns", "max_turn_length", "timeout", "num_workers", "variables"):
+        yield f"env.{name}", bool(env.name), "without env.name"
     for name in ("weights", "num_workers", "env"):
         yield f"reward.{name}", bool(reward.functions), "without reward.functions"
     yield "reward.timeout", reward.by_user, "without reward.functions or reward.url"

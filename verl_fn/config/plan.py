@@ -17,7 +17,8 @@ from .algorithms import BUILT_IN
 from .fields import ConfigError
 from .lag import check_lag, corrected
 from .loading import to_table
-from .names import absolute, is_reference, load_object
+from .names import is_reference, load_object
+from .paths import with_absolute_paths
 from .roles import LearnsFrom, Outline, Role, uses_critic
 from .schema import (
     Config,
@@ -31,7 +32,7 @@ from .schema import (
 )
 from .scoring import EnvConfig, RewardConfig
 from .tables import Table
-from .tasks import with_own_scorer
+from .tasks import with_own_env, with_own_scorer
 from .trained import FsdpConfig, MegatronConfig, OptimConfig, TrainedConfig
 
 
@@ -214,6 +215,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
     model = cfg.model.path or str(Path(cfg.trainer.dir) / "new_model")
     names = role_names(cfg)
     r, d = cfg.rollout, cfg.data
+    task = "" if d.train_files or d.val_files else d.task
     return Plan(
         algorithm=cfg.algorithm.name,
         options=corrected(cfg),
@@ -226,8 +228,8 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         new_model=None if cfg.model.path else cfg.model.new,
         trainer=cfg.trainer,
         data=d,
-        env=cfg.env,
-        reward=with_own_scorer(cfg.reward, "" if d.train_files or d.val_files else d.task, cfg.env),
+        env=with_own_env(cfg.env, task),
+        reward=with_own_scorer(cfg.reward, task, cfg.env),
         driver=cfg.driver,
         ray=cfg.ray,
         code=_code(cfg),
@@ -287,47 +289,6 @@ def role_names(cfg: Config) -> tuple[str, ...]:
     roles = outline(cfg).roles
     return tuple(
         name for name, role in roles.items() if role.copy_of is None or not _table(cfg, roles, name)[1].lora_rank
-    )
-
-
-def with_absolute_paths(cfg: Config, folder: Path) -> Config:
-    """Returns the config with absolute paths, so that it does not depend on the current folder.
-
-    Example:
-        >>> with_absolute_paths(Config(), Path("/a")).trainer.dir
-        '/a/runs/run'
-    """
-
-    def path(name: str) -> str:
-        return str((folder / name).resolve()) if name and not name.startswith("hub:") else name
-
-    d, t, a = cfg.data, cfg.trainer, cfg.algorithm
-    references = {
-        name: absolute(value, folder)
-        for name, value in ((n, getattr(a.options, n, None)) for n in ("policy_loss", "adv_estimator"))
-        if isinstance(value, str)
-    }
-    folders = ((name, getattr(a.options, name, None)) for name in ("reward_model", "teacher"))
-    references |= {name: path(value) for name, value in folders if isinstance(value, str)}
-    return attrs.evolve(
-        cfg,
-        trainer=attrs.evolve(t, dir=path(t.dir), resume_from_path=t.resume_from_path and path(t.resume_from_path)),
-        data=attrs.evolve(
-            d,
-            train_files=tuple(map(path, d.train_files)),
-            val_files=tuple(map(path, d.val_files)),
-            convert=tuple(absolute(name, folder) for name in d.convert),
-        ),
-        model=attrs.evolve(cfg.model, path=path(cfg.model.path)),
-        critic=attrs.evolve(cfg.critic, path=cfg.critic.path and path(cfg.critic.path)),
-        env=attrs.evolve(cfg.env, name=absolute(cfg.env.name, folder)),
-        reward=attrs.evolve(cfg.reward, functions=tuple(absolute(f, folder) for f in cfg.reward.functions)),
-        ray=attrs.evolve(cfg.ray, runtime_env=path(cfg.ray.runtime_env)),
-        algorithm=attrs.evolve(
-            a,
-            name=absolute(a.name, folder),
-            options=attrs.evolve(a.options, **references) if references else a.options,
-        ),
     )
 
 

@@ -12,7 +12,7 @@ from .algorithms import PPO, OverlongBuffer, PolicyOptimization
 from .fields import MOST, ConfigError, all_or_some, each_in, free, opt, paths, sub
 from .names import is_reference
 from .scoring import EnvConfig, RewardConfig
-from .tasks import each_above_zero, is_task, reasoning_names
+from .tasks import each_above_zero, is_task, reasoning_names, verifiers_name
 from .trained import ActorConfig, CriticConfig
 
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
@@ -89,7 +89,8 @@ class DataConfig:
 
     task: str = opt(
         "reverse",
-        "generated task, used if train_files is empty, or sets of Reasoning Gym: reasoning_gym:SET,SET",
+        "generated task, used if train_files is empty, sets of Reasoning Gym as reasoning_gym:SET,SET, or an "
+        "environment of the package verifiers with its datasets, as verifiers:NAME",
         is_task,
     )
     task_options: Mapping[str, Any] = free("reasoning_gym: a table of each set's options, by the set's name")
@@ -277,8 +278,11 @@ class Config:
         reward, data, validation = self.reward, self.data, self.rollout.val_kwargs
         self._check_engine()
         self._check_replay()
-        if self.env.name and not is_reference(self.env.name):
+        if self.env.name and not (is_reference(self.env.name) or verifiers_name(self.env.name)):
             raise ConfigError(f"env.name is {self.env.name!r}; it must be a class as FILE.py:NAME or MODULE:NAME")
+        brings_env = verifiers_name(data.task) and not (data.train_files or data.val_files)
+        if brings_env and self.env.name not in ("", data.task):
+            raise ConfigError(f"data.task = {data.task} brings its own environment; remove env.name")
         if reward.weights and len(reward.weights) != len(reward.functions):
             raise ConfigError(
                 f"reward.weights has {len(reward.weights)} values for the {len(reward.functions)} of reward.functions"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import attrs
 from attrs.validators import ge, gt, in_, le
 
-from .fields import MOST, ConfigError, opt, paths
+from .fields import MOST, ConfigError, free, opt, paths
 from .judging import PATTERN, PROMPT, has_a_group, has_response, is_address
 
 
@@ -65,6 +68,10 @@ class EnvConfig:
     """The environment that the policy talks to in several turns."""
 
     name: str = paths("", "class as FILE.py:NAME or MODULE:NAME; if empty, a response ends a problem")
+    arguments: Mapping[str, Any] = free("a table of keyword arguments of the class")
+    python: str = paths(
+        "", "interpreter of the processes with environments, if their packages differ from the trainer's"
+    )
     max_turns: int = opt(8, "most replies of a conversation", ge(1), le(10_000))
     max_turn_length: int | None = opt(
         None, "longest reply in tokens, with its end token; by default data.max_response_length", ge(1)

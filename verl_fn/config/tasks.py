@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from .fields import MOST
+from .names import absolute
 from .scoring import EnvConfig, RewardConfig
 
 TASK_NAMES = ("count", "reverse", "countdown", "calculator", "guess_number")
 REASONING_GYM = "reasoning_gym:"
+VERIFIERS = "verifiers:"
 SCORER = "verl_fn.scores:reasoning_gym"
 
 
@@ -26,11 +31,24 @@ def reasoning_names(task: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in task.removeprefix(REASONING_GYM).split(","))
 
 
+def verifiers_name(task: str) -> str:
+    """Returns the environment of the package verifiers that a task names; an empty string for any other task.
+
+    Example:
+        >>> verifiers_name("verifiers:my-env"), verifiers_name("reverse")
+        ('my-env', '')
+    """
+    name = task.removeprefix(VERIFIERS)
+    return name if name != task and re.fullmatch(r"[\w./-]+", name) else ""
+
+
 def is_task(instance: Any, attribute: Any, value: str) -> None:
     """Validates the name of a generated task, or of different sets of Reasoning Gym."""
     names = reasoning_names(value)
+    if verifiers_name(value):
+        return
     if value not in TASK_NAMES and not names:
-        raise ValueError(f"must be in {TASK_NAMES}, or {REASONING_GYM}SET (got {value!r})")
+        raise ValueError(f"must be in {TASK_NAMES}, {REASONING_GYM}SET or {VERIFIERS}NAME (got {value!r})")
     if not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
         raise ValueError(f"must be {REASONING_GYM} and different names of sets, with commas between (got {value!r})")
 
@@ -56,3 +74,34 @@ def with_own_scorer(reward: RewardConfig, task: str, env: EnvConfig) -> RewardCo
     if not reasoning_names(task) or reward.by_user or env.name:
         return reward
     return attrs.evolve(reward, functions=(SCORER,))
+
+
+def with_own_env(env: EnvConfig, task: str) -> EnvConfig:
+    """Returns the table of environments, with the environment of a task that brings one.
+
+    Args:
+        env: the config's ``[env]`` table.
+        task: the task whose problems are answered; empty for problems of files.
+
+    Example:
+        >>> with_own_env(EnvConfig(), "verifiers:my_env").name, with_own_env(EnvConfig(), "reverse").name
+        ('verifiers:my_env', '')
+    """
+    return attrs.evolve(env, name=task) if verifiers_name(task) else env
+
+
+def absolute_env(env: EnvConfig, folder: Path) -> EnvConfig:
+    """Returns the table of environments with absolute paths.
+
+    Args:
+        env: the config's ``[env]`` table.
+        folder: relative paths are seen from it.
+
+    Example:
+        >>> env = absolute_env(EnvConfig(name="mine.py:Game", python=".venv-env/bin/python"), Path("/a"))
+        >>> env.name, env.python
+        ('/a/mine.py:Game', '/a/.venv-env/bin/python')
+    """
+    # Links are not resolved: the interpreter of a virtual environment is a link, and knows the folder by its path.
+    python = env.python and os.path.abspath(folder / env.python)
+    return attrs.evolve(env, name=absolute(env.name, folder), python=python)

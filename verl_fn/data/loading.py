@@ -13,7 +13,7 @@ from verl_fn.config import ConfigError
 from verl_fn.config.names import load_object
 from verl_fn.config.roles import LearnsFrom
 from verl_fn.config.schema import DataConfig
-from verl_fn.config.tasks import reasoning_names
+from verl_fn.config.tasks import reasoning_names, verifiers_name
 from verl_fn.data.conversations import MESSAGES, TaskDialogues, read_conversations
 from verl_fn.data.entries import Convert, Entry, entry_columns
 from verl_fn.data.examples import encode_examples
@@ -49,7 +49,7 @@ def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Sou
     Raises:
         DataError: sets of Reasoning Gym cannot be used, or the algorithm learns from given responses.
     """
-    if not reasoning_names(table.task):
+    if not reasoning_names(table.task) and not verifiers_name(table.task):
         return task_data(TASKS[table.task], learns_from)
     if learns_from != "samples":
         raise DataError(
@@ -145,17 +145,17 @@ def file_data(
     convert = converters(table)
     read = functools.partial(read_files, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
     if table.stream and table.train_files:
-        validation, _ = _short_enough("data.val_files", read(table.val_files, held_out=True), table, tokenizer, say)
+        validation, _ = short_enough("data.val_files", read(table.val_files, held_out=True), table, tokenizer, say)
         return streamed(table, tokenizer, read, validation, learns_from, end_token)
     # Without training files, these are weights of the sets that data.task names.
     weights = table.weights if table.train_files else ()
     parts = [
-        _short_enough("data.train_files", problems, table, tokenizer, say)
+        short_enough("data.train_files", problems, table, tokenizer, say)
         for problems in _read_parts(table.train_files, bool(weights), read)
     ]
     training, lengths = (tuple(itertools.chain(*column)) for column in zip(*parts, strict=True))
     held_out = read(table.val_files, held_out=True)
-    validation, validation_lengths = _short_enough("data.val_files", held_out, table, tokenizer, say)
+    validation, validation_lengths = short_enough("data.val_files", held_out, table, tokenizer, say)
     data = FileData(
         training,
         validation,
@@ -199,10 +199,21 @@ def _longest(problems: Sequence[Problem], learns_from: LearnsFrom, tokenizer: An
     return max(lengths), max(groups)
 
 
-def _short_enough(
+def short_enough(
     key: str, problems: tuple[Problem, ...], table: DataConfig, tokenizer: Any, say: Callable[[str], None]
 ) -> tuple[tuple[Problem, ...], list[int]]:
-    """Returns the problems whose prompts are short enough, and the length of each of these prompts in tokens."""
+    """Returns the problems whose prompts are short enough, and the length of each of these prompts in tokens.
+
+    Args:
+        key: the config key that names the problems, for errors.
+        problems: the problems of one kind.
+        table: the config's ``[data]`` table.
+        tokenizer: the model's tokenizer.
+        say: prints a line; it reports how many prompts were left out.
+
+    Raises:
+        DataError: a prompt cannot be used or is too long, or all prompts were left out.
+    """
     limit = table.max_prompt_length
     prompts = encode_prompts(problems, tokenizer, None if table.filter_overlong_prompts else limit)
     pairs = [(problem, len(ids)) for problem, ids in zip(problems, prompts, strict=True) if len(ids) <= limit]

@@ -249,7 +249,9 @@ def conversing(plan: RolloutPlan, device: str, env: EnvConfig, folder: str | Non
     tokenizer = read_tokenizer(plan.folder)
     ends = end_tokens(plan.folder, tokenizer)
     renderer = Renderer(tokenizer, ends)
-    environments = EnvProcesses(env.name, env.timeout, env.num_workers, folder, env.variables)
+    environments = EnvProcesses(
+        env.name, env.timeout, env.num_workers, folder, env.variables, python=env.python, arguments=env.arguments
+    )
     limits = Limits(env.max_turns, env.max_turn_length or plan.max_response_length, plan.max_prompt_length)
     engine = rollout(plan, device)
     return cast(RolloutBackend, Conversing(engine, environments, renderer, tokenizer, ends, limits))

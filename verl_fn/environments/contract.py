@@ -33,11 +33,15 @@ class Done:
 
 
 class Environment(Protocol):
-    """The methods of an environment. An instance, made without arguments, serves one conversation.
+    """The methods of an environment. An instance, made with ``env.arguments``, serves one conversation.
 
     ``random`` and ``numpy.random`` are seeded before each call, so a conversation can be repeated. Where another
     conversation has ended the process, the calls of an instance are made again in a new one. So an instance must
     depend on its calls and on these random numbers alone.
+
+    An instance may have an attribute ``tools`` once ``reset`` has returned: a list of JSON schemas of functions,
+    which the chat template shows to the model. A method ``close``, if there is one, is called at the end of a
+    conversation.
 
     Example:
         >>> class Echo:

@@ -56,6 +56,7 @@ class Conversation:
         request: asks for it.
         number: its number among those of the request.
         messages: all so far.
+        tools: JSON schemas of the functions that the model can call.
         replies: the texts of the model's replies.
         rows: the rows so far; the last one goes on.
         limit: the most tokens of a row.
@@ -67,6 +68,7 @@ class Conversation:
     request: Request
     number: int
     messages: list[Message] = attrs.field(factory=list)
+    tools: Sequence[Mapping[str, Any]] = ()
     replies: list[str] = attrs.field(factory=list)
     rows: list[Row] = attrs.field(factory=list)
     limit: int = 0

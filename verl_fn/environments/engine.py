@@ -17,7 +17,8 @@ from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import texts_of
 
 from .conversation import Conversation, Row
-from .processes import End, EnvError, Failure, Job, Result
+from .interpreter import EnvError
+from .processes import End, Failure, Job, Opening, Result
 from .rendering import Renderer
 
 
@@ -157,6 +158,9 @@ class Conversing(Through):
                 if not one.rows:
                     one.rows.append(Row([self._end_tokens[0]]))
                     one.rows[-1].write([self._end_tokens[0]], self.inner.version or 0)
+            elif isinstance(result, Opening):
+                one.tools = result.tools
+                self._open(one, result.messages)
             elif not one.rows:
                 self._open(one, result)
             else:
@@ -166,10 +170,10 @@ class Conversing(Through):
     def _open(self, one: Conversation, messages: Sequence[Any]) -> None:
         self._renderer.check_known(messages, one.label)
         one.messages += messages
-        prompt = self._renderer.opening(one.messages)
+        prompt = self._renderer.opening(one.messages, one.tools)
         if len(prompt) > self._limits.prompt:
             raise EnvError(
-                f"{one.label}: the environment's first messages have {len(prompt)} tokens, more than "
+                f"{one.label}: the environment's first messages and tools have {len(prompt)} tokens, more than "
                 f"{self._limits.prompt}; raise data.max_prompt_length"
             )
         one.limit = len(prompt) + one.request.sampling.max_tokens
@@ -181,10 +185,10 @@ class Conversing(Through):
             one.reason = "turn_limit"
             return
         self._renderer.check_known(messages, one.label)
-        tokens = self._renderer.continuation(one.messages, messages)
+        tokens = self._renderer.continuation(one.messages, messages, one.tools)
         one.messages += messages
         row = one.rows[-1]
-        prompt = None if tokens is not None else self._renderer.opening(one.messages)
+        prompt = None if tokens is not None else self._renderer.opening(one.messages, one.tools)
         length = len(row.ids) + len(tokens) if tokens is not None else len(prompt or ())
         if length >= one.limit:
             one.reason = "length"

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from verl_fn.errors import UserError
-from verl_fn.rewards.child import Child, GarbledError, environment, garbled, one_line, parsed
+from verl_fn.rewards.child import START_SECONDS, Child, GarbledError, environment, garbled, one_line, parsed
 from verl_fn.state import EndReason
 
+from .interpreter import EnvError, check_interpreter, variables_of_its_own
+from .worker import PROBLEMS
+
 SCRIPT = Path(__file__).with_name("worker.py")
-
-
-class EnvError(UserError, RuntimeError):
-    """Raised where an environment cannot be used; the message names it and the problem."""
 
 
 @attrs.frozen
@@ -61,7 +61,20 @@ class End:
     acc: float
 
 
-Result = tuple[Mapping[str, Any], ...] | End | Failure
+@attrs.frozen
+class Opening:
+    """The first messages of a conversation in which the model can call tools.
+
+    Attributes:
+        messages: the model replies to them.
+        tools: JSON schemas of functions, which the chat template shows to the model.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    tools: tuple[Mapping[str, Any], ...]
+
+
+Result = tuple[Mapping[str, Any], ...] | Opening | End | Failure
 """Messages, or the end of a conversation, or why there is neither."""
 
 
@@ -77,9 +90,12 @@ class EnvProcesses:
         num_workers: processes that share the conversations.
         folder: the folder that modules and files are looked up from, by default the current one.
         variables: environment variables that the processes get beside those in ``child.ENVIRONMENT``.
+        python: the interpreter of the processes; empty for this one. Another one needs no packages.
+        arguments: keyword arguments of the class, as values of JSON.
 
     Raises:
-        EnvError: there is no such class, it has other methods, or a variable is not set.
+        EnvError: there is no such class, it has other methods or arguments, a variable is not set, or the interpreter
+            cannot be used.
     """
 
     def __init__(
@@ -89,10 +105,21 @@ class EnvProcesses:
         num_workers: int = 1,
         folder: str | os.PathLike[str] | None = None,
         variables: Sequence[str] = (),
+        *,
+        python: str = "",
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self._timeout = name, timeout
         self._folder = str(Path(folder or ".").resolve())
         self._environment = environment(variables, "env.variables", EnvError)
+        self._python, self._arguments = python or sys.executable, dict(arguments or {})
+        if python:
+            check_interpreter(python)
+            self._environment = variables_of_its_own(self._environment, variables)
+        try:
+            json.dumps(self._arguments)
+        except (TypeError, ValueError) as error:
+            raise EnvError(f"env.arguments cannot be JSON ({error}); write dates and times as strings") from error
         self._children: list[Child | None] = [None] * num_workers
         weakref.finalize(self, _stop, self._children)
         # Starting the first process here lets a wrong name end the run before anything is sampled.
@@ -112,6 +139,36 @@ class EnvProcesses:
             _stop(self._children)
             raise
         return [results[place] for place in range(len(jobs))]
+
+    def problems(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields the problems that the environment brings, each with ``train`` or ``held_out``.
+
+        Raises:
+            EnvError: they cannot be read.
+        """
+        child = self._child(0)
+        try:
+            child.send(PROBLEMS, START_SECONDS)
+            while True:
+                for line in child.lines(START_SECONDS):
+                    match parsed(line):
+                        case []:
+                            return
+                        case [("train" | "held_out") as part, dict(row)]:
+                            yield part, row
+                        case str(problem) | [_, str(problem)]:
+                            raise EnvError(f"reading the problems of {self.name}: {one_line(problem)}")
+                        case _:
+                            raise GarbledError(garbled(line))
+        except TimeoutError:
+            raise EnvError(f"reading the problems of {self.name} took longer than {START_SECONDS:g} s") from None
+        except (EOFError, OSError):
+            raise EnvError(f"reading the problems of {self.name} {child.death()}") from None
+        except GarbledError as error:
+            raise EnvError(f"reading the problems of {self.name}: the environment {error}") from None
+        finally:
+            # Lines that were not read would be taken for results of the next call.
+            _stop(self._children)
 
     def _run(self, shares: dict[int, _Share], jobs: Sequence[Job], results: dict[int, Result]) -> None:
         for i, share in shares.items():
@@ -179,9 +236,9 @@ class EnvProcesses:
         """Returns a process, which is started if there is none."""
         child = self._children[i]
         if child is None:
-            child = self._children[i] = Child(str(SCRIPT), self._folder, self._environment)
+            child = self._children[i] = Child(str(SCRIPT), self._folder, self._environment, self._python)
             try:
-                child.greet([self._folder, self.name], "env.name", EnvError)
+                child.greet([self._folder, self.name, self._arguments], "env.name", EnvError)
             except BaseException:
                 self._children[i] = None
                 child.stop()
@@ -218,6 +275,11 @@ def _report(line: bytes) -> tuple[int, Result | None]:
             return at, End(reward, acc)
         case [int(at), [{"role": str(), "content": str()}, *_] as messages]:
             return at, tuple(messages)
+        case [
+            int(at),
+            {"messages": [{"role": str(), "content": str()}, *_] as messages, "tools": [dict(), *_] as tools},
+        ]:
+            return at, Opening(tuple(messages), tuple(tools))
     raise GarbledError(garbled(line))
 
 

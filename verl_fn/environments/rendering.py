@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_fn.backends.hf.chat import chat_tokens
@@ -12,7 +12,7 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.data.files import has_unknown
 
 from .contract import Message
-from .processes import EnvError
+from .interpreter import EnvError
 
 CACHE = 4096
 
@@ -49,15 +49,23 @@ class Renderer:
         user, reply = {"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}
         self.continuation([user, reply], [user])
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the tokens of messages, up to the start of the model's reply.
+    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Returns the tokens of messages and tools, up to the start of the model's reply.
 
         Raises:
-            EnvError: the template fails on these messages.
+            EnvError: the template fails on these messages, or leaves out the tools.
         """
-        return self._tokens(messages, generation_prompt=True)
+        tokens = self._tokens(messages, tools, generation_prompt=True)
+        if tools and tokens == self._tokens(messages, generation_prompt=True):
+            raise EnvError(
+                "env.name: the environment has tools, and the chat template does not show them to the model; take a "
+                "template that renders `tools`"
+            )
+        return tokens
 
-    def continuation(self, said: Sequence[Message], messages: Sequence[Message]) -> list[int] | None:
+    def continuation(
+        self, said: Sequence[Message], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int] | None:
         """Returns the tokens between the end token of a reply and the start of the next one.
 
         They are the difference between two renderings, with and without ``messages``. So the tokens before them may
@@ -66,6 +74,7 @@ class Renderer:
         Args:
             said: the conversation so far, which ends with the reply.
             messages: the environment's answer to it.
+            tools: JSON schemas of the functions that the model can call.
 
         Returns:
             The tokens; None where the template renders ``said`` otherwise before ``messages``, as templates do that
@@ -74,7 +83,7 @@ class Renderer:
         Raises:
             EnvError: the template fails, or does not end the reply with an end token.
         """
-        before, after = self._tokens(said), self.opening([*said, *messages])
+        before, after = self._tokens(said, tools), self.opening([*said, *messages], tools)
         ends = [place for place, token in enumerate(before) if token in self._end_tokens]
         if not ends:
             token = self._tokenizer.convert_ids_to_tokens(min(self._end_tokens))
@@ -97,13 +106,19 @@ class Renderer:
                     f"{label}: the tokenizer does not know every character of the environment's {content!r:.80}"
                 )
 
-    def _tokens(self, messages: Sequence[Message], generation_prompt: bool = False) -> list[int]:
-        return list(self._rendered(json.dumps(list(messages)), generation_prompt))
+    def _tokens(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        generation_prompt: bool = False,
+    ) -> list[int]:
+        return list(self._rendered(json.dumps([list(messages), list(tools)]), generation_prompt))
 
     def _render(self, conversation: str, generation_prompt: bool) -> list[int]:
-        messages = json.loads(conversation)
+        messages, tools = json.loads(conversation)
         try:
-            return chat_tokens(self._tokenizer, messages, generation_prompt=generation_prompt)
+            return chat_tokens(self._tokenizer, messages, tools, generation_prompt=generation_prompt)
         except ModelError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise EnvError(

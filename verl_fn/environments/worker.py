@@ -1,9 +1,10 @@
 """Runs environments in a process that its parent may end; the parent starts this file as a script.
 
-The parent sends the class's name, then jobs: a conversation with all replies of the model so far. An instance that
-has had all but the last reply takes that one. Otherwise the conversation is repeated with a new instance, as after
-the end of an earlier process. The worker reports each call at its start, and each job at its end. Messages are lines
-of JSON. This module does not import torch.
+The parent sends the class's name and arguments, then jobs: a conversation with all replies of the model so far. An
+instance that has had all but the last reply takes that one. Otherwise the conversation is repeated with a new
+instance, as after the end of an earlier process. The worker reports each call at its start, and each job at its end.
+Messages are lines of JSON. This module imports neither torch nor any installed package but numpy, if there is one:
+the interpreter may be another one than the parent's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,8 @@ else:
     functions = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(functions)
 
+VERIFIERS = "verifiers:"
+PROBLEMS = "problems"
 EXPECTED = "it must return a list of messages, each with role and content, or Done(reward)"
 
 
@@ -48,8 +52,9 @@ class Server:
         self._instances: dict[int, tuple[Any, int]] = {}
 
     def forget(self) -> None:
-        """Drops the instances of earlier conversations."""
-        self._instances.clear()
+        """Closes and drops the instances of earlier conversations."""
+        while self._instances:
+            close(self._instances.popitem()[1][0])
 
     def answer(self, place: int, number: int, seed: int, problem: Mapping[str, Any], replies: Sequence[str]) -> None:
         """Reports what the environment answers to the last reply, or to the problem if there is none.
@@ -63,6 +68,7 @@ class Server:
         """
         instance, answered = self._instances.pop(number, (None, -1))
         if answered != len(replies) - 1:
+            close(instance)
             instance, answered = None, -1
         outcome: Any = None
         try:
@@ -71,15 +77,68 @@ class Server:
                 functions.seed_numbers(seed, turn)
                 if turn == 0:
                     instance = self._cls()
-                    outcome = checked(instance.reset(SimpleNamespace(**problem)), first=True)
+                    outcome = opening(instance, SimpleNamespace(**problem))
                 else:
                     outcome = checked(instance.step(replies[turn - 1]))
-            self._instances[number] = instance, len(replies)
+            if is_end(outcome):
+                close(instance)
+            else:
+                self._instances[number] = instance, len(replies)
             self._send([place, outcome])
         except Failed as error:
+            close(instance)
             self._send([place, str(error)])
         except BaseException as error:
+            close(instance)
             self._send([place, functions.raised(error)])
+
+
+def close(instance: Any) -> None:
+    """Calls the method ``close`` of an instance that is not needed any more, if it has one."""
+    method = getattr(instance, "close", None)
+    if callable(method):
+        try:
+            method()
+        except BaseException as error:
+            print(f"close of {type(instance).__name__} {functions.raised(error)}", file=sys.stderr)
+
+
+def is_end(outcome: Any) -> bool:
+    """Returns whether a value of ``checked`` ends a conversation.
+
+    Example:
+        >>> is_end([1.0, 1.0]), is_end([{"role": "user", "content": "2+3?"}])
+        (True, False)
+    """
+    return isinstance(outcome, list) and isinstance(outcome[0], float)
+
+
+def opening(instance: Any, problem: Any) -> Any:
+    """Returns the first messages of a conversation as JSON, together with the tools of the environment if it has any.
+
+    Raises:
+        Failed: the environment has returned no messages, or its tools are no list of JSON objects.
+    """
+    messages = checked(instance.reset(problem), first=True)
+    tools = getattr(instance, "tools", None)
+    if not tools:
+        return messages
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise Failed(f"has the tools {functions.short(repr(tools))}; they must be a list of JSON schemas")
+    return {"messages": messages, "tools": as_json("tools", [dict(tool) for tool in tools])}
+
+
+def as_json(what: str, values: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns ``values`` if they can be JSON.
+
+    Raises:
+        Failed: they cannot.
+    """
+    try:
+        json.dumps(values, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Failed(f"returned {what} that cannot be JSON ({error})") from error
+    return values
 
 
 def checked(value: Any, first: bool = False) -> Any:
@@ -110,47 +169,77 @@ def checked(value: Any, first: bool = False) -> Any:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
             raise Failed(f"returned the message {functions.short(repr(message))}; role and content must be strings")
-        if role == "assistant":
+        if role == "assistant" and not first:
             raise Failed("returned a message of the role assistant, which is the model's own")
-    try:
-        json.dumps(messages, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise Failed(f"returned messages that cannot be JSON ({error})") from error
-    return [dict(message) for message in messages]
+    return as_json("messages", [dict(message) for message in messages])
 
 
-def load(spec: str, folder: str) -> Callable[[], Any]:
-    """Imports an environment's class.
+def load(spec: str, folder: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+    """Imports an environment, and returns a function that makes an instance with keyword arguments.
 
     Raises:
-        functions.LoadError: it cannot be imported, or is no class with ``reset`` and ``step`` that is made without
-            arguments.
+        functions.LoadError: it cannot be imported, or is no class with ``reset`` and ``step`` that takes them.
     """
+    if spec.startswith(VERIFIERS):
+        adapter = importlib.import_module("verl_fn.environments.verifiers")
+        try:
+            loaded: Callable[[], Any] = adapter.load(spec.removeprefix(VERIFIERS), arguments)
+        except BaseException as error:
+            raise functions.LoadError(f"loading {spec} {functions.raised(error)}") from error
+        return loaded
     cls = functions.find(spec, folder, "class")
     for method in ("reset", "step"):
         if not callable(getattr(cls, method, None)):
             raise functions.LoadError(f"{spec} has no method {method}; an environment has reset and step")
     try:
-        inspect.signature(cls).bind()
+        inspect.signature(cls).bind(**arguments)
     except (TypeError, ValueError) as error:
-        raise functions.LoadError(f"{spec} must be a class that is made without arguments: {error}") from error
-    return cls
+        given = ", ".join(arguments) or "no arguments"
+        raise functions.LoadError(f"{spec} cannot be made with env.arguments ({given}): {error}") from error
+    return partial(cls, **arguments)
+
+
+def provide_package() -> None:
+    """Lets environments import ``Done`` from this package where it is not installed.
+
+    Its parent folder stays out of ``sys.path``: that may hold all packages of another interpreter.
+    """
+    if importlib.util.find_spec("verl_fn") is None:
+        spec = importlib.util.spec_from_file_location(
+            "verl_fn", PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+        )
+        assert spec is not None and spec.loader is not None
+        sys.modules["verl_fn"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["verl_fn"])
+
+
+def send_problems(environment: Any, parent: functions.Parent) -> None:
+    """Sends the problems that an environment brings, each with its part of the data, and then an empty list."""
+    try:
+        for part, row in environment.problems():
+            parent.send([part, row])
+        parent.send([])
+    except BaseException as error:
+        parent.send(functions.raised(error))
 
 
 def serve(parent: functions.Parent) -> None:
     """Loads the class that the parent names, and answers its calls until it closes the connection."""
-    folder, spec = parent.receive()
+    folder, spec, arguments = parent.receive()
     sys.path.insert(0, folder)
-    # Where the package is not installed, environments import ``Done`` from here; last, so that it hides nothing.
-    sys.path.append(str(PACKAGE.parent))
+    provide_package()
     functions.seed_numbers(0)
     try:
-        server = Server(load(spec, folder), parent.send)
+        environment = load(spec, folder, arguments)
     except functions.LoadError as error:
         parent.send(str(error))
         return
     parent.send([])
+    server = Server(environment, parent.send)
     while call := parent.receive():
+        if call == PROBLEMS:
+            send_problems(environment, parent)
+            continue
         first, jobs = call
         if first:
             server.forget()

@@ -66,12 +66,15 @@ class Child:
         script: the file that the process runs; it gets the file descriptor of its connection as its argument.
         folder: the current folder of the process.
         environment: its environment variables.
+        python: the interpreter that runs it, by default this one.
 
     Attributes:
         connection: is readable when reports of the process have arrived, or when it has ended.
     """
 
-    def __init__(self, script: str, folder: str, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, script: str, folder: str, environment: Mapping[str, str], python: str = sys.executable
+    ) -> None:
         self.connection, worker_end = socket.socketpair()
         self._lifeline, keeper_end = socket.socketpair()
         self._received = b""
@@ -79,7 +82,7 @@ class Child:
             descriptors = worker_end.fileno(), keeper_end.fileno()
             self._keeper = subprocess.Popen(
                 # It runs as a file, since importing its package would import torch.
-                [sys.executable, "-P", keeper.__file__, *map(str, descriptors), script],
+                [python, "-P", keeper.__file__, *map(str, descriptors), script],
                 stdin=subprocess.DEVNULL,
                 # What the code prints goes to stderr, since stdout shows the run's progress.
                 stdout=2,

@@ -2,7 +2,7 @@
 
 The parent sends the names of the functions, then one message for each call: a function's number and its rows. The
 worker reports every row twice, at its start and at its end, so that the parent knows which rows may hang. Messages
-are lines of JSON. This module does not import torch.
+are lines of JSON. This module imports neither torch nor, where it is not installed, numpy.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from pathlib import Path
 from types import ModuleType, coroutine
 from typing import Any
 
-import numpy as np
-
+np: Any = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 KINDS = ("plain", "async", "batched")
@@ -221,7 +220,8 @@ def _checked(value: Any) -> Outcome:
 def seed_numbers(*seeds: int) -> None:
     # numpy is imported by this module because a function that imports it first would find it seeded at random.
     random.seed(repr(seeds))
-    np.random.seed(seeds)
+    if np is not None:
+        np.random.seed(seeds)
 
 
 async def _finish(value: Awaitable[Any]) -> Any:
@@ -235,7 +235,7 @@ def _on_own_numbers(value: Awaitable[Any], seed: int) -> Generator[Any, None, An
     step: Callable[[], Any] = partial(inner.send, None)
     # For numpy, exchanging the bit generator is much faster than exchanging its state.
     own = np.random.MT19937(seed)
-    use = np.random.set_bit_generator  # type: ignore[attr-defined]
+    use = np.random.set_bit_generator
     use(own)
     seed_numbers(seed)
     while True:

@@ -38,7 +38,6 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
             than allowed, the device does not exist, or ``trainer.stop_at`` can never be reached.
         RewardError: problems have no reward.
     """
-    data = plan.data
     _check_device(plan)
     if plan.env.name and ranks.torchrun_size() > 1:
         raise ConfigError(
@@ -46,8 +45,11 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
             "differently; set driver.kind=ray"
         )
     check_ranks(plan, ranks.training_ranks(plan))
-    if plan.trainer.stop_at is not None and data.train_files and not data.val_files:
-        raise ConfigError("trainer.stop_at needs held-out problems; set data.val_files")
+    if plan.trainer.stop_at is not None and isinstance(source, FileData) and not source.validation:
+        raise ConfigError(
+            "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task an "
+            "eval_dataset"
+        )
     _check_rules(plan, source)
     rows = row_lengths(plan, source, tokenizer)
     own = plan.learns_from != "samples"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verl_fn.config import Plan
 from verl_fn.config.names import source_file
-from verl_fn.config.tasks import reasoning_names
+from verl_fn.config.tasks import reasoning_names, verifiers_name
 from verl_fn.data.hub import recorded
 from verl_fn.data.sets import is_set, set_files
 
@@ -76,5 +76,9 @@ def _files(plan: Plan) -> Iterator[Path]:
     for reference in (*plan.code, *(name for name in of_user if ".py:" in name)):
         if (file := source_file(reference)) is not None:
             yield file
+    if name := verifiers_name(plan.env.name):
+        # An installed environment is found from the processes that run it.
+        file = Path(name).resolve()
+        yield file.with_name(file.name.replace("-", "_") + ".py")
     if plan.new_model is None:
         yield from sorted(Path(plan.model).glob("tokenizer*"))

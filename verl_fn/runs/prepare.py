@@ -8,12 +8,13 @@ from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.folder import ModelError, read_config
 from verl_fn.backends.hf.tokenizer import contradiction, end_tokens, read_tokenizer
 from verl_fn.config import ConfigError, Plan
-from verl_fn.config.tasks import reasoning_names
+from verl_fn.config.tasks import reasoning_names, verifiers_name
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import converters, file_data, generated, read_files
 from verl_fn.data.notices import notices
 from verl_fn.data.tasks import Source
 from verl_fn.driver import build
+from verl_fn.environments.problems import environment_data
 
 from .checkpoints import check_model_folder
 from .checks import check, check_model_folders
@@ -41,7 +42,7 @@ def prepare(plan: Plan, say: Say) -> Source:
                 convert=converters(plan.data),
             )
         raise ConfigError("data from files needs model.path: a random model knows only a task's characters")
-    if reasoning_names(plan.data.task) and plan.new_model is not None:
+    if plan.new_model is not None and (reasoning_names(plan.data.task) or verifiers_name(plan.data.task)):
         raise ConfigError(f"data.task = {plan.data.task} needs model.path: a random model knows no language")
     check_model_folders(plan)
     build.make_model_folder(plan)
@@ -59,13 +60,15 @@ def prepare(plan: Plan, say: Say) -> Source:
     learns_from = plan.learns_from
     answers = learns_from != "samples" and any(role.optim is not None for role in plan.roles.values())
     end_token = ends[0] if answers else None
-    source: Source = (
-        file_data(plan.data, tokenizer, say, learns_from=learns_from, end_token=end_token)
-        if from_files
-        else generated(plan.data, tokenizer, learns_from)
-    )
+    source: Source
+    if from_files:
+        source = file_data(plan.data, tokenizer, say, learns_from=learns_from, end_token=end_token)
+    elif verifiers_name(plan.data.task) and learns_from == "samples":
+        source = environment_data(plan.data, plan.env, tokenizer, say)
+    else:
+        source = generated(plan.data, tokenizer, learns_from)
     check(plan, source, tokenizer)
-    if isinstance(source, FileData):
+    if isinstance(source, FileData) and from_files:
         for notice in notices(
             source.training,
             source.validation,

@@ -1,0 +1,207 @@
+"""Environments of verifiers: a stand-in of the package in cheap tests, the package itself in slow ones.
+
+The package needs other versions of packages than the trainer. So slow tests run it with the interpreter that
+``VERIFIERS_PYTHON`` names, or with this one where it is installed.
+"""
+
+import importlib.util
+import itertools
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import attrs
+import pytest
+
+from verl_fn.backends.hf.tokenizer import read_tokenizer
+from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.data.rows import DataError
+from verl_fn.environments.interpreter import EnvError
+from verl_fn.environments.problems import environment_data
+from verl_fn.environments.processes import End, EnvProcesses, Job, Opening
+from verl_fn.environments.verifiers import plain, said
+from verl_fn.runs.inputs import fingerprints
+from verl_fn.runs.journal import read_samples
+from verl_fn.runs.logs import TIMED, read_metrics
+from verl_fn.runs.loop import train
+from verl_fn.runs.replay import replay
+
+ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).parent / "verifiers_stand_in"
+TASK = "data.task=verifiers:adder"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 1}}</tool_call>'
+PYTHON = os.environ.get("VERIFIERS_PYTHON") or (sys.executable if importlib.util.find_spec("verifiers") else "")
+needs_package = pytest.mark.skipif(not PYTHON, reason="verifiers is not installed, and VERIFIERS_PYTHON is not set")
+
+
+def silent(line):
+    pass
+
+
+def processes(**arguments):
+    return EnvProcesses("verifiers:adder", folder=FOLDER, arguments=arguments)
+
+
+def test_a_rollout_is_played_turn_by_turn_and_again_after_a_crash(tmp_path):
+    run = processes(log=str(tmp_path / "log"))
+    rows = [row for part, row in run.problems() if part == "train"]
+    job = Job(0, 1, {"prompt": "", "answer": "", "id": 0, "data_source": "s", "extra_info": {"row": rows[2]}})
+    (opened,) = run([job])
+    assert isinstance(opened, Opening) and opened.messages == ({"role": "user", "content": "2+1"},)
+    assert opened.tools[0] == {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+    }
+    called = attrs.evolve(job, replies=(f"Well.{CALL}{CALL}",))
+    tool = {"role": "tool", "content": "3"}
+    answers = ({**tool, "tool_call_id": "call_0_0"}, {**tool, "tool_call_id": "call_0_1"})
+    assert run([called]) == [answers]
+    assert run([attrs.evolve(called, replies=(*called.replies, "3"))]) == [End(1.0, 1.0)]
+    again = EnvProcesses("verifiers:adder", folder=FOLDER, arguments={})
+    assert again([attrs.evolve(called, replies=(*called.replies, "4"))]) == [End(0.0, 0.0)]
+    run([attrs.evolve(job, number=1)])
+    run([job])
+    assert (tmp_path / "log").read_text() == "cleaned\n" * 2, "the rollout at its end, and the one that was left"
+
+
+def test_failures_of_a_rollout_are_named_and_prompts_may_come_from_files():
+    run = processes()
+    job = Job(0, 1, {"prompt": "1+1", "answer": "2", "id": 0, "data_source": "s", "extra_info": {}})
+    (opened,) = run([job])
+    assert opened.messages == ({"role": "user", "content": "1+1"},)
+    (failed, forgotten) = run(
+        [attrs.evolve(job, number=i, replies=(r,)) for i, r in enumerate(("fail", f"forget{CALL}"))]
+    )
+    assert (
+        failed.reason == "env_crashed"
+        and "the rollout ended with RuntimeError('the sandbox is gone')" in failed.problem
+    )
+    assert "earlier messages have changed" in forgotten.problem
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("adder", {"mode": "group"}, ".*scores the rollouts of a group together"),
+        ("adder", {"mode": "other"}, ".*returned a dict, which is no vf.Environment"),
+        ("adder", {"nummer": 3}, ".*unexpected keyword argument 'nummer'"),
+        ("no_such", {}, "ModuleNotFoundError: No module named 'no_such'"),
+    ],
+)
+def test_environments_that_cannot_be_used_are_refused(name, arguments, message):
+    with pytest.raises(EnvError, match=f"env.name: loading verifiers:{name} raised {message}"):
+        EnvProcesses(f"verifiers:{name}", folder=FOLDER, arguments=arguments)
+
+
+def test_a_missing_package_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "verifiers.py").write_text("raise ImportError('no verifiers')\n")
+    with pytest.raises(EnvError, match=r"needs verifiers \(no verifiers\); install 'verifiers>=0\.2,<0\.4' for the"):
+        EnvProcesses("verifiers:adder", folder=tmp_path)
+    (tmp_path / "verifiers.py").write_text("")
+    with pytest.raises(EnvError, match=r"has no classic environments, as it had before 0\.4"):
+        EnvProcesses("verifiers:adder", folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("reply", "content", "calls"),
+    [
+        (f"So: {CALL} bye", "So:", 1),
+        (CALL.removesuffix("</tool_call>"), "", 1),
+        (f"{CALL}<tool_call>oops</tool_call>", None, 0),
+        ('<tool_call>["add"]</tool_call>', None, 0),
+        ("<tool_call>" + "[" * 100_000, None, 0),
+        ("", "", 0),
+    ],
+)
+def test_calls_are_read_from_replies(reply, content, calls):
+    message = said(reply, 4)
+    assert message["content"] == (reply if content is None else content)
+    assert [call["id"] for call in message.get("tool_calls", [])] == [f"call_4_{i}" for i in range(calls)]
+
+
+def test_images_are_refused():
+    with pytest.raises(ValueError, match="other content than text"):
+        plain({"role": "tool", "content": [{"type": "image_url", "image_url": {}}]})
+
+
+def test_the_task_brings_its_environment_and_its_problems(chatty, monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    lines = []
+
+    def source(*overrides):
+        plan = make_plan(load(overrides=[TASK, f"model.path={chatty}", *overrides]))
+        assert plan.env.name == "verifiers:adder"
+        assert str(FOLDER / "adder.py") in fingerprints(plan)
+        tokenizer = SimpleNamespace(chat_template="", bos_token_id=1, eos_token_id=2, unk_token_id=3)
+        tokenizer.apply_chat_template = lambda messages, **others: [5] * len(messages[0]["content"])
+        return environment_data(plan.data, plan.env, tokenizer, lines.append)
+
+    data = source("env.arguments={count=5}")
+    assert [(p.answer, p.data_source) for p in data.training] == [(str(i), "verifiers/adder") for i in range(1, 6)]
+    assert data.training[3].prompt == ({"role": "user", "content": "3+1"},)
+    assert len(data.validation) == 1 and not lines
+    assert source("env.arguments={mode='no_eval'}").validation == () and "no evaluation dataset" in lines[0]
+    with pytest.raises(EnvError, match=r"reading the problems of verifiers:adder: raised TypeError: .* JSON"):
+        source("env.arguments={mode='odd'}")
+    with pytest.raises(DataError, match="has no training dataset"):
+        source("env.arguments={count=0}")
+
+
+def test_settings_that_cannot_be_used_are_errors():
+    with pytest.raises(
+        ConfigError, match=r"data\.task = verifiers:adder brings its own environment; remove env\.name"
+    ):
+        load(overrides=[TASK, "env.name=a.py:B"])
+    with pytest.raises(ConfigError, match=r"or verifiers:NAME \(got 'verifiers:'\)"):
+        load(overrides=["data.task=verifiers:"])
+
+
+@pytest.mark.slow
+@needs_package
+def test_a_tool_environment_of_the_package_trains_resumes_and_replays(tmp_path, monkeypatch):
+    """The tool's answers are in the rows with mask 0, and the rubric scores."""
+    monkeypatch.chdir(ROOT)
+    spec = importlib.util.spec_from_file_location("products", ROOT / "examples/products.py")
+    products = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(products)
+    products.write_start(tmp_path, conversations=256)
+    settings = ["trainer.save_freq=-1", "trainer.log_freq=1", "driver.device=cpu"]
+    train(
+        make_plan(load("recipes/sft_products.toml", [
+            *settings, f"data.train_files=['{tmp_path}/conversations.jsonl']", f"model.path={tmp_path}/new_model",
+            f"trainer.dir={tmp_path}/sft", "trainer.total_training_steps=40", "data.train_batch_size=64",
+        ])),
+        silent,
+    )  # fmt: skip
+    settings += [
+        "trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.test_freq=2", "trainer.journal=samples",
+        "data.train_batch_size=4", "data.val_size=4", f"env.python={PYTHON}", f"model.path={tmp_path}/sft/model",
+        "env.arguments={train=64, held_out=8}", "trainer.stop_at=",
+    ]  # fmt: skip
+
+    def run(folder, *more):
+        train(
+            make_plan(load("recipes/grpo_products.toml", [*settings, f"trainer.dir={tmp_path}/{folder}", *more])),
+            silent,
+        )
+        return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(tmp_path / folder)]
+
+    whole = run("whole")
+    tokenizer = read_tokenizer(f"{tmp_path}/sft/model")
+    answered = 0
+    for batch in (*read_samples(tmp_path / "whole", 1), *read_samples(tmp_path / "whole", 2)):
+        for first, end in itertools.pairwise(batch.cu_seqlens.tolist()):
+            tokens, drawn = batch.tokens[first:end], batch["response_mask"][first:end] > 0
+            calls = re.findall(r'"a": ([1-9]\d*), "b": ([1-9]\d*)}}</tool_call>', tokenizer.decode(tokens[drawn]))
+            _, _, *answers = tokenizer.decode(tokens[~drawn]).splitlines()
+            if len(calls) == len(answers) == 1:
+                assert int(answers[0]) == int(calls[0][0]) * int(calls[0][1])
+                answered += 1
+    assert answered, "the tool was called"
+    assert all(row["env/ended/env_crashed"] == 0 for row in whole if row["step"])
+    assert any("val-core/verifiers/examples/products/acc" in name for name in whole[-1])
+    run("parts", "trainer.total_training_steps=1")
+    assert run("parts")[-1] == whole[-1]
+    assert replay(tmp_path / "whole", 2, say=silent).difference is None
