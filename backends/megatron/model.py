@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from verl_fn.backends.hf.config import ModelError, read_config, refused
+from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.lora import Adapters, Lora
 from verl_fn.backends.megatron import adapters as lora_adapters
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
-from verl_fn.backends.megatron.layout import Layout, experts_of
+from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.rows import ROUTED
 
 # What this backend decides itself; a provider's override of these would break what it promises.

@@ -11,14 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from verl_fn.backends.answers import Answers
 from verl_fn.backends.draws import NOISE, Draws
 from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.experts import Recorder
 from verl_fn.backends.hf.skeleton import dtype_of
-from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
+from verl_fn.backends.protocol import Capabilities, Handle, Request, Sample, WeightSource, here
 from verl_fn.backends.sampler.decoder import Decoder
 from verl_fn.backends.sampler.llama import decoder_for
 from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, not_finite, seeds_of
@@ -43,6 +44,10 @@ class Sampler(Serving):
         dtype: of weights and cache: ``float32`` or ``bfloat16``. Log-probs are fp32 in both cases.
         slots: the most rows that are decoded at a time.
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
+        routed_experts: record the experts of each token.
+
+    Raises:
+        ModelError: the folder or the architecture cannot be used, or its experts cannot be recorded.
 
     Example:
         >>> import tempfile
@@ -67,6 +72,7 @@ class Sampler(Serving):
         dtype: str = "float32",
         slots: int = 64,
         verify: str = "first",
+        routed_experts: bool = False,
     ) -> None:
         if slots < 1:
             raise ValueError(f"slots is {slots}; it must be at least 1")
@@ -74,7 +80,9 @@ class Sampler(Serving):
         self.dtype = dtype_of(dtype, "dtype")
         self.slots = slots
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
+        self.recorder = Recorder(self.decoder.model, folder) if routed_experts else None
         super().__init__(folder, longest_of(read_config(folder)), self.decoder.vocab, verify)
+        self.capabilities = Capabilities(routed_experts=routed_experts)
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights, tied ones once; the first publication is also compared by checksums.
@@ -114,9 +122,9 @@ class Sampler(Serving):
         answers = Answers(requests, version)
         ended = self._guarded(run, call)
         for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
-            answers.collect(torch.tensor(run.drawn), run.draws.results())
+            answers.collect(torch.tensor(run.drawn), run.results())
             run.drawn.clear()
-            yield from ((row, answers.sample(row, row in run.finished)) for row in rows)
+            yield from ((row, answers.sample(row, row in run.finished, None, run.before.pop(row, None))) for row in rows)
 
     def _guarded(self, run: _Run, call: int) -> Iterator[list[int]]:
         """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache."""
@@ -140,7 +148,7 @@ class _Run:
     """
 
     def __init__(self, sampler: Sampler, requests: Sequence[Request]) -> None:
-        self.decoder, self.device = sampler.decoder, sampler.device
+        self.decoder, self.device, self.recorder = sampler.decoder, sampler.device, sampler.recorder
         self.prompts = [request.prompt for request in requests]
         self.sampling = sampling = requests[0].sampling
         self.seeds = torch.tensor(seeds_of(requests), device=self.device)
@@ -156,6 +164,10 @@ class _Run:
         self.offsets: list[int] = []
         self.drawn: list[int] = []
         self.finished: set[int] = set()
+        # Where experts are recorded: for each draw those of the token before it, and for each row those of the
+        # prompt's other tokens.
+        self.routed: list[Tensor] = []
+        self.before: dict[int, Tensor] = {}
 
     @torch.inference_mode()
     def loop(self) -> Iterator[list[int]]:
@@ -170,6 +182,8 @@ class _Run:
             if active := len(self.rows):
                 self.positions[:active] += 1
                 logits.append(self.decoder.step(self.tokens[:active], self.positions[:active], self._longest()))
+                if self.recorder is not None:
+                    self.routed.append(self.recorder.take())
             free, waiting = self.slots - active, len(self.seeds) - self.begun
             if waiting and free >= min(waiting, max(1, self.slots // REFILL_PART)):
                 logits.append(self._begin(min(free, waiting)))
@@ -181,6 +195,14 @@ class _Run:
     def unfinished(self) -> bool:
         """Whether a row has not ended."""
         return bool(self.rows) or self.begun < len(self.seeds)
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Returns the draws since the last call as ``Answers.collect`` takes them."""
+        columns = self.draws.results()
+        if self.routed:
+            columns = (*columns, torch.cat(self.routed).cpu())
+            self.routed.clear()
+        return columns
 
     def _longest(self) -> int:
         return max(self.offsets) + self.step
@@ -209,6 +231,8 @@ class _Run:
         self.begun += len(which)
         batch = Batch.from_rows([self.prompts[prompt] for prompt in slot_of])
         logits = self.decoder.prefill(batch, torch.tensor(list(slot_of.values())))
+        if self.recorder is not None:
+            self._keep_routes(self.recorder.take(), batch, self.rows[first:], which)
         if sources:
             self.decoder.copy(sources, targets, int(batch.lengths.max()))
             logits = logits[which]
@@ -216,6 +240,12 @@ class _Run:
         places = torch.arange(1, self.length + 1, device=self.device)
         self.uniforms[fresh] = uniform_at(self.seeds[self.rows[fresh]][:, None], places)
         return logits
+
+    def _keep_routes(self, routed: Int[Tensor, "T l k"], batch: Batch, rows: list[int], which: list[int]) -> None:
+        """Keeps the experts of prompts, each for the rows that begin with it."""
+        self.routed.append(routed[batch.last[which].to(self.device)])
+        prompts = routed.cpu().split(batch.lengths.tolist())
+        self.before |= {row: prompts[prompt][:-1] for row, prompt in zip(rows, which, strict=True)}
 
     def _draw(self, logits: Float[Tensor, "n V"]) -> list[int]:
         """Draws a token for every active row, and returns the rows that end with it."""

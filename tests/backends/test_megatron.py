@@ -470,6 +470,14 @@ def test_replayed_routes_are_those_of_the_recording(two, experts, options):
         assert change <= 1e-6 and gradient <= 1e-5 and free > 1e-4
 
 
+@pytest.mark.parametrize("options", [{"ep": 2}, {"pp": 2}], ids=str)
+def test_replayed_routes_are_those_of_the_engine(two, experts, options):
+    """The ratio of the first update is 1; experts of the last token, which the engine does not have, are not read."""
+    for error, wrong, kl in call(two, "replayed_from_engine", experts, options):
+        assert error <= 1e-6 and wrong.pop("last") == error and abs(kl) <= 1e-6
+        assert min(wrong.values()) > 1e-4, wrong
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [("ReplaysThePackedOrder", {"cp": 2}), ("RoutesBackwardAlone", {"pp": 2, "checkpointing": True})],

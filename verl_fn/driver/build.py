@@ -200,7 +200,14 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     if rollout.name == "sampler":
         from verl_fn.backends.sampler import Sampler
 
-        return Sampler(rollout.folder, device=device, dtype=rollout.dtype, slots=rollout.slots, verify=rollout.verify)
+        return Sampler(
+            rollout.folder,
+            device=device,
+            dtype=rollout.dtype,
+            slots=rollout.slots,
+            verify=rollout.verify,
+            routed_experts=rollout.routed_experts,
+        )
     from verl_fn.backends.hf.lora import Lora
     from verl_fn.backends.vllm import Vllm
 
@@ -216,6 +223,7 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
         engine_kwargs=rollout.engine_kwargs,
         verify=rollout.verify,
         lora=Lora(*rollout.lora) if rollout.lora else None,
+        routed_experts=rollout.routed_experts,
     )
 
 

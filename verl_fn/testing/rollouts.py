@@ -13,6 +13,7 @@ from verl_fn.state import Key, Params, Sample, pack
 from . import publications
 from .rollout_case import Case
 from .rollout_draws import check_draws
+from .rollout_routes import check_routes
 from .violation import LawViolation, require, require_close, seeded, untouched
 
 PROMPTS = ((1, 5), (4,), (5, 4, 6), (1, 5))
@@ -39,7 +40,9 @@ def check_rollout(
       on nothing but the request's key and the sample's number (``batch_independent``).
     * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
       Responses come as often as these say, and temperature 0 takes the most likely token.
-    * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused.
+    * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused. Samples have
+      the experts of their tokens if they are promised (``routed_experts``), and those of a token depend on nothing but
+      the tokens up to it.
 
     Samples with ``near_ties`` are left out where draws are compared.
 
@@ -95,6 +98,7 @@ def _check_laws(case: Case) -> None:
     for sampling in _samplings(case):
         samples = case.generate(sampling=sampling)
         _signature(case, sampling, samples)
+        check_routes(case, samples)
         _log_probs(case, sampling, samples, first)
     if engine.capabilities.batch_independent:
         _independent(case)
