@@ -188,9 +188,9 @@ class Sample:
         temperature: the trainer divides logits by it; 1 for greedy responses.
         near_ties: the number of draws so close to a boundary that rounding could change them.
         outcome: of the conversation that this is a row of; None without an environment.
-        routed_experts: the experts of each token, of the prompt's too, in each layer with experts, ``[T, L, k]``; None
-            where the engine does not give them. The last token, which no engine computes, has those of the token
-            before it: no other token sees it, so nothing depends on them.
+        routed_experts: the experts of each token, of the prompt's too, in each layer with experts, ``[T, L, k]``;
+            None where the engine does not give them. The last token, which no engine computes, has those of the
+            token before it: no other token sees it, so nothing depends on them.
     """
 
     request: int
@@ -212,10 +212,10 @@ def pack(samples: Sequence[Sample]) -> Batch:
     """Returns the batch with one row for each sample, in order.
 
     Per-token fields are ``response_mask``, ``rollout_log_probs``, ``versions`` (-1 on the prompt) and, where any
-    sample has ``full_log_probs``, ``rollout_full_log_probs``, or ``routed_experts``. Per-row fields are ``group`` (the request's id),
-    ``prompt_length``, ``temperature``, ``finished`` (1 if the response ended by itself), ``version`` (the oldest of
-    the row) and ``near_ties``. Rows of conversations also have ``conversation``, ``env_end`` (the place of the reason
-    in ``END_REASONS``), ``env_score``, ``env_acc`` and ``env_turns``.
+    sample has them, ``rollout_full_log_probs`` and ``routed_experts``. Per-row fields are ``group`` (the request's
+    id), ``prompt_length``, ``temperature``, ``finished`` (1 if the response ended by itself), ``version`` (the oldest
+    of the row) and ``near_ties``. Rows of conversations also have ``conversation``, ``env_end`` (the place of the
+    reason in ``END_REASONS``), ``env_score``, ``env_acc`` and ``env_turns``.
 
     Raises:
         ValueError: there are no samples, or only some of them are of conversations or have ``routed_experts``.

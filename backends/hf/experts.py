@@ -52,8 +52,8 @@ class Recorder:
             raise ModelError(f"{folder} has no experts, so there is no routing to record")
         if not places:
             raise ModelError(
-                f"{folder}: routing cannot be recorded, since the layers of {config.model_type} have no module that is "
-                f"called with {PICKED}; set actor.router_replay.mode=R2"
+                f"{folder}: routing cannot be recorded, since the layers of {config.model_type} have no module that "
+                f"is called with {PICKED}; set actor.router_replay.mode=R2"
             )
         self._dtype, self._layers = recorded_dtype(experts), len(places)
         self._picked: dict[int, Tensor] = {}
@@ -66,7 +66,9 @@ class Recorder:
         self._picked = {}
         return torch.stack(picked, 1)
 
-    def _keep(self, layer: int, place: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _keep(
+        self, layer: int, place: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
         picked: Tensor = kwargs[PICKED] if PICKED in kwargs else args[place]
         self._picked[layer] = picked.reshape(-1, picked.shape[-1]).to(self._dtype)
 

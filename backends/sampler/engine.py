@@ -124,7 +124,9 @@ class Sampler(Serving):
         for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
             answers.collect(torch.tensor(run.drawn), run.results())
             run.drawn.clear()
-            yield from ((row, answers.sample(row, row in run.finished, None, run.before.pop(row, None))) for row in rows)
+            yield from (
+                (row, answers.sample(row, row in run.finished, None, run.before.pop(row, None))) for row in rows
+            )
 
     def _guarded(self, run: _Run, call: int) -> Iterator[list[int]]:
         """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache."""

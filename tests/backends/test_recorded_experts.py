@@ -54,7 +54,9 @@ def test_what_cannot_be_recorded_is_refused(tmp_path):
         Sampler(dense, routed_experts=True)
     sizes = {"num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": ["full_attention"] * 2}
     other = new_model(tmp_path / "other", chars="ab", arch="granitemoe", **sizes)
-    with pytest.raises(ModelError, match=r"no module that is called with top_k_index; set actor\.router_replay\.mode"):
+    with pytest.raises(
+        ModelError, match=r"no module that is called with top_k_index; set actor\.router_replay\.mode"
+    ):
         Sampler(other, routed_experts=True)
 
 
@@ -62,9 +64,7 @@ def sample_of(prompt, tokens, start):
     """A sample in which token i of the row has the expert ``start + i``."""
     routed = start + torch.arange(len(prompt) + len(tokens))[:, None, None]
     fields = torch.zeros(len(tokens))
-    sample = Sample(
-        0, 0, torch.tensor(prompt), torch.tensor(tokens), fields, None, fields + 1, fields.long(), "stop"
-    )
+    sample = Sample(0, 0, torch.tensor(prompt), torch.tensor(tokens), fields, None, fields + 1, fields.long(), "stop")
     return attrs.evolve(sample, routed_experts=torch.cat([routed[:-1], routed[-2:-1]]))
 
 

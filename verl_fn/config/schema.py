@@ -302,7 +302,7 @@ class Config:
         name = self.algorithm.name
         if not is_reference(name) and not isinstance(self.algorithm.options, PolicyOptimization):
             raise ConfigError(
-                f'actor.router_replay.mode = "{mode}" replays experts in the pass for old log-probs and in updates, and '
+                f'actor.router_replay.mode = "{mode}" replays experts of the pass for old log-probs, or in it, and '
                 f"{name} has no such pass; leave it disabled"
             )
 

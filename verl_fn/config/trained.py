@@ -62,8 +62,8 @@ class RouterReplayConfig:
 
     mode: str = opt(
         "disabled",
-        "in updates, tokens go to the experts that they went to when old log-probs were computed (R2) or in the rollout "
-        "engine (R3, which old log-probs follow too); for megatron",
+        "in updates, tokens go to the experts of the pass for old log-probs (R2), or in both to those of the rollout "
+        "engine (R3); for megatron",
         in_(("disabled", "R2", "R3")),
     )
 

@@ -36,13 +36,12 @@ def check_rollout(
     * Version: weights are asked for by version, and stale ones refused; published tensors are read at once and
       neither changed nor kept; a publication that lost, repeated or broke off a bucket leaves an engine that serves
       nothing.
-    * Purity: what ``capabilities`` promises of draws: that they are repeated (``repeatable``), and that they depend
-      on nothing but the request's key and the sample's number (``batch_independent``).
+    * Purity: what ``capabilities`` promises of draws: they are repeated (``repeatable``), and depend on the request's
+      key and the sample's number alone (``batch_independent``).
     * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
       Responses come as often as these say, and temperature 0 takes the most likely token.
-    * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused. Samples have
-      the experts of their tokens if they are promised (``routed_experts``), and those of a token depend on nothing but
-      the tokens up to it.
+    * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused. Experts of
+      tokens (``routed_experts``) are there if they are promised, and depend on the tokens up to each alone.
 
     Samples with ``near_ties`` are left out where draws are compared.
 
