@@ -20,7 +20,8 @@ PICKED = "top_k_index"
 
 def experts_of(config: Any) -> int | None:
     """Returns how many experts a layer of a Hugging Face model has, or None without experts."""
-    return next((n for name in ("num_experts", "num_local_experts") if (n := getattr(config, name, None))), None)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((n for name in names if (n := getattr(config, name, None))), None)
 
 
 def recorded_dtype(experts: int) -> torch.dtype:

@@ -424,10 +424,15 @@ def mutant(folder, name, options, check):
 
 
 def family(folder, options):
-    """Outputs beside ``Local``, and whether the weights that come out are those that went in, bitwise."""
+    """Outputs beside ``Local``, and whether the weights that come out are those that went in, bitwise.
+
+    New models have norms of 1 and biases of 0, so outputs are those of weights that all differ from these.
+    """
     batch, needs = tiny_batch(), ("logprobs", "entropy", "sum_pi_squared")
     one, many = local(folder, {}), megatron(folder, options)
     a, b = one.load_pretrained(), many.load_pretrained()
-    same = tree.equal(dict(a.params), dict(many.named(b.params)))
-    outputs = one.forward(a.params, batch, needs), many.forward(b.params, batch, needs)
+    same, generator = tree.equal(dict(a.params), dict(many.named(b.params))), KEY.generator()
+    moved = {name: t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in a.params.items()}
+    ours, theirs = Params(moved), attrs.evolve(b.params, leaves=many.from_named(moved))
+    outputs = one.forward(ours, batch, needs), many.forward(theirs, batch, needs)
     return same, max(float((t - outputs[1].by_name[n]).abs().max()) for n, t in outputs[0].by_name.items())

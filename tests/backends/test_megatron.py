@@ -222,9 +222,11 @@ def test_buffers_are_filled_once_for_a_state(two, folder, options):
     assert call(two, "holds", folder, options) == [[1, 1, 2, 3, 4]] * 2
 
 
+ROPE = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 FAMILIES = {
     "qwen2": {"arch": "qwen2"},
-    "qwen3": {"arch": "qwen3", "tie_word_embeddings": False},
+    "qwen3": {"arch": "qwen3", "tie_word_embeddings": False, "rope_parameters": ROPE | {"rope_type": "yarn"}},
+    "gemma": {"arch": "gemma"},
     "llama": {"arch": "llama", "tie_word_embeddings": False},
     "qwen3_moe": EXPERTS,
 }
@@ -236,6 +238,31 @@ def test_families_come_out_as_they_went_in(two, tmp_path, name, options):
     folder = new_model(tmp_path / name, chars="abcd", hidden_size=16, **FAMILIES[name])
     for same, worst in call(two, "family", folder, options):
         assert same and worst <= 2e-6
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 4}, "has layers with a sliding window of 4 tokens, and"),
+        ({"rope_parameters": ROPE | {"rope_type": "linear"}}, "Megatron-Bridge makes one with other frequencies"),
+        (
+            {
+                "arch": "llama",
+                "rope_parameters": ROPE | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            },
+            "Megatron-Bridge makes one with other frequencies",
+        ),
+        (
+            {"arch": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+            "layers of its own, which need transformer-eng",
+        ),
+    ],
+    ids=["window", "linear", "llama3", "layers"],
+)
+def test_models_of_which_bridge_makes_others_are_refused(two, tmp_path, fields, message):
+    folder = new_model(tmp_path, chars="abcd", hidden_size=16, **fields)
+    for error in call(two, "refused", folder, {}):
+        assert error.startswith("ModelError") and message in error
 
 
 @pytest.mark.parametrize(
