@@ -32,14 +32,14 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
     windows = [w for m in transformers_model.modules() if isinstance(w := getattr(m, "sliding_window", None), int)]
     if any(window < longest for window in windows) and model.config.window_size is None:
         raise ModelError(
-            f"{folder} has layers with a sliding window of {min(windows)} tokens, and Megatron-Bridge makes attention "
-            "to all tokens of them; set actor.strategy=fsdp"
+            f"{folder} has layers with a sliding window of {min(windows)} tokens, and Megatron-Bridge makes "
+            "attention to all tokens of them; set actor.strategy=fsdp"
         )
     rope = getattr(text, "rope_parameters", None) or {}
     if model.config.multi_latent_attention and "mscale_all_dim" in rope:
         raise ModelError(
-            f"{folder} has multi-latent attention with YaRN, whose mscale_all_dim Megatron applies to attention scores "
-            "and transformers does not; set actor.strategy=fsdp"
+            f"{folder} has multi-latent attention with YaRN, whose mscale_all_dim Megatron applies to attention "
+            "scores and transformers does not; set actor.strategy=fsdp"
         )
     ours, theirs = _of_transformers(transformers_model), _of_megatron(model)
     if ours is None or theirs is None:
@@ -54,7 +54,7 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
 @torch.no_grad()
 def _of_transformers(model: Any) -> Float[Tensor, "t dim"] | None:
     """Returns the cosines of transformers' rotary embedding, in order of size; None without a single one."""
-    rotary = getattr(model.base_model, "rotary_emb", None)
+    rotary: Any = getattr(model.base_model, "rotary_emb", None)
     if not isinstance(getattr(rotary, "inv_freq", None), Tensor):
         return None
     device = rotary.inv_freq.device
