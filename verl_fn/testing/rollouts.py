@@ -34,14 +34,13 @@ def check_rollout(
 
     * Signature: samples request by request, with the protocol's fields; a stream gives the same samples, each once.
     * Version: weights are asked for by version, and stale ones refused; published tensors are read at once and
-      neither changed nor kept; a publication that lost, repeated or broke off a bucket leaves an engine that serves
-      nothing.
+      neither changed nor kept; after a publication that lost, repeated or broke off a bucket, nothing is served.
     * Purity: what ``capabilities`` promises of draws: they are repeated (``repeatable``), and depend on the request's
       key and the sample's number alone (``batch_independent``).
     * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
       Responses come as often as these say, and temperature 0 takes the most likely token.
     * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused. Experts of
-      tokens (``routed_experts``) are there if they are promised, and depend on the tokens up to each alone.
+      tokens are there if promised (``routed_experts``), and depend on the tokens up to each alone.
 
     Samples with ``near_ties`` are left out where draws are compared.
 
