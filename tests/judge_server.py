@@ -22,7 +22,7 @@ class Server:
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 with outer.lock:
-                    outer.seen.append(body["messages"][0]["content"])
+                    outer.seen.append(body["messages"][0]["content"] if "messages" in body else body["input"])
                     outer.headers.append(dict(self.headers) | {"path": self.path})
                     outer.at_once += 1
                     outer.most_at_once = max(outer.most_at_once, outer.at_once)

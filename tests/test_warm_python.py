@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from warm_python import GROUP
 
 from verl_fn.driver.processes import await_end, runs
 
@@ -62,6 +63,21 @@ def test_signals_reach_the_process(warm, number):
     assert executable.wait() == -number
     await_end([pid])
     executable.stdout.close()
+
+
+def test_signals_reach_what_the_process_has_started_where_that_is_asked_for(warm):
+    code = "import subprocess; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); p.wait()"
+    for more, ends in (({}, False), ({GROUP: "1"}, True)):
+        executable = subprocess.Popen([warm, "-c", code], stdout=subprocess.PIPE, text=True, env=os.environ | more)
+        pid = int(executable.stdout.readline())
+        executable.send_signal(signal.SIGTERM)
+        assert executable.wait() == -signal.SIGTERM
+        if ends:
+            await_end([pid])
+        else:
+            assert runs(pid)
+            os.kill(pid, signal.SIGKILL)
+        executable.stdout.close()
 
 
 if __name__ == "__main__":

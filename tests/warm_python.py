@@ -2,7 +2,8 @@
 
 A server imports them and forks. The executable that ``warm_python`` makes takes Python's arguments and asks the
 server for a process with its own environment, folder and open files. It passes signals on to that process and ends as
-that does; if it is killed, so is the process. Where the server cannot obey an option or a setting anymore, such as
+that does; if it is killed, so is the process. With WARM_PYTHON_GROUP set, signals go to all processes that it has
+started, too, as those of a terminal do. Where the server cannot obey an option or a setting anymore, such as
 another PYTHONPATH, the executable is an ordinary Python.
 """
 
@@ -39,6 +40,7 @@ SETTINGS = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "OMP_NUM_THREADS",
 # Scripts of Ray that end where their parent is not the one that started them.
 WATCH_THEIR_PARENT = ("ray/dashboard/agent.py", "runtime_env/agent/main.py")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+GROUP = "WARM_PYTHON_GROUP"
 MOST_FILES = 250
 
 
@@ -102,6 +104,7 @@ def serve(place, also=None):
     signal.set_wakeup_fd(waked)
     signal.signal(signal.SIGCHLD, lambda *args: None)
     children = {}  # the connection of each process; None if the executable has ended first
+    groups = set()
     while True:
         ready, _, _ = select.select([0, wake, listener, *filter(None, children.values())], [], [])
         if 0 in ready:
@@ -111,7 +114,7 @@ def serve(place, also=None):
             return None
         for pid, connection in list(children.items()):
             if connection in ready:
-                _forward(pid, children)
+                _forward(pid, children, os.killpg if pid in groups else os.kill)
         if wake in ready:
             os.read(wake, 4096)
             _report_ends(children)
@@ -122,7 +125,10 @@ def serve(place, also=None):
                 connection.close()
                 continue
             if pid := os.fork():
+                os.setpgid(pid, pid)
                 children[pid] = connection
+                if GROUP in request["environment"]:
+                    groups.add(pid)
                 for file in files:
                     os.close(file)
                 continue
@@ -132,7 +138,7 @@ def serve(place, also=None):
             return request["argv"]
 
 
-def _forward(pid, children):
+def _forward(pid, children, kill):
     """Sends a process the signal that its executable has got, or kills it if the executable has ended."""
     try:
         number = children[pid].recv(1)
@@ -141,7 +147,8 @@ def _forward(pid, children):
     if not number:
         children.pop(pid).close()
         children[pid] = None
-    os.kill(pid, number[0] if number else signal.SIGKILL)
+        kill = os.kill
+    kill(pid, number[0] if number else signal.SIGKILL)
 
 
 def _report_ends(children):
@@ -180,7 +187,6 @@ def _take_over(request, files):
         if file >= above:
             with contextlib.suppress(OSError):
                 os.close(file)
-    os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])

@@ -45,7 +45,7 @@ class Layout:
 
     @classmethod
     def of(cls, device: str, *, replicate: int = 1, sp: int = 1) -> Layout:
-        """Returns the layout of all ranks of the default process group.
+        """Returns the layout of all ranks of the default process group, and makes its groups the first time.
 
         Args:
             device: ``cpu`` or ``cuda``.
@@ -59,6 +59,8 @@ class Layout:
         for name, value in (("replicate", replicate), ("sp", sp)):
             if value < 1 or size % value:
                 raise LayoutError(f"{name} = {value} does not divide the {size} ranks of this run")
+        if (made := _MADE.get((device, replicate, sp, dist.group.WORLD))) is not None:
+            return made
         if replicate == 1:
             mesh = init_device_mesh(device, (size,), mesh_dim_names=("shard",))
         else:
@@ -67,7 +69,8 @@ class Layout:
         if sp > 1:
             neighbours = init_device_mesh(device, (size // sp, sp), mesh_dim_names=("rows", "sequence"))
             sequence = neighbours["sequence"].get_group()
-        return cls(mesh, sequence, dist.get_rank(), size)
+        made = _MADE[device, replicate, sp, dist.group.WORLD] = cls(mesh, sequence, dist.get_rank(), size)
+        return made
 
     @property
     def sp(self) -> int:
@@ -164,6 +167,10 @@ class Layout:
         """Returns this rank's shard of a tensor that every rank has."""
         start, end = self.bounds(len(whole))
         return sharded(whole[start:end].to(device, copy=True), self.spec(whole.shape, whole.dtype))
+
+
+_MADE: dict[Any, Layout] = {}
+"""The layouts of this process: the models of all roles share process groups, whose buffers take memory of the GPU."""
 
 
 def _shape(mesh: DeviceMesh) -> str:

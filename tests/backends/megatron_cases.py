@@ -15,7 +15,7 @@ from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.local import Local
-from verl_fn.backends.megatron import Megatron, importing, layout
+from verl_fn.backends.megatron import Megatron, importing
 from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.backends.sampler import Sampler
 from verl_fn.cli import main
@@ -406,11 +406,6 @@ CHECKS = {
     "updates": lambda case: check_updates(case, case.trained("first"), case.backend.optimizer),
     "restore": lambda case: check_restore(case, case.trained("first")),
 }
-
-
-def layouts():
-    """How many layouts this process has made process groups for."""
-    return len(layout._MADE)
 
 
 def mutant(folder, name, options, check):

@@ -64,6 +64,20 @@ class OnCpu:
         return make
 
 
+def shared(new_group):
+    """Makes one process group for all of the same ranks, since each has threads that keep waking up."""
+    made = {}
+
+    def group(ranks=None, *args, **kwargs):
+        of_all = torch.distributed.group.WORLD
+        key = of_all, tuple(ranks if ranks is not None else range(of_all.size()))
+        if key not in made:
+            made[key] = new_group(ranks, *args, **kwargs)
+        return made[key]
+
+    return group
+
+
 @functools.cache
 def install():
     """Replaces what megatron-core needs CUDA for; the second call does nothing."""
@@ -82,6 +96,7 @@ def install():
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: None
+    torch.distributed.new_group = shared(torch.distributed.new_group)
     torch.Tensor.record_stream = lambda self, stream: None
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
 

@@ -3,6 +3,7 @@
 import importlib
 import multiprocessing
 import os
+import signal
 import socket
 import traceback
 from datetime import timedelta
@@ -28,9 +29,10 @@ def _rank(rank, size, port, pipe, folder, device, group):
     while (call := pipe.recv()) is not None:
         module, name, args = call
         try:
-            pipe.send((True, getattr(importlib.import_module(module), name)(*args)))
+            reply = True, getattr(importlib.import_module(module), name)(*args)
         except BaseException as error:
-            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+            reply = False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        pipe.send((os.getpid(), *reply))
     if group:
         dist.destroy_process_group()
 
@@ -47,7 +49,7 @@ class Ranks:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = multiprocessing.get_context("spawn")
-        self.pipes, self.processes = [], []
+        self.pipes, self.processes, self.stopped = [], [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
             here = str(Path(__file__).parent)
@@ -65,13 +67,19 @@ class Ranks:
             RankFailed: it raised somewhere.
         """
         module, _, name = function.rpartition(".")
+        while self.stopped:
+            os.kill(self.stopped.pop(), signal.SIGCONT)
         for pipe in self.pipes:
             pipe.send((module or "rank_cases", name, args))
         replies = [pipe.recv() for pipe in self.pipes]
-        for rank, (fine, result) in enumerate(replies):
+        # Threads of gloo wake up a hundred times a second each, also where nothing is to be done.
+        for pid, _, _ in replies:
+            os.kill(pid, signal.SIGSTOP)
+            self.stopped.append(pid)
+        for rank, (_, fine, result) in enumerate(replies):
             if not fine:
                 raise RankFailed(f"rank {rank}: {result}")
-        return [result for _, result in replies]
+        return [result for _, _, result in replies]
 
     def kill(self):
         """Ends the ranks at once, also those that wait for each other."""

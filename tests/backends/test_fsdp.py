@@ -88,8 +88,8 @@ def test_without_adapters_the_parameters_are_the_base_model(two, folder, options
 
 
 @pytest.mark.parametrize("options", [{}, {"sp": 2, "checkpointing": True}], ids=str)
-def test_compiled_layers_compute_the_same(two, untied, options):
-    worst = two.run("compiled", untied, options, 9)[0]
+def test_compiled_layers_compute_the_same(two, shallow, options):
+    worst = two.run("compiled", shallow, options, 9)[0]
     assert worst["loss"] <= 1e-6 and worst["grad_norm"] <= 1e-6, worst
     assert worst["gradient"] <= 1e-5 and worst["update"] <= 1e-5, worst
 

@@ -118,7 +118,7 @@ def test_addresses_and_runtime_environments_that_cannot_be_used(tmp_path):
 def test_workers_with_other_sources_are_refused(ray_cluster, model, tmp_path):
     """On a cluster that runs already, whose workers find another copy of the package first."""
     # The links become folders.
-    shutil.copytree(ROOT / "verl_fn", tmp_path / "other/verl_fn", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "verl_fn", tmp_path / "other/verl_fn")
     with (tmp_path / "other/verl_fn/steps/kl.py").open("a") as file:
         file.write("# edited on this node\n")
     (tmp_path / "env.yaml").write_text(f"env_vars:\n  PYTHONPATH: {tmp_path / 'other'}\n")

@@ -6,11 +6,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import attrs
 import pytest
+from safetensors.torch import load_file
+from warm_python import GROUP
 
 from verl_fn.config import load, make_plan
 from verl_fn.driver import build
@@ -34,8 +35,9 @@ def silent(line):
 
 def logged(folder):
     rows = [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(folder)]
-    samples = {p.name: p.read_bytes() for p in (folder / "samples").iterdir()}
-    return rows, read_journal(folder), samples
+    samples = {file.name: load_file(file) for file in (folder / "samples").iterdir()}
+    listed = {step: {name: (t.dtype, t.tolist()) for name, t in tensors.items()} for step, tensors in samples.items()}
+    return rows, read_journal(folder), listed
 
 
 def waits_for(file):
@@ -116,7 +118,7 @@ def start(python, folder, model, tmp_path, *more):
     command = [python, "-m", "verl_fn.cli", "train", str(tmp_path / "empty.toml"), *settings]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", GROUP: "1"},
     )  # fmt: skip
 
 
@@ -138,8 +140,8 @@ def test_a_run_that_is_killed_and_interrupted_is_the_undisturbed_run(warm, warm_
     process.communicate()
     saved = checkpoints(folder)[0]
     assert len(json.loads((saved / "checkpoint.json").read_text())["waiting"]) == 1
-    # The signal goes to the whole group of processes, of which a warm Python is none.
-    process = start(sys.executable, folder, model, tmp_path, warm_ray)
+    # The signal goes to the whole group of processes.
+    process = start(warm, folder, model, tmp_path, warm_ray)
     steps_logged(folder, 4, process)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate()

@@ -3,11 +3,11 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 from run_configs import TINY
+from warm_python import GROUP
 
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.logs import read_metrics
@@ -18,7 +18,7 @@ def start(python, folder, model, *more):
     command += [f"trainer.dir={folder}", f"model.path={model}", "trainer.save_freq=-1", "trainer.stop_at=1.0"]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", GROUP: "1"},
     )  # fmt: skip
 
 
@@ -26,9 +26,8 @@ def start(python, folder, model, *more):
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_an_interrupted_run_saves_and_goes_on(kind, warm, warm_ray, tiny, tmp_path):
     """The signal goes to the whole group of processes, as a terminal sends it."""
-    # Of a warm Python that would be the executable alone, not Ray's processes and what else the run starts.
     more = [f"driver.kind={kind}", warm_ray]
-    process = start(sys.executable, tmp_path / "a", tiny, *more, "trainer.total_training_steps=100000")
+    process = start(warm, tmp_path / "a", tiny, *more, "trainer.total_training_steps=100000")
     while len(read_metrics(tmp_path / "a")) < 3 and process.poll() is None:
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)

@@ -7,6 +7,7 @@ import torch; nothing else here does.
 from __future__ import annotations
 
 import difflib
+import functools
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -145,10 +146,11 @@ def _name_in(table: Mapping[str, Any]) -> Any:
     return algorithm.get("name", "ppo")
 
 
-def _hints(cls: type) -> list[tuple[str, Any]]:
+@functools.cache
+def _hints(cls: type) -> tuple[tuple[str, Any], ...]:
     """Returns the fields of a class that a table can set, with their types."""
     hints = typing.get_type_hints(cls)
-    return [(f.name, hints.get(f.name, Any)) for f in attrs.fields(cls) if f.init]
+    return tuple((f.name, hints.get(f.name, Any)) for f in attrs.fields(cls) if f.init)
 
 
 def _kinds(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -190,16 +190,20 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     yield "data.task_options*", bool(sets), "without data.task = reasoning_gym:SET"
     yield "data.weights", bool(sets or data.train_files), "without data.train_files or data.task = reasoning_gym:SET"
     yield "data.prompt_key", from_files, "without data.train_files"
+    yield "data.convert", from_files, "without data.train_files"
     yield "data.filter_overlong_prompts", from_files or bool(sets), "without data.train_files"
+    yield "data.stream", bool(data.train_files), "without data.train_files"
     yield "data.shuffle", bool(data.train_files), "without data.train_files"
     for name in ("max_turns", "max_turn_length", "timeout", "num_workers", "variables"):
         yield f"env.{name}", bool(cfg.env.name), "without env.name"
     for name in ("weights", "num_workers", "env"):
         yield f"reward.{name}", bool(reward.functions), "without reward.functions"
     yield "reward.timeout", reward.by_user, "without reward.functions or reward.url"
-    judge = ("model", "prompt", "pattern", "unreadable_score", "retries", "concurrency", "api_key_env", "offline")
-    for name in judge:
+    for name in ("api", "model", "retries", "concurrency", "api_key_env", "offline"):
         yield f"reward.{name}", bool(reward.url), "without reward.url"
+    asks = bool(reward.url) and reward.api == "chat"
+    for name in ("prompt", "pattern", "unreadable_score"):
+        yield f"reward.{name}", asks, 'without reward.url and reward.api = "chat"'
     yield "trainer.stop_metric", cfg.trainer.stop_at is not None, "without trainer.stop_at"
     for name in ("project_name", "experiment_name"):
         yield f"trainer.{name}", "wandb" in cfg.trainer.logger, "without wandb in trainer.logger"

@@ -298,7 +298,7 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
     """
 
     def path(name: str) -> str:
-        return str((folder / name).resolve()) if name else name
+        return str((folder / name).resolve()) if name and not name.startswith("hub:") else name
 
     d, t, a = cfg.data, cfg.trainer, cfg.algorithm
     references = {
@@ -311,7 +311,12 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
     return attrs.evolve(
         cfg,
         trainer=attrs.evolve(t, dir=path(t.dir), resume_from_path=t.resume_from_path and path(t.resume_from_path)),
-        data=attrs.evolve(d, train_files=tuple(map(path, d.train_files)), val_files=tuple(map(path, d.val_files))),
+        data=attrs.evolve(
+            d,
+            train_files=tuple(map(path, d.train_files)),
+            val_files=tuple(map(path, d.val_files)),
+            convert=tuple(absolute(name, folder) for name in d.convert),
+        ),
         model=attrs.evolve(cfg.model, path=path(cfg.model.path)),
         critic=attrs.evolve(cfg.critic, path=cfg.critic.path and path(cfg.critic.path)),
         env=attrs.evolve(cfg.env, name=absolute(cfg.env.name, folder)),

@@ -94,7 +94,11 @@ class DataConfig:
         "reasoning_gym, by default the same for all",
         each_above_zero,
     )
-    train_files: tuple[str, ...] = paths((), "parquet or JSONL files in verl's RL columns; they replace the task")
+    train_files: tuple[str, ...] = paths(
+        (),
+        "parquet or JSONL files in verl's RL columns; they replace the task. With the package datasets also "
+        "hub:datasets/OWNER/NAME@COMMIT#CONFIG/SPLIT, FOLDER#CONFIG/SPLIT, and folders of Dataset.save_to_disk",
+    )
     val_files: tuple[str, ...] = paths((), "files of held-out problems, in the same format")
     train_batch_size: int = opt(256, "prompts per step", ge(1))
     val_size: int | None = opt(
@@ -105,6 +109,16 @@ class DataConfig:
         16, "longest response in tokens, including the end token; with env.name, all that follows the prompt", ge(1)
     )
     prompt_key: str = opt("prompt", "the files' column of prompts, which are chat messages or strings")
+    convert: tuple[str, ...] = paths(
+        (),
+        "functions that make rows of other columns into verl's: FILE.py:NAME or MODULE:NAME, such as "
+        "verl_fn.data.converters:gsm8k",
+    )
+    stream: bool = opt(
+        False,
+        "read the rows of training data sets when a step needs them, rather than all at the start; their prompts and "
+        "rewards are then checked in that step",
+    )
     filter_overlong_prompts: bool = opt(False, "leave out prompts that are too long; otherwise they end the run")
     shuffle: bool = opt(True, "draw a new order of the files' rows in every epoch")
 
@@ -113,6 +127,8 @@ class DataConfig:
         count, of = (len(self.train_files), "data.train_files") if self.train_files else (len(sets), "data.task")
         if self.weights and len(self.weights) != count:
             raise ConfigError(f"data.weights has {len(self.weights)} values for the {count} sources of {of}")
+        if wrong := [name for name in self.convert if not is_reference(name)]:
+            raise ConfigError(f"data.convert has {wrong[0]!r}; it must be a function as FILE.py:NAME or MODULE:NAME")
         for name, options in self.task_options.items():
             if name not in sets or not isinstance(options, Mapping):
                 raise ConfigError(

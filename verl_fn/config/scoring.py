@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import attrs
-from attrs.validators import ge, gt, le
+from attrs.validators import ge, gt, in_, le
 
 from .fields import MOST, ConfigError, opt, paths
 from .judging import PATTERN, PROMPT, has_a_group, has_response, is_address
@@ -20,8 +20,12 @@ class RewardConfig:
     timeout: float = opt(30.0, "seconds that one call of a function, or a judge's reply, may take", gt(0), le(MOST))
     num_workers: int = opt(1, "processes that run the functions", ge(1), le(4096))
     env: tuple[str, ...] = opt((), "environment variables that the functions get, such as the key of a judge's API")
-    url: str = opt(
-        "", "OpenAI-compatible API of a judge, such as http://localhost:8000/v1, as the reward", is_address
+    url: str = opt("", "API of a judge, such as http://localhost:8000/v1, as the reward", is_address)
+    api: str = opt(
+        "chat",
+        "judge: what is at its address: chat, a language model that is asked; pooling, a reward model that vLLM "
+        "serves and that scores the tokens of a response with its prompt",
+        in_(("chat", "pooling")),
     )
     model: str = opt("", "judge: the name of its model")
     prompt: str = opt(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 
 from verl_fn.backends.hf.chat import chat_tokens
 from verl_fn.data.columns import Messages, check_turns, extra_info_of, prompt_of, source_of
-from verl_fn.data.rows import DataError, read_rows
+from verl_fn.data.entries import Convert, Entry, entry_rows, is_padded
+from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem, Task
 from verl_fn.state import Key
 
@@ -28,14 +28,15 @@ class Conversation(Problem):
     messages: Messages = ()
 
 
-def read_conversations(files: Sequence[str | Path]) -> tuple[Conversation, ...]:
-    """Reads conversations of parquet and JSONL files with a column ``messages``, and numbers them from 0.
+def read_conversations(files: Sequence[Entry], *, convert: Sequence[Convert] = ()) -> tuple[Conversation, ...]:
+    """Reads conversations of files and data sets with a column ``messages``, and numbers them from 0.
 
     Optional columns are ``data_source``, ``ability`` and ``extra_info``. Messages after the last turn of the
     assistant are left out: nothing is learned from them.
 
     Args:
         files: the files, in order.
+        convert: functions that make rows of other columns into these.
 
     Raises:
         DataError: a file cannot be read, is empty or has no such column, or a conversation has no turn of the
@@ -44,8 +45,8 @@ def read_conversations(files: Sequence[str | Path]) -> tuple[Conversation, ...]:
     problems: list[Conversation] = []
     optional = ("data_source", "ability", "extra_info")
     for file in files:
-        for place, row in read_rows(file, (MESSAGES,), optional):
-            value = prompt_of(place, row[MESSAGES], MESSAGES, Path(file).suffix == ".parquet")
+        for place, row in entry_rows(file, (MESSAGES,), optional, convert=convert):
+            value = prompt_of(place, row[MESSAGES], MESSAGES, is_padded(file))
             if isinstance(value, str):
                 raise DataError(f"{place}: {MESSAGES} must be a list of messages, not the string {value!r:.80}")
             check_turns(place, value, MESSAGES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
@@ -13,8 +12,9 @@ import torch
 from verl_fn.backends.hf.chat import chat_tokens
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.data.columns import extra_info_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.entries import Convert, Entry, entry_rows, is_padded
 from verl_fn.data.mixing import turns
-from verl_fn.data.rows import DataError, Row, read_rows
+from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key
 
@@ -181,8 +181,10 @@ def label_of(problem: Problem) -> str:
     return f"problem {problem.id} of {problem.data_source!r}"
 
 
-def read_problems(files: Sequence[str | Path], *, prompt_key: str = "prompt") -> tuple[Problem, ...]:
-    """Reads the problems of parquet and JSONL files in verl's columns, and numbers them from 0 over all files.
+def read_problems(
+    files: Sequence[Entry], *, prompt_key: str = "prompt", convert: Sequence[Convert] = ()
+) -> tuple[Problem, ...]:
+    """Reads the problems of files and data sets in verl's columns, and numbers them from 0 over all files.
 
     Each row has ``data_source``, a prompt (chat messages or a string) and ``reward_model`` with its
     ``ground_truth``, which ``truth`` makes a string. ``extra_info`` is optional, and so is ``ability``, which becomes
@@ -191,6 +193,7 @@ def read_problems(files: Sequence[str | Path], *, prompt_key: str = "prompt") ->
     Args:
         files: the files, in order.
         prompt_key: the column of prompts.
+        convert: functions that make rows of other columns into these.
 
     Raises:
         DataError: a file cannot be read, is empty or lacks a column, a row lacks its prompt or ground truth, or a
@@ -200,8 +203,8 @@ def read_problems(files: Sequence[str | Path], *, prompt_key: str = "prompt") ->
     required, optional = ("data_source", prompt_key, "reward_model"), ("ability", "extra_info")
     hint = f"required are {', '.join(required)}, and data.prompt_key names the prompts' column"
     for file in files:
-        padded = Path(file).suffix == ".parquet"
-        for place, row in read_rows(file, required, optional, hint=hint):
+        padded = is_padded(file)
+        for place, row in entry_rows(file, required, optional, hint=hint, convert=convert):
             problems.append(_problem(place, row, prompt_key, len(problems), padded))
     return tuple(problems)
 

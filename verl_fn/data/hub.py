@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shutil
@@ -83,7 +84,7 @@ def prepare_hub(written: str, out: str | Path) -> str:
     name, out = hub_name(written), Path(out).expanduser()
     try:
         check_empty(out)
-        snapshot = _snapshot(name)
+        snapshot = hub_snapshot(name)
         pinned = attrs.evolve(name, revision=snapshot.name)
         with written_whole(out) as aside:
             copied = _copy(name, snapshot, aside, pinned)
@@ -102,25 +103,56 @@ def recorded(folder: Path) -> str | None:
         return None
 
 
-def _snapshot(name: HubName) -> Path:
-    """Downloads the files that the cache lacks; the folder's name is the commit."""
+def hub_commit(name: HubName) -> str:
+    """Asks the hub for the commit of a revision.
+
+    Raises:
+        HubError: the hub cannot be reached, or has no such revision.
+    """
+    from huggingface_hub import HfApi
+
+    kind = "dataset" if name.dataset else "model"
+    try:
+        return str(HfApi(library_name="verl_fn").repo_info(name.name, repo_type=kind, revision=name.revision).sha)
+    # Without a connection, errors are those of the library below.
+    except Exception as error:
+        raise HubError(
+            f"{name} is no commit, and the hub cannot be asked for that of {name.revision} "
+            f"({' '.join(str(error).split()):.200}); write the commit's 40 digits, which the hub's page of the "
+            "files' history shows"
+        ) from error
+
+
+def hub_snapshot(name: HubName) -> Path:
+    """Downloads a model's or data set's files that the hub's cache lacks, and returns their folder in the cache.
+
+    The folder's name is the commit. For a commit whose files the cache has, the hub need not be reached.
+
+    Raises:
+        HubError: the hub cannot be reached and its cache lacks the files, or it refuses them.
+    """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
 
     kind, patterns = ("dataset", DATA_FILES) if name.dataset else ("model", MODEL_FILES)
+    download = functools.partial(
+        snapshot_download, name.name, repo_type=kind, revision=name.revision, allow_patterns=list(patterns)
+    )
     try:
-        folder = snapshot_download(
-            name.name, repo_type=kind, revision=name.revision, allow_patterns=list(patterns), library_name="verl_fn"
-        )
-    except LocalEntryNotFoundError as error:
-        raise HubError(
-            f"{name} is not in the hub's cache, and the hub cannot be reached; connect to it and unset "
-            "HF_HUB_OFFLINE, or copy the files here from a machine that has them"
-        ) from error
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise HubError(f"{name} cannot be downloaded: {reason:.300}") from error
-    return Path(folder)
+        return Path(download(library_name="verl_fn"))
+    # Without a connection, errors are those of the library below.
+    except Exception as error:
+        try:
+            # Files of a commit never change. An incomplete download is refused.
+            return Path(download(local_files_only=True))
+        except Exception:
+            if not isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):
+                reason = " ".join(str(error).split())
+                raise HubError(f"{name} cannot be downloaded: {reason:.300}") from error
+            raise HubError(
+                f"{name} is not in the hub's cache, or not all of it, and the hub cannot be reached; connect to it "
+                "and unset HF_HUB_OFFLINE, or copy the files here from a machine that has them"
+            ) from error
 
 
 def _copy(name: HubName, snapshot: Path, aside: Path, pinned: HubName) -> str:

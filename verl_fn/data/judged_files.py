@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from verl_fn.data.columns import check_turns, extra_info_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.entries import Convert, Entry, entry_columns, entry_rows, is_padded
 from verl_fn.data.judged import Judged, Response
-from verl_fn.data.rows import DataError, Row, column_names, read_rows
+from verl_fn.data.rows import DataError, Row
 
 PAIR_COLUMNS = ("chosen", "rejected")
 LABEL_COLUMNS = ("completion", "label")
@@ -18,8 +18,10 @@ SOURCE = "preferences"  # the data source of rows that name none
 Read = Callable[[str, Row, str, int, bool], Judged]
 
 
-def read_pairs(files: Sequence[str | Path], *, prompt_key: str = "prompt") -> tuple[Judged, ...]:
-    """Reads preference pairs of parquet and JSONL files, and numbers them from 0 over all files.
+def read_pairs(
+    files: Sequence[Entry], *, prompt_key: str = "prompt", convert: Sequence[Convert] = ()
+) -> tuple[Judged, ...]:
+    """Reads preference pairs of files and data sets, and numbers them from 0 over all files.
 
     Each row has ``chosen`` and ``rejected``, strings or lists of chat messages. The prompt is a column of its own;
     without it, chosen and rejected are whole conversations, and the prompt is how both begin. Optional are
@@ -29,15 +31,18 @@ def read_pairs(files: Sequence[str | Path], *, prompt_key: str = "prompt") -> tu
     Args:
         files: the files, in order.
         prompt_key: the column of prompts.
+        convert: functions that make rows of other columns into these.
 
     Raises:
         DataError: a file cannot be read, is empty or lacks a column, or a row is no pair: a response is missing or
             empty, both are equal, or the two conversations do not begin alike.
     """
-    return _read(files, prompt_key, lambda file: (PAIR_COLUMNS, _pair))
+    return _read(files, prompt_key, convert, lambda file: (PAIR_COLUMNS, _pair))
 
 
-def read_labelled(files: Sequence[str | Path], *, prompt_key: str = "prompt") -> tuple[Judged, ...]:
+def read_labelled(
+    files: Sequence[Entry], *, prompt_key: str = "prompt", convert: Sequence[Convert] = ()
+) -> tuple[Judged, ...]:
     """Reads responses that are each labelled good or bad, and numbers their problems from 0 over all files.
 
     Each row has a prompt, ``completion`` (a string or chat messages) and ``label``, true or false; the other columns
@@ -46,27 +51,31 @@ def read_labelled(files: Sequence[str | Path], *, prompt_key: str = "prompt") ->
     Args:
         files: the files, in order.
         prompt_key: the column of prompts.
+        convert: functions that make rows of other columns into these.
 
     Raises:
         DataError: as ``read_pairs``, or a label is neither true nor false.
     """
 
-    def columns(file: Path) -> tuple[tuple[str, ...], Read]:
-        paired = set(PAIR_COLUMNS) <= set(column_names(file))
+    def columns(file: Entry) -> tuple[tuple[str, ...], Read]:
+        paired = set(PAIR_COLUMNS) <= set(entry_columns(file, convert))
         return (PAIR_COLUMNS, _pair) if paired else (LABEL_COLUMNS, _labelled)
 
-    return _read(files, prompt_key, columns)
+    return _read(files, prompt_key, convert, columns)
 
 
 def _read(
-    files: Sequence[str | Path], prompt_key: str, columns: Callable[[Path], tuple[tuple[str, ...], Read]]
+    files: Sequence[Entry],
+    prompt_key: str,
+    convert: Sequence[Convert],
+    columns: Callable[[Entry], tuple[tuple[str, ...], Read]],
 ) -> tuple[Judged, ...]:
     problems: list[Judged] = []
-    for file in map(Path, files):
+    for file in files:
         required, read = columns(file)
         hint = f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column"
-        for place, row in read_rows(file, required, (prompt_key, *OPTIONAL), hint=hint):
-            problems.append(read(place, row, prompt_key, len(problems), file.suffix == ".parquet"))
+        for place, row in entry_rows(file, required, (prompt_key, *OPTIONAL), hint=hint, convert=convert):
+            problems.append(read(place, row, prompt_key, len(problems), is_padded(file)))
     return tuple(problems)
 
 

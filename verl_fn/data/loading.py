@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import attrs
 
+from verl_fn.config import ConfigError
+from verl_fn.config.names import load_object
 from verl_fn.config.roles import LearnsFrom
 from verl_fn.config.schema import DataConfig
 from verl_fn.config.tasks import reasoning_names
 from verl_fn.data.conversations import MESSAGES, TaskDialogues, read_conversations
+from verl_fn.data.entries import Convert, Entry, entry_columns
 from verl_fn.data.examples import encode_examples
 from verl_fn.data.files import FileData, encode_prompts, read_problems
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, read_labelled, read_pairs
-from verl_fn.data.rows import DataError, column_names
+from verl_fn.data.rows import DataError
+from verl_fn.data.streaming import Read, StreamedData, streamed
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
 
 
@@ -58,9 +62,14 @@ def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Sou
 
 
 def read_files(
-    files: Sequence[str | Path], learns_from: LearnsFrom, *, prompt_key: str = "prompt", held_out: bool = False
+    files: Sequence[Entry],
+    learns_from: LearnsFrom,
+    *,
+    prompt_key: str = "prompt",
+    held_out: bool = False,
+    convert: Sequence[Convert] = (),
 ) -> tuple[Problem, ...]:
-    """Reads the problems of files in the form that an algorithm learns from.
+    """Reads the problems of files and data sets in the form that an algorithm learns from.
 
     For ``answers`` files have conversations (a column ``messages``) or problems in verl's columns. Held-out files of
     ``pairs`` and ``labels`` may have problems in verl's columns as well, whose answers are then sampled.
@@ -70,22 +79,41 @@ def read_files(
         learns_from: what the algorithm learns from.
         prompt_key: the column of prompts.
         held_out: whether they are for evaluation.
+        convert: functions that make rows of other columns into verl's, as ``data.convert`` names them.
 
     Raises:
         DataError: a file cannot be read or lacks a column, or a row cannot be used.
     """
     if not files or learns_from == "samples":
-        return read_problems(files, prompt_key=prompt_key)
-    columns = set(column_names(files[0]))
+        return read_problems(files, prompt_key=prompt_key, convert=convert)
+    columns = set(entry_columns(files[0], convert))
     if learns_from == "answers":
         if MESSAGES in columns and prompt_key not in columns:
-            return read_conversations(files)
-        return read_problems(files, prompt_key=prompt_key)
+            return read_conversations(files, convert=convert)
+        return read_problems(files, prompt_key=prompt_key, convert=convert)
     judged = set(PAIR_COLUMNS) <= columns or (learns_from == "labels" and set(LABEL_COLUMNS) <= columns)
     if held_out and not judged and "reward_model" in columns:
-        return read_problems(files, prompt_key=prompt_key)
+        return read_problems(files, prompt_key=prompt_key, convert=convert)
     read = read_pairs if learns_from == "pairs" else read_labelled
-    return read(files, prompt_key=prompt_key)
+    return read(files, prompt_key=prompt_key, convert=convert)
+
+
+def converters(table: DataConfig) -> tuple[Convert, ...]:
+    """Imports the functions that ``data.convert`` names.
+
+    Raises:
+        ConfigError: one cannot be imported, or is no function.
+
+    Example:
+        >>> converters(DataConfig(convert=("verl_fn.data.converters:math",)))[0].__name__
+        'math'
+    """
+    functions = []
+    for name in table.convert:
+        functions.append(load_object(name, "data.convert"))
+        if not callable(functions[-1]):
+            raise ConfigError(f"data.convert: {name} is {functions[-1]!r:.80}; name a function")
+    return tuple(functions)
 
 
 def file_data(
@@ -95,11 +123,12 @@ def file_data(
     *,
     learns_from: LearnsFrom = "samples",
     end_token: int | None = None,
-) -> FileData:
+) -> FileData | StreamedData:
     """Reads the problems of ``data.train_files`` and ``data.val_files``, and checks the length of every prompt.
 
     All prompts are encoded here, so that a prompt that is too long ends the run before training starts. With
-    ``data.filter_overlong_prompts`` such prompts are left out instead.
+    ``data.filter_overlong_prompts`` such prompts are left out instead. With ``data.stream`` only the first training
+    rows are read and checked here.
 
     Args:
         table: the config's ``[data]`` table.
@@ -113,14 +142,19 @@ def file_data(
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or a response to train on
             has characters that the tokenizer does not know, or cannot be rendered turn by turn.
     """
+    convert = converters(table)
+    read = functools.partial(read_files, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
+    if table.stream and table.train_files:
+        validation, _ = _short_enough("data.val_files", read(table.val_files, held_out=True), table, tokenizer, say)
+        return streamed(table, tokenizer, read, validation, learns_from, end_token)
     # Without training files, these are weights of the sets that data.task names.
     weights = table.weights if table.train_files else ()
     parts = [
         _short_enough("data.train_files", problems, table, tokenizer, say)
-        for problems in _read_parts(table, learns_from, bool(weights))
+        for problems in _read_parts(table.train_files, bool(weights), read)
     ]
     training, lengths = (tuple(itertools.chain(*column)) for column in zip(*parts, strict=True))
-    held_out = read_files(table.val_files, learns_from, prompt_key=table.prompt_key, held_out=True)
+    held_out = read(table.val_files, held_out=True)
     validation, validation_lengths = _short_enough("data.val_files", held_out, table, tokenizer, say)
     data = FileData(
         training,
@@ -136,13 +170,13 @@ def file_data(
     return attrs.evolve(data, max_row=max_row, max_group=max_group)
 
 
-def _read_parts(table: DataConfig, learns_from: LearnsFrom, each: bool) -> list[tuple[Problem, ...]]:
+def _read_parts(files: Sequence[str], each: bool, read: Read) -> list[tuple[Problem, ...]]:
     """Returns the training problems of all files together, or of each file."""
     if not each:
-        return [read_files(table.train_files, learns_from, prompt_key=table.prompt_key)]
+        return [read(files)]
     parts, first = [], 0
-    for file in table.train_files:
-        problems = read_files([file], learns_from, prompt_key=table.prompt_key)
+    for file in files:
+        problems = read([file])
         parts.append(tuple(attrs.evolve(problem, id=first + problem.id) for problem in problems))
         first += len(problems)
     return parts

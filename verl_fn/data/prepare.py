@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_fn.data.converters import gsm8k
 from verl_fn.data.rows import DataError, read_rows
-from verl_fn.data.tasks import GSM8K
 
 SPLITS = ("train", "test")
-GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
 def prepare_gsm8k(source: str | Path, out: str | Path) -> dict[str, int]:
@@ -71,7 +69,12 @@ def _gsm8k_rows(source: Path, out: Path, split: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for file in _gsm8k_files(source, out, split):
         for place, raw in read_rows(file, ("question", "answer")):
-            rows.append(_gsm8k_row(place, raw["question"], raw["answer"], split, len(rows)))
+            try:
+                row = gsm8k(raw)
+            except ValueError as error:
+                raise DataError(f"{place}: {error}") from error
+            assert row is not None  # read_rows has checked that both columns are there
+            rows.append(row | {"extra_info": {"split": split, "index": len(rows)} | row["extra_info"]})
     return rows
 
 
@@ -86,18 +89,3 @@ def _gsm8k_files(source: Path, out: Path, split: str) -> list[Path]:
         if files:
             return files
     raise DataError(f"{source} has no {split}.jsonl and no *{split}*.parquet at any depth (other than {target})")
-
-
-def _gsm8k_row(place: str, question: Any, answer: Any, split: str, index: int) -> dict[str, Any]:
-    if not isinstance(question, str) or not isinstance(answer, str):
-        raise DataError(f"{place}: question and answer must be strings")
-    final = re.search(r"#### (-?[0-9.,]+)", answer)
-    if final is None:
-        raise DataError(f"{place}: the answer has no number after '#### ': {answer[-80:]!r}")
-    return {
-        "data_source": GSM8K,
-        "prompt": [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": final[1].replace(",", "")},
-        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
-    }

@@ -23,14 +23,14 @@ class DataError(UserError, ValueError):
 
 
 def read_rows(
-    file: str | Path, required: Sequence[str], optional: Sequence[str] = (), *, hint: str = ""
+    file: str | Path, required: Sequence[str], optional: Sequence[str] | None = (), *, hint: str = ""
 ) -> Iterator[tuple[str, Row]]:
     """Yields each row of a parquet or JSONL file, after the name of its place for error messages.
 
     Args:
         file: a file that ends in ``.parquet``, ``.jsonl`` or ``.json``.
         required: columns to read that every row must have.
-        optional: columns to read where they exist.
+        optional: columns to read where they exist; None for all others.
         hint: advice to add to the error about a missing column.
 
     Raises:
@@ -91,20 +91,21 @@ def count_rows(files: Sequence[str | Path]) -> int | None:
     return count
 
 
-def _parquet(path: Path, required: Sequence[str], optional: Sequence[str], hint: str) -> Iterator[tuple[str, Row]]:
+def _parquet(
+    path: Path, required: Sequence[str], optional: Sequence[str] | None, hint: str
+) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
-            _check_columns(str(path), schema.names, required, hint)
-            names = [name for name in (*required, *optional) if name in schema.names]
+            check_columns(str(path), schema.names, required, hint)
+            wanted = schema.names if optional is None else (*required, *optional)
+            names = [name for name in wanted if name in schema.names]
             if twice := [name for name in names if schema.names.count(name) > 1]:
                 raise DataError(f"{path} has several columns {twice[0]!r}; leave one")
-            types = {name: schema.field(name).type for name in names}
-            narrow = {name: kind for name, kind in types.items() if re.search(r"\b(half)?float\b", str(kind))}
             for batch in file.iter_batches(columns=names):
-                for row in batch.to_pylist(maps_as_pydicts="strict"):
-                    yield f"{path}, row {number}", row | {n: _shortest(row[n], kind) for n, kind in narrow.items()}
+                for row in arrow_rows(batch):
+                    yield f"{path}, row {number}", row
                     number += 1
     except (DataError, GeneratorExit):
         raise
@@ -112,6 +113,19 @@ def _parquet(path: Path, required: Sequence[str], optional: Sequence[str], hint:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise DataError(f"{path} cannot be read as parquet (at row {number}): {reason:.300}") from error
+
+
+def arrow_rows(batch: pa.RecordBatch | pa.Table) -> list[Row]:
+    """Returns the rows of a part of an Arrow table.
+
+    Example:
+        >>> arrow_rows(pa.table({"a": pa.array([0.1], pa.float32())}))
+        [{'a': 0.1}]
+    """
+    kinds = {field.name: field.type for field in batch.schema}
+    narrow = {name: kind for name, kind in kinds.items() if re.search(r"\b(half)?float\b", str(kind))}
+    rows = batch.to_pylist(maps_as_pydicts="strict")
+    return [row | {name: _shortest(row[name], kind) for name, kind in narrow.items()} for row in rows]
 
 
 def _shortest(value: Any, kind: pa.DataType) -> Any:
@@ -136,7 +150,9 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
     return value
 
 
-def _json_lines(path: Path, required: Sequence[str], optional: Sequence[str], hint: str) -> Iterator[tuple[str, Row]]:
+def _json_lines(
+    path: Path, required: Sequence[str], optional: Sequence[str] | None, hint: str
+) -> Iterator[tuple[str, Row]]:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -148,8 +164,9 @@ def _json_lines(path: Path, required: Sequence[str], optional: Sequence[str], hi
                 raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}") from error
             if not isinstance(row, dict):
                 raise DataError(f"{place} is not a JSON object, one a line: {row!r:.80}")
-            _check_columns(place, list(row), required, hint)
-            row = {name: row[name] for name in (*required, *optional) if name in row}
+            check_columns(place, list(row), required, hint)
+            wanted = row if optional is None else (*required, *optional)
+            row = {name: row[name] for name in wanted if name in row}
             if "\\ud" in line.lower():
                 _check_characters(place, row)
             yield place, row
@@ -191,7 +208,17 @@ def _check_characters(place: str, row: Row) -> None:
 _READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".json": _json_lines}
 
 
-def _check_columns(place: str, columns: Sequence[str], required: Sequence[str], hint: str) -> None:
+def check_columns(place: str, columns: Sequence[str], required: Sequence[str], hint: str = "") -> None:
+    """Checks that all required columns are there.
+
+    Raises:
+        DataError: one is not; the message names the most similar column.
+
+    Example:
+        >>> check_columns("a.jsonl", ["x", "b"], ["a"])
+        Traceback (most recent call last):
+        verl_fn.data.rows.DataError: a.jsonl: there is no column 'a'; its columns are x, b
+    """
     for column in required:
         if column not in columns:
             nearest = difflib.get_close_matches(column, [name for name in columns if name not in required], 1)

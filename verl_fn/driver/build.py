@@ -291,8 +291,11 @@ def reward(
     elif table.url:
         from verl_fn.rewards.judge import Judge, Question
         from verl_fn.rewards.replies import Replies
+        from verl_fn.rewards.served_model import ServedModel
 
-        question = Question(table.model, table.prompt, table.pattern, table.unreadable_score)
+        question: Question | ServedModel = ServedModel(table.model)
+        if table.api == "chat":
+            question = Question(table.model, table.prompt, table.pattern, table.unreadable_score)
         judge = Judge(
             table.url,
             question,

@@ -181,13 +181,24 @@ def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
 """
 
 
+def _entry_name(entry: str) -> str:
+    """Returns the name of a file, or of a data set with its configuration and split.
+
+    Example:
+        >>> _entry_name("/data/sums.jsonl"), _entry_name("hub:datasets/openai/gsm8k@740312a#main/train")
+        ('sums.jsonl', 'gsm8k@740312a#main/train')
+    """
+    address, number_sign, part = entry.partition("#")
+    return Path(address).name + number_sign + part
+
+
 def _summary(runs: Sequence[RunRecord]) -> str:
     rows = []
     for i, run in enumerate(runs):
         config = run.config
         name = config["algorithm.name"]
         estimator = config.get("algorithm.adv_estimator", _ESTIMATORS.get(name, ""))
-        data = ", ".join(Path(file).name for file in config["data.train_files"]) or config["data.task"]
+        data = ", ".join(_entry_name(file) for file in config["data.train_files"]) or config["data.task"]
         metric = "acc" if any(held_out_value(row, "acc") is not None for row in run.rows) else "reward"
         held_out = [(value, row["step"]) for row in run.rows if (value := held_out_value(row, metric)) is not None]
         best = max(held_out, key=lambda pair: (pair[0], -pair[1]), default=None)

@@ -1,4 +1,4 @@
-"""A language model as a judge: it is asked for a score by an OpenAI-compatible API, and its reply is read."""
+"""A model as a judge: it is asked for a score by its address, and its reply is read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import httpx
@@ -20,6 +20,7 @@ import httpx
 from verl_fn.data.tasks import text_of
 from verl_fn.rewards.replies import Replies
 from verl_fn.rewards.reward import Answer, RewardError, describe
+from verl_fn.rewards.served_model import ServedModel
 from verl_fn.rewards.worker import LARGEST, short
 
 # Later, or elsewhere, the same request may succeed.
@@ -51,6 +52,9 @@ class Question:
     pattern: str
     unreadable_score: float = 0.0
 
+    path: ClassVar[str] = "/chat/completions"
+    expected: ClassVar[str] = "choices[0].message.content, as an OpenAI-compatible API gives"
+
     def body(self, answer: Answer) -> dict[str, Any]:
         """Returns the request that asks for the score of an answer."""
         parts = {
@@ -61,6 +65,13 @@ class Question:
         # At once, so that a response with such a name in it is not changed.
         text = re.sub("|".join(map(re.escape, parts)), lambda match: parts[match[0]], self.prompt)
         return {"model": self.model, "temperature": 0.0, "messages": [{"role": "user", "content": text}]}
+
+    def read(self, content: Any) -> str | None:
+        """Returns the reply in the content of a response; None if it has none."""
+        match content:
+            case {"choices": [{"message": {"content": str() | None as text}}, *_]}:
+                return text or ""
+        return None
 
     def score(self, reply: str) -> float | None:
         """Returns the score in a reply, or None if there is none."""
@@ -77,15 +88,15 @@ class _Failed(Exception):
 
 
 class Judge:
-    """Judges answers by the score that a language model gives.
+    """Judges answers by the score that a language model or a reward model gives.
 
     Equal questions are asked once, and never again in a run: what was replied is kept, so scores do not change when a
     run is resumed, and a replay asks nobody. A response whose reply has no score gets ``unreadable_score``, and
     counts in the metric ``reward/judge_unreadable/mean``.
 
     Args:
-        url: the API's address, without ``/chat/completions``.
-        question: what is asked, and how replies are read.
+        url: the API's address, without the question's path.
+        question: what is asked of a language model, or of a reward model, and how replies are read.
         replies: keeps what was replied.
         timeout: seconds that a reply may take.
         retries: further attempts where the judge is not reached, is late, or has an error of its own.
@@ -99,7 +110,7 @@ class Judge:
     def __init__(
         self,
         url: str,
-        question: Question,
+        question: Question | ServedModel,
         replies: Replies,
         *,
         timeout: float = 30.0,
@@ -107,7 +118,7 @@ class Judge:
         concurrency: int = 16,
         api_key_env: str = "",
     ) -> None:
-        self._url, self._question, self._replies = url.rstrip("/") + "/chat/completions", question, replies
+        self._url, self._question, self._replies = url.rstrip("/") + question.path, question, replies
         self._timeout, self._retries, self._concurrency = timeout, retries, concurrency
         self._key = ""
         if api_key_env and not replies.offline:
@@ -220,12 +231,12 @@ class Judge:
                 f"reward.url, reward.model and reward.api_key_env, judging {describe(answer)}"
             )
         try:
-            match json.loads(content):
-                case {"choices": [{"message": {"content": str() | None as text}}, *_]}:
-                    return self._without_key(text or "")
+            reply = self._question.read(json.loads(content))
         except (ValueError, RecursionError):
-            pass
-        raise _Failed(f"had no choices[0].message.content, as an OpenAI-compatible API gives: {shown}")
+            reply = None
+        if reply is None:
+            raise _Failed(f"had no {self._question.expected}: {shown}")
+        return self._without_key(reply)
 
     def _shown(self, text: str) -> str:
         return short(repr(self._without_key(text)), 200)

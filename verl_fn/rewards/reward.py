@@ -30,11 +30,13 @@ class Answer:
         problem: the problem that was asked.
         text: the response without special tokens.
         finished: whether it ended with the end token; False if it was cut off at the length limit.
+        tokens: those of the whole row, with its prompt and end token; None outside of ``Reward``.
     """
 
     problem: Problem
     text: str
     finished: bool = True
+    tokens: Tensor | None = attrs.field(default=None, eq=False, repr=False)
 
 
 Judge = Callable[[Sequence[Answer]], list[dict[str, Any]]]
@@ -88,9 +90,13 @@ class Reward:
         whole = batch.take(last)
         texts = response_texts(batch, self.tokenizer, self.end_tokens)
         judged = zip(
-            problems_of(whole, problems), joined(texts, conversation), whole["finished"].tolist(), strict=True
+            problems_of(whole, problems),
+            joined(texts, conversation),
+            whole["finished"].tolist(),
+            whole.rows(),
+            strict=True,
         )
-        answers = [Answer(problem, text, bool(finished)) for problem, text, finished in judged]
+        answers = [Answer(problem, text, bool(finished), tokens) for problem, text, finished, tokens in judged]
         fields = {name: values[conversation] for name, values in _columns(answers, self.judge(answers)).items()}
         if "env_score" in batch:
             fields |= {"score": fields["score"] + batch["env_score"], "acc": batch["env_acc"]}

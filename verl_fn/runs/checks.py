@@ -19,6 +19,7 @@ from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import FileData
 from verl_fn.data.judged import Judged, TaskPairs
+from verl_fn.data.streaming import StreamedData
 from verl_fn.data.tasks import Problem, Source, Task
 from verl_fn.driver import build, ranks
 from verl_fn.rewards.reward import Answer
@@ -139,7 +140,7 @@ def check_model_folders(plan: Plan) -> None:
             key = "critic.path" if role.table == "critic" and role.folder != plan.model else "model.path"
             key = f"algorithm.{role.name}" if role.name in OTHER_MODELS else key
             raise ConfigError(
-                f"{key}: there is no folder {role.folder}. A run downloads nothing: for a model of the Hugging Face "
+                f"{key}: there is no folder {role.folder}. A run downloads no models: for one of the Hugging Face "
                 "hub, run verl-fn prepare hub:OWNER/NAME --out FOLDER first and set the folder"
             )
 
@@ -150,10 +151,11 @@ def _check_rules(plan: Plan, source: Source) -> None:
     Raises:
         RewardError: a data source has no rule, or its rule does not fit a problem.
     """
-    if plan.reward.by_user or plan.env.name or not isinstance(source, FileData):
+    if plan.reward.by_user or plan.env.name or not isinstance(source, FileData | StreamedData):
         return
     held_out = source.held_out(plan.data.val_size)
-    sampled = source.training if plan.needs_reward else ()
+    training = source.first if isinstance(source, StreamedData) else source.training
+    sampled = training if plan.needs_reward else ()
     by_rules([Answer(problem, "") for problem in (*(held_out if samples_answers(plan, held_out) else ()), *sampled)])
 
 

@@ -12,6 +12,7 @@ from verl_fn.config import Plan
 from verl_fn.config.names import source_file
 from verl_fn.config.tasks import reasoning_names
 from verl_fn.data.hub import recorded
+from verl_fn.data.sets import is_set, set_files
 
 from .checkpoints import crc_of, write_text
 
@@ -22,7 +23,7 @@ def fingerprints(plan: Plan) -> dict[str, str]:
     """Returns the size and the checksum of every input of a run, by path, and the commits of folders from the hub."""
     files = dict.fromkeys(file for file in _files(plan) if file.is_file())
     prints = {str(file): f"{file.stat().st_size} bytes, CRC {crc_of(file):08x}" for file in files}
-    folders = dict.fromkeys([*map(Path, _folders(plan)), *(up for file in _data(plan) for up in file.parents)])
+    folders = dict.fromkeys([*map(Path, _folders(plan)), *(up for file in _data_files(plan) for up in file.parents)])
     if (
         not any(_data(plan))
         and reasoning_names(plan.data.task)
@@ -52,8 +53,14 @@ def changed_inputs(folder: Path, inputs: Mapping[str, str]) -> list[str]:
     return [file for file, now in inputs.items() if before.get(file, now) != now]
 
 
-def _data(plan: Plan) -> Iterator[Path]:
-    yield from map(Path, (*plan.data.train_files, *plan.data.val_files))
+def _data(plan: Plan) -> tuple[str, ...]:
+    return (*plan.data.train_files, *plan.data.val_files)
+
+
+def _data_files(plan: Plan) -> Iterator[Path]:
+    """Yields the files of the data; sets of the hub have none, since the config has their commit."""
+    for entry in _data(plan):
+        yield from set_files(entry) if is_set(entry) else (Path(entry),)
 
 
 def _folders(plan: Plan) -> Iterator[str]:
@@ -63,9 +70,10 @@ def _folders(plan: Plan) -> Iterator[str]:
 
 def _files(plan: Plan) -> Iterator[Path]:
     """Yields the data, the user's code, and the tokenizer of a model that the run did not make itself."""
-    yield from _data(plan)
+    yield from _data_files(plan)
     # Modules of rewards and environments are found from the processes that run them.
-    for reference in (*plan.code, *(name for name in (*plan.reward.functions, plan.env.name) if ".py:" in name)):
+    of_user = (*plan.data.convert, *plan.reward.functions, plan.env.name)
+    for reference in (*plan.code, *(name for name in of_user if ".py:" in name)):
         if (file := source_file(reference)) is not None:
             yield file
     if plan.new_model is None:

@@ -10,7 +10,7 @@ from verl_fn.backends.hf.tokenizer import contradiction, end_tokens, read_tokeni
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.tasks import reasoning_names
 from verl_fn.data.files import FileData
-from verl_fn.data.loading import file_data, generated, read_files
+from verl_fn.data.loading import converters, file_data, generated, read_files
 from verl_fn.data.notices import notices
 from verl_fn.data.tasks import Source
 from verl_fn.driver import build
@@ -31,9 +31,15 @@ def prepare(plan: Plan, say: Say) -> Source:
     from_files = plan.data.train_files or plan.data.val_files
     if from_files and plan.new_model is not None:
         # What is wrong with the data is worth more than a sentence about a model that is still to be chosen.
-        for files in (plan.data.train_files, plan.data.val_files):
+        for files in (() if plan.data.stream else plan.data.train_files, plan.data.val_files):
             held_out = files is plan.data.val_files
-            read_files(files, plan.learns_from, prompt_key=plan.data.prompt_key, held_out=held_out)
+            read_files(
+                files,
+                plan.learns_from,
+                prompt_key=plan.data.prompt_key,
+                held_out=held_out,
+                convert=converters(plan.data),
+            )
         raise ConfigError("data from files needs model.path: a random model knows only a task's characters")
     if reasoning_names(plan.data.task) and plan.new_model is not None:
         raise ConfigError(f"data.task = {plan.data.task} needs model.path: a random model knows no language")

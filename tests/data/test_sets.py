@@ -1,0 +1,229 @@
+"""Data sets of the package `datasets`: entries, rows as those of files, columns that are converted, and errors."""
+
+import importlib.util
+import json
+import sys
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub import constants
+from run_configs import tiny_run
+
+from verl_fn.config import ConfigError, load
+from verl_fn.data.converters import gsm8k, math
+from verl_fn.data.hub import HubError
+from verl_fn.data.loading import converters, read_files
+from verl_fn.data.rows import DataError
+from verl_fn.data.sets import open_set
+from verl_fn.runs.inputs import fingerprints
+
+INSTALLED = importlib.util.find_spec("datasets") is not None
+needs_datasets = pytest.mark.skipif(
+    not INSTALLED, reason="datasets is not installed: pip install 'verl_fn[datasets]'"
+)
+COMMIT = "c" * 40
+CARD = """---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train-*}
+  - {split: test, path: main/test-*}
+---
+"""
+
+
+def question(n):
+    return {"question": f"{n}+0?", "answer": f"It is {n}.\n#### {n},000"}
+
+
+def problem(n):
+    return {"problem": f"Half of {n}?", "solution": rf"It is $\boxed{{\frac{{{n}}}{{2}}}}$.", "level": "Level 1"}
+
+
+def row(n):
+    truth = {"ground_truth": n / 10, "style": None if n % 2 else "rule"}
+    return {
+        "data_source": "s",
+        "prompt": [{"role": "user", "content": f"{n}?"}],
+        "reward_model": truth,
+        "ability": "a",
+    }
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    """No connection, and empty caches."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    if INSTALLED:
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "arrow"))
+
+
+@pytest.fixture
+def snapshot(tmp_path):
+    """A set of the hub, with a card and two splits, in the cache as the hub's library keeps it."""
+    folder = tmp_path / "hub/datasets--me--sums/snapshots" / COMMIT
+    (folder / "main").mkdir(parents=True)
+    (folder / "README.md").write_text(CARD)
+    for split, numbers in (("train", range(5)), ("test", (7,))):
+        pq.write_table(pa.Table.from_pylist([question(n) for n in numbers]), folder / f"main/{split}-0.parquet")
+    (tmp_path / "hub/datasets--me--sums/refs").mkdir()
+    (tmp_path / "hub/datasets--me--sums/refs/main").write_text(COMMIT)
+    return folder
+
+
+def saved(folder, rows):
+    """Writes rows as ``save_to_disk`` does."""
+    import datasets
+
+    data = datasets.Dataset.from_list(rows)
+    data.save_to_disk(str(folder))
+    return str(folder)
+
+
+@needs_datasets
+def test_a_set_of_the_hub_is_read_offline_at_its_commit(snapshot):
+    entry = f"hub:datasets/me/sums@{COMMIT}#main/train"
+    problems = read_files([entry], "samples", convert=[gsm8k])
+    assert [p.answer for p in problems] == [f"{n}000" for n in range(5)] and problems[2].id == 2
+    assert problems[1].prompt[0]["content"].startswith("1+0? Let's think step by step")
+    (held_out,) = read_files([entry.replace("train", "test")], "samples", convert=[math, gsm8k])
+    assert held_out.answer == "7000" and held_out.data_source == "openai/gsm8k"
+    # The same files without the hub, and a part of a split as the package writes it.
+    assert read_files([f"{snapshot}#main/train"], "samples", convert=[gsm8k]) == problems
+    assert read_files([f"{snapshot}#train[1:3]"], "samples", convert=[gsm8k])[0].answer == "1000"
+
+
+@needs_datasets
+def test_rows_of_a_saved_set_are_those_of_a_file(tmp_path, tiny):
+    rows = [row(n) for n in range(4)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    entry = saved(tmp_path / "set", rows)
+    assert read_files([entry], "samples") == read_files([tmp_path / "rows.parquet"], "samples")
+    assert read_files([entry, entry], "samples")[5].id == 5
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": str(n)} for n in range(3)]
+    entries = [saved(tmp_path / "pairs", pairs)]
+    assert [p.rejected for p in read_files(entries, "pairs")] == [("0",), ("1",), ("2",)]
+    assert len(read_files(entries, "labels")[0].responses) == 2
+    plan = tiny_run(tiny, tmp_path / "run", f"data.train_files={entry}")
+    before = fingerprints(plan)
+    assert f"{entry}/state.json" in before
+    saved(tmp_path / "set", rows[:3])
+    assert fingerprints(plan) != before, "a continued run reports other rows"
+
+
+@needs_datasets
+def test_what_cannot_be_read_says_why(snapshot, tmp_path):
+    import datasets
+
+    hub = "hub:datasets/me/sums"
+    folder = saved(tmp_path / "set", [row(1)])
+    datasets.DatasetDict(train=datasets.Dataset.from_list([row(1)])).save_to_disk(str(tmp_path / "dict"))
+    datasets.Dataset.from_list([row(1)]).select([]).save_to_disk(str(tmp_path / "empty"), num_shards=1)
+    (tmp_path / "none").mkdir()
+    pq.write_table(pa.table({"a": pa.array([], pa.string())}), tmp_path / "none/train.parquet")
+    for entry, said in (
+        (f"{hub}@{COMMIT}", "names no split; write hub:datasets/me/sums@.*#CONFIG/SPLIT"),
+        (f"{hub}@{COMMIT}#none/train", r"cannot be read: ValueError: .*Available: \['main'\]"),
+        (f"{hub}@{COMMIT}#main/dev", r"cannot be read: ValueError: .*'train', 'test'"),
+        (f"hub:org/model@{COMMIT}#train", "names a model"),
+        (f"{folder}#train", "without #train"),
+        (str(tmp_path / "dict"), "has the splits train; name the folder of one: .*dict/SPLIT"),
+        (f"{snapshot}#train[5:]", "corresponds to no data"),
+        (f"{tmp_path}/none#train", "ArrowInvalid: BatchSize must be"),
+        (str(tmp_path / "empty"), "has no rows"),
+    ):
+        with pytest.raises(DataError, match=said):
+            open_set(entry)
+    with pytest.raises(HubError, match="sums@main is no commit, and the hub cannot be asked"):
+        open_set(f"{hub}#main/train")
+    with pytest.raises(HubError, match=r"other@c* is not in the hub's cache, or not all"):
+        open_set(f"hub:datasets/me/other@{COMMIT}#train")
+    (snapshot.parents[1] / "trees").mkdir()
+    listing = {name: {"size": 1, "blob_id": "0" * 40} for name in ("main/train-0.parquet", "main/train-1.parquet")}
+    (snapshot.parents[1] / f"trees/{COMMIT}.json").write_text(json.dumps({"format_version": 1, "files": listing}))
+    with pytest.raises(HubError, match="or not all of it"):
+        open_set(f"{hub}@{COMMIT}#train")
+    with pytest.raises(DataError, match=r"set, row 0: there is no column 'question'; its columns are data_source"):
+        read_files([folder], "samples", prompt_key="question")
+    with pytest.raises(DataError, match="there is no column 'data_source'; its columns are question, answer"):
+        read_files([f"{snapshot}#train"], "samples")
+    (tmp_path / "set" / "data-00000-of-00001.arrow").write_bytes(b"not Arrow")
+    with pytest.raises(DataError, match="set cannot be read"):
+        open_set(folder)
+
+
+@needs_datasets
+def test_a_revision_is_resolved_once_and_written_into_the_config(snapshot, monkeypatch):
+    import huggingface_hub
+
+    class Info:
+        sha = COMMIT
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *args, **kwargs: Info)
+    with pytest.raises(DataError, match=f"a run needs the commit; it is now hub:datasets/me/sums@{COMMIT}#train"):
+        open_set("hub:datasets/me/sums@v1#train")
+
+
+def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    for entry in (f"hub:datasets/me/sums@{COMMIT}#train", f"{tmp_path}#train"):
+        with pytest.raises(DataError, match=r"package datasets.*pip install 'verl_fn\[datasets\]'"):
+            read_files([entry], "samples")
+
+
+def test_a_file_with_a_number_sign_is_a_file(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a#1.jsonl").write_text(json.dumps(row(1)))
+    assert read_files([tmp_path / "a#1.jsonl"], "samples")[0].answer == "0.1"
+
+
+def test_columns_of_files_are_converted(tmp_path):
+    lines = [question(1), problem(3) | {"level": None}, row(5)]
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    problems = read_files([tmp_path / "mixed.jsonl"], "samples", convert=[gsm8k, math])
+    assert [p.answer for p in problems] == ["1000", r"\frac{3}{2}", "0.5"]
+    assert [p.data_source for p in problems] == ["openai/gsm8k", "DigitalLearningGmbH/MATH-lighteval", "s"]
+    assert problems[1].extra_info == {"ability": "math", "level": None, "solution": lines[1]["solution"]}
+    pairs = [{"q": "a", "good": "b", "bad": "c"}]
+    pq.write_table(pa.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+    renamed = [lambda row: {"prompt": row["q"], "chosen": row["good"], "rejected": row["bad"]}]
+    for learns_from in ("pairs", "labels"):
+        assert read_files([tmp_path / "pairs.parquet"], learns_from, convert=renamed)[0].chosen == ("b",)
+    with pytest.raises(DataError, match=r"there is no column 'reward_model'; its columns are prompt, data_source"):
+        read_files([tmp_path / "pairs.parquet"], "samples", convert=[lambda row: {"prompt": "", "data_source": ""}])
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ({"question": "2?", "answer": "two"}, "line 1: gsm8k of .* failed: ValueError: the answer has no number"),
+        ({"problem": "2?", "solution": "two"}, r"line 1: math of .* failed: ValueError: the solution has no \\box"),
+        ({"problem": 2, "solution": "two"}, "must be strings"),
+        ({"x": 1}, "line 1: wrong of data.convert returned 1; return a dict"),
+    ],
+)  # fmt: skip
+def test_errors_of_conversion_name_the_row(tmp_path, line, said):
+    def wrong(row):
+        return row["x"]
+
+    (tmp_path / "a.jsonl").write_text(json.dumps(line))
+    with pytest.raises(DataError, match=said):
+        read_files([tmp_path / "a.jsonl"], "samples", convert=[gsm8k, math, wrong])
+
+
+def test_functions_of_the_config(tmp_path, tiny):
+    (tmp_path / "mine.py").write_text("number = 3\ndef double(row):\n    return row\n")
+    plan = tiny_run(tiny, tmp_path / "run", f"data.convert={tmp_path}/mine.py:double", "data.train_files=x.jsonl")
+    assert converters(plan.data)[0]({"a": 1}) == {"a": 1}
+    assert str(tmp_path / "mine.py") in fingerprints(plan)
+    with pytest.raises(ConfigError, match=r"data\.convert: .*mine\.py:number is 3; name a function"):
+        converters(load(overrides=[f"data.convert={tmp_path}/mine.py:number"]).data)
+    with pytest.raises(ConfigError, match=r"data\.convert has 'gsm8k'; it must be a function as FILE\.py:NAME"):
+        load(overrides=["data.convert=gsm8k"])
+    entry = f"hub:datasets/me/sums@{COMMIT}#main/train"
+    plan = tiny_run(tiny, tmp_path / "run", f"data.train_files=['{entry}', 'sets/a#train']")
+    assert plan.data.train_files[0] == entry and plan.data.train_files[1].endswith("/sets/a#train")

@@ -1,0 +1,79 @@
+"""Functions for ``data.convert``: rows of public data sets become rows in verl's columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verl_fn.data.tasks import GSM8K
+from verl_fn.scores import boxed
+
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+MATH_SOURCE = "DigitalLearningGmbH/MATH-lighteval"
+MATH_INSTRUCTION = r"Let's think step by step and output the final answer within \boxed{}."
+
+
+def gsm8k(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Converts a row with ``question`` and ``answer``, whose last line is ``#### NUMBER``.
+
+    Source: verl's ``examples/data_preprocess/gsm8k.py``.
+
+    Raises:
+        ValueError: the answer has no such line.
+
+    Example:
+        >>> row = gsm8k({"question": "2+3?", "answer": "2 and 3 is #### 5"})
+        >>> row["reward_model"]["ground_truth"], row["prompt"][0]["content"][:24]
+        ('5', "2+3? Let's think step by")
+    """
+    if not {"question", "answer"} <= row.keys():
+        return None
+    question, answer = row["question"], row["answer"]
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise ValueError("question and answer must be strings")
+    final = re.search(r"#### (-?[0-9.,]+)", answer)
+    if final is None:
+        raise ValueError(f"the answer has no number after '#### ': {answer[-80:]!r}")
+    return _row(
+        GSM8K,
+        f"{question} {GSM8K_INSTRUCTION}",
+        final[1].replace(",", ""),
+        {"answer": answer, "question": question},
+    )
+
+
+def math(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    r"""Converts a row with ``problem`` and ``solution``, whose last ``\boxed{}`` has the answer.
+
+    Source: verl's ``examples/data_preprocess/math_dataset.py``.
+
+    Raises:
+        ValueError: the solution has no box.
+
+    Example:
+        >>> row = math({"problem": "Half of 1?", "solution": r"It is $\boxed{\frac{1}{2}}$.", "level": "Level 1"})
+        >>> row["reward_model"]["ground_truth"], row["extra_info"]["level"]
+        ('\\frac{1}{2}', 'Level 1')
+    """
+    if not {"problem", "solution"} <= row.keys():
+        return None
+    problem, solution = row["problem"], row["solution"]
+    if not isinstance(problem, str) or not isinstance(solution, str):
+        raise ValueError("problem and solution must be strings")
+    answer = boxed(solution)
+    if answer is None:
+        raise ValueError(rf"the solution has no \boxed{{}}: {solution[-80:]!r}")
+    return _row(
+        MATH_SOURCE, f"{problem} {MATH_INSTRUCTION}", answer, {k: v for k, v in row.items() if k != "problem"}
+    )
+
+
+def _row(source: str, question: str, answer: str, extra: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": extra,
+    }
