@@ -243,15 +243,9 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     weights = () if cfg.data.train_files else cfg.data.weights
     data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver), folder)
+    actor, layout = training.roles["actor"], {"fsdp": FsdpConfig(), "megatron": MegatronConfig()}
     actor = attrs.evolve(
-        training.roles["actor"],
-        optim=None,
-        strategy="local",
-        fsdp=FsdpConfig(),
-        megatron=MegatronConfig(),
-        lora=None,
-        router_replay=False,
-        total_updates=0,
+        actor, strategy="local", optim=None, lora=None, router_replay=False, total_updates=0, **layout
     )
     rollout = attrs.evolve(training.rollout, lora=None, routed_experts=False)
     ray = attrs.evolve(cfg.ray, ranks=1)
@@ -368,9 +362,7 @@ def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:
     return attrs.evolve(plan, max_tokens=plan.max_tokens * plan.sharers)
 
 
-def _rollout_plan(
-    r: RolloutConfig, d: DataConfig, model: str, lora: Adapters | None, routed_experts: bool
-) -> RolloutPlan:
+def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str, lora: Adapters | None, routed: bool) -> RolloutPlan:
     return RolloutPlan(
         name=r.name,
         folder=model,
@@ -387,7 +379,7 @@ def _rollout_plan(
         enforce_eager=r.enforce_eager,
         engine_kwargs=r.engine_kwargs,
         lora=lora,
-        routed_experts=routed_experts,
+        routed_experts=routed,
         n=r.n,
         temperature=r.temperature,
         top_k=r.top_k,
