@@ -243,9 +243,9 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     weights = () if cfg.data.train_files else cfg.data.weights
     data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver), folder)
-    actor, layout = training.roles["actor"], {"fsdp": FsdpConfig(), "megatron": MegatronConfig()}
+    layout: dict[str, Any] = {"strategy": "local", "fsdp": FsdpConfig(), "megatron": MegatronConfig()}
     actor = attrs.evolve(
-        actor, strategy="local", optim=None, lora=None, router_replay=False, total_updates=0, **layout
+        training.roles["actor"], optim=None, lora=None, router_replay=False, total_updates=0, **layout
     )
     rollout = attrs.evolve(training.rollout, lora=None, routed_experts=False)
     ray = attrs.evolve(cfg.ray, ranks=1)
