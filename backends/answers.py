@@ -37,7 +37,8 @@ class Answers:
 
         Args:
             rows: the row of each draw.
-            draws: for each draw its token, its log-prob with and without the cut, and whether it is a near tie.
+            draws: for each draw its token, its log-prob with and without the cut, and whether it is a near tie; where
+                experts are recorded, also those of the token before it.
             versions: for each draw the version of the weights.
         """
         # A stable sort by row groups the draws of each row and keeps their order.
@@ -47,17 +48,20 @@ class Answers:
         for row, *part in zip(present.tolist(), *columns, strict=True):
             self._parts.setdefault(row, []).append(tuple(part))
 
-    def sample(self, row: int, finished: bool, length: int | None = None) -> Sample:
+    def sample(
+        self, row: int, finished: bool, length: int | None = None, before: Int[Tensor, "p l k"] | None = None
+    ) -> Sample:
         """Returns the sample of a row.
 
         Args:
             row: its number.
             finished: whether it ended by itself.
             length: how many of its draws count; by default all.
+            before: where experts are recorded, those of the prompt's tokens but the last.
         """
         parts = self._parts.pop(row)
         columns = (t[0] if len(t) == 1 else torch.cat(t) for t in zip(*parts, strict=True))
-        tokens, log_probs, full, near, versions = (column[:length] for column in columns)
+        tokens, log_probs, full, near, *routed, versions = (column[:length] for column in columns)
         sampling = self._requests[0].sampling
         place, number = divmod(row, sampling.n)
         return Sample(
@@ -72,4 +76,5 @@ class Answers:
             finish_reason="stop" if finished else "length",
             temperature=sampling.temperature or 1.0,
             near_ties=int(near.sum()),
+            routed_experts=None if before is None else torch.cat([before, routed[0], routed[0][-1:]]),
         )

@@ -48,6 +48,10 @@ class Serving(ABC):
         vocab: the size of the vocabulary.
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
         in_flight: whether publications arrive during calls, which go on with the new weights.
+        routed_experts: whether the engine records the experts of each token.
+
+    Raises:
+        ValueError: both, since new weights compute all tokens anew and may send them to other experts.
 
     Attributes:
         capabilities: what the engine promises.
@@ -57,9 +61,20 @@ class Serving(ABC):
     """
 
     def __init__(
-        self, folder: str | Path, max_length: float, vocab: int, verify: str, in_flight: bool = False
+        self,
+        folder: str | Path,
+        max_length: float,
+        vocab: int,
+        verify: str,
+        in_flight: bool = False,
+        routed_experts: bool = False,
     ) -> None:
-        self.capabilities = Capabilities(versions_per_token=in_flight)
+        if in_flight and routed_experts:
+            raise ValueError(
+                "new weights that arrive in flight may send earlier tokens to other experts than those that were "
+                "recorded; set in_flight=False or routed_experts=False"
+            )
+        self.capabilities = Capabilities(versions_per_token=in_flight, routed_experts=routed_experts)
         self.folder = Path(folder)
         self.max_length, self.vocab = max_length, vocab
         self.end_tokens = set(end_tokens(self.folder))

@@ -188,6 +188,9 @@ class Sample:
         temperature: the trainer divides logits by it; 1 for greedy responses.
         near_ties: the number of draws so close to a boundary that rounding could change them.
         outcome: of the conversation that this is a row of; None without an environment.
+        routed_experts: the experts of each token, of the prompt's too, in each layer with experts, ``[T, L, k]``;
+            None where the engine does not give them. The last token, which no engine computes, has those of the
+            token before it: no other token sees it, so nothing depends on them.
     """
 
     request: int
@@ -202,19 +205,20 @@ class Sample:
     temperature: float = 1.0
     near_ties: int = 0
     outcome: Outcome | None = None
+    routed_experts: Tensor | None = None
 
 
 def pack(samples: Sequence[Sample]) -> Batch:
     """Returns the batch with one row for each sample, in order.
 
     Per-token fields are ``response_mask``, ``rollout_log_probs``, ``versions`` (-1 on the prompt) and, where any
-    sample has ``full_log_probs``, ``rollout_full_log_probs``. Per-row fields are ``group`` (the request's id),
-    ``prompt_length``, ``temperature``, ``finished`` (1 if the response ended by itself), ``version`` (the oldest of
-    the row) and ``near_ties``. Rows of conversations also have ``conversation``, ``env_end`` (the place of the reason
-    in ``END_REASONS``), ``env_score``, ``env_acc`` and ``env_turns``.
+    sample has them, ``rollout_full_log_probs`` and ``routed_experts``. Per-row fields are ``group`` (the request's
+    id), ``prompt_length``, ``temperature``, ``finished`` (1 if the response ended by itself), ``version`` (the oldest
+    of the row) and ``near_ties``. Rows of conversations also have ``conversation``, ``env_end`` (the place of the
+    reason in ``END_REASONS``), ``env_score``, ``env_acc`` and ``env_turns``.
 
     Raises:
-        ValueError: there are no samples, or only some of them are of conversations.
+        ValueError: there are no samples, or only some of them are of conversations or have ``routed_experts``.
 
     Example:
         >>> one = Sample(7, 0, torch.tensor([5]), torch.tensor([6, 2]), torch.tensor([-0.5, -0.1]), None,
@@ -241,6 +245,8 @@ def pack(samples: Sequence[Sample]) -> Batch:
     if any(s.full_log_probs is not None for s in samples):
         full = [s.log_probs if s.full_log_probs is None else s.full_log_probs for s in samples]
         fields["rollout_full_log_probs"] = after(full)
+    if any(s.routed_experts is not None for s in samples):
+        fields["routed_experts"] = torch.cat(_routes(samples))
     batch = (
         Batch.from_rows(rows)
         .with_tokens(**fields)
@@ -257,6 +263,26 @@ def pack(samples: Sequence[Sample]) -> Batch:
     if len(outcomes) not in (0, len(samples)):
         raise ValueError(f"{len(outcomes)} of {len(samples)} samples are of conversations; pack them by themselves")
     return batch.with_rows(**_outcome_fields(outcomes)) if outcomes else batch
+
+
+def _routes(samples: Sequence[Sample]) -> list[Tensor]:
+    """Returns the experts of each sample's tokens; a row that no model computed gets the first ones.
+
+    Raises:
+        ValueError: a sample with drawn tokens lacks them.
+    """
+    like = next(s.routed_experts for s in samples if s.routed_experts is not None)
+    first = torch.arange(like.shape[-1], dtype=like.dtype).expand(1, *like.shape[1:])
+    routes = []
+    for s in samples:
+        if s.routed_experts is None and bool(s.mask.any()):
+            raise ValueError(
+                f"sample {s.number} of request {s.request} has no routed_experts, and others have; pack the samples "
+                "of one engine together"
+            )
+        length = len(s.prompt) + len(s.tokens)
+        routes.append(first.expand(length, -1, -1) if s.routed_experts is None else s.routed_experts)
+    return routes
 
 
 def _outcome_fields(outcomes: Sequence[Outcome]) -> dict[str, Tensor]:
@@ -309,14 +335,18 @@ def unpack(batch: Batch) -> list[Sample]:
     """
     starts = batch["prompt_length"].tolist()
     names = ("tokens", "rollout_log_probs", "response_mask", "versions")
-    full = batch.rows("rollout_full_log_probs") if "rollout_full_log_probs" in batch else [None] * len(batch)
-    parts = zip(*(batch.rows(name) for name in names), full, strict=True)
+    full, routes = (
+        batch.rows(name) if name in batch else [None] * len(batch)
+        for name in ("rollout_full_log_probs", "routed_experts")
+    )
+    parts = zip(*(batch.rows(name) for name in names), full, routes, strict=True)
     rows = [batch[name].tolist() for name in ("group", "finished", "temperature", "near_ties")]
     counts: Counter[int] = Counter()
     samples = []
-    for start, (tokens, log_probs, mask, versions, uncut), (group, finished, temperature, near_ties), outcome in zip(
+    for start, part, (group, finished, temperature, near_ties), outcome in zip(
         starts, parts, zip(*rows, strict=True), _outcomes(batch), strict=True
     ):
+        tokens, log_probs, mask, versions, uncut, routed = part
         samples.append(
             Sample(
                 request=group,
@@ -331,6 +361,7 @@ def unpack(batch: Batch) -> list[Sample]:
                 temperature=temperature,
                 near_ties=near_ties,
                 outcome=outcome,
+                routed_experts=routed,
             )
         )
         counts[group] += 1

@@ -19,6 +19,7 @@ from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.megatron import conversion
 from verl_fn.backends.megatron.adapters import merged
 from verl_fn.backends.megatron.conversion import Source, Task, tasks_of
+from verl_fn.backends.megatron.fidelity import check_same_model
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.masks import for_leaves
 from verl_fn.backends.megatron.model import Built, How, build
@@ -64,7 +65,8 @@ class Executor:
         """Makes the model of a folder; all ranks call it together.
 
         Raises:
-            ModelError: Megatron-Bridge does not know this family, or a field of its provider does not exist.
+            ModelError: Megatron-Bridge does not know this family or makes another model of it, or a field of its
+                provider does not exist.
             LayoutError: the model cannot be shared in this way.
             LoraError: the model cannot have such adapters.
         """
@@ -72,6 +74,7 @@ class Executor:
             empty = hollow(folder, how.head, key=Key.from_seed(0), lora=how.lora)
             adapters = empty.skeleton.adapters
             built = build(folder, layout, how, adapters)
+            check_same_model(built.model, empty.skeleton.model, folder)
         canonical = Canonical(empty.shapes)
         with layout.active():
             tasks = tasks_of(built.bridge, built.config, built.model, how.head, canonical, adapters)

@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
+from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.megatron.importing import load_bridge
 
@@ -81,11 +82,6 @@ class Sizes:
             raise LayoutError(f"ep = {self.ep} does not divide the model's {experts} experts")
         if experts and self.tp > 1 and not self.sp:
             raise LayoutError("a model with experts needs sp = true where tp is above 1, as Megatron does")
-
-
-def experts_of(config: Any) -> int | None:
-    """Returns how many experts a layer of a Hugging Face model has, or None without experts."""
-    return next((n for name in ("num_experts", "num_local_experts") if (n := getattr(config, name, None))), None)
 
 
 @attrs.frozen(eq=False)

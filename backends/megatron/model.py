@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from verl_fn.backends.hf.config import ModelError, read_config, refused
+from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.lora import Adapters, Lora
 from verl_fn.backends.megatron import adapters as lora_adapters
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
-from verl_fn.backends.megatron.layout import Layout, experts_of
+from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.rows import ROUTED
 
 # What this backend decides itself; a provider's override of these would break what it promises.
@@ -29,6 +30,13 @@ DECIDED = frozenset({
     "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
     "moe_enable_routing_replay",
 })  # fmt: skip
+# Bridge's layers that do the same without transformer-engine, with attention and norms of our own.
+REPLACED = ("default_layer_spec", "get_gpt_decoder_block_spec")
+# What transformers takes for fields that a config with YaRN lacks (Peng et al. 2023, arXiv 2309.00071).
+YARN = {
+    "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}  # fmt: skip
 
 
 @attrs.frozen(eq=False)
@@ -167,7 +175,17 @@ def _provider(
         provider = bridge.to_megatron_provider(load_weights=False)
     for name, value in {**settings, **_checked(provider, overrides, folder)}.items():
         setattr(provider, name, value)
+    if provider.position_embedding_type == "yarn":
+        # Bridge leaves out what the config does.
+        for name, value in YARN.items():
+            setattr(provider, name, value if (given := getattr(provider, name)) is None else given)
     if _plain(settings["params_dtype"]):
+        spec = provider.transformer_layer_spec
+        if getattr(spec, "func", spec).__name__ not in REPLACED:
+            raise ModelError(
+                f"{folder}: Megatron-Bridge makes this family of layers of its own, which need transformer-engine: "
+                "install it and set actor.dtype=bfloat16, or set actor.strategy=fsdp"
+            )
         provider.transformer_layer_spec = _spec
     return bridge, provider
 
@@ -189,6 +207,8 @@ def _causal(config: Any) -> Any:
 
 def _settings(layout: Layout, how: How, config: Any) -> dict[str, Any]:
     """Returns the fields of Bridge's provider that this backend decides."""
+    from megatron.core.transformer.enums import AttnBackend
+
     sizes, dtype = layout.sizes, how.dtype
     settings: dict[str, Any] = {
         "tensor_model_parallel_size": sizes.tp, "pipeline_model_parallel_size": sizes.pp,
@@ -211,6 +231,8 @@ def _settings(layout: Layout, how: How, config: Any) -> dict[str, Any]:
     if how.checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if _plain(dtype):
+        # Megatron keeps it in variables of the process, where it would fit one family alone.
+        settings["attention_backend"] = AttnBackend.auto
         settings |= dict.fromkeys(
             ("masked_softmax_fusion", "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion",
              "apply_rope_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "moe_grouped_gemm",
@@ -252,6 +274,8 @@ def _spec(config: Any, vp_stage: int | None = None) -> Any:
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
+    if config.multi_latent_attention and (config.tensor_model_parallel_size > 1 or config.q_lora_rank is None):
+        raise ModelError("multi-latent attention without transformer-engine needs tp = 1 and a q_lora_rank")
     own_norm = config.normalization == "RMSNorm"
     if config.sequence_parallel and not own_norm:
         raise ModelError(f"sp needs transformer-engine for a model with {config.normalization}")

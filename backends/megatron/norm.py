@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation in fp32, scaled in the model's dtype.
+    """Root mean square normalisation in fp32, scaled in the model's dtype; a zero-centred weight is scaled by 1 more.
 
     Megatron-Bridge takes a module of this name for a norm, whose weight every rank has.
 
@@ -18,7 +18,7 @@ class RMSNorm(nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **options: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.centred = eps, bool(config.layernorm_zero_centered_gamma)
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         # Megatron adds up the gradients of ranks that share the tokens.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -26,4 +26,5 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalised tensor, of the same shape and dtype."""
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        scale = self.weight + 1 if self.centred else self.weight
+        return scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from verl_fn.backends.agreement import gathered
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.experts import recorded_dtype
 from verl_fn.backends.megatron.rows import ROUTED, MicroBatch
 from verl_fn.backends.row_sharing import Share
 from verl_fn.state import Batch
@@ -68,8 +69,8 @@ class Routers:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of a recording, the smallest that can count the experts."""
-        return torch.uint8 if self.experts <= 256 else torch.int16
+        """The dtype of a recording."""
+        return recorded_dtype(self.experts)
 
     def check(self, batch: Batch) -> None:
         """Checks the recording of a batch, if it has one.

@@ -27,6 +27,7 @@ class Capabilities:
         top_k: the field of ``Sampling`` is obeyed; otherwise a request that sets it is refused.
         top_p: as ``top_k``.
         stop_token_ids: as ``top_k``.
+        routed_experts: samples have the experts of their tokens.
     """
 
     repeatable: bool = True
@@ -35,6 +36,7 @@ class Capabilities:
     top_k: bool = True
     top_p: bool = True
     stop_token_ids: bool = True
+    routed_experts: bool = False
 
 
 class StaleWeightsError(RuntimeError):

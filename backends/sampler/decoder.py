@@ -27,10 +27,12 @@ class Decoder(Protocol):
     Attributes:
         shapes: the shapes of the weights by name, tied ones once.
         vocab: the size of the vocabulary.
+        model: transformers' model of the same folder.
     """
 
     shapes: dict[str, torch.Size]
     vocab: int
+    model: torch.nn.Module
 
     def begin(self) -> None:
         """Allocates places for all of ``shapes``; their contents are lost."""
@@ -197,6 +199,7 @@ class GeneralDecoder:
         self.skeleton, self.shapes, self.device = skeleton, shapes, device
         self.vocab = skeleton.output_layer.weight.shape[0]
         model: Any = skeleton.model
+        self.model = model
         model.set_attn_implementation(NAME)
         skeleton.move_buffers(device)
         self._dtype = dtype

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_fn.backends.answers import Answers
 from verl_fn.backends.draws import NOISE, Draws
 from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.experts import Recorder
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import Handle, Request, Sample, WeightSource, here
 from verl_fn.backends.sampler.decoder import Decoder
@@ -46,6 +47,11 @@ class Sampler(Serving):
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
         in_flight: a publication during a call arrives between two steps. Rows that have begun go on with the new
             weights, which compute the cache of their tokens anew.
+        routed_experts: record the experts of each token.
+
+    Raises:
+        ModelError: the folder or the architecture cannot be used, or its experts cannot be recorded.
+        ValueError: experts are to be recorded, and weights to arrive in flight.
 
     Example:
         >>> import tempfile
@@ -71,6 +77,7 @@ class Sampler(Serving):
         slots: int = 64,
         verify: str = "first",
         in_flight: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         if slots < 1:
             raise ValueError(f"slots is {slots}; it must be at least 1")
@@ -78,7 +85,10 @@ class Sampler(Serving):
         self.dtype = dtype_of(dtype, "dtype")
         self.slots = slots
         self.decoder: Decoder = decoder_for(folder, self.device, self.dtype)
-        super().__init__(folder, longest_of(read_config(folder)), self.decoder.vocab, verify, in_flight)
+        super().__init__(
+            folder, longest_of(read_config(folder)), self.decoder.vocab, verify, in_flight, routed_experts
+        )
+        self.recorder = Recorder(self.decoder.model, folder) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Copies these weights, tied ones once; the first publication is also compared by checksums.
@@ -117,10 +127,12 @@ class Sampler(Serving):
         answers = Answers(requests)
         ended = self._guarded(run, call)
         for rows in ended if as_they_end else [list(itertools.chain.from_iterable(ended))]:
-            answers.collect(torch.tensor(run.drawn), run.draws.results(), torch.tensor(run.versions))
+            answers.collect(torch.tensor(run.drawn), run.results(), torch.tensor(run.versions))
             run.drawn.clear()
             run.versions.clear()
-            yield from ((row, answers.sample(row, row in run.finished)) for row in rows)
+            yield from (
+                (row, answers.sample(row, row in run.finished, None, run.before.pop(row, None))) for row in rows
+            )
 
     def _guarded(self, run: _Run, call: int) -> Iterator[list[int]]:
         """Yields the rows that end at each step of a run, as long as no other call has changed weights or cache."""
@@ -144,7 +156,7 @@ class _Run:
     """
 
     def __init__(self, sampler: Sampler, requests: Sequence[Request]) -> None:
-        self.decoder, self.device = sampler.decoder, sampler.device
+        self.decoder, self.device, self.recorder = sampler.decoder, sampler.device, sampler.recorder
         self.prompts = [request.prompt for request in requests]
         self.sampling = sampling = requests[0].sampling
         self.seeds = torch.tensor(seeds_of(requests), device=self.device)
@@ -164,6 +176,10 @@ class _Run:
         # Of the next step's weights, the version, and the number of the publication.
         self.version = self.weights = -1
         self.finished: set[int] = set()
+        # Where experts are recorded: for each draw those of the token before it, and for each row those of the
+        # prompt's other tokens.
+        self.routed: list[Tensor] = []
+        self.before: dict[int, Tensor] = {}
 
     @torch.inference_mode()
     def loop(self) -> Iterator[list[int]]:
@@ -182,6 +198,8 @@ class _Run:
                 self.positions[:active] += 1
                 if cached_by == self.weights:
                     logits.append(self.decoder.step(self.tokens[:active], self.positions[:active], self._longest()))
+                    if self.recorder is not None:
+                        self.routed.append(self.recorder.take())
                 else:
                     logits += self._again()
             cached_by = self.weights
@@ -196,6 +214,14 @@ class _Run:
     def unfinished(self) -> bool:
         """Whether a row has not ended."""
         return bool(self.rows) or self.begun < len(self.seeds)
+
+    def results(self) -> tuple[Tensor, ...]:
+        """Returns the draws since the last call as ``Answers.collect`` takes them."""
+        columns = self.draws.results()
+        if self.routed:
+            columns = (*columns, torch.cat(self.routed).cpu())
+            self.routed.clear()
+        return columns
 
     def _longest(self) -> int:
         return max(self.offsets) + self.step
@@ -224,6 +250,8 @@ class _Run:
         self.begun += len(which)
         batch = Batch.from_rows([self.prompts[prompt] for prompt in slot_of])
         logits = self.decoder.prefill(batch, torch.tensor(list(slot_of.values())))
+        if self.recorder is not None:
+            self._keep_routes(self.recorder.take(), batch, self.rows[first:], which)
         if sources:
             self.decoder.copy(sources, targets, int(batch.lengths.max()))
             logits = logits[which]
@@ -246,6 +274,12 @@ class _Run:
             rows = [text[:end] for text, end in zip(texts[first:last], ends[first:last], strict=True)]
             yield self.decoder.prefill(Batch.from_rows(rows), torch.arange(first, last))
             first = last
+
+    def _keep_routes(self, routed: Int[Tensor, "T l k"], batch: Batch, rows: list[int], which: list[int]) -> None:
+        """Keeps the experts of prompts, each for the rows that begin with it."""
+        self.routed.append(routed[batch.last[which].to(self.device)])
+        prompts = routed.cpu().split(batch.lengths.tolist())
+        self.before |= {row: prompts[prompt][:-1] for row, prompt in zip(rows, which, strict=True)}
 
     def _draw(self, logits: Float[Tensor, "n V"]) -> list[int]:
         """Draws a token for every active row, and returns the rows that end with it."""

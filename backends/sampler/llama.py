@@ -187,7 +187,7 @@ class LlamaDecoder:
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
     ) -> None:
-        self.shapes, self.device, self.dtype = shapes, device, dtype
+        self.shapes, self.device, self.dtype, self.model = shapes, device, dtype, skeleton.model
         self.config = config = skeleton.config
         self.vocab = config.vocab_size
         self.heads, self.kv_heads, self.dim = config.num_attention_heads, config.num_key_value_heads, head_dim(config)

@@ -45,6 +45,7 @@ KEPT = {
     "seed": "every request has a key of its own",
     "enable_sleep_mode": "the driver puts the engine to sleep",
     "enable_lora": "set rollout.adapters",
+    "enable_return_routed_experts": "set actor.router_replay.mode=R3",
     "kv_transfer_config": "the cache is reset with every publication",
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from verl_fn.backends.answers import Answers
@@ -30,6 +31,7 @@ from verl_fn.backends.weight_sync.outlet import Outlet, send
 from .adapters import adapter_arguments, adapter_request
 from .arguments import EngineArgumentError, check_names, check_version, engine_arguments, prepare_environment
 from .drawn import Drawn, last_draws
+from .routes import Routes
 
 # What sleeping frees, and the tags that wake it.
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -67,11 +69,13 @@ class Vllm(Serving):
             into published weights.
         in_flight: a publication during a call arrives between two steps. Rows that have begun go on with the new
             weights, which compute the cache of their tokens anew.
+        routed_experts: record the experts of each token.
 
     Raises:
         UntestedVersion: no vLLM is installed that this adapter was tested with.
-        EngineArgumentError: one of ``engine_kwargs`` is unknown or would break a promise.
-        ModelError: vLLM does not know the model, or it cannot be split.
+        EngineArgumentError: one of ``engine_kwargs`` is unknown or would break a promise, or a layer does not report
+            its experts.
+        ModelError: vLLM does not know the model, it cannot be split, or it has no experts to record.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class Vllm(Serving):
         verify: str = "first",
         lora: Lora | None = None,
         in_flight: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         check_version()
         skeleton, self.shapes = model_of(folder, lora)
@@ -97,7 +102,7 @@ class Vllm(Serving):
         self._base: str | None = None
         longest = longest_of(read_config(folder))
         length = int(longest if max_length is None else min(max_length, longest))
-        super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify, in_flight)
+        super().__init__(folder, length, skeleton.output_layer.weight.shape[0], verify, in_flight, routed_experts)
         self.device, self.dtype = torch.device(device), dtype_of(dtype, "dtype")
         self.tensor_parallel_size = tensor_parallel_size
         self._awake = {WEIGHTS, CACHE}
@@ -119,10 +124,13 @@ class Vllm(Serving):
         )
         if lora is not None:
             arguments |= adapter_arguments(skeleton.adapters)
+        if routed_experts:
+            arguments["enable_return_routed_experts"] = True
         check_names(arguments)
         _claim_process(self)
         self._engine = _started(arguments, device)
         self._call("set_up", self.vocab, lora)
+        self._routes = Routes.of(folder, self._call("layers_with_experts")[0]) if routed_experts else None
 
     def publish(self, version: int, weights: Handle[WeightSource]) -> None:
         """Loads these weights; the first publication is also compared by checksums.
@@ -213,7 +221,7 @@ class Vllm(Serving):
         self._add(requests, call)
         n = requests[0].sampling.n
         waiting = len(requests) * n
-        ended: dict[int, tuple[list[int], bool]] = {}
+        ended: dict[int, Any] = {}
         while waiting:
             self._continue(call)
             outputs, self._outputs = self._outputs, []
@@ -225,7 +233,7 @@ class Vllm(Serving):
                 if output.finished:
                     answer = output.outputs[0]
                     row = int(output.request_id.rpartition("-")[2])
-                    ended[row] = answer.token_ids, answer.finish_reason == "stop"
+                    ended[row] = answer
                     waiting -= 1
             if ended and (as_they_end or not waiting):
                 self._collect(answers, n)
@@ -233,13 +241,16 @@ class Vllm(Serving):
                 ended = {}
         self._call("end")
 
-    def _samples(self, answers: Answers, ended: Mapping[int, tuple[list[int], bool]]) -> Iterator[tuple[int, Sample]]:
+    def _samples(self, answers: Answers, ended: Mapping[int, Any]) -> Iterator[tuple[int, Sample]]:
         """Yields the samples of rows that have ended, after a comparison with what vLLM returned."""
-        for row, (tokens, finished) in sorted(ended.items()):
+        for row, answer in sorted(ended.items()):
             # vLLM may have begun one more step before it saw that a response had ended.
-            sample = answers.sample(row, finished, len(tokens))
-            if sample.tokens.tolist() != list(tokens):
+            sample = answers.sample(row, answer.finish_reason == "stop", len(answer.token_ids))
+            if sample.tokens.tolist() != list(answer.token_ids):
                 raise EngineError(f"vLLM returned other tokens for row {row} than were drawn for it")
+            if self._routes is not None:
+                length = len(sample.prompt) + len(sample.tokens)
+                sample = attrs.evolve(sample, routed_experts=self._routes.whole(answer.routed_experts, length))
             yield row, sample
 
     def _add(self, requests: Sequence[Request], call: int) -> None:

@@ -19,6 +19,7 @@ from verl_fn.backends.vllm.adapters import install, is_adapter
 from verl_fn.backends.vllm.drawing import DrawingSampler
 from verl_fn.backends.vllm.drawn import Drawn
 from verl_fn.backends.vllm.loading import load, whole
+from verl_fn.backends.vllm.routes import layers_with_experts
 from verl_fn.backends.weight_sync.inlet import Inlet
 
 
@@ -38,6 +39,10 @@ class Extension:
         self._verl_fn_lora = lora
         runner = self.model_runner
         runner.sampler = DrawingSampler(runner, vocab, NOISE.get(runner.model_config.dtype, NOISE[torch.bfloat16]))
+
+    def verl_fn_layers_with_experts(self) -> list[int]:
+        """Returns the numbers of the layers with experts; see ``layers_with_experts``."""
+        return layers_with_experts(self.model_runner)
 
     def verl_fn_load(self, source: WeightSource, checked: bool) -> None:
         """Loads weights of this process."""

@@ -17,9 +17,10 @@ from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
 from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
+from verl_fn.backends.sampler import Sampler
 from verl_fn.cli import main
-from verl_fn.state import Grads, Params, snapshot, tree
-from verl_fn.steps import adamw, chain, clip_by_global_norm, cosine, no_decay, ppo_clip
+from verl_fn.state import Grads, Params, Sampling, pack, requests_for, snapshot, tree
+from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, cosine, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
 from verl_fn.testing.backend_splits import check_splits
@@ -146,6 +147,41 @@ def replayed(folder, options, name="Megatron"):
     )
     scale = max(float(g.norm()) for g in wanted.values())
     return *changes, max(float((found[name] - g).norm()) / scale for name, g in wanted.items())
+
+
+def replayed_from_engine(folder, options):
+    """What the engine routed, replayed by a layout whose routers decide otherwise.
+
+    Returns:
+        The largest differences from the engine's log-probs, with and without replay and with wrong recordings, and
+        the largest distance of a ratio of the first update from 1.
+    """
+    engine = Sampler(folder, slots=5, routed_experts=True)
+    many = megatron(folder, {"router_replay": True, **options})
+    other = many.init(KEY)
+    engine.publish(0, many.weights(close_experts(many, other.params, 0)))
+    prompts = [[1, *range(4, 5 + i)] for i in range(4)]
+    batch = pack(engine.generate(requests_for(prompts, Sampling(6, n=2), KEY)))
+    other = attrs.evolve(other, params=close_experts(many, other.params, 1))
+    drawn, routed = batch["response_mask"].bool(), batch["routed_experts"]
+
+    def error(batch):
+        found = many.forward(other.params, batch).logprobs
+        return float((found - batch["rollout_log_probs"])[drawn].abs().max())
+
+    ends, spread = batch.cu_seqlens[1:] - 1, routed.clone()
+    spread[ends] = (spread[ends] + 1) % 4
+    wrong = {
+        "free": batch.without("routed_experts"),
+        "shifted": batch.with_tokens(routed_experts=routed.roll(1, 0)),
+        "permuted": batch.with_tokens(routed_experts=routed.flip(1)),
+        "last": batch.with_tokens(routed_experts=spread),
+    }
+    known = batch.with_tokens(
+        old_log_probs=batch["rollout_log_probs"], advantages=torch.ones(len(drawn)), loss_weight=drawn.float()
+    )
+    _, metrics = many.forward_backward(other, aggregate(known, "token-mean"), ppo_clip())
+    return error(batch), {name: error(b) for name, b in wrong.items()}, abs(metrics["actor/ppo_kl"].value)
 
 
 def replay_refused(folder, dense):
@@ -383,10 +419,15 @@ def mutant(folder, name, options, check):
 
 
 def family(folder, options):
-    """Outputs beside ``Local``, and whether the weights that come out are those that went in, bitwise."""
+    """Outputs beside ``Local``, and whether the weights that come out are those that went in, bitwise.
+
+    New models have norms of 1 and biases of 0, so outputs are those of weights that all differ from these.
+    """
     batch, needs = tiny_batch(), ("logprobs", "entropy", "sum_pi_squared")
     one, many = local(folder, {}), megatron(folder, options)
     a, b = one.load_pretrained(), many.load_pretrained()
-    same = tree.equal(dict(a.params), dict(many.named(b.params)))
-    outputs = one.forward(a.params, batch, needs), many.forward(b.params, batch, needs)
+    same, generator = tree.equal(dict(a.params), dict(many.named(b.params))), KEY.generator()
+    moved = {name: t + 0.2 * torch.randn(t.shape, generator=generator) for name, t in a.params.items()}
+    ours, theirs = Params(moved), attrs.evolve(b.params, leaves=many.from_named(moved))
+    outputs = one.forward(ours, batch, needs), many.forward(theirs, batch, needs)
     return same, max(float((t - outputs[1].by_name[n]).abs().max()) for n, t in outputs[0].by_name.items())

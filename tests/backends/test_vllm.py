@@ -50,6 +50,9 @@ def test_other_models(monkeypatch, arch):
         _same_log_probs(call)
         call("same_draws_as_the_sampler")
         call("spoilt_publications")
+        if arch == "qwen3_moe":
+            call("experts_are_those_of_the_sampler")
+            call("experts_that_are_not_reported")
     finally:
         process.kill()
 

@@ -42,6 +42,10 @@ def test_sleep_frees_memory_and_keeps_promises():
     assert abs(again - awake) < 2
 
 
+def test_recorded_experts_are_those_of_the_embedded_engine():
+    assert _run("recorded_experts") > 0.9
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_an_engine_on_two_gpus():
     gaps = _run("tensor_parallel", "0.5b")

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import attrs
 import pytest
@@ -18,12 +19,15 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import Capabilities, StaleWeightsError
 from verl_fn.backends.sampler import NotFiniteError, Sampler
 from verl_fn.backends.vllm import AsleepError, Vllm
+from verl_fn.backends.vllm.arguments import EngineArgumentError
+from verl_fn.backends.vllm.routes import RoutesMissing
 from verl_fn.backends.weight_sync import IncompleteWeights, Weights
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
 from verl_fn.testing.in_flight import check_in_flight
 from verl_fn.testing.rollout_case import Case
+from verl_fn.testing.rollout_routes import check_routes
 
 KEY = Key.from_seed(3)
 LORA = Lora(rank=3, alpha=6.0)
@@ -52,9 +56,36 @@ def plain_activation():
     experts._CPU_MOE_ACT_FN[experts.MoEActivation.SILU] = silu_and_mul
 
 
+def reported_experts():
+    """Lets vLLM's layers report their experts on CPUs, where a kernel of its own picks them."""
+    import vllm.model_executor.layers.fused_moe.cpu_fused_moe as experts
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    layers, pick, compute = [], experts.select_experts, MoERunner.forward
+
+    def forward(runner, *args, **kwargs):
+        layers.append(runner)
+        try:
+            return compute(runner, *args, **kwargs)
+        finally:
+            layers.pop()
+
+    def select(*args, **kwargs):
+        weights, numbers = pick(*args, **kwargs)
+        if layers[-1].router.capture_fn is not None:
+            layers[-1].router.capture_fn(numbers)
+        return weights, numbers
+
+    MoERunner.forward, experts.select_experts, MoERunner.is_monolithic = forward, select, False
+
+
 @functools.cache
 def engine():
-    return Vllm(folder(), device="cpu", dtype="float32", slots=16, max_length=64)
+    moe = os.environ.get("ARCH") == "qwen3_moe"
+    if moe:
+        reported_experts()
+    more = {"engine_kwargs": {"block_size": 32}, "routed_experts": True} if moe else {}
+    return Vllm(folder(), device="cpu", dtype="float32", slots=16, max_length=64, **more)
 
 
 @functools.cache
@@ -451,6 +482,39 @@ def not_finite():
         made.generate(asked)
     made.publish(1, trainer().weights(params(0)))
     assert len(made.generate(asked)) == 8
+
+
+def experts_are_those_of_the_sampler():
+    """One prompt is longer than a block of the cache, so that its samples share the block."""
+    made, embedded, weights = engine(), Sampler(folder(), routed_experts=True), params(0)
+    for one in (made, embedded):
+        one.publish(0, trainer().weights(weights))
+    requests = requests_for([*PROMPTS, [1, *[4, 5, 6] * 13]], Sampling(12, n=3), KEY)
+    both = [one.generate(requests) for one in (made, embedded)]
+    check_routes(Case(made, None, PROMPTS, Sampling(12), 1e-4, KEY, False, (), None), both[0])
+    for ours, theirs in zip(*both, strict=True):
+        assert torch.equal(ours.tokens, theirs.tokens) and ours.routed_experts.dtype == torch.uint8
+        routes = [s.routed_experts.sort(-1).values for s in (ours, theirs)]
+        assert torch.equal(*routes) and routes[0].shape == (len(ours.prompt) + len(ours.tokens), 2, 2)
+    assert made._engine.vllm_config.cache_config.block_size == 32
+    # Blocks of the first call are still in the cache.
+    again = made.generate(requests)
+    assert all(torch.equal(a.routed_experts, b.routed_experts) for a, b in zip(both[0], again, strict=True))
+
+
+def experts_that_are_not_reported():
+    """A kernel that picks experts itself, as without ``reported_experts``; and answers that lack a token."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    made = engine()
+    unreported = pytest.raises(EngineArgumentError, match=r"model\.layers\.0\.mlp\.experts does not report them")
+    with mock.patch.object(MoERunner, "is_monolithic", True), unreported:
+        made._call("layers_with_experts")
+    made.publish(0, trainer().weights(params(0)))
+    lost = mock.patch("vllm.v1.engine.output_processor.np.concatenate", lambda chunks, axis: chunks[0])
+    missing = pytest.raises(RoutesMissing, match="experts of 3 tokens for a row of 5 tokens, of which it computed 4")
+    with lost, missing:
+        made.generate(requests_for(PROMPTS[:1], Sampling(4), KEY))
 
 
 def other_draws_are_an_error():

@@ -5,12 +5,16 @@ import tempfile
 import torch
 from vllm_cases import published_at
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import StaleWeightsError
+from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.vllm import AsleepError, Vllm
 from verl_fn.benchmarks import workload
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip
+from verl_fn.testing.rollout_case import Case
+from verl_fn.testing.rollout_routes import check_routes
 
 KEY = Key.from_seed(3)
 
@@ -122,6 +126,29 @@ def sleeping(shape):
     engine.wake(["cache"])
     assert [s.tokens.tolist() for s in engine.generate(asked, version=1)] == expected
     return awake, first, second, partly, used()
+
+
+def recorded_experts():
+    """How many choices of experts of vLLM and of the embedded engine are alike, for the same weights and tokens."""
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": [1]}
+    folder = new_model(
+        tempfile.mkdtemp(), chars="abcdefgh", arch="qwen3_moe", hidden_size=256, num_hidden_layers=3, **sizes
+    )
+    trainer = Local(folder, adamw(constant(1e-5)), device="cuda", compute_dtype="bfloat16")
+    weights = trainer.weights(trainer.init(KEY).params)
+    engines = (
+        made(folder, max_length=128, routed_experts=True),
+        Sampler(folder, device="cuda", dtype="bfloat16", routed_experts=True),
+    )
+    prompts = [[1, *(4 + (i + j) % 8 for j in range(40))] for i in range(4)]
+    routes = []
+    for engine in engines:
+        engine.publish(0, weights)
+        # One drawn token, so that all tokens of both are the same.
+        samples = engine.generate(requests_for(prompts, Sampling(1, n=4), KEY))
+        check_routes(Case(engine, None, prompts, Sampling(1), 1e-2, KEY, False, (), None), samples)
+        routes.append(torch.cat([s.routed_experts[:-1] for s in samples]).sort(-1).values)
+    return float((routes[0] == routes[1]).float().mean())
 
 
 def tensor_parallel(shape):

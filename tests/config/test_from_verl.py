@@ -109,8 +109,10 @@ def test_what_the_other_examples_become():
     assert (sft.actor.fsdp_config.ulysses_sequence_parallel_size, sft.trainer.seed) == (2, 1)
     assert sft.actor.ppo_max_token_len_per_gpu == 8192 and sft.trainer.dir == "/tmp/sft-ckpt"
     assert megatron.actor.strategy == megatron.critic.strategy == "megatron"
-    replays = structure(translated(f"{MEGATRON} actor_rollout_ref.actor.router_replay.mode=R2").table)
-    assert replays.actor.router_replay.mode == "R2" and megatron.actor.router_replay.mode == "disabled"
+    for mode in ("R2", "R3"):
+        replays = structure(translated(f"{MEGATRON} actor_rollout_ref.actor.router_replay.mode={mode}").table)
+        assert replays.actor.router_replay.mode == mode
+    assert megatron.actor.router_replay.mode == "disabled"
     assert megatron.actor.megatron.sequence_parallel and megatron.critic.megatron.pipeline_model_parallel_size == 2
 
 
@@ -140,7 +142,8 @@ def test_warm_ups_in_steps_become_updates(warmup, steps):
         ("critic.optim.lr=2e-5", "without effect here", 'with algorithm.name = "grpo"'),
         ("actor_rollout_ref.rollout.name=sglang", "translated", "in place of sglang"),
         ("actor_rollout_ref.actor.strategy=fsdp2", "translated", 'actor.strategy = "fsdp"'),
-        ("actor_rollout_ref.actor.router_replay.mode=R3", "not possible here", "there is no mode R3"),
+        ("actor_rollout_ref.actor.router_replay.mode=R4", "not possible here", "there is no mode R4"),
+        ("actor_rollout_ref.actor.router_replay.mode=R3", "not possible here", "fsdp cannot replay"),
         ("actor_rollout_ref.actor.router_replay.mode=R2", "not possible here", "fsdp cannot replay"),
         (
             "actor_rollout_ref.ref.router_replay.mode=R2",

@@ -109,16 +109,19 @@ def test_an_algorithm_of_ones_own_names_its_roles_folders_and_updates(tmp_path):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:nothing"]))
 
 
-def test_the_actor_alone_replays_expert_routing():
+@pytest.mark.parametrize(("mode", "recorded"), [("R2", False), ("R3", True)])
+def test_the_actor_alone_replays_expert_routing(mode, recorded):
     settings = [
         "model.path=m",
         "actor.strategy=megatron",
-        "actor.router_replay.mode=R2",
+        f"actor.router_replay.mode={mode}",
         "algorithm.use_kl_loss=true",
     ]
-    replays = {name: role.router_replay for name, role in make_plan(load(overrides=settings)).roles.items()}
+    plan, evaluation = (make(load(overrides=settings)) for make in (make_plan, evaluation_plan))
+    replays = {name: role.router_replay for name, role in plan.roles.items()}
     assert replays == {"actor": True, "critic": False, "reference": False}
-    assert not evaluation_plan(load(overrides=settings)).roles["actor"].router_replay
+    assert not evaluation.roles["actor"].router_replay
+    assert plan.rollout.routed_experts == recorded and not evaluation.rollout.routed_experts
 
 
 def test_adapters_are_published_alone_by_vllm_where_there_are_any():

@@ -7,6 +7,7 @@ import torch
 from mock_rollouts import rekeyed, resampled, rollout
 
 from verl_fn.backends.mock.rollout import MockRollout
+from verl_fn.backends.protocol import Capabilities
 from verl_fn.backends.weight_sync import IncompleteWeights
 
 
@@ -207,6 +208,41 @@ class ForgetsTemperature(Edits):
         return attrs.evolve(sample, temperature=1.0)
 
 
+ROUTES = Capabilities(routed_experts=True)
+
+
+class GivesRoutes(Edits):
+    """Two layers of eight experts, of which each token goes to two, by the tokens up to it. Nothing is broken."""
+
+    def edit(self, sample):
+        row = torch.cat([sample.prompt, sample.tokens])
+        first = (row * torch.arange(1, 1 + len(row))).cumsum(0) % 8
+        layers = torch.stack([first, (first + 3) % 8], 1)
+        routed = torch.stack([layers, (layers + 1) % 8], 2)
+        return attrs.evolve(sample, routed_experts=torch.cat([routed[:-1], routed[-2:-1]]))
+
+
+class ShiftsRoutes(GivesRoutes):
+    """Gives each token the experts of the next one."""
+
+    def edit(self, sample):
+        routed = super().edit(sample).routed_experts
+        return attrs.evolve(sample, routed_experts=torch.cat([routed[1:], routed[-1:]]))
+
+
+class RoutesTheResponse(GivesRoutes):
+    def edit(self, sample):
+        routed = super().edit(sample).routed_experts
+        return attrs.evolve(sample, routed_experts=routed[len(sample.prompt) :])
+
+
+class RoutesToOneExpert(GivesRoutes):
+    """As layers without experts have in vLLM's answers."""
+
+    def edit(self, sample):
+        return attrs.evolve(sample, routed_experts=torch.zeros_like(super().edit(sample).routed_experts))
+
+
 SAMPLES = [
     (partial(rollout, ServesStaleWeights), "Version"),
     (partial(rollout, SleepsLightly), "Version"),
@@ -234,4 +270,9 @@ SAMPLES = [
     (partial(rollout, RunsPastStops), "Signature"),
     (partial(rollout, SpeaksOfPrompt), "Signature"),
     (partial(rollout, ForgetsTemperature), "Signature"),
+    (partial(rollout, GivesRoutes), "Capabilities"),
+    (partial(rollout, capabilities=ROUTES), "Capabilities"),
+    (partial(rollout, ShiftsRoutes, capabilities=ROUTES), "Capabilities"),
+    (partial(rollout, RoutesTheResponse, capabilities=ROUTES), "Capabilities"),
+    (partial(rollout, RoutesToOneExpert, capabilities=ROUTES), "Capabilities"),
 ]

@@ -5,6 +5,8 @@ import mutants
 import pytest
 import torch
 from hypothesis import given
+from mock_rollouts import rollout
+from mutant_rollouts import ROUTES, GivesRoutes
 from properties import KEYS, examples
 
 from verl_fn.backends.hf.new_model import new_model
@@ -70,6 +72,10 @@ def test_sampler(tmp_path, options, dtype, tolerance):
     folder = new_model(tmp_path, chars="abcd", hidden_size=16, initializer_range=0.3)
     trainer = Local(folder, sgd(constant(0.1)), compute_dtype=dtype)
     check_rollout(lambda: Sampler(folder, **options), trainer, tolerance=tolerance)
+
+
+def test_mock_that_gives_experts():
+    check_rollout(rollout(GivesRoutes, capabilities=ROUTES), Mock(mutants.VOCAB, sgd(constant(0.1))))
 
 
 class Unrepeatable(MockRollout):

@@ -64,6 +64,18 @@ def test_unpack_is_the_way_back():
             assert getattr(before, name) == getattr(after, name)
 
 
+def test_experts_of_tokens():
+    """A row that no model computed has the first experts of every layer."""
+    routed = torch.arange(24, dtype=torch.uint8).view(6, 2, 2)
+    silent = sample(number=1, mask=torch.zeros(4))
+    batch = pack([sample(routed_experts=routed), silent])
+    assert torch.equal(batch["routed_experts"][:6], routed) and batch["routed_experts"].dtype == torch.uint8
+    assert batch["routed_experts"][6:].tolist() == [[[0, 1], [0, 1]]] * 6
+    assert torch.equal(unpack(batch)[0].routed_experts, routed) and unpack(pack([silent]))[0].routed_experts is None
+    with pytest.raises(ValueError, match="sample 2 of request 7 has no routed_experts, and others have"):
+        pack([sample(routed_experts=routed), sample(number=2)])
+
+
 def test_nothing_cannot_be_packed():
     with pytest.raises(ValueError, match="no samples"):
         pack([])

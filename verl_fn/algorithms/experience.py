@@ -144,15 +144,18 @@ def annotate(
         reference: whether ``ref_log_prob`` is asked for.
         critic: whether ``values`` are asked for.
         outputs: the actor's outputs; ``logprobs`` is written as ``old_log_probs`` and ``entropy`` as ``entropys``.
-            With ``w.router_replay``, ``routed_experts`` is written as well.
+            With ``w.router_replay``, ``routed_experts`` is written as well, unless the engine has given it.
     """
     actor, params = w.trainers["actor"], state.actor.params
-    if w.router_replay:
+    given = w.router_replay and w.rollout.capabilities.routed_experts
+    if w.router_replay and not given:
         outputs = (*outputs, "routed_experts")
     passes: dict[str, Callable[[], Any]] = {"old_log_prob": lambda: actor.forward(params, batch, outputs)}
     if reference:
         if state.reference is None:
-            passes["ref"] = lambda: actor.forward(params.base, batch, ("logprobs",))
+            # The reference picks its own experts.
+            free = w.call(without_routes, batch) if given else batch
+            passes["ref"] = lambda: actor.forward(params.base, free, ("logprobs",))
         else:
             passes["ref"] = lambda: w.trainers["reference"].forward(state.reference.params, batch, ("logprobs",))
     if critic:
@@ -178,6 +181,16 @@ def with_outputs(batch: Batch, outputs: TokenOutputs, **names: str) -> Batch:
         True
     """
     return batch.with_tokens(**{new: outputs.by_name[old] for old, new in names.items()})
+
+
+def without_routes(batch: Batch) -> Batch:
+    """Returns the batch without ``routed_experts``, so that a model with experts picks them itself.
+
+    Example:
+        >>> "routed_experts" in without_routes(Batch.from_rows([[1]], {"routed_experts": [[0]]}))
+        False
+    """
+    return batch.without("routed_experts")
 
 
 def kl_in_reward(

@@ -67,7 +67,8 @@ class Workers:
         restarts: returns why engines were restarted since it was called last, in a sentence each.
         about: a line about the workers, for the screen.
         gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
-        router_replay: whether updates of the actor replay the experts that ``forward`` gives as ``routed_experts``.
+        router_replay: whether updates of the actor replay the experts of each token: those of the engine where its
+            samples have them, and otherwise those that ``forward`` gives as ``routed_experts``.
     """
 
     trainers: Mapping[str, TrainBackend]

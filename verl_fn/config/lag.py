@@ -21,7 +21,8 @@ def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
 
     Raises:
         ConfigError: the algorithm does not sample or needs rewards to sample, the engines cannot work while the
-            trainer learns, or weights are to arrive in flight where they do not.
+            trainer learns, or weights are to arrive in flight where they do not
+            or where experts are recorded.
     """
     lag = f"driver.max_lag = {cfg.driver.max_lag}"
     if cfg.driver.max_lag == 0:
@@ -31,6 +32,11 @@ def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
                 f"and with {lag} they do not; set driver.max_lag=1 or more, or in_flight_weight_updates=false"
             )
         return
+    if cfg.rollout.in_flight_weight_updates and cfg.actor.router_replay.mode == "R3":
+        raise ConfigError(
+            "new weights that arrive in flight may send earlier tokens to other experts than those that the engine "
+            "recorded; set rollout.in_flight_weight_updates=false or actor.router_replay.mode=R2"
+        )
     if learns_from != "samples":
         name = cfg.algorithm.name
         raise ConfigError(f"{lag} lets sampling run ahead of learning, and {name} samples nothing; leave it at 0")

@@ -108,6 +108,7 @@ class RolloutPlan:
         enforce_eager: whether vLLM runs without CUDA graphs and compiler.
         engine_kwargs: further arguments of vLLM's ``EngineArgs``.
         lora: rank, alpha and target layers of adapters that are published alone, or None.
+        routed_experts: whether samples have the experts of their tokens.
         n, temperature, top_k, top_p: sampling settings of training rollouts.
         validation: sampling settings of evaluations.
         max_prompt_length, max_response_length: limits in tokens.
@@ -129,6 +130,7 @@ class RolloutPlan:
     enforce_eager: bool
     engine_kwargs: Mapping[str, Any]
     lora: Adapters | None
+    routed_experts: bool
     n: int
     temperature: float
     top_k: int
@@ -223,7 +225,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         needs_reward=shape.needs_reward,
         roles={name: _role_plan(cfg, shape, name, model) for name in names},
         copies={name: role.copy_of for name, role in shape.roles.items() if role.copy_of and name not in names},
-        rollout=_rollout_plan(r, d, model, published_alone(r, cfg.actor)),
+        rollout=_rollout_plan(r, d, model, published_alone(r, cfg.actor), cfg.actor.router_replay.mode == "R3"),
         model=model,
         new_model=None if cfg.model.path else cfg.model.new,
         trainer=cfg.trainer,
@@ -246,17 +248,11 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
     engine = attrs.evolve(cfg.rollout, in_flight_weight_updates=False)
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver, rollout=engine), folder)
+    layout: dict[str, Any] = {"strategy": "local", "fsdp": FsdpConfig(), "megatron": MegatronConfig()}
     actor = attrs.evolve(
-        training.roles["actor"],
-        optim=None,
-        strategy="local",
-        fsdp=FsdpConfig(),
-        megatron=MegatronConfig(),
-        lora=None,
-        router_replay=False,
-        total_updates=0,
+        training.roles["actor"], optim=None, lora=None, router_replay=False, total_updates=0, **layout
     )
-    rollout = attrs.evolve(training.rollout, lora=None)
+    rollout = attrs.evolve(training.rollout, lora=None, routed_experts=False)
     ray = attrs.evolve(cfg.ray, ranks=1)
     return attrs.evolve(training, roles={"actor": actor}, copies={}, rollout=rollout, ray=ray)
 
@@ -325,12 +321,12 @@ def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:
         dtype=settings.dtype,
         checkpointing=settings.enable_gradient_checkpointing,
         lora=adapters_of(settings, role),
-        router_replay=name == "actor" and cfg.actor.router_replay.mode == "R2",
+        router_replay=name == "actor" and cfg.actor.router_replay.mode != "disabled",
     )
     return attrs.evolve(plan, max_tokens=plan.max_tokens * plan.sharers)
 
 
-def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str, lora: Adapters | None) -> RolloutPlan:
+def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str, lora: Adapters | None, routed: bool) -> RolloutPlan:
     return RolloutPlan(
         name=r.name,
         folder=model,
@@ -348,6 +344,7 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str, lora: Adapters | 
         enforce_eager=r.enforce_eager,
         engine_kwargs=r.engine_kwargs,
         lora=lora,
+        routed_experts=routed,
         n=r.n,
         temperature=r.temperature,
         top_k=r.top_k,

@@ -62,8 +62,9 @@ class RouterReplayConfig:
 
     mode: str = opt(
         "disabled",
-        "R2: in updates, tokens go to the experts that they went to when old log-probs were computed; for megatron",
-        in_(("disabled", "R2")),
+        "in updates, tokens go to the experts of the pass for old log-probs (R2), or in both to those of the rollout "
+        "engine (R3); for megatron",
+        in_(("disabled", "R2", "R3")),
     )
 
 

@@ -207,6 +207,7 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
             slots=rollout.slots,
             verify=rollout.verify,
             in_flight=rollout.in_flight_weight_updates,
+            routed_experts=rollout.routed_experts,
         )
     from verl_fn.backends.hf.lora import Lora
     from verl_fn.backends.vllm import Vllm
@@ -224,6 +225,7 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
         verify=rollout.verify,
         lora=Lora(*rollout.lora) if rollout.lora else None,
         in_flight=rollout.in_flight_weight_updates,
+        routed_experts=rollout.routed_experts,
     )
 
 

@@ -24,11 +24,13 @@ class Row:
         parts: for each reply and each part between two replies: tokens, log-probs, log-probs before the cut or None,
             mask and versions.
         near_ties: of all replies.
+        routed: the experts of the tokens that the model computed, or None where the engine does not give them.
     """
 
     prompt: list[int]
     parts: list[tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]] = attrs.field(factory=list)
     near_ties: int = 0
+    routed: Tensor | None = None
 
     @property
     def ids(self) -> list[int]:
@@ -38,7 +40,19 @@ class Row:
     def draw(self, sample: Sample) -> None:
         """Adds a reply of the model."""
         self.near_ties += sample.near_ties
+        if sample.routed_experts is not None:
+            # Tokens keep the experts with which they were computed when the replies after them were drawn; a sample's
+            # last token was not computed.
+            known = sample.routed_experts[:0] if self.routed is None else self.routed
+            self.routed = torch.cat([known, sample.routed_experts[len(known) : -1]])
         self.parts.append((sample.tokens, sample.log_probs, sample.full_log_probs, sample.mask, sample.versions))
+
+    def routes(self) -> Tensor | None:
+        """Returns the experts of all tokens; those after the last computed one have its experts, as in a sample."""
+        if self.routed is None:
+            return None
+        rest = len(self.ids) - len(self.routed)
+        return torch.cat([self.routed, self.routed[-1:].expand(rest, -1, -1)])
 
     def write(self, tokens: Sequence[int], version: int) -> None:
         """Adds tokens that the model did not draw."""
@@ -137,6 +151,7 @@ class Conversation:
                     temperature=self.request.sampling.temperature or 1.0,
                     near_ties=row.near_ties,
                     outcome=outcome,
+                    routed_experts=row.routes(),
                 )
             )
         return samples

@@ -10,11 +10,11 @@ from typing import Any
 import attrs
 import torch
 
+from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.folder import ModelError, read_config
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
-from verl_fn.backends.megatron.layout import experts_of
 from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import FileData

@@ -51,9 +51,8 @@ class Recorded:
         calls: the samples that the engine gave for each call of the step, in order.
     """
 
-    capabilities = Capabilities()
-
     def __init__(self, calls: Sequence[Batch]) -> None:
+        self.capabilities = Capabilities(routed_experts=any("routed_experts" in batch for batch in calls))
         self._calls = iter([unpack(batch) for batch in calls])
         self._number = len(calls)
         self.version: int | None = None

@@ -14,6 +14,7 @@ from . import publications
 from .in_flight import check_in_flight
 from .rollout_case import Case
 from .rollout_draws import check_draws
+from .rollout_routes import check_routes
 from .violation import LawViolation, require, require_close, seeded, untouched
 
 PROMPTS = ((1, 5), (4,), (5, 4, 6), (1, 5))
@@ -34,14 +35,14 @@ def check_rollout(
 
     * Signature: samples request by request, with the protocol's fields; a stream gives the same samples, each once.
     * Version: weights are asked for by version, and stale ones refused; published tensors are read at once and
-      neither changed nor kept; a publication that lost, repeated or broke off a bucket leaves an engine that serves
-      nothing.
-    * Purity: what ``capabilities`` promises of draws: that they are repeated (``repeatable``), and that they depend
-      on nothing but the request's key and the sample's number (``batch_independent``).
+      neither changed nor kept; after a publication that lost, repeated or broke off a bucket, nothing is served.
+    * Purity: what ``capabilities`` promises of draws: they are repeated (``repeatable``), and depend on the request's
+      key and the sample's number alone (``batch_independent``).
     * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
       Responses come as often as these say, and temperature 0 takes the most likely token.
     * In flight, with ``trainer`` and ``versions_per_token``; see ``in_flight.check_in_flight``.
-    * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused.
+    * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused. Experts of
+      tokens are there if promised (``routed_experts``), and depend on the tokens up to each alone.
 
     Samples with ``near_ties`` are left out where draws are compared.
 
@@ -89,6 +90,7 @@ def _check_laws(case: Case) -> None:
     for sampling in _samplings(case):
         samples = case.generate(sampling=sampling)
         _signature(case, sampling, samples)
+        check_routes(case, samples)
         _log_probs(case, sampling, samples, first)
     if engine.capabilities.batch_independent:
         _independent(case)

@@ -184,8 +184,8 @@ def layouts(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
 
 
 def _replay(key: str, mode: str, strategy: str) -> Move:
-    if mode not in ("disabled", "R2"):
-        return Move((key,), problem=f"there is no mode {mode}; R2 replays what the pass for old log-probs recorded")
+    if mode not in ("disabled", "R2", "R3"):
+        return Move((key,), problem=f"there is no mode {mode}; there are R2 and R3")
     if mode != "disabled" and strategy != "megatron":
         return Move((key,), problem=f"{strategy} cannot replay expert routing; megatron can")
     return Move((key,), "actor.router_replay.mode", mode)

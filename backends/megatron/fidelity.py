@@ -1,0 +1,81 @@
+"""Checks that Megatron's model computes what transformers' does, where Megatron-Bridge drops settings of a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from verl_fn.backends.hf.config import ModelError
+
+# Rotary embeddings with other frequencies differ by much more than rounding at one of so many positions.
+POSITIONS, ROUNDING = 1024, 1e-3
+
+
+def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Path) -> None:
+    """Checks the windows and the rotary embedding of Megatron's model, which no weight shows.
+
+    Args:
+        model: Megatron's.
+        transformers_model: of the same folder, without weights.
+        folder: for errors.
+
+    Raises:
+        ModelError: they differ from those of transformers' model.
+    """
+    config: Any = transformers_model.config
+    text = config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or 0
+    windows = [w for m in transformers_model.modules() if isinstance(w := getattr(m, "sliding_window", None), int)]
+    if any(window < longest for window in windows) and model.config.window_size is None:
+        raise ModelError(
+            f"{folder} has layers with a sliding window of {min(windows)} tokens, and Megatron-Bridge makes "
+            "attention to all tokens of them; set actor.strategy=fsdp"
+        )
+    rope = getattr(text, "rope_parameters", None) or {}
+    if model.config.multi_latent_attention and "mscale_all_dim" in rope:
+        raise ModelError(
+            f"{folder} has multi-latent attention with YaRN, whose mscale_all_dim Megatron applies to attention "
+            "scores and transformers does not; set actor.strategy=fsdp"
+        )
+    ours, theirs = _of_transformers(transformers_model), _of_megatron(model)
+    if ours is None or theirs is None:
+        return
+    if ours.shape != theirs.shape or float((ours - theirs).abs().max()) > ROUNDING:
+        raise ModelError(
+            f"{folder} has the rotary embedding {rope}, and Megatron-Bridge makes "
+            "one with other frequencies; set actor.strategy=fsdp"
+        )
+
+
+@torch.no_grad()
+def _of_transformers(model: Any) -> Float[Tensor, "t dim"] | None:
+    """Returns the cosines of transformers' rotary embedding, in order of size; None without a single one."""
+    rotary: Any = getattr(model.base_model, "rotary_emb", None)
+    if not isinstance(getattr(rotary, "inv_freq", None), Tensor):
+        return None
+    device = rotary.inv_freq.device
+    pair = rotary(torch.zeros(1, device=device), torch.arange(POSITIONS, device=device)[None])
+    # Cosines and sines; other models have complex numbers.
+    return _ordered(pair[0][0]) if isinstance(pair, tuple) else None
+
+
+@torch.no_grad()
+def _of_megatron(model: Any) -> Float[Tensor, "t dim"] | None:
+    """Returns those of Megatron's, whose elements may be in another order; None without a single one."""
+    from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+
+    rotary: Any = getattr(model, "rotary_pos_emb", None)
+    if type(rotary) not in (RotaryEmbedding, YarnRotaryEmbedding):
+        return None
+    angles = rotary.get_emb(POSITIONS)
+    # With YaRN, a factor for the cosines and sines comes with the angles.
+    angles, factor = angles if isinstance(angles, tuple) else (angles, 1.0)
+    return _ordered(angles[:, 0, 0].cos() * factor)
+
+
+def _ordered(cosines: Float[Tensor, "t dim"]) -> Float[Tensor, "t dim"]:
+    return cosines.float().cpu().sort(-1).values
