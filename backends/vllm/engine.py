@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from verl_fn.backends.answers import Answers
-from verl_fn.backends.hf.config import ModelError, read_config
+from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import (
@@ -29,9 +29,10 @@ from verl_fn.backends.weight_sync import apart_of, check_specs
 from verl_fn.backends.weight_sync.outlet import Outlet, send
 
 from .adapters import adapter_arguments, adapter_request
-from .arguments import EngineArgumentError, check_names, check_version, engine_arguments, prepare_environment
+from .arguments import check_names, check_version, engine_arguments, prepare_environment
 from .drawn import Drawn, last_draws
 from .routes import Routes
+from .starting import started
 
 # What sleeping frees, and the tags that wake it.
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -128,7 +129,7 @@ class Vllm(Serving):
             arguments["enable_return_routed_experts"] = True
         check_names(arguments)
         _claim_process(self)
-        self._engine = _started(arguments, device)
+        self._engine = started(arguments, device)
         self._call("set_up", self.vocab, lora)
         self._routes = Routes.of(folder, self._call("layers_with_experts")[0]) if routed_experts else None
 
@@ -378,30 +379,3 @@ def _claim_process(engine: Vllm) -> None:
             "second one in a process of its own"
         )
     _HERE.add(engine)
-
-
-def _started(arguments: Mapping[str, Any], device: str) -> Any:
-    """Starts vLLM's engine.
-
-    Raises:
-        ModelError: vLLM does not know the model.
-        EngineArgumentError: the GPU has less free memory than the engine may take.
-    """
-    # The compiler tries out kernels, which it refuses to do in that mode.
-    torch.use_deterministic_algorithms(False)
-    if device == "cpu":
-        # Compiling takes longer than all that is computed on a CPU.
-        torch._dynamo.config.disable = True
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
-    except Exception as error:
-        if "not supported for now" in str(error) or "no vLLM implementation" in str(error):
-            raise ModelError(
-                f"{arguments['model']}: vLLM does not know this model ({error}); set rollout.name=sampler"
-            ) from error
-        if "gpu memory utilization" in str(error).lower():
-            raise EngineArgumentError(f"rollout.gpu_memory_utilization does not fit this GPU: {error}") from error
-        raise

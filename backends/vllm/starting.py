@@ -1,0 +1,39 @@
+"""Starts vLLM's engine, and says what its errors mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from verl_fn.backends.hf.config import ModelError
+
+from .arguments import EngineArgumentError
+
+
+def started(arguments: Mapping[str, Any], device: str) -> Any:
+    """Starts vLLM's engine.
+
+    Raises:
+        ModelError: vLLM does not know the model.
+        EngineArgumentError: the GPU has less free memory than the engine may take.
+    """
+    # The compiler tries out kernels, which it refuses to do in that mode.
+    torch.use_deterministic_algorithms(False)
+    if device == "cpu":
+        # Compiling takes longer than all that is computed on a CPU.
+        torch._dynamo.config.disable = True
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except Exception as error:
+        if "not supported for now" in str(error) or "no vLLM implementation" in str(error):
+            raise ModelError(
+                f"{arguments['model']}: vLLM does not know this model ({error}); set rollout.name=sampler"
+            ) from error
+        if "gpu memory utilization" in str(error).lower():
+            raise EngineArgumentError(f"rollout.gpu_memory_utilization does not fit this GPU: {error}") from error
+        raise
