@@ -294,6 +294,10 @@ def test_a_run_that_reached_its_goal_keeps_what_waits(ahead, tmp_path):
             r"rollout.in_flight_weight_updates .* driver.max_lag = 0 they do not; set driver.max_lag=1 or more",
         ),
         (["driver.kind=local"], r"one process for both; set driver.kind=ray rollout.placement=apart, or"),
+        (
+            ["rollout.in_flight_weight_updates=true", "actor.strategy=megatron", "actor.router_replay.mode=R3"],
+            r"set rollout.in_flight_weight_updates=false or actor.router_replay.mode=R2",
+        ),
         (["driver.kind=ray"], r"rollout.placement = colocated .*; set rollout.placement=apart, or driver.max_lag=0"),
     ],
 )
