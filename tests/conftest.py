@@ -24,7 +24,7 @@ from warm_python import warm_python
 SHARED = {
     "Ray": [
         *("batches_benchmark", "clusters", "environments", "failures", "groups"),
-        *("overlap", "private_ray", "ray_driver", "restarts", "turns", "weight_sync_benchmark"),
+        *("overlap", "private_ray", "ray_driver", "restarts", "turns", "updates_in_flight", "weight_sync_benchmark"),
     ],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "weight_sync"],
 }

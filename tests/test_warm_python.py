@@ -53,6 +53,16 @@ def test_files_are_inherited(warm):
     os.close(ours)
 
 
+def test_files_are_inherited_whatever_their_numbers(warm):
+    """The server has files of its own with these numbers."""
+    code = "import os; [os.write(number, b'.') for number in range(3, 10)]"
+    copies = " ".join(f"{number}>&1" for number in range(3, 10))
+    ended = subprocess.run(
+        ["sh", "-c", f'exec "$@" {copies}', "sh", warm, "-c", code], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, 7 * "."), ended.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL])
 def test_signals_reach_the_process(warm, number):
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"

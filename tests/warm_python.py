@@ -125,7 +125,9 @@ def serve(place, also=None):
                 connection.close()
                 continue
             if pid := os.fork():
-                os.setpgid(pid, pid)
+                # Here and in the process itself, whichever comes first; by now that may be another program.
+                with contextlib.suppress(PermissionError):
+                    os.setpgid(pid, pid)
                 children[pid] = connection
                 if GROUP in request["environment"]:
                     groups.add(pid)
@@ -134,6 +136,9 @@ def serve(place, also=None):
                 continue
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            # As they are collected they would close files of the process, which get their numbers.
+            for one in (listener, connection, *filter(None, children.values())):
+                one.detach()
             _take_over(request, files)
             return request["argv"]
 
@@ -187,6 +192,7 @@ def _take_over(request, files):
         if file >= above:
             with contextlib.suppress(OSError):
                 os.close(file)
+    os.setpgid(0, 0)
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
