@@ -57,7 +57,6 @@ class Serving(ABC):
         capabilities: what the engine promises.
         version: the version of the weights; None where there are none.
         end_tokens: the tokens that end a response.
-        steps: how many decoding steps were begun, which shows that the engine makes progress.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Serving(ABC):
         self._failure = ""
         # A run has the cache and the weights for itself; another call ends it.
         self._calls = 0
-        self.steps = 0
+        self._steps = 0
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
         """Returns the samples of ``requests``, on the CPU; see ``RolloutBackend``.
@@ -136,6 +135,14 @@ class Serving(ABC):
                 yield places[row // sampling.n], sample
 
     @property
+    def steps(self) -> int | None:
+        """How many decoding steps were begun, which shows that the engine makes progress.
+
+        None while a call waits for weights that arrive in flight.
+        """
+        return None if self._arriving else self._steps
+
+    @property
     def _checked(self) -> bool:
         """Whether the next publication compares checksums."""
         return self.verify == "always" or not self._published
@@ -160,6 +167,7 @@ class Serving(ABC):
         try:
             with self._weights:
                 yield
+                self._failure = ""
         except BaseException as error:
             self._failure = f"{type(error).__name__}: {error}"
             raise
@@ -178,17 +186,25 @@ class Serving(ABC):
         self._weights.wait_for(lambda: not self._arriving)
         if self._calls != call:
             raise StaleWeightsError("this stream was interrupted by another call; read streams to their end")
-        if self.version is None:
-            raise PublicationFailed(
-                f"a publication failed during this call, which has no weights to go on with: {self._failure}"
-            )
-        self.steps += 1
+        self._require_weights()
+        assert self.version is not None
+        self._steps += 1
         return self.version
+
+    def _require_weights(self) -> None:
+        """Raises an error where a publication has failed and none has succeeded since.
+
+        Raises:
+            PublicationFailed: it has; whoever calls again later has weights to go on with.
+        """
+        if self.version is None and self._failure:
+            raise PublicationFailed(f"a publication failed, so there are no weights to go on with: {self._failure}")
 
     def _admitted(
         self, requests: Sequence[Request], version: int | None, *, as_they_end: bool
     ) -> Iterator[tuple[int, Sample]]:
         """Checks requests at once, and returns an iterator that draws their samples; see ``_draw``."""
+        self._require_weights()
         if not serves(self.version, version, self.capabilities):
             requested = "any version" if version is None else f"version {version}"
             present = "none; publish them first" if self.version is None else f"version {self.version}"

@@ -9,7 +9,7 @@ from sampler_models import KEY, PROMPTS, make
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.protocol import Sampling, StaleWeightsError
+from verl_fn.backends.protocol import PublicationFailed, Sampling, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.sampler import engine as module
 from verl_fn.backends.weight_sync import IncompleteWeights, Weights
@@ -94,8 +94,10 @@ def test_a_call_ends_where_a_publication_fails(made, engine):
     source = Weights.of(halved(made))
     short = Weights(source.specs, lambda: list(halved(made).items())[:-1])
     results = calling(engine, 4, lambda: engine.publish(7, short))
-    with pytest.raises(StaleWeightsError, match="a publication failed during this call"):
+    with pytest.raises(StaleWeightsError, match="a publication failed"):
         engine.generate(ASKED, version=3)
+    with pytest.raises(PublicationFailed, match="IncompleteWeights"):
+        engine.generate(ASKED)
     with pytest.raises(IncompleteWeights):
         results[0].result()
 

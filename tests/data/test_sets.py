@@ -16,7 +16,7 @@ from verl_fn.data.hub import HubError
 from verl_fn.data.loading import converters, read_files
 from verl_fn.data.rows import DataError
 from verl_fn.data.sets import open_set
-from verl_fn.runs.inputs import fingerprints
+from verl_fn.runs.inputs import changed_inputs, fingerprints, write_inputs
 
 INSTALLED = importlib.util.find_spec("datasets") is not None
 needs_datasets = pytest.mark.skipif(
@@ -110,7 +110,7 @@ def test_rows_of_a_saved_set_are_those_of_a_file(tmp_path, tiny):
     assert len(read_files(entries, "labels")[0].responses) == 2
     plan = tiny_run(tiny, tmp_path / "run", f"data.train_files={entry}")
     before = fingerprints(plan)
-    assert f"{entry}/state.json" in before
+    assert str(entry) in before
     saved(tmp_path / "set", rows[:3])
     assert fingerprints(plan) != before, "a continued run reports other rows"
 
@@ -173,6 +173,25 @@ def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatc
     for entry in (f"hub:datasets/me/sums@{COMMIT}#train", f"{tmp_path}#train"):
         with pytest.raises(DataError, match=r"package datasets.*pip install 'verl_fn\[datasets\]'"):
             read_files([entry], "samples")
+
+
+def test_a_file_more_or_less_is_another_data_set(tiny, tmp_path):
+    (tmp_path / "set").mkdir()
+    plan = tiny_run(tiny, tmp_path / "run", f"data.train_files={tmp_path}/set#train")
+    prints = []
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / "set" / name).write_text("{}")
+        prints.append(fingerprints(plan))
+    (tmp_path / "set" / "a.jsonl").unlink()
+    write_inputs(tmp_path, prints[1])
+    for others in (prints[0], fingerprints(plan)):
+        assert changed_inputs(tmp_path, others) == [f"{tmp_path}/set#train"]
+    assert changed_inputs(tmp_path, prints[1]) == []
+
+
+def test_a_set_without_its_folder_is_no_file(tmp_path):
+    with pytest.raises(DataError, match=r"there is no folder .*nothing"):
+        open_set(f"{tmp_path}/nothing#train")
 
 
 def test_a_file_with_a_number_sign_is_a_file(tmp_path):

@@ -63,8 +63,8 @@ class Patient:
 class Caller:
     """Has tools, and arguments; a file shows when an instance is closed."""
 
-    def __init__(self, size, log=None):
-        self.size, self.log = size, log
+    def __init__(self, size, log=None, closing=0.0):
+        self.size, self.log, self.closing = size, log, closing
         self.tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
     def reset(self, problem):
@@ -76,5 +76,6 @@ class Caller:
         return Done(self.size)
 
     def close(self):
+        time.sleep(self.closing)
         with open(self.log, "a") as file:
             file.write("closed\n")

@@ -98,6 +98,14 @@ def test_arguments_tools_and_the_end_of_an_instance(tmp_path):
     assert (tmp_path / "log").read_text() == "closed\n" * 3, "the conversation that was left"
 
 
+def test_each_instance_that_is_closed_has_the_time_of_a_call(tmp_path):
+    arguments = {"size": 2, "log": str(tmp_path / "log"), "closing": 1.0}
+    run = EnvProcesses("talkers.py:Caller", 2.5, folder=FOLDER, arguments=arguments)
+    run([Job(i, i, PROBLEM) for i in range(3)])
+    assert isinstance(run([Job(0, 3, PROBLEM)])[0], Opening)
+    assert (tmp_path / "log").read_text() == "closed\n" * 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [({"sice": 1}, r"cannot be made with env.arguments \(sice\)"), ({"size": {1}}, "env.arguments cannot be JSON")],

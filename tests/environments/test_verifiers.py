@@ -47,7 +47,9 @@ def processes(**arguments):
 def test_a_rollout_is_played_turn_by_turn_and_again_after_a_crash(tmp_path):
     run = processes(log=str(tmp_path / "log"))
     rows = [row for part, row in run.problems() if part == "train"]
-    job = Job(0, 1, {"prompt": "", "answer": "", "id": 0, "data_source": "s", "extra_info": {"row": rows[2]}})
+    job = Job(
+        0, 1, {"prompt": "", "answer": "", "id": 0, "data_source": "s", "extra_info": {"verifiers_row": rows[2]}}
+    )
     (opened,) = run([job])
     assert isinstance(opened, Opening) and opened.messages == ({"role": "user", "content": "2+1"},)
     assert opened.tools[0] == {
@@ -132,7 +134,7 @@ def test_the_task_brings_its_environment_and_its_problems(chatty, monkeypatch):
 
     def source(*overrides):
         plan = make_plan(load(overrides=[TASK, f"model.path={chatty}", *overrides]))
-        assert plan.env.name == "verifiers:adder"
+        assert plan.env.name == f"verifiers:{FOLDER}/adder", "so that a run goes on from any folder"
         assert str(FOLDER / "adder.py") in fingerprints(plan)
         tokenizer = SimpleNamespace(chat_template="", bos_token_id=1, eos_token_id=2, unk_token_id=3)
         tokenizer.apply_chat_template = lambda messages, **others: [5] * len(messages[0]["content"])
@@ -143,7 +145,7 @@ def test_the_task_brings_its_environment_and_its_problems(chatty, monkeypatch):
     assert data.training[3].prompt == ({"role": "user", "content": "3+1"},)
     assert len(data.validation) == 1 and not lines
     assert source("env.arguments={mode='no_eval'}").validation == () and "no evaluation dataset" in lines[0]
-    with pytest.raises(EnvError, match=r"reading the problems of verifiers:adder: raised TypeError: .* JSON"):
+    with pytest.raises(EnvError, match=r"reading the problems of verifiers:.*/adder: raised TypeError: .* JSON"):
         source("env.arguments={mode='odd'}")
     with pytest.raises(DataError, match="has no training dataset"):
         source("env.arguments={count=0}")

@@ -144,17 +144,17 @@ def annotate(
         reference: whether ``ref_log_prob`` is asked for.
         critic: whether ``values`` are asked for.
         outputs: the actor's outputs; ``logprobs`` is written as ``old_log_probs`` and ``entropy`` as ``entropys``.
-            With ``w.router_replay``, ``routed_experts`` is written as well, unless the engine has given it.
+            With ``w.router_replay``, ``routed_experts`` is written as well, or stays as the engine has given it.
     """
     actor, params = w.trainers["actor"], state.actor.params
-    given = w.router_replay and w.rollout.capabilities.routed_experts
-    if w.router_replay and not given:
+    if w.router_replay:
+        # A batch that has them already, since its engine recorded them, gets its own back.
         outputs = (*outputs, "routed_experts")
     passes: dict[str, Callable[[], Any]] = {"old_log_prob": lambda: actor.forward(params, batch, outputs)}
     if reference:
         if state.reference is None:
             # The reference picks its own experts.
-            free = w.call(without_routes, batch) if given else batch
+            free = w.call(without_routes, batch) if w.router_replay else batch
             passes["ref"] = lambda: actor.forward(params.base, free, ("logprobs",))
         else:
             passes["ref"] = lambda: w.trainers["reference"].forward(state.reference.params, batch, ("logprobs",))

@@ -8,7 +8,7 @@ import attrs
 
 from .names import absolute
 from .schema import Config
-from .tasks import absolute_env
+from .tasks import absolute_env, absolute_task
 
 
 def with_absolute_paths(cfg: Config, folder: Path) -> Config:
@@ -38,6 +38,7 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
             train_files=tuple(map(path, d.train_files)),
             val_files=tuple(map(path, d.val_files)),
             convert=tuple(absolute(name, folder) for name in d.convert),
+            task=absolute_task(d.task, folder),
         ),
         model=attrs.evolve(cfg.model, path=path(cfg.model.path)),
         critic=attrs.evolve(cfg.critic, path=cfg.critic.path and path(cfg.critic.path)),

@@ -39,7 +39,7 @@ def verifiers_name(task: str) -> str:
         ('my-env', '')
     """
     name = task.removeprefix(VERIFIERS)
-    return name if name != task and re.fullmatch(r"[\w./-]+", name) else ""
+    return name if name != task and re.fullmatch(r"([^:]*/)?[\w.-]+", name) else ""
 
 
 def is_task(instance: Any, attribute: Any, value: str) -> None:
@@ -88,6 +88,25 @@ def with_own_env(env: EnvConfig, task: str) -> EnvConfig:
         ('verifiers:my_env', '')
     """
     return attrs.evolve(env, name=task) if verifiers_name(task) else env
+
+
+def absolute_task(task: str, folder: Path) -> str:
+    """Makes the file of an environment of verifiers absolute; all other tasks are returned unchanged.
+
+    Args:
+        task: of the config.
+        folder: relative paths are seen from it.
+
+    Example:
+        >>> absolute_task("verifiers:envs/my-env", Path("/a")), absolute_task("verifiers:my-env", Path("/a"))
+        ('verifiers:/a/envs/my-env', 'verifiers:my-env')
+    """
+    name = verifiers_name(task)
+    if not name:
+        return task
+    path = (folder / Path(name).expanduser()).resolve()
+    is_file = "/" in name or path.with_name(f"{path.name.replace('-', '_')}.py").is_file()
+    return f"{VERIFIERS}{path}" if is_file else task
 
 
 def absolute_env(env: EnvConfig, folder: Path) -> EnvConfig:

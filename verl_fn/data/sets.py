@@ -14,6 +14,7 @@ from verl_fn.data.rows import DataError, Row, arrow_rows
 
 CHUNK = 1000  # rows that are read together
 INSTALL = "pip install 'verl_fn[datasets]'"
+FILES = (".parquet", ".jsonl", ".json")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -73,7 +74,10 @@ def is_set(entry: str) -> bool:
     """
     if entry.startswith(PREFIX):
         return True
-    return not Path(entry).expanduser().is_file() and Path(_parts(entry)[0]).expanduser().is_dir()
+    if Path(entry).expanduser().is_file():
+        return False
+    folder, _, split = _parts(entry)
+    return (bool(split) and Path(entry).suffix not in FILES) or Path(folder).expanduser().is_dir()
 
 
 def open_set(entry: str) -> Table:
@@ -90,13 +94,17 @@ def open_set(entry: str) -> Table:
         DataError: the package is not installed, the entry names no commit or no split, or the set cannot be read.
         HubError: the set cannot be downloaded, and the cache lacks it.
     """
+    address, config, split = _parts(entry)
+    if not split and entry.startswith(PREFIX):
+        raise DataError(f"{entry} names no split; write {address}#SPLIT or {address}#CONFIG/SPLIT")
+    if not entry.startswith(PREFIX) and not Path(address).expanduser().is_dir():
+        raise DataError(f"{entry}: there is no folder {address}")
     try:
         import datasets
     except ImportError as error:
         raise DataError(
             f"{entry} is read with the package datasets, which cannot be imported ({error}): {INSTALL}"
         ) from error
-    address, config, split = _parts(entry)
     folder = _of_hub(entry, address, split) if entry.startswith(PREFIX) else Path(address).expanduser()
     saved = (folder / _SAVED).is_file()
     if (folder / _SPLITS).is_file():

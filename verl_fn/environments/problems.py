@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from verl_fn.config.schema import DataConfig
@@ -14,6 +15,7 @@ from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 
 from .processes import EnvProcesses
+from .verifiers import ROW
 
 
 def environment_data(table: DataConfig, env: EnvConfig, tokenizer: Any, say: Callable[[str], None]) -> FileData:
@@ -47,7 +49,7 @@ def environment_data(table: DataConfig, env: EnvConfig, tokenizer: Any, say: Cal
 
 
 def _problem(row: Mapping[str, Any], number: int, name: str) -> Problem:
-    source = f"{VERIFIERS.removesuffix(':')}/{name}"
+    source = f"{VERIFIERS.removesuffix(':')}/{Path(name).name}"
     prompt, answer = row.get("prompt"), row.get("answer")
     if isinstance(prompt, list):
         # A dataset gives all its messages the same keys, of which some are None.
@@ -59,5 +61,5 @@ def _problem(row: Mapping[str, Any], number: int, name: str) -> Problem:
         answer=answer if isinstance(answer, str) else "",
         id=number,
         data_source=source,
-        extra_info={"row": dict(row)},
+        extra_info={ROW: dict(row)},
     )

@@ -18,7 +18,7 @@ from verl_fn.rewards.child import START_SECONDS, Child, GarbledError, environmen
 from verl_fn.state import EndReason
 
 from .interpreter import EnvError, check_interpreter, variables_of_its_own
-from .worker import PROBLEMS
+from .worker import CLOSES, PROBLEMS
 
 SCRIPT = Path(__file__).with_name("worker.py")
 
@@ -205,6 +205,9 @@ class EnvProcesses:
         try:
             for line in child.lines(0.0):
                 at, result = _report(line)
+                if (at, result) == (CLOSES, None):
+                    share.deadline = time.monotonic() + self._timeout
+                    continue
                 place = share.sent[at] if 0 <= at < len(share.sent) else -1
                 calls = share.begun.get(place, 0)
                 # A job that began for ever would extend the time limit for ever.

@@ -22,6 +22,7 @@ import attrs
 from .contract import Done
 
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+ROW = "verifiers_row"  # the field of a problem's extra_info that has the row of its dataset
 NEEDED = "install 'verifiers>=0.2,<0.4' for the interpreter that runs environments (env.python)"
 
 
@@ -71,7 +72,7 @@ def load(name: str, arguments: Mapping[str, Any]) -> Loaded:
         raise ImportError(f"this version of verifiers has no classic environments, as it had before 0.4; {NEEDED}")
     if (parent := Path(name).resolve().parent).is_dir():
         sys.path.insert(0, str(parent))
-    environment = verifiers.load_environment(name, **arguments)
+    environment = verifiers.load_environment(Path(name).name, **arguments)
     if not all(hasattr(environment, part) for part in ("rollout", "rubric", "build_dataset")):
         raise TypeError(
             f"load_environment of {name} returned a {type(environment).__name__}, which is no vf.Environment"
@@ -214,8 +215,8 @@ def row_of(problem: Any) -> dict[str, Any]:
         >>> row_of(SimpleNamespace(prompt="2+3?", answer="5", id=0, extra_info={"level": 1}))["prompt"]
         [{'role': 'user', 'content': '2+3?'}]
     """
-    if "row" in problem.extra_info:
-        return dict(problem.extra_info["row"])
+    if ROW in problem.extra_info:
+        return dict(problem.extra_info[ROW])
     prompt = problem.prompt
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(m) for m in prompt]
     return {"prompt": messages, "answer": problem.answer, "info": problem.extra_info, "example_id": problem.id}

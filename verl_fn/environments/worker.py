@@ -32,6 +32,7 @@ else:
 
 VERIFIERS = "verifiers:"
 PROBLEMS = "problems"
+CLOSES = -1  # instead of the place of a job: an instance of an earlier call is closed
 EXPECTED = "it must return a list of messages, each with role and content, or Done(reward)"
 
 
@@ -52,8 +53,9 @@ class Server:
         self._instances: dict[int, tuple[Any, int]] = {}
 
     def forget(self) -> None:
-        """Closes and drops the instances of earlier conversations."""
+        """Closes and drops the instances of earlier conversations; each has the time of a call."""
         while self._instances:
+            self._send([CLOSES, None])
             close(self._instances.popitem()[1][0])
 
     def answer(self, place: int, number: int, seed: int, problem: Mapping[str, Any], replies: Sequence[str]) -> None:

@@ -45,7 +45,7 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
             "differently; set driver.kind=ray"
         )
     check_ranks(plan, ranks.training_ranks(plan))
-    if plan.trainer.stop_at is not None and isinstance(source, FileData) and not source.validation:
+    if plan.trainer.stop_at is not None and isinstance(source, FileData | StreamedData) and not source.validation:
         raise ConfigError(
             "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task an "
             "eval_dataset"

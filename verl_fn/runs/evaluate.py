@@ -10,6 +10,7 @@ from verl_fn.algorithms import Report, Workers
 from verl_fn.algorithms.experience import publish, requests_of
 from verl_fn.backends.memory import in_phase
 from verl_fn.config import ConfigError, Plan
+from verl_fn.config.tasks import verifiers_name
 from verl_fn.data.tasks import Problem
 from verl_fn.driver.build import validation_sampling
 from verl_fn.state import Key, pack
@@ -61,7 +62,9 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
     """
     source = prepare(plan, say)
     if not (held_out := source.held_out(plan.data.val_size)):
-        raise ConfigError("there are no held-out problems: set data.val_files")
+        raise ConfigError(
+            "there are no held-out problems: set data.val_files, or give the environment of data.task an eval_dataset"
+        )
     key = Key.from_seed(plan.trainer.seed)
     with workers(plan) as w:
         actor = w.trainers["actor"].load_pretrained(plan.roles["actor"].folder, key.fold_in("actor"))
@@ -102,8 +105,11 @@ def evaluation_line(report: Report, metric: str = "acc") -> str:
 
 
 def has_held_out(plan: Plan) -> bool:
-    """Returns whether a plan has held-out problems: a generated task has, and files have with ``data.val_files``."""
-    return not plan.data.train_files or bool(plan.data.val_files)
+    """Returns whether a plan says that it has held-out problems.
+
+    A generated task has, and files have with ``data.val_files``. Those of verifiers are known only when it is loaded.
+    """
+    return bool(plan.data.val_files) or not (plan.data.train_files or verifiers_name(plan.data.task))
 
 
 def check_goal(plan: Plan, report: Report) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import json
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from verl_fn.config import Plan
@@ -23,6 +24,7 @@ def fingerprints(plan: Plan) -> dict[str, str]:
     """Returns the size and the checksum of every input of a run, by path, and the commits of folders from the hub."""
     files = dict.fromkeys(file for file in _files(plan) if file.is_file())
     prints = {str(file): f"{file.stat().st_size} bytes, CRC {crc_of(file):08x}" for file in files}
+    prints |= {entry: _whole(read) for entry in _data(plan) if is_set(entry) and (read := set_files(entry))}
     folders = dict.fromkeys([*map(Path, _folders(plan)), *(up for file in _data_files(plan) for up in file.parents)])
     if (
         not any(_data(plan))
@@ -57,6 +59,12 @@ def _data(plan: Plan) -> tuple[str, ...]:
     return (*plan.data.train_files, *plan.data.val_files)
 
 
+def _whole(files: Sequence[Path]) -> str:
+    """Returns one fingerprint of a data set's files, which another one more or less changes too."""
+    lines = "".join(f"{file} {file.stat().st_size} {crc_of(file):08x}\n" for file in files)
+    return f"{len(files)} files, CRC {zlib.crc32(lines.encode()):08x}"
+
+
 def _data_files(plan: Plan) -> Iterator[Path]:
     """Yields the files of the data; sets of the hub have none, since the config has their commit."""
     for entry in _data(plan):
@@ -70,7 +78,7 @@ def _folders(plan: Plan) -> Iterator[str]:
 
 def _files(plan: Plan) -> Iterator[Path]:
     """Yields the data, the user's code, and the tokenizer of a model that the run did not make itself."""
-    yield from _data_files(plan)
+    yield from (Path(entry) for entry in _data(plan) if not is_set(entry))
     # Modules of rewards and environments are found from the processes that run them.
     of_user = (*plan.data.convert, *plan.reward.functions, plan.env.name)
     for reference in (*plan.code, *(name for name in of_user if ".py:" in name)):
