@@ -17,7 +17,7 @@ from verl_fn.driver.ray_private import private_ray
 @pytest.fixture(scope="session")
 def ray_cluster(warm):
     # Workers do not see this folder.
-    for name in ("remote_mutants", "test_failures", "test_in_flight", "test_overlap", "test_turns"):
+    for name in ("remote_mutants", "test_failures", "test_overlap", "test_turns", "test_updates_in_flight"):
         ray.cloudpickle.register_pickle_by_value(importlib.import_module(name))
     options = {"log_to_driver": False, "logging_level": "error", "object_store_memory": 2**28}
     with private_ray(num_cpus=2, runtime_env={"py_executable": warm}, **options):
