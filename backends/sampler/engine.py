@@ -117,7 +117,7 @@ class Sampler(Serving):
             self.decoder.drop_cache()
             if level > 1:
                 self.decoder.drop_weights()
-                self.version = None
+                self.version, self._failure = None, ""
 
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Does nothing, since publishing and generating allocate the memory that they need."""

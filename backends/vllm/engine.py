@@ -186,7 +186,7 @@ class Vllm(Serving):
         with self._alone():
             self._interrupt()
             if level > 1:
-                self.version = self._base = None
+                self.version, self._base, self._failure = None, None, ""
             if self.device.type == "cuda" and self._awake:
                 # vLLM ignores a call to sleep while only a part of it is awake.
                 self.wake()
