@@ -44,7 +44,7 @@ class StaleWeightsError(RuntimeError):
 
 
 class PublicationFailed(StaleWeightsError):
-    """Requests cannot go on, since a publication has failed while they were answered."""
+    """A publication in flight has failed, so there are no weights to answer requests with until another succeeds."""
 
 
 class UnsupportedSampling(ValueError):

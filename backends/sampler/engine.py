@@ -157,6 +157,7 @@ class _Run:
 
     def __init__(self, sampler: Sampler, requests: Sequence[Request]) -> None:
         self.decoder, self.device, self.recorder = sampler.decoder, sampler.device, sampler.recorder
+        self.in_flight = sampler.capabilities.versions_per_token
         self.prompts = [request.prompt for request in requests]
         self.sampling = sampling = requests[0].sampling
         self.seeds = torch.tensor(seeds_of(requests), device=self.device)
@@ -189,8 +190,9 @@ class _Run:
         # The position of each slot's last token in the cache; the next token goes to the position after it.
         self.positions = torch.zeros_like(self.tokens)
         self.uniforms = torch.zeros(self.slots, self.length, dtype=torch.float64, device=self.device)
-        # The prompts and what was drawn after them.
-        self.texts = torch.zeros(self.slots, self.length, dtype=torch.int64, device=self.device)
+        # Where weights may arrive in flight: the prompts, and what was drawn after them.
+        width = self.length if self.in_flight else 0
+        self.texts = torch.zeros(self.slots, width, dtype=torch.int64, device=self.device)
         cached_by = self.weights
         while self.unfinished:
             logits = []
@@ -257,8 +259,9 @@ class _Run:
             logits = logits[which]
         self.positions[fresh] = (batch.lengths[which] - 1).to(self.device)
         places = torch.arange(1, self.length + 1, device=self.device)
-        prompts = pad_sequence(list(batch.rows()), batch_first=True)[which]
-        self.texts[fresh, : prompts.shape[1]] = prompts.to(self.device)
+        if self.in_flight:
+            prompts = pad_sequence(list(batch.rows()), batch_first=True)[which]
+            self.texts[fresh, : prompts.shape[1]] = prompts.to(self.device)
         self.uniforms[fresh] = uniform_at(self.seeds[self.rows[fresh]][:, None], places)
         return logits
 
@@ -286,7 +289,8 @@ class _Run:
         n = len(self.rows)
         tokens = self.draws.draw(logits, self.uniforms[:n].gather(1, self.positions[:n, None]))
         self.tokens[:n] = tokens
-        self.texts[:n].scatter_(1, self.positions[:n, None] + 1, tokens[:, None])
+        if self.in_flight:
+            self.texts[:n].scatter_(1, self.positions[:n, None] + 1, tokens[:, None])
         self.drawn += self.rows
         self.versions += [self.version] * n
         drawn = tokens.tolist()

@@ -45,6 +45,12 @@ def settings(folder, options):
     return {name: tree.first_difference(steps(around), expected) for name, around in surroundings.items()}
 
 
+def shared_groups(folder, options):
+    """The models of several roles need no process groups of their own."""
+    first, second = (Fsdp(folder, optimizer(), max_tokens=24, **options) for _ in range(2))
+    assert first.layout is second.layout and first.layout is not Fsdp(folder, optimizer()).layout
+
+
 def storages(folder):
     """The memory of a shard that somebody holds is copied; gradients that had to be moved are spent."""
     backend, batch = Fsdp(folder, optimizer(), max_tokens=24), tiny_batch()

@@ -6,14 +6,13 @@ from unittest import mock
 import attrs
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from verl_fn.backends.fsdp import Fsdp, torch_private
-from verl_fn.backends.fsdp.sharding import locals_of, whole_of
+from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.fsdp.torch_private import PRIVATE
 from verl_fn.backends.local import Local
-from verl_fn.state import Grads, Key, Slots, Weighted, snapshot, tree
+from verl_fn.state import Grads, Key, Slots, snapshot, tree
 from verl_fn.steps import (
     adamw,
     bradley_terry,
@@ -26,7 +25,7 @@ from verl_fn.steps import (
     ppo_clip,
     value_clip,
 )  # fmt: skip
-from verl_fn.testing import LawViolation, check_backend, tiny_batch, tiny_pairs
+from verl_fn.testing import check_backend, tiny_batch, tiny_pairs
 
 KEY = Key.from_seed(0)
 SHARED = ("head", "compute_dtype", "checkpointing", "lora", "device", "deterministic")  # what Local takes too
@@ -272,77 +271,6 @@ def adapters_off(folder, options):
     return max(gaps)
 
 
-class IgnoresParameters(Fsdp):
-    """Points at the first state that it ever saw."""
-
-    def _pointing_at(self, params):
-        self.__dict__.setdefault("first", params)
-        return super()._pointing_at(self.first)
-
-
-class DropsARank(Fsdp):
-    """The last rank's rows count for nothing."""
-
-    def _share(self, batch, *rest):
-        share = super()._share(batch, *rest)
-        if self.layout.rank < self.layout.size - 1 or "loss_weight" not in batch:
-            return share
-
-        def silent(staged):
-            return attrs.evolve(
-                staged, batch=staged.batch.with_tokens(loss_weight=torch.zeros(staged.batch.num_tokens))
-            )
-
-        return attrs.evolve(share, staged=[silent(staged) for staged in share.staged])
-
-
-class Averages(Fsdp):
-    """Gradients are divided by the number of ranks, as FSDP does by itself."""
-
-    def _sharded(self, model):
-        modules = super()._sharded(model)
-        for module in model.skeleton.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(float(self.layout.size))
-        return modules
-
-
-class NormOfOneRank(Fsdp):
-    """Every rank clips by the norm of its own shards."""
-
-    def apply_update(self, state, grads, *, donate=True):
-        new, found = super().apply_update(state, grads, donate=donate)
-        return new, found | {"grad_norm": Weighted(float(self.own_norm), 1.0)}
-
-    def forward_backward(self, state, batch, loss):
-        grads, found = super().forward_backward(state, batch, loss)
-        self.own_norm = locals_of(grads).global_norm()
-        return grads, found
-
-
-class AliasedGradients(Fsdp):
-    """Gives the same buffers out again while the first are held."""
-
-    def forward_backward(self, state, batch, loss):
-        grads, found = super().forward_backward(state, batch, loss)
-        kept = self.__dict__.setdefault("kept", grads)
-        for name, g in kept.items():
-            g._local_tensor.copy_(grads[name]._local_tensor)
-        return kept, found
-
-
-MUTANTS = (IgnoresParameters, DropsARank, Averages, NormOfOneRank, AliasedGradients)
-
-
-def mutant(folder, name):
-    """The law that a broken backend is told to break."""
-    backend = globals()[name](folder, optimizer(), max_tokens=24)
-    try:
-        check_backend(backend, Whole(folder, optimizer(), max_tokens=24), loss=loss_for("lm"), tolerance=1e-5)
-    except LawViolation as error:
-        return error.law
-
-
 def private_names(folder):
     """The private names that an object of its kind lacks after a pass."""
     backend = Fsdp(folder, optimizer(), max_tokens=24)
@@ -387,22 +315,6 @@ def levels(folder, options, rows, loss_name):
     mine, theirs = (b.forward(s.params, batch, needs) for b, s in zip((one, many), states, strict=True))
     assert mine.row_values.unique().numel() > 1 and mine.row_values.shape == theirs.row_values.shape == (rows,)
     return max(*gaps, *(float((mine.by_name[n] - theirs.by_name[n]).abs().max()) for n in needs))
-
-
-class SplitsGroups(Fsdp):
-    """Deals rows as if no loss ever kept any together."""
-
-    def _share(self, batch, wanted, state=None, together=None):
-        return super()._share(batch, wanted, state)
-
-
-def split_groups(folder):
-    """What a loss of pairs says where a backend splits them: it has a row without its other."""
-    backend = SplitsGroups(folder, optimizer(), head="value", max_tokens=30)
-    try:
-        backend.forward_backward(backend.init(KEY), tiny_pairs(pairs=5), bradley_terry())
-    except ValueError as error:
-        return str(error)
 
 
 def refused_groups(folder):

@@ -53,7 +53,7 @@ def test_laws_on_one_rank(one, untied):
 
 @pytest.mark.parametrize("name", ["IgnoresParameters", "DropsARank", "AliasedGradients"])
 def test_broken_backends_are_caught_on_one_rank(one, shallow, name):
-    (law,) = one.run("mutant", shallow, name)
+    (law,) = one.run("rank_mutants.mutant", shallow, name)
     assert law in {"Purity", "Persistence", "Donation"}
 
 
@@ -152,7 +152,7 @@ def test_losses_of_rows_that_belong_together(two, folder, loss, rows, options):
 
 
 def test_a_backend_that_splits_pairs_is_caught(two, folder):
-    messages = two.run("split_groups", folder)
+    messages = two.run("rank_mutants.split_groups", folder)
     assert all(message and "do not have two rows" in message for message in messages)
 
 
@@ -226,7 +226,7 @@ def test_a_state_moves_between_one_two_and_four_ranks(two, four, folder, tmp_pat
     ],
 )
 def test_broken_sharded_backends_are_caught(two, shallow, name, laws):
-    broken = two.run("mutant", shallow, name)
+    broken = two.run("rank_mutants.mutant", shallow, name)
     assert set(broken) <= laws and None not in broken, broken
 
 
@@ -256,6 +256,11 @@ def test_calls_that_cannot_be_answered_are_refused(two, folder):
         assert "this state's optimizer tree" in optimizer and "takes the Grads that" in gradients
         assert "pass state.params" in params and "a loss is a Loss" in loss
         assert "forward_backward has no derivative" in derivative and "make them from one thread" in thread
+
+
+@pytest.mark.parametrize("options", [{"replicate": 2}, {"sp": 2}], ids=str)
+def test_models_of_one_layout_share_its_process_groups(two, folder, options):
+    two.run("rank_calls.shared_groups", folder, options)
 
 
 def test_fields_of_a_batch_are_constants(two, folder):

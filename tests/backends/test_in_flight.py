@@ -100,6 +100,9 @@ def test_a_call_ends_where_a_publication_fails(made, engine):
         engine.generate(ASKED)
     with pytest.raises(IncompleteWeights):
         results[0].result()
+    engine.sleep(2)
+    with pytest.raises(StaleWeightsError, match="publish them first"):
+        engine.generate(ASKED)
 
 
 def test_no_other_call_begins_while_one_waits_for_weights(made, engine):
@@ -110,6 +113,7 @@ def test_no_other_call_begins_while_one_waits_for_weights(made, engine):
     def buckets_later():
         waiting.extend([others.submit(engine.generate, ASKED), others.submit(engine.sleep, 1)])
         begun.wait(0.05)
+        assert engine.steps is None, "a call that waits is not one that hangs"
         return halved(made).items()
 
     calling(engine, 4, lambda: engine.publish(7, Weights(Weights.of(made.weights).specs, buckets_later)))

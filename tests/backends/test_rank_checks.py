@@ -170,8 +170,8 @@ def test_memory_that_runs_out_on_one_rank(warm, folder):
     try:
         for pipe in ranks.pipes:
             pipe.send(("rank_checks", "out_of_memory", (folder,)))
-        _, fine, told = ranks.pipes[1].recv()
-        assert fine and "OutOfMemory: micro-batch 2 of" in told and "2.00 GiB." in told and "More" not in told
+        _, fine, report = ranks.pipes[1].recv()
+        assert fine and "OutOfMemory: micro-batch 2 of" in report and "2.00 GiB." in report and "More" not in report
         assert not ranks.pipes[0].poll(1.0)
     finally:
         ranks.kill()

@@ -166,6 +166,8 @@ def test_a_revision_is_resolved_once_and_written_into_the_config(snapshot, monke
     monkeypatch.setattr(huggingface_hub.HfApi, "repo_info", lambda *args, **kwargs: Info)
     with pytest.raises(DataError, match=f"a run needs the commit; it is now hub:datasets/me/sums@{COMMIT}#train"):
         open_set("hub:datasets/me/sums@v1#train")
+    with pytest.raises(DataError, match=f"it is now hub:datasets/me/sums@{COMMIT}#main/train"):
+        open_set("hub:datasets/me/sums@v1#main/train")
 
 
 def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):

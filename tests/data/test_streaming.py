@@ -11,11 +11,12 @@ import pytest
 from run_configs import tiny_run
 
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.config import load
+from verl_fn.config import ConfigError, load
 from verl_fn.data.loading import file_data
 from verl_fn.data.rows import DataError
 from verl_fn.data.sets import Table
 from verl_fn.data.streaming import permuted
+from verl_fn.runs.checks import check
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.state import Key
@@ -162,6 +163,13 @@ def test_responses_of_the_data_have_a_limit(opened):
     assert {problem.chosen for problem in data.train(KEY, 0, 20)} == {("a",)}
     # A response that is as long as a row may be, behind the longest prompt of another row.
     assert source(opened, *limits[:1], learns_from="labels", end_token=2).max_row == 2 + 16 + 2
+
+
+def test_a_goal_needs_held_out_problems(opened, tiny, tmp_path):
+    opened["one"] = Stored(rows("one", [1] * 5))
+    plan = tiny_run(tiny, tmp_path / "run", "trainer.stop_at=0.5")
+    with pytest.raises(ConfigError, match=r"trainer\.stop_at needs held-out problems"):
+        check(plan, source(opened), char_tokenizer("a"))
 
 
 def test_files_are_not_streamed(tmp_path):

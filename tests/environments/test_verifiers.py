@@ -22,6 +22,7 @@ from verl_fn.environments.interpreter import EnvError
 from verl_fn.environments.problems import environment_data
 from verl_fn.environments.processes import End, EnvProcesses, Job, Opening
 from verl_fn.environments.verifiers import plain, said
+from verl_fn.runs.evaluate import has_held_out
 from verl_fn.runs.inputs import fingerprints
 from verl_fn.runs.journal import read_samples
 from verl_fn.runs.logs import TIMED, read_metrics
@@ -134,6 +135,7 @@ def test_the_task_brings_its_environment_and_its_problems(chatty, monkeypatch):
 
     def source(*overrides):
         plan = make_plan(load(overrides=[TASK, f"model.path={chatty}", *overrides]))
+        assert not has_held_out(plan), "that is known only when its datasets are read"
         assert plan.env.name == f"verifiers:{FOLDER}/adder", "so that a run goes on from any folder"
         assert str(FOLDER / "adder.py") in fingerprints(plan)
         tokenizer = SimpleNamespace(chat_template="", bos_token_id=1, eos_token_id=2, unk_token_id=3)

@@ -21,8 +21,7 @@ def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
 
     Raises:
         ConfigError: the algorithm does not sample or needs rewards to sample, the engines cannot work while the
-            trainer learns, or weights are to arrive in flight where they do not
-            or where experts are recorded.
+            trainer learns, or weights are to arrive in flight where engines do not sample ahead or record experts.
     """
     lag = f"driver.max_lag = {cfg.driver.max_lag}"
     if cfg.driver.max_lag == 0:

@@ -327,8 +327,8 @@ class Config:
         name = self.algorithm.name
         if not is_reference(name) and not isinstance(self.algorithm.options, PolicyOptimization):
             raise ConfigError(
-                f'actor.router_replay.mode = "{mode}" replays experts of the pass for old log-probs, or in it, and '
-                f"{name} has no such pass; leave it disabled"
+                f'actor.router_replay.mode = "{mode}" needs the pass for old log-probs, and {name} has no such pass; '
+                "leave it disabled"
             )
 
     def _check_goal(self) -> None:

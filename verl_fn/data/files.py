@@ -157,7 +157,7 @@ def encode_answers(problems: Sequence[Problem], tokenizer: Any, end_token: int) 
 
 
 def has_unknown(ids: Sequence[int], tokenizer: Any) -> bool:
-    """Returns whether a text's token ids have the unknown token, so that a part of the text is lost."""
+    """Returns whether token ids contain the unknown token, which stands for characters that are lost."""
     # Byte-level tokenizers can encode every string, and some of them (GPT-2's) use bos or eos as the unknown token.
     return tokenizer.unk_token_id in set(ids) - {tokenizer.bos_token_id, tokenizer.eos_token_id}
 

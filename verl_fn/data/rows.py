@@ -206,6 +206,7 @@ def _check_characters(place: str, row: Row) -> None:
 
 
 _READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".json": _json_lines}
+SUFFIXES = tuple(_READERS)
 
 
 def check_columns(place: str, columns: Sequence[str], required: Sequence[str], hint: str = "") -> None:

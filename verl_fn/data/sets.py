@@ -10,11 +10,10 @@ from typing import Any
 import attrs
 
 from verl_fn.data.hub import PREFIX, hub_commit, hub_name, hub_snapshot
-from verl_fn.data.rows import DataError, Row, arrow_rows
+from verl_fn.data.rows import SUFFIXES, DataError, Row, arrow_rows
 
 CHUNK = 1000  # rows that are read together
 INSTALL = "pip install 'verl_fn[datasets]'"
-FILES = (".parquet", ".jsonl", ".json")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 
@@ -77,7 +76,7 @@ def is_set(entry: str) -> bool:
     if Path(entry).expanduser().is_file():
         return False
     folder, _, split = _parts(entry)
-    return (bool(split) and Path(entry).suffix not in FILES) or Path(folder).expanduser().is_dir()
+    return (bool(split) and Path(entry).suffix not in SUFFIXES) or Path(folder).expanduser().is_dir()
 
 
 def open_set(entry: str) -> Table:
@@ -95,19 +94,11 @@ def open_set(entry: str) -> Table:
         HubError: the set cannot be downloaded, and the cache lacks it.
     """
     address, config, split = _parts(entry)
-    if not split and entry.startswith(PREFIX):
-        raise DataError(f"{entry} names no split; write {address}#SPLIT or {address}#CONFIG/SPLIT")
-    if not entry.startswith(PREFIX) and not Path(address).expanduser().is_dir():
+    hub, folder = entry.startswith(PREFIX), Path(address).expanduser()
+    saved = not hub and (folder / _SAVED).is_file()
+    if not hub and not folder.is_dir():
         raise DataError(f"{entry}: there is no folder {address}")
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"{entry} is read with the package datasets, which cannot be imported ({error}): {INSTALL}"
-        ) from error
-    folder = _of_hub(entry, address, split) if entry.startswith(PREFIX) else Path(address).expanduser()
-    saved = (folder / _SAVED).is_file()
-    if (folder / _SPLITS).is_file():
+    if not hub and (folder / _SPLITS).is_file():
         splits = sorted(file.parent.name for file in folder.glob(f"*/{_SAVED}"))
         raise DataError(f"{entry} has the splits {', '.join(splits)}; name the folder of one: {folder}/SPLIT")
     if saved and split:
@@ -117,6 +108,14 @@ def open_set(entry: str) -> Table:
             f"{entry} names no split; write {address}#SPLIT or {address}#CONFIG/SPLIT, or name the files of a folder "
             "(one that Dataset.save_to_disk wrote needs no split)"
         )
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{entry} is read with the package datasets, which cannot be imported ({error}): {INSTALL}"
+        ) from error
+    if hub:
+        folder = _of_hub(entry)
     try:
         if saved:
             data = datasets.load_from_disk(str(folder))
@@ -146,8 +145,9 @@ def set_files(entry: str) -> list[Path]:
     return saved if saved[0].is_file() else sorted(file for file in folder.rglob("*") if file.is_file())
 
 
-def _of_hub(entry: str, address: str, split: str) -> Path:
+def _of_hub(entry: str) -> Path:
     """Returns the folder of a set of the hub in the hub's cache."""
+    address, _, part = entry.partition("#")
     name = hub_name(address)
     if not name.dataset:
         raise DataError(f"{entry} names a model; a data set is hub:datasets/OWNER/NAME@COMMIT#CONFIG/SPLIT")
@@ -155,7 +155,7 @@ def _of_hub(entry: str, address: str, split: str) -> Path:
         pinned = attrs.evolve(name, revision=hub_commit(name))
         raise DataError(
             f"{entry}: {name.revision} may be other rows tomorrow, so a run needs the commit; it is now "
-            f"{pinned}#{split or 'SPLIT'}"
+            f"{pinned}#{part}"
         )
     return hub_snapshot(name)
 

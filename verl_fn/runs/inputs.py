@@ -60,7 +60,7 @@ def _data(plan: Plan) -> tuple[str, ...]:
 
 
 def _whole(files: Sequence[Path]) -> str:
-    """Returns one fingerprint of a data set's files, which another one more or less changes too."""
+    """Returns one fingerprint of all files of a data set, which also changes where a file is added or removed."""
     lines = "".join(f"{file} {file.stat().st_size} {crc_of(file):08x}\n" for file in files)
     return f"{len(files)} files, CRC {zlib.crc32(lines.encode()):08x}"
 

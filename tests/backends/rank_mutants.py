@@ -1,0 +1,96 @@
+"""Sharded backends that are broken on purpose; ranks tell which law notices."""
+
+import attrs
+import torch
+from rank_cases import KEY, Whole, loss_for, optimizer
+from torch.distributed.fsdp import FSDPModule
+
+from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.fsdp.sharding import locals_of
+from verl_fn.state import Weighted
+from verl_fn.steps import bradley_terry
+from verl_fn.testing import LawViolation, check_backend, tiny_pairs
+
+
+class IgnoresParameters(Fsdp):
+    """Points at the first state that it ever saw."""
+
+    def _pointing_at(self, params):
+        self.__dict__.setdefault("first", params)
+        return super()._pointing_at(self.first)
+
+
+class DropsARank(Fsdp):
+    """The last rank's rows count for nothing."""
+
+    def _share(self, batch, *rest):
+        share = super()._share(batch, *rest)
+        if self.layout.rank < self.layout.size - 1 or "loss_weight" not in batch:
+            return share
+
+        def silent(staged):
+            return attrs.evolve(
+                staged, batch=staged.batch.with_tokens(loss_weight=torch.zeros(staged.batch.num_tokens))
+            )
+
+        return attrs.evolve(share, staged=[silent(staged) for staged in share.staged])
+
+
+class Averages(Fsdp):
+    """Gradients are divided by the number of ranks, as FSDP does by itself."""
+
+    def _sharded(self, model):
+        modules = super()._sharded(model)
+        for module in model.skeleton.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(float(self.layout.size))
+        return modules
+
+
+class NormOfOneRank(Fsdp):
+    """Every rank clips by the norm of its own shards."""
+
+    def apply_update(self, state, grads, *, donate=True):
+        new, found = super().apply_update(state, grads, donate=donate)
+        return new, found | {"grad_norm": Weighted(float(self.own_norm), 1.0)}
+
+    def forward_backward(self, state, batch, loss):
+        grads, found = super().forward_backward(state, batch, loss)
+        self.own_norm = locals_of(grads).global_norm()
+        return grads, found
+
+
+class AliasedGradients(Fsdp):
+    """Gives the same buffers out again while the first are held."""
+
+    def forward_backward(self, state, batch, loss):
+        grads, found = super().forward_backward(state, batch, loss)
+        kept = self.__dict__.setdefault("kept", grads)
+        for name, g in kept.items():
+            g._local_tensor.copy_(grads[name]._local_tensor)
+        return kept, found
+
+
+def mutant(folder, name):
+    """The law that a broken backend is told to break."""
+    backend = globals()[name](folder, optimizer(), max_tokens=24)
+    try:
+        check_backend(backend, Whole(folder, optimizer(), max_tokens=24), loss=loss_for("lm"), tolerance=1e-5)
+    except LawViolation as error:
+        return error.law
+
+
+class SplitsGroups(Fsdp):
+    """Deals rows as if no loss ever kept any together."""
+
+    def _share(self, batch, wanted, state=None, together=None):
+        return super()._share(batch, wanted, state)
+
+
+def split_groups(folder):
+    """What a loss of pairs says where a backend splits them: it has a row without its other."""
+    backend = SplitsGroups(folder, optimizer(), head="value", max_tokens=30)
+    try:
+        backend.forward_backward(backend.init(KEY), tiny_pairs(pairs=5), bradley_terry())
+    except ValueError as error:
+        return str(error)
