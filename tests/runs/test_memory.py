@@ -106,6 +106,12 @@ def test_shards_and_the_roles_that_share_a_gpu(folder):
     assert "actor parameters" not in offloaded["gen"]
 
 
+def test_a_reward_model_has_a_phase_of_its_own(folder):
+    roles = f"algorithm.reward_model={folder('0.5b')}"
+    by_name = parts(plan_of(folder("0.5b"), "algorithm.name=ppo", roles), gpu=140 * GIB)
+    assert {"values", "reward"} <= set(by_name)
+
+
 def test_the_cache_of_the_embedded_engine(folder):
     model, more = folder("0.5b"), ["rollout.name=sampler", "rollout.slots=32", "data.max_prompt_length=100"]
     sizes = parts(plan_of(model, *more, "data.max_response_length=28"))

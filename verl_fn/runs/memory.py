@@ -27,6 +27,7 @@ TITLES = {
     "old_log_prob": "log-probs",
     "ref": "log-probs of the reference",
     "values": "values",
+    "reward": "scores of the reward model",
     "update_actor": "update of the actor",
     "update_critic": "update of the critic",
 }
@@ -240,7 +241,7 @@ class _Model:
     @property
     def forward_phase(self) -> str:
         if self.role.head == "value":
-            return "values"
+            return "values" if self.role.optim is not None else "reward"
         return "ref" if self.role.optim is None else "old_log_prob"
 
     def resident(self, lower: str = "") -> Iterator[Part]:
