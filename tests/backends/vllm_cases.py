@@ -197,6 +197,13 @@ def small_buckets():
     size, loading.BUCKET_BYTES = loading.BUCKET_BYTES, 6000
     try:
         made.publish(2, Overwritten(trainer().weights(params(5))))
+        # What is larger than a bucket can be put together where it is loaded, if it fits there.
+        tensor, place = torch.arange(4000.0).view(1000, 4), torch.zeros(1024, 4)
+        source = Overwritten(Weights.of({"a": tensor, "b": tensor}))
+        places = {"a": place, "b": place[:999]}
+        arrived = dict(loading.whole(source, checked=False, places=places))
+        assert arrived["a"].data_ptr() == place.data_ptr() and torch.equal(arrived["a"], tensor)
+        assert torch.equal(arrived["b"], tensor) and not place[1000:].any()
     finally:
         loading.BUCKET_BYTES = size
     assert [s.tokens.tolist() for s in made.generate(asked)] == expected
