@@ -30,6 +30,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    # vLLM's attention on CPUs needs heads of 32.
+    "small": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     "0.5b": _QWEN2
     | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5b": _QWEN2

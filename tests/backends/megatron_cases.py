@@ -1,4 +1,4 @@
-"""What the ranks of test_megatron.py do; each function runs on all of them together."""
+"""What the ranks of test_megatron.py and test_megatron_experts.py do; each function runs on all of them together."""
 
 import os
 import pickle

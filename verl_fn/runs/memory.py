@@ -351,7 +351,7 @@ def _staging(plan: Plan) -> tuple[Part, ...]:
     """Returns the buckets through which weights go to engines of other processes."""
     if plan.driver.kind == "local":
         return ()
-    return (Part("buckets of a publication", SLOTS * min(BUCKET_BYTES, _weights(plan))),)
+    return (Part("buckets of a publication", min(BUCKET_BYTES, SLOTS * _weights(plan))),)
 
 
 def _contexts(plan: Plan, ranks: int) -> tuple[Part, ...]:
