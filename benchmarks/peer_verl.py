@@ -113,11 +113,9 @@ class VerlMegatron(Verl):
     fused_logprobs = False
 
     def __init__(self, folder: str, shape: str, checkpointing: bool, device: str) -> None:
-        if device == "cpu":
-            # Its engine for Megatron is registered for CUDA alone.
-            os.environ["VERL_ENGINE_DEVICE"] = "cuda"
-            torch.distributed.init_process_group("gloo")
         megatron_loop.prepare(device)
+        if device == "cpu":
+            _without_cuda()
         _without_bridges_trainer()
         with megatron_loop.optimizer_types(device):
             super().__init__(folder, shape, checkpointing, device)
@@ -159,6 +157,17 @@ class VerlMegatronFused(VerlMegatron):
     fused_logprobs = True
 
 
+def _without_cuda() -> None:
+    """Answers what verl asks about a GPU; its engine for Megatron is registered for CUDA alone."""
+    os.environ["VERL_ENGINE_DEVICE"] = "cuda"
+    torch.distributed.init_process_group("gloo")
+    torch.cuda.mem_get_info = lambda device=None: (0, 1)
+    torch.cuda.get_device_name = lambda device=None: "CPU"
+    from verl.plugin.platform import get_platform
+
+    type(get_platform()).device_name = "cpu"
+
+
 def _without_bridges_trainer() -> None:
     """Stands in for a module of Bridge's trainer, of which verl takes a config of megatron-core.
 
@@ -187,4 +196,4 @@ def _fields_on_cpu() -> dict[str, Any]:
     """Without transformer-engine: attention and norms of the ``Megatron`` backend."""
     from verl_fn.backends.megatron.model import PLAIN, plain_spec
 
-    return {"transformer_layer_spec": plain_spec, **PLAIN}
+    return {"transformer_layer_spec": plain_spec, "attention_backend": "auto", **PLAIN}
