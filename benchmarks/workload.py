@@ -67,10 +67,13 @@ def vocabulary(shape: str) -> int:
 
 
 def rows(vocab: int) -> tuple[list[int], list[torch.Tensor]]:
-    """Lengths of the responses and the rows: 64 prompts of 256 tokens with 128 to 1792 of response."""
+    """Lengths of the responses and the rows: 64 prompts of 256 tokens with 128 to 1792 of response.
+
+    No token is padding, whose embedding has a gradient in Megatron and none in transformers.
+    """
     lengths = np.random.RandomState(0).randint(SHORTEST, LONGEST + 1, size=ROWS).tolist()
     generator = torch.Generator().manual_seed(0)
-    return lengths, [torch.randint(0, vocab, (PROMPT + n,), generator=generator) for n in lengths]
+    return lengths, [torch.randint(0, vocab, (PROMPT + n,), generator=generator).clamp(min=1) for n in lengths]
 
 
 def advantages(lengths: list[int]) -> torch.Tensor:

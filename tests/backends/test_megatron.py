@@ -5,6 +5,7 @@ The processes compute with megatron-core and Megatron-Bridge themselves, on CPUs
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
+from verl_fn.backends.megatron.model import fused_kernels
+from verl_fn.benchmarks import workload
 from verl_fn.cli import main
 from verl_fn.state import tree
 
@@ -297,6 +300,32 @@ def test_updates_are_those_of_megatrons_own_optimizer(two, request, name, option
     """Three, with clipping, a schedule, and the decay of matrices alone, which is Megatron's own rule."""
     for weight, norm, change in call(two, "beside_megatrons_optimizer", request.getfixturevalue(name), options):
         assert weight <= 1e-6 and norm <= 1e-6 and change > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fields", "fused"),
+    [
+        ({}, {"apply_rope_fusion", "bias_activation_fusion"}),
+        ({"position_embedding_type": "yarn"}, {"bias_activation_fusion"}),
+        ({"multi_latent_attention": True}, {"bias_activation_fusion"}),
+        ({"activation_func": torch.nn.functional.gelu}, {"apply_rope_fusion"}),
+        ({"num_moe_experts": 4}, {"apply_rope_fusion"}),
+    ],
+    ids=str,
+)
+def test_kernels_that_bridge_leaves_out_are_turned_on_where_they_fit(fields, fused):
+    dense = {
+        "position_embedding_type": "rope", "multi_latent_attention": False, "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu, "num_moe_experts": None,
+    }  # fmt: skip
+    assert fused_kernels(SimpleNamespace(**{**dense, **fields})) == dict.fromkeys(fused, True)
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"tp": 2, "sp": True}], ids=str)
+def test_the_loop_of_the_benchmark_does_the_same_work(two, tmp_path, sizes):
+    folder = workload.write_model(tmp_path / "model", "tiny", "cpu")
+    for norms in call(two, "beside_a_loop", folder, sizes):
+        assert norms["ours"] > 1e-3 and norms["in_place"] == pytest.approx(norms["ours"], rel=5e-3)
 
 
 @pytest.mark.parametrize(
