@@ -1,8 +1,9 @@
-"""verl's FSDP2 engine on the workload of ``throughput``, in its best configuration, driven without Ray."""
+"""verl's FSDP2 engine on rows such as those of ``throughput``, in its best configuration, driven without Ray."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ LR = 1e-6
 class Verl:
     """verl's ``TrainingWorker``: FSDP2, Liger kernels, padding removed, parameters kept after the forward pass."""
 
-    def __init__(self, folder: str, shape: str, checkpointing: bool) -> None:
+    def __init__(
+        self, folder: str, rows: Sequence[Sequence[int] | torch.Tensor], prompt: int, checkpointing: bool = False
+    ) -> None:
         from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
         from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
         from verl.workers.utils.losses import ppo_loss
@@ -38,12 +41,11 @@ class Verl:
         self.worker.reset()
         actor = ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=-1)
         self.worker.set_loss_fn(functools.partial(ppo_loss, config=actor))
-        self.lengths, tokens = workload.rows(workload.vocabulary(shape))
-        width = workload.PROMPT + max(self.lengths)
-        self.ids = torch.zeros(len(tokens), width, dtype=torch.long)
+        self.prompt, self.lengths = prompt, [len(row) - prompt for row in rows]
+        self.ids = torch.zeros(len(rows), prompt + max(self.lengths), dtype=torch.long)
         self.mask = torch.zeros_like(self.ids)
-        for i, row in enumerate(tokens):
-            self.ids[i, : len(row)] = row
+        for i, row in enumerate(rows):
+            self.ids[i, : len(row)] = torch.as_tensor(row)
             self.mask[i, : len(row)] = 1
         self.advantages = workload.advantages(self.lengths)
         self.logprobs()
@@ -56,7 +58,7 @@ class Verl:
         outputs = self.worker.infer_batch(data)
         logprobs = tensordict_utils.get(outputs, "log_probs").cpu().float()
         self.old = no_padding_2_padding(logprobs, data)
-        mask = self.mask[:, workload.PROMPT :].bool()
+        mask = self.mask[:, self.prompt :].bool()
         return {"mean": float(self.old[mask].mean())}
 
     def update(self) -> dict[str, float]:
@@ -73,12 +75,12 @@ class Verl:
         from verl.workers.utils.padding import left_right_2_no_padding
 
         common = {
-            "input_ids": self.ids, "prompts": self.ids[:, : workload.PROMPT].clone(), "attention_mask": self.mask,
+            "input_ids": self.ids, "prompts": self.ids[:, : self.prompt].clone(), "attention_mask": self.mask,
             "position_ids": compute_position_id_with_mask(self.mask),
-            "responses": self.ids[:, workload.PROMPT :].clone(),
-            "response_mask": self.mask[:, workload.PROMPT :].clone(),
+            "responses": self.ids[:, self.prompt :].clone(),
+            "response_mask": self.mask[:, self.prompt :].clone(),
         }  # fmt: skip
-        tokens = [workload.PROMPT + n for n in self.lengths]
+        tokens = [self.prompt + n for n in self.lengths]
         data = DataProto.from_single_dict(
             common | fields, meta_info={"temperature": 1.0, "global_token_num": tokens, **meta}
         )

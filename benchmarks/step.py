@@ -5,6 +5,8 @@ with vLLM colocated on the GPU and the same share of its memory, micro-batches o
 a step. Ours is ``fsdp`` on one rank over Ray, its layers compiled; verl's trainer runs in its best configuration.
 Each run is a process of its own, one after the other. The time of a step is that between two lines of metrics, so it
 has all that a trainer does between two steps; the phases are those that each trainer reports as ``timing_s/*``.
+With ``--runs ours parts`` ours is compared with what verl's step is made of: generation by vLLM alone, and log-probs
+and update by verl's engine alone.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 
 from . import measure, peer_verl_trainer, workload
+from .step_parts import run_parts
 from .step_run import RunFailed, watch
 from .step_work import BUDGET, LR, MEMORY, Work, write_model, write_prompts
 
@@ -30,7 +33,7 @@ BAR = 1.3  # our tokens a second over verl's
 SHARE_BAR = 0.05  # of the step, for any of our phases that neither generates nor computes with the model
 WORKING = ("gen", "old_log_prob", "update_actor")
 WARM_UPS = 2
-ENGINES = ("ours", "verl")
+ENGINES = ("ours", "verl", "parts")
 TIMING = "timing_s/"
 
 Step = dict[str, Any]
@@ -70,6 +73,8 @@ def run(engine: str, work: Work, steps: int, log: Path, seconds: float, rollout:
     # Short, since Ray's sockets lie below it; and gone afterwards with what killed processes leave there.
     with tempfile.TemporaryDirectory(prefix="s", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder = Path(name)
+        if engine == "parts":
+            return run_parts(work, steps, folder, log, seconds)
         if engine == "ours":
             command, file = our_command(work, steps, folder / "run", rollout), folder / "run" / "metrics.jsonl"
             environment: dict[str, str] = {}
@@ -119,8 +124,9 @@ def verdict(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     if "ours" in engines:
         shares = engines["ours"]["shares"]
         result["large_phases"] = sorted(n for n, share in shares.items() if n not in WORKING and share > SHARE_BAR)
-    if len(engines) == len(ENGINES):
-        result["ratio"] = engines["ours"]["tokens_a_second"] / engines["verl"]["tokens_a_second"]
+        for other, name in (("verl", "ratio"), ("parts", "ratio_to_parts")):
+            if other in engines:
+                result[name] = engines["ours"]["tokens_a_second"] / engines[other]["tokens_a_second"]
     result["held"] = result.get("ratio", 0.0) >= BAR and not result.get("large_phases")
     return result
 
@@ -135,11 +141,16 @@ def show(engines: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str], re
             print(f"        {phase:<16}{seconds:>8.3f} s {of_engine['shares'][phase]:>7.1%}")
     for name, why in failed.items():
         print(f"{name} failed: {why}")
-        print("compare by phases: verl-fn bench throughput (verl's engine), verl-fn bench rollout (vLLM by itself)")
+    if "verl" in failed:
+        print("--runs ours parts compares with vLLM by itself and verl's engine, phase by phase")
     if "large_phases" in result:
         print(f"our other phases above {SHARE_BAR:.0%}: {', '.join(result['large_phases']) or 'none'} (bar: none)")
     if "ratio" in result:
         print(f"ratio {result['ratio']:.3f} (bar {BAR})")
+    if "ratio_to_parts" in result:
+        print(
+            f"ratio {result['ratio_to_parts']:.3f} to the parts alone, without all else that a trainer does (no bar)"
+        )
     print("held" if result["held"] else "MISSED", flush=True)
 
 
@@ -156,7 +167,7 @@ def _parsed(argv: Sequence[str]) -> Any:
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all runs; each gets its share")
     parser.add_argument("--logs", type=Path, help="keep the output of each run in this folder")
     args = parser.parse_args(argv)
-    if "verl" in args.runs and importlib.util.find_spec("verl") is None:
+    if {"verl", "parts"} & set(args.runs) and importlib.util.find_spec("verl") is None:
         parser.error("verl is not installed: install verl==0.9.1 with its trainer's packages and liger-kernel, vLLM "
                      "and flash-attn, or give --runs ours")  # fmt: skip
     return args

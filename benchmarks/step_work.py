@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import attrs
+import torch
 
 from verl_fn.backends.hf.new_model import SPECIALS, char_tokenizer
 
@@ -46,6 +47,13 @@ class Work:
     def rows(self) -> int:
         """Responses of a step."""
         return self.prompts * self.n
+
+    def random_rows(self, count: int, tokens: int, seed: int) -> list[list[int]]:
+        """Rows of random tokens of the model's vocabulary."""
+        size = json.loads((self.model / "config.json").read_text())["vocab_size"]
+        generator = torch.Generator().manual_seed(seed)
+        rows: list[list[int]] = torch.randint(len(SPECIALS), size, (count, tokens), generator=generator).tolist()
+        return rows
 
 
 def write_model(folder: Path, shape: str, device: str) -> Path:

@@ -65,7 +65,8 @@ def peer(folder: str, shape: str, checkpointing: bool, device: str) -> Any:
     """verl's engine."""
     from .peer_verl import Verl
 
-    return Verl(folder, shape, checkpointing)
+    _, rows = workload.rows(workload.vocabulary(shape))
+    return Verl(folder, rows, workload.PROMPT, checkpointing)
 
 
 ENGINES: dict[str, Callable[..., Any]] = {"ours": Ours, "verl": peer}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_fn.benchmarks import peer_verl_trainer, step
+from verl_fn.benchmarks import peer_verl_trainer, step, step_parts
 from verl_fn.benchmarks.step_run import RunFailed, below, watch
 from verl_fn.benchmarks.step_work import Work
 from verl_fn.driver.processes import runs
@@ -114,3 +114,17 @@ def test_a_run_that_is_too_slow_keeps_its_steps_or_fails(tmp_path):
     with pytest.raises(RunFailed, match="was ended after 1 seconds, with 0 of 1 steps"):
         watch(["sleep", "1000"], {}, tmp_path / "none", tmp_path / "log", 1, 1.0)
     assert time.monotonic() - began < 60
+
+
+def test_parts_make_up_steps(tmp_path, monkeypatch):
+    rows = {"generation": [{"gen": 2.0}, {"gen": 3.0}], "training": [{"old_log_prob": 1.0, "update_actor": 4.0}] * 2}
+
+    def watched(command, environment, file, log, rounds, seconds):
+        assert step_parts.work_of(json.loads(command[4])) == work(tmp_path)
+        return [{"row": row} for row in rows[command[3]][:rounds]]
+
+    monkeypatch.setattr(step_parts, "watch", watched)
+    steps = step_parts.run_parts(work(tmp_path), 2, tmp_path, tmp_path / "2_parts.log", 100.0)
+    assert [(s["seconds"], s["tokens"]) for s in steps] == [(7.0, 64), (8.0, 64)]
+    ours = step.summary([[one(4.0, tokens=64)]])
+    assert step.verdict({"ours": ours, "parts": step.summary([steps])})["ratio_to_parts"] == 2.0
