@@ -40,7 +40,7 @@ def generation(work: Work) -> Iterator[dict[str, float]]:
         # Each round has other prompts, since the cache of prefixes has those of the last one.
         number += 1
         prompts = [{"prompt_token_ids": ids} for ids in work.random_rows(work.prompts, work.prompt, number)]
-        yield {"gen": seconds_of(lambda prompts=prompts: engine.generate(prompts, settings, use_tqdm=False))}
+        yield {"gen": seconds_of(engine.generate, prompts, settings, use_tqdm=False)}
 
 
 def training(work: Work) -> Iterator[dict[str, float]]:
@@ -60,10 +60,10 @@ def training(work: Work) -> Iterator[dict[str, float]]:
 PARTS: dict[str, Callable[[Work], Iterator[dict[str, float]]]] = {"generation": generation, "training": training}
 
 
-def seconds_of(call: Callable[[], Any]) -> float:
+def seconds_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
     """Seconds of a call whose result lies on the CPU."""
     began = time.perf_counter()
-    call()
+    call(*args, **kwargs)
     return time.perf_counter() - began
 
 

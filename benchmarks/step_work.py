@@ -16,7 +16,9 @@ from . import workload
 BUDGET = workload.BUDGET  # tokens a micro-batch, and tokens that vLLM computes at once
 LR = 1e-6
 MEMORY = 0.4  # share of the GPU for vLLM
-PRINTABLE = "".join(map(chr, range(33, 127)))
+PRINTABLE = "".join(map(chr, range(35, 127)))
+# verl's agent loop takes these for the ends of lines and of messages of any Qwen, and asks for a token for each.
+NEWLINE, END = "\n", "<|im_end|>"
 FIRST_FURTHER = 0x10000  # code points from here on are the rest of a large vocabulary
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -63,8 +65,10 @@ def write_model(folder: Path, shape: str, device: str) -> Path:
     """
     workload.write_model(folder, shape, device)
     size = json.loads((folder / "config.json").read_text())["vocab_size"]
-    further = size - len(SPECIALS) - len(PRINTABLE)
-    tokenizer = char_tokenizer(PRINTABLE + "".join(map(chr, range(FIRST_FURTHER, FIRST_FURTHER + further))))
+    further = size - len(SPECIALS) - len(PRINTABLE) - len((NEWLINE, END))
+    rest = "".join(map(chr, range(FIRST_FURTHER, FIRST_FURTHER + further)))
+    tokenizer = char_tokenizer(PRINTABLE + rest)
+    tokenizer.add_tokens([NEWLINE, END], special_tokens=True)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder

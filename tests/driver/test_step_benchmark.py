@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_fn.benchmarks import peer_verl_trainer, step, step_parts
+from verl_fn.benchmarks import peer_verl_trainer, step, step_parts, step_work
 from verl_fn.benchmarks.step_run import RunFailed, below, watch
 from verl_fn.benchmarks.step_work import Work
 from verl_fn.driver.processes import runs
@@ -128,3 +128,13 @@ def test_parts_make_up_steps(tmp_path, monkeypatch):
     assert [(s["seconds"], s["tokens"]) for s in steps] == [(7.0, 64), (8.0, 64)]
     ours = step.summary([[one(4.0, tokens=64)]])
     assert step.verdict({"ours": ours, "parts": step.summary([steps])})["ratio_to_parts"] == 2.0
+
+
+def test_the_tokenizer_has_all_tokens_of_the_model_and_those_that_verl_asks_for(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(step_work.write_model(tmp_path, "tiny", "cpu"))
+    assert len(tokenizer) == json.loads((tmp_path / "config.json").read_text())["vocab_size"]
+    assert [len(tokenizer.encode(text)) for text in (step_work.NEWLINE, step_work.END)] == [1, 1]
+    message = json.loads(step_work.write_prompts(tmp_path / "prompts", 1, 12).read_text())["prompt"]
+    assert len(tokenizer.apply_chat_template(message, return_dict=False)) == 12
