@@ -64,8 +64,19 @@ def our_command(work: Work, steps: int, folder: Path, rollout: str = "vllm") -> 
     return [sys.executable, "-m", "verl_fn.cli", "train", os.devnull, *settings]
 
 
-def run(engine: str, work: Work, steps: int, log: Path, seconds: float, rollout: str = "vllm") -> list[Step]:
+def run(
+    engine: str, work: Work, steps: int, log: Path, seconds: float, rollout: str, peers: Mapping[str, str]
+) -> list[Step]:
     """The steps of one run: ``seconds``, ``tokens``, ``phases`` in seconds, and the trainer's own ``reported`` time.
+
+    Args:
+        engine: one of ``ENGINES``.
+        work: what a step does.
+        steps: how many.
+        log: where the output goes.
+        seconds: the most time for it.
+        rollout: our rollout engine.
+        peers: variables of the processes that are not ours.
 
     Raises:
         RunFailed: it did not get to its first step, or failed later.
@@ -74,13 +85,13 @@ def run(engine: str, work: Work, steps: int, log: Path, seconds: float, rollout:
     with tempfile.TemporaryDirectory(prefix="s", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         if engine == "parts":
-            return run_parts(work, steps, folder, log, seconds)
+            return run_parts(work, steps, folder, log, seconds, peers)
         if engine == "ours":
             command, file = our_command(work, steps, folder / "run", rollout), folder / "run" / "metrics.jsonl"
             environment: dict[str, str] = {}
         else:
             command, file = peer_verl_trainer.command(work, steps, folder), peer_verl_trainer.metrics_file(folder)
-            environment = peer_verl_trainer.environment(folder)
+            environment = {**peers, **peer_verl_trainer.environment(folder)}
         lines = watch(command, environment | {"RAY_TMPDIR": name}, file, log, steps, seconds)
     metrics = dict if engine == "ours" else peer_verl_trainer.metrics
     return [step_of(metrics(line["row"]), line) for line in lines]
@@ -127,7 +138,8 @@ def verdict(engines: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for other, name in (("verl", "ratio"), ("parts", "ratio_to_parts")):
             if other in engines:
                 result[name] = engines["ours"]["tokens_a_second"] / engines[other]["tokens_a_second"]
-    result["held"] = result.get("ratio", 0.0) >= BAR and not result.get("large_phases")
+    warm = all(of_engine["warm"] for of_engine in engines.values())
+    result["held"] = warm and result.get("ratio", 0.0) >= BAR and not result.get("large_phases")
     return result
 
 
@@ -154,6 +166,12 @@ def show(engines: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str], re
     print("held" if result["held"] else "MISSED", flush=True)
 
 
+def _peers(path: Path | None) -> dict[str, str]:
+    if path is None:
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(path.resolve()), os.environ.get("PYTHONPATH"))))}
+
+
 def _parsed(argv: Sequence[str]) -> Any:
     parser = measure.parser("step", __doc__)
     parser.add_argument("--shape", choices=tuple(workload.SHAPES), default="0.5b")
@@ -165,6 +183,7 @@ def _parsed(argv: Sequence[str]) -> Any:
     parser.add_argument("--response", type=int, default=512, help="most tokens of a response")
     parser.add_argument("--rollout", choices=("sampler", "vllm"), default="vllm", help="our rollout engine")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all runs; each gets its share")
+    parser.add_argument("--verl-path", type=Path, help="a folder that verl imports from first, such as flash-attn's")
     parser.add_argument("--logs", type=Path, help="keep the output of each run in this folder")
     args = parser.parse_args(argv)
     if {"verl", "parts"} & set(args.runs) and importlib.util.find_spec("verl") is None:
@@ -191,7 +210,8 @@ def main(argv: Sequence[str]) -> int:
             share = (args.limit - (time.monotonic() - began)) / (len(args.runs) - i)
             measure.say(f"run {i + 1} of {len(args.runs)}: {engine}, for at most {share:.0f} s")
             try:
-                steps = run(engine, work, args.steps, logs / f"{i + 1}_{engine}.log", share, args.rollout)
+                log = logs / f"{i + 1}_{engine}.log"
+                steps = run(engine, work, args.steps, log, share, args.rollout, _peers(args.verl_path))
                 runs.setdefault(engine, []).append(steps)
             except RunFailed as error:
                 failed[engine] = str(error)

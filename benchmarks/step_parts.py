@@ -67,7 +67,9 @@ def seconds_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
     return time.perf_counter() - began
 
 
-def run_parts(work: Work, rounds: int, folder: Path, log: Path, seconds: float) -> list[dict[str, Any]]:
+def run_parts(
+    work: Work, rounds: int, folder: Path, log: Path, seconds: float, environment: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """Rounds of all parts, as steps: ``seconds``, ``tokens``, ``phases`` and ``reported``.
 
     Raises:
@@ -78,7 +80,9 @@ def run_parts(work: Work, rounds: int, folder: Path, log: Path, seconds: float) 
     for name in PARTS:
         file = folder / name
         command = [sys.executable, "-m", "verl_fn.benchmarks.step_parts", name, fields, str(file)]
-        done = watch(command, {}, file, log.with_name(f"{log.stem}_{name}.log"), rounds, seconds / len(PARTS))
+        done = watch(
+            command, environment, file, log.with_name(f"{log.stem}_{name}.log"), rounds, seconds / len(PARTS)
+        )
         for of_round, line in zip(phases, done, strict=False):
             of_round |= line["row"]
         phases = phases[: len(done)]

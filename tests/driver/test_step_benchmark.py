@@ -124,7 +124,7 @@ def test_parts_make_up_steps(tmp_path, monkeypatch):
         return [{"row": row} for row in rows[command[3]][:rounds]]
 
     monkeypatch.setattr(step_parts, "watch", watched)
-    steps = step_parts.run_parts(work(tmp_path), 2, tmp_path, tmp_path / "2_parts.log", 100.0)
+    steps = step_parts.run_parts(work(tmp_path), 2, tmp_path, tmp_path / "2_parts.log", 100.0, {})
     assert [(s["seconds"], s["tokens"]) for s in steps] == [(7.0, 64), (8.0, 64)]
     ours = step.summary([[one(4.0, tokens=64)]])
     assert step.verdict({"ours": ours, "parts": step.summary([steps])})["ratio_to_parts"] == 2.0
