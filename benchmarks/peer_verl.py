@@ -1,4 +1,4 @@
-"""verl's engines on the workload of ``throughput``, each in its best configuration, driven without Ray."""
+"""verl's engines on rows such as those of ``throughput``, each in its best configuration, driven without Ray."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,14 @@ class Verl:
 
     strategy = "fsdp2"
 
-    def __init__(self, folder: str, shape: str, checkpointing: bool, device: str) -> None:
+    def __init__(
+        self,
+        folder: str,
+        rows: Sequence[Sequence[int] | torch.Tensor],
+        prompt: int,
+        checkpointing: bool,
+        device: str,
+    ) -> None:
         from verl.workers.config import ActorConfig
         from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
         from verl.workers.utils.losses import ppo_loss
@@ -35,12 +43,11 @@ class Verl:
         self.initialize(device)
         actor = ActorConfig(strategy=self.strategy, rollout_n=1, ppo_micro_batch_size_per_gpu=-1)
         self.worker.set_loss_fn(functools.partial(ppo_loss, config=actor))
-        self.lengths, tokens = workload.rows(workload.vocabulary(shape))
-        width = workload.PROMPT + max(self.lengths)
-        self.ids = torch.zeros(len(tokens), width, dtype=torch.long)
+        self.prompt, self.lengths = prompt, [len(row) - prompt for row in rows]
+        self.ids = torch.zeros(len(rows), prompt + max(self.lengths), dtype=torch.long)
         self.mask = torch.zeros_like(self.ids)
-        for i, row in enumerate(tokens):
-            self.ids[i, : len(row)] = row
+        for i, row in enumerate(rows):
+            self.ids[i, : len(row)] = torch.as_tensor(row)
             self.mask[i, : len(row)] = 1
         self.advantages = workload.advantages(self.lengths)
         self.logprobs()
@@ -72,7 +79,7 @@ class Verl:
         outputs = self.worker.infer_batch(data)
         logprobs = tensordict_utils.get(outputs, "log_probs").cpu().float()
         self.old = no_padding_2_padding(logprobs, data)
-        mask = self.mask[:, workload.PROMPT :].bool()
+        mask = self.mask[:, self.prompt :].bool()
         return {"mean": float(self.old[mask].mean())}
 
     def update(self) -> dict[str, float]:
@@ -89,12 +96,12 @@ class Verl:
         from verl.workers.utils.padding import left_right_2_no_padding
 
         common = {
-            "input_ids": self.ids, "prompts": self.ids[:, : workload.PROMPT].clone(), "attention_mask": self.mask,
+            "input_ids": self.ids, "prompts": self.ids[:, : self.prompt].clone(), "attention_mask": self.mask,
             "position_ids": compute_position_id_with_mask(self.mask),
-            "responses": self.ids[:, workload.PROMPT :].clone(),
-            "response_mask": self.mask[:, workload.PROMPT :].clone(),
+            "responses": self.ids[:, self.prompt :].clone(),
+            "response_mask": self.mask[:, self.prompt :].clone(),
         }  # fmt: skip
-        tokens = [workload.PROMPT + n for n in self.lengths]
+        tokens = [self.prompt + n for n in self.lengths]
         data = DataProto.from_single_dict(
             common | fields, meta_info={"temperature": 1.0, "global_token_num": tokens, **meta}
         )
@@ -112,13 +119,20 @@ class VerlMegatron(Verl):
     strategy = "megatron"
     fused_logprobs = False
 
-    def __init__(self, folder: str, shape: str, checkpointing: bool, device: str) -> None:
+    def __init__(
+        self,
+        folder: str,
+        rows: Sequence[Sequence[int] | torch.Tensor],
+        prompt: int,
+        checkpointing: bool,
+        device: str,
+    ) -> None:
         megatron_loop.prepare(device)
         if device == "cpu":
             _without_cuda()
         _without_bridges_trainer()
         with megatron_loop.optimizer_types(device):
-            super().__init__(folder, shape, checkpointing, device)
+            super().__init__(folder, rows, prompt, checkpointing, device)
 
     def configs(self, folder: str, checkpointing: bool, device: str) -> tuple[Any, Any, Any]:
         from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig

@@ -87,7 +87,8 @@ def peer(folder: str, shape: str, checkpointing: bool, device: str, name: str = 
     """verl's engine of this name."""
     from . import peer_verl
 
-    return getattr(peer_verl, name)(folder, shape, checkpointing, device)
+    _, rows = workload.rows(workload.vocabulary(shape))
+    return getattr(peer_verl, name)(folder, rows, workload.PROMPT, checkpointing, device)
 
 
 ENGINES: dict[str, dict[str, Callable[..., Any]]] = {

@@ -194,6 +194,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
             "batches",
             "loading",
             "scaling",
+            "step",
         ),
     )
     bench.add_argument("rest", nargs=argparse.REMAINDER, help="options of the benchmark; --help lists them")
