@@ -15,7 +15,7 @@ class Answers:
     """Groups draws by row, and makes the sample of a row that has ended.
 
     Args:
-        requests: have the same sampling; row i belongs to request ``i // n``.
+        requests: are drawn alike; row i belongs to request ``i // n``.
 
     Example:
         >>> from verl_fn.state import Key, Sampling, requests_for
@@ -28,9 +28,15 @@ class Answers:
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
-        self._requests = requests
-        self._prompts = [torch.tensor(request.prompt) for request in requests]
+        self._requests: list[Request] = []
+        self._prompts: list[Tensor] = []
         self._parts: dict[int, list[tuple[Tensor, ...]]] = {}
+        self.add(requests)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Adds requests, whose rows follow those of the earlier ones."""
+        self._requests += requests
+        self._prompts += [torch.tensor(request.prompt) for request in requests]
 
     def collect(self, rows: Int[Tensor, " d"], draws: Sequence[Tensor], versions: Int[Tensor, " d"]) -> None:
         """Adds draws, in the order of the steps.

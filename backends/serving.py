@@ -204,15 +204,19 @@ class Serving(ABC):
         self, requests: Sequence[Request], version: int | None, *, as_they_end: bool
     ) -> Iterator[tuple[int, Sample]]:
         """Checks requests at once, and returns an iterator that draws their samples; see ``_draw``."""
+        self._require_version(version)
+        self._check(requests)
+        self._calls += 1
+        return self._draw(requests, self._calls, as_they_end)
+
+    def _require_version(self, version: int | None) -> None:
+        """Raises an error unless the engine has weights that may answer a request for a version."""
         self._require_weights()
         if not serves(self.version, version, self.capabilities):
             requested = "any version" if version is None else f"version {version}"
             present = "none; publish them first" if self.version is None else f"version {self.version}"
             name = type(self).__name__.lower()
             raise StaleWeightsError(f"the request asks for weights of {requested}, and the {name} holds {present}")
-        self._check(requests)
-        self._calls += 1
-        return self._draw(requests, self._calls, as_they_end)
 
     def _one_by_one(self, drawn: Iterator[tuple[int, Sample]]) -> Iterator[Sample]:
         """Yields samples, and has the engine for itself only while it draws the next one."""

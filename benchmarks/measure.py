@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "transformers", "numpy", "ray")
+PACKAGES = ("torch", "transformers", "numpy", "ray", "megatron-core", "megatron-bridge", "transformer-engine")
 
 
 def say(what: str) -> None:

@@ -1,15 +1,21 @@
-"""What it costs that a sharded step is a function of values: ``Fsdp`` against an FSDP2 loop that works in place.
+"""What it costs that a sharded step is a function of values: ``Fsdp`` or ``Megatron`` against a loop in place.
 
-The loop is what one writes by hand: ``fully_shard`` on the layers and the root, a pass and a ``backward`` for each
-micro-batch, ``clip_grad_norm_``, ``torch.optim.AdamW(fused=True)``. It has the same attention, log-prob kernels,
-loss, micro-batches and dtypes. Whole updates are timed in interleaved pairs, with the loop against itself as a
-control.
+The loop is what one writes by hand. For FSDP2: ``fully_shard`` on the layers and the root, a pass and a ``backward``
+for each micro-batch, ``clip_grad_norm_``, ``torch.optim.AdamW(fused=True)``. For Megatron: see ``megatron_loop``. It
+has the same attention, log-prob kernels, loss, micro-batches and dtypes. Whole updates are timed in interleaved
+pairs, with the loop against itself as a control. The gradient norms of the first updates have to agree.
+
+``--sizes`` shares a model of Megatron over several ranks, each with a GPU of its own; torchrun starts them:
+``torchrun --no-python --nproc-per-node 2 verl-fn bench residency --backend megatron --sizes tp=2``.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import math
 import os
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,32 +31,35 @@ from verl_fn.backends.hf.folder import build
 from verl_fn.backends.hf.outputs import Staged, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.state import Batch, Key, split_by_tokens
-from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, ppo_clip, total_loss
+from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip, total_loss
 
-from . import measure, workload
+from . import measure, megatron_loop, workload
 
 LR, CLIP = 1e-6, 1.0
-BARS = {"time": 1.05, "memory": 1.03}
+BARS = {"time": 1.05, "memory": 1.03, "grad_norm": 5e-3}
+
+Step = Callable[[], float]
 
 
-def ours(folder: str, batch: Batch, device: str) -> Callable[[], None]:
-    """One update of ``Fsdp`` a call."""
+def ours(folder: str, batch: Batch, device: str) -> Step:
+    """One update of ``Fsdp`` a call, which returns the norm of its gradient."""
     backend = Fsdp(
         folder, chain(clip_by_global_norm(CLIP), adamw(constant(LR))), max_tokens=workload.BUDGET, device=device,
         compute_dtype="bfloat16",
     )  # fmt: skip
     held = {"state": backend.load_pretrained()}
 
-    def step() -> None:
+    def step() -> float:
         grads, metrics = backend.forward_backward(held["state"], batch, ppo_clip())
         held["state"], updated = backend.apply_update(held["state"], grads)
         assert metrics["loss"].value == metrics["loss"].value and updated["perf/residency_copies"].value == 0
+        return updated["grad_norm"].value
 
     return step
 
 
-def in_place(folder: str, batch: Batch, device: str) -> Callable[[], None]:
-    """One update of the loop by hand a call."""
+def in_place(folder: str, batch: Batch, device: str) -> Step:
+    """One update of the loop by hand a call, which returns the norm of its gradient."""
     skeleton, params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
     for module, name, parameter in _parameters(skeleton, params):
         setattr(module, name, parameter)
@@ -67,17 +76,18 @@ def in_place(folder: str, batch: Batch, device: str) -> Callable[[], None]:
     def compute(model: Skeleton, staged: Staged) -> torch.Tensor:
         return total_loss(loss, token_outputs(model, staged, loss.needs), staged.batch)[0]
 
-    def step() -> None:
+    def step() -> float:
         total = 0.0
         for part in split_by_tokens(batch, workload.BUDGET):
             staged = Staged.of(part, torch.device(device))
             loss_of_part = skeleton(lambda model, s=staged: compute(model, s))
             loss_of_part.backward()
             total = total + loss_of_part.detach()
-        nn.utils.clip_grad_norm_(parameters, CLIP)
+        norm = nn.utils.clip_grad_norm_(parameters, CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         assert float(total) == float(total)
+        return float(norm.full_tensor())  # type: ignore[attr-defined]
 
     return step
 
@@ -93,56 +103,126 @@ def _parameters(skeleton: Skeleton, params: dict[str, torch.Tensor]) -> list[tup
     ]
 
 
-def peak(make: Callable[[], Callable[[], None]], device: str) -> float:
-    """The most memory, in bytes, that a variant holds by itself during an update."""
+def alone(make: Callable[[], Step], device: str) -> tuple[Step, dict[str, float]]:
+    """A variant, with the norm of its first gradient and the most bytes that it holds by itself in an update."""
+    before = _held(device)
     step = make()
-    step()
-    peak_bytes = measure.peak_bytes(step, device)
-    held = torch.cuda.memory_allocated() if device == "cuda" else 0
-    del step
+    norm = step()
+    most = measure.peak_bytes(step, device)
+    return step, {"grad_norm": norm, "peak": most + _held(device) - before}
+
+
+def _held(device: str) -> int:
     gc.collect()
-    return peak_bytes + held
+    return torch.cuda.memory_allocated() if device == "cuda" else 0
+
+
+def variants(args: Any, folder: str, batch: Batch) -> dict[str, Callable[[], Step]]:
+    """Makes the two variants of a backend."""
+    if args.backend == "fsdp":
+        return {
+            "ours": lambda: ours(folder, batch, args.device),
+            "in_place": lambda: in_place(folder, batch, args.device),
+        }
+    made = {"ours": megatron_loop.Ours, "in_place": megatron_loop.InPlace}
+
+    def maker(cls: Any) -> Callable[[], Step]:
+        def make() -> Step:
+            one = cls(folder, args.device, dict(args.sizes), dict(args.provider))
+            return lambda: one.update(batch)
+
+        return make
+
+    return {name: maker(cls) for name, cls in made.items()}
+
+
+def compare(args: Any, folder: str) -> dict[str, Any]:
+    """Measures the variants in turns; all ranks call it together."""
+    vocab = workload.vocabulary(args.shape)
+    batch = _with_old_log_probs(workload.batch(vocab), vocab)
+    if args.rows:
+        batch = aggregate(batch.take(torch.arange(args.rows)), "token-mean")
+    made = {name: alone(make, args.device) for name, make in variants(args, folder, batch).items()}
+    steps = {name: step for name, (step, _) in made.items()}
+    seconds = measure.interleave(steps | {"control": steps["in_place"]}, args.rounds, args.device)
+    time, control = (measure.ratio(seconds[name], seconds["in_place"]) for name in ("ours", "control"))
+    (_, mine), (_, theirs) = made["ours"], made["in_place"]
+    gap = abs(mine["grad_norm"] / theirs["grad_norm"] - 1)
+    memory = mine["peak"] / theirs["peak"]
+    held = time["median"] <= BARS["time"] and memory <= BARS["memory"] and gap <= BARS["grad_norm"]
+    ranks = dist.get_world_size()
+    return {
+        "shape": args.shape, "backend": args.backend, "ranks": ranks, "sizes": dict(args.sizes), "bars": BARS,
+        "time": time, "control": control, "memory": memory, "held": held, "tokens": batch.num_tokens,
+        "peak_gib": {name: made["peak"] / 2**30 for name, (_, made) in made.items()},
+        "grad_norm": {name: made["grad_norm"] for name, (_, made) in made.items()},
+        "tokens_a_second_a_gpu": {
+            name: round(batch.num_tokens / statistics.median(seconds[name]) / ranks) for name in steps
+        },
+        "seconds": seconds,
+    }  # fmt: skip
+
+
+def option(text: str) -> tuple[str, Any]:
+    """A name and its value, in JSON.
+
+    Example:
+        >>> option("tp=2"), option("sp=true")
+        (('tp', 2), ('sp', True))
+    """
+    name, _, value = text.partition("=")
+    return name, json.loads(value)
 
 
 def main(argv: Sequence[str]) -> int:
     """``verl-fn bench residency``: a line on the screen; exit status 1 where a bar is missed."""
     parser = measure.parser("residency", __doc__)
+    parser.add_argument("--backend", choices=("fsdp", "megatron"), default="fsdp")
     parser.add_argument("--shape", choices=tuple(workload.SHAPES), default="0.5b")
     parser.add_argument("--rounds", type=int, default=20, help="interleaved pairs")
-    args = parser.parse_args(argv)
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29511")
-    os.environ.update(RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
-    with tempfile.TemporaryDirectory() as name:
-        folder = str(workload.write_model(Path(name) / "model", args.shape, args.device))
-        batch = _with_old_log_probs(workload.batch(workload.vocabulary(args.shape)))
-        made: dict[str, Any] = {
-            "ours": lambda: ours(folder, batch, args.device),
-            "in_place": lambda: in_place(folder, batch, args.device),
-        }
-        memory = {name: peak(make, args.device) for name, make in made.items()}
-        mine, theirs = made["ours"](), made["in_place"]()
-        variants = {"ours": mine, "in_place": theirs, "control": theirs}
-        seconds = measure.interleave(variants, args.rounds, args.device)
-    dist.destroy_process_group()
-    time, control = (measure.ratio(seconds[name], seconds["in_place"]) for name in ("ours", "control"))
-    result = {
-        "shape": args.shape, "bars": BARS, "time": time, "control": control,
-        "memory": memory["ours"] / memory["in_place"],
-        "peak_gib": {name: value / 2**30 for name, value in memory.items()}, "seconds": seconds,
-    }  # fmt: skip
-    measure.write(args.json, "residency", args.device, result)
-    held = time["median"] <= BARS["time"] and result["memory"] <= BARS["memory"]
-    print(
-        f"{args.shape}: time {time['median']:.3f} [{time['low']:.3f}, {time['high']:.3f}] of the loop in place, "
-        f"the loop against itself {control['median']:.3f}, memory {result['memory']:.3f}: "
-        f"{'held' if held else 'MISSED'}"
+    parser.add_argument("--rows", type=int, help="rows of the batch; by default all of the workload")
+    parser.add_argument(
+        "--sizes", nargs="+", type=option, default=[], help="megatron: tp=2 pp=2 sp=true and the like"
     )
-    return 0 if held else 1
+    parser.add_argument(
+        "--provider", nargs="+", type=option, default=[], help="megatron: fields of Bridge's provider, as NAME=JSON"
+    )
+    args = parser.parse_args(argv)
+    one_rank = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in one_rank.items():
+        os.environ.setdefault(name, value)
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+    first = dist.get_rank() == 0
+    with tempfile.TemporaryDirectory() as own:
+        names = [own]
+        dist.broadcast_object_list(names)
+        folder = Path(names[0]) / "model"
+        if first:
+            workload.write_model(folder, args.shape, args.device)
+        dist.barrier()
+        result = compare(args, str(folder))
+        dist.barrier()
+    dist.destroy_process_group()
+    if first:
+        measure.write(args.json, "residency", args.device, result)
+        _print(result)
+    return 0 if result["held"] else 1
 
 
-def _with_old_log_probs(batch: Batch) -> Batch:
+def _print(result: dict[str, Any]) -> None:
+    time, control = result["time"], result["control"]
+    speeds, norms = result["tokens_a_second_a_gpu"], result["grad_norm"]
+    print(
+        f"{result['backend']} {result['shape']}: time {time['median']:.3f} [{time['low']:.3f}, {time['high']:.3f}] "
+        f"of the loop in place, the loop against itself {control['median']:.3f}, memory {result['memory']:.3f}, "
+        f"{speeds['ours']:,} and {speeds['in_place']:,} tok/s a GPU, gradient norms {norms['ours']:.5f} and "
+        f"{norms['in_place']:.5f}: {'held' if result['held'] else 'MISSED'}"
+    )
+
+
+def _with_old_log_probs(batch: Batch, vocab: int) -> Batch:
     """Near those of a random model, so that some tokens clip."""
     noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(2))
-    return batch.with_tokens(old_log_probs=-12.0 + 0.2 * noise)
+    return batch.with_tokens(old_log_probs=0.2 * noise - math.log(vocab))

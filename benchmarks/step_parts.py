@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 from .step_run import watch
 from .step_work import BUDGET, MEMORY, Work
@@ -51,8 +52,8 @@ def training(work: Work) -> Iterator[dict[str, float]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    rows = work.random_rows(work.rows, work.prompt + work.response, 0)
-    engine = Verl(str(work.model), rows=rows, prompt=work.prompt)
+    rows = [torch.tensor(row) for row in work.random_rows(work.rows, work.prompt + work.response, 0)]
+    engine = Verl(str(work.model), "", False, work.device, rows, work.prompt)
     while True:
         yield {"old_log_prob": seconds_of(engine.logprobs), "update_actor": seconds_of(engine.update)}
 

@@ -4,10 +4,16 @@ Both train a Qwen2.5 shape with random weights by PPO on the same 64 ragged rows
 AdamW, clipping at 1.0, packed rows, micro-batches of at most 16,384 tokens. Each engine is a process of its own;
 while one runs, the other waits with its memory held. The peer runs in its best configuration: FSDP2, Liger, no
 reshard after forward. The time is that of the whole call, from a batch on the CPU to metrics on the CPU.
+
+``--backend megatron`` measures ``Megatron`` beside verl's Megatron engine, whose log-probs come from whole logits
+(``verl``) or from its kernel (``verl-fused``); both use transformer-engine with the same kernels. Engines then give
+unused memory back after each turn, since the activations of two do not fit, and make a call first that is not timed.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -26,11 +32,14 @@ import torch
 
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, ppo_clip
 
-from . import measure, workload
+from . import measure, megatron_loop, workload
 
 LR = 1e-6
-BARS = {"update": 1.0, "logprobs": 1.2}  # our tokens a second over the peer's
+# Our tokens a second over the peer's.
+BARS = {"fsdp": {"update": 1.0, "logprobs": 1.2}, "megatron": {"update": 1.1}}
+NORMS = 0.01  # how far gradient norms of the same work may differ, relative to one another
 WARM_UPS = 2
+RELEASE = "release"  # asks a process to give the memory back that it does not use
 
 
 class Ours:
@@ -39,16 +48,21 @@ class Ours:
     def __init__(self, folder: str, shape: str, checkpointing: bool, device: str) -> None:
         import torch.distributed as dist
 
-        from verl_fn.backends.fsdp import Fsdp
-
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-        self.backend = Fsdp(
-            folder, chain(clip_by_global_norm(1.0), adamw(constant(LR))), max_tokens=workload.BUDGET, device=device,
-            compute_dtype="bfloat16", checkpointing=checkpointing, compile=True, reshard_after_forward=False,
-        )  # fmt: skip
-        self.state = self.backend.load_pretrained()
+        self.backend, self.state = self.made(folder, checkpointing, device)
         self.batch = workload.batch(workload.vocabulary(shape))
         self.logprobs()
+
+    def made(self, folder: str, checkpointing: bool, device: str) -> tuple[Any, Any]:
+        """The backend, and its state with the folder's weights."""
+        from verl_fn.backends.fsdp import Fsdp
+
+        backend = Fsdp(
+            folder, chain(clip_by_global_norm(1.0), adamw(constant(LR))), max_tokens=workload.BUDGET, device=device,
+            compute_dtype="bfloat16", checkpointing=checkpointing, compile=device == "cuda",
+            reshard_after_forward=False,
+        )  # fmt: skip
+        return backend, backend.load_pretrained()
 
     def logprobs(self) -> dict[str, float]:
         outputs = self.backend.forward(self.state.params, self.batch, ("logprobs", "entropy"))
@@ -61,24 +75,42 @@ class Ours:
         return {"grad_norm": metrics["grad_norm"].value, "copies": metrics["perf/residency_copies"].value}
 
 
-def peer(folder: str, shape: str, checkpointing: bool, device: str) -> Any:
-    """verl's engine."""
-    from .peer_verl import Verl
+class OursOnMegatron(Ours):
+    """``Megatron`` on one rank."""
 
-    _, rows = workload.rows(workload.vocabulary(shape))
-    return Verl(folder, rows, workload.PROMPT, checkpointing)
-
-
-ENGINES: dict[str, Callable[..., Any]] = {"ours": Ours, "verl": peer}
+    def made(self, folder: str, checkpointing: bool, device: str) -> tuple[Any, Any]:
+        one = megatron_loop.Ours(folder, device, checkpointing=checkpointing)
+        return one.backend, one.state
 
 
-def _serve(pipe: Any, name: str, port: int, device: str, arguments: tuple[Any, ...]) -> None:
+def peer(folder: str, shape: str, checkpointing: bool, device: str, name: str = "Verl") -> Any:
+    """verl's engine of this name."""
+    from . import peer_verl
+
+    return getattr(peer_verl, name)(folder, shape, checkpointing, device)
+
+
+ENGINES: dict[str, dict[str, Callable[..., Any]]] = {
+    "fsdp": {"ours": Ours, "verl": peer},
+    "megatron": {
+        "ours": OursOnMegatron,
+        "verl": functools.partial(peer, name="VerlMegatron"),
+        "verl-fused": functools.partial(peer, name="VerlMegatronFused"),
+    },
+}
+
+
+def _serve(pipe: Any, backend: str, name: str, port: int, device: str, arguments: tuple[Any, ...]) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     try:
-        engine = ENGINES[name](*arguments, device)
+        engine = ENGINES[backend][name](*arguments, device)
         pipe.send({})
         while (asked := pipe.recv()) is not None:
-            pipe.send(_timed(getattr(engine, asked), device))
+            if asked == RELEASE:
+                torch.cuda.empty_cache()
+                pipe.send({})
+            else:
+                pipe.send(_timed(getattr(engine, asked), device))
     except Exception:
         pipe.send({"error": traceback.format_exc()})
 
@@ -98,25 +130,41 @@ def _timed(call: Callable[[], dict[str, float]], device: str) -> dict[str, float
 
 
 class Process:
-    """An engine in a process of its own."""
+    """An engine in a process of its own; it starts while others do, until ``wait``."""
 
-    def __init__(self, name: str, device: str, *arguments: Any) -> None:
-        self.name = name
+    def __init__(self, backend: str, name: str, device: str, *arguments: Any) -> None:
+        self.name, self.release = name, backend != "fsdp"
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, name, port, device, arguments), daemon=True)
+        values = (theirs, backend, name, port, device, arguments)
+        self.process = context.Process(target=_serve, args=values, daemon=True)
         self.process.start()
-        self._receive()
 
-    def call(self, what: str) -> dict[str, float]:
-        """Returns what the engine reports of one ``update`` or ``logprobs``.
+    def wait(self) -> Process:
+        """Returns it when its engine is made.
+
+        Raises:
+            RuntimeError: that failed; its traceback is in the message.
+        """
+        self._receive()
+        return self
+
+    def turn(self, what: str) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns what the engine reports of the first and of the last ``update`` or ``logprobs`` of its turn.
 
         Raises:
             RuntimeError: it failed; its traceback is in the message.
         """
+        first = last = self._call(what)
+        if self.release:
+            last = self._call(what)
+            self._call(RELEASE)
+        return first, last
+
+    def _call(self, what: str) -> dict[str, float]:
         self.pipe.send(what)
         return self._receive()
 
@@ -133,19 +181,23 @@ class Process:
         return reply
 
 
-def measured(shape: str, names: Sequence[str], checkpointing: bool, device: str, rounds: int) -> dict[str, Any]:
+def measured(args: argparse.Namespace, shape: str) -> dict[str, Any]:
     """Seconds, memory and check values of every engine, call by call, its turn changing from round to round."""
-    calls: dict[str, Any] = {name: {"update": [], "logprobs": []} for name in names}
+    calls: dict[str, Any] = {name: {"update": [], "logprobs": []} for name in args.engines}
     with tempfile.TemporaryDirectory() as folder:
-        workload.write_model(Path(folder), shape, device)
-        engines = {name: Process(name, device, folder, shape, checkpointing) for name in names}
+        workload.write_model(Path(folder), shape, args.device)
+        started = [
+            Process(args.backend, name, args.device, folder, shape, args.checkpointing) for name in args.engines
+        ]
+        engines = {one.name: one.wait() for one in started}
         for what in ("logprobs", "update"):
-            for i in range(-WARM_UPS, rounds):
-                order = list(names) if i % 2 else list(reversed(names))
-                for name in order:
-                    result = engines[name].call(what)
-                    if i >= 0 or (what == "update" and i == -WARM_UPS):
-                        calls[name][what].append(result)
+            for i in range(-WARM_UPS, args.rounds):
+                for name in args.engines if i % 2 else args.engines[::-1]:
+                    first, last = engines[name].turn(what)
+                    if i >= 0:
+                        calls[name][what].append(last)
+                    elif what == "update" and i == -WARM_UPS:
+                        calls[name][what].append(first)
         for engine in engines.values():
             engine.stop()
     return calls
@@ -186,55 +238,85 @@ def _sizes(shape: str) -> tuple[int, int]:
 def main(argv: Sequence[str]) -> int:
     """``verl-fn bench throughput``: a table; exit status 1 where a bar is missed."""
     parser = measure.parser("throughput", __doc__)
+    parser.add_argument("--backend", choices=tuple(ENGINES), default="fsdp")
     parser.add_argument("--shapes", nargs="+", choices=tuple(workload.SHAPES), default=["0.5b", "1.5b"])
-    parser.add_argument("--engines", nargs="+", choices=tuple(ENGINES), default=["ours", "verl"])
+    parser.add_argument("--engines", nargs="+", help="ours first; by default ours and verl")
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward pass, in both")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
-    if args.device != "cuda":
-        parser.error("there is no CUDA device; on a CPU these shapes would take hours")
-    if "verl" in args.engines and importlib.util.find_spec("verl") is None:
-        parser.error(
-            "verl is not installed: install verl==0.9.1, liger-kernel and flash-attn, or give --engines ours"
-        )
+    args.engines = args.engines or ["ours", "verl"]
+    if unknown := set(args.engines) - ENGINES[args.backend].keys():
+        parser.error(f"--backend {args.backend} has the engines {', '.join(ENGINES[args.backend])}, not {unknown}")
+    if args.device != "cuda" and args.shapes != ["tiny"]:
+        parser.error("there is no CUDA device; on a CPU these shapes would take hours, except --shapes tiny")
+    if args.engines != ["ours"] and importlib.util.find_spec("verl") is None:
+        parser.error("verl is not installed: install verl==0.9.1 and what it imports, or give --engines ours")
     results, held = {}, True
     print(
-        f"{'shape':<7}{'engine':<8}{'update':>16}{'MFU':>7}{'peak':>11}{'log-probs':>18}{'MFU':>7}{'grad norm':>11}"
+        f"{'shape':<7}{'engine':<11}{'update':>16}{'MFU':>7}{'peak':>11}{'log-probs':>18}{'MFU':>7}{'grad norm':>11}"
     )
     for shape in args.shapes:
-        of_shape = summary(shape, measured(shape, args.engines, args.checkpointing, args.device, args.rounds))
+        results[shape] = summary(shape, measured(args, shape))
         for name in args.engines:
-            result = of_shape[name]
+            result = results[shape][name]
             update, logprobs = result["update"], result["logprobs"]
             print(
-                f"{shape:<7}{name:<8}{update['tokens_a_second']:>10,} tok/s{update['mfu']:>7.1%}"
+                f"{shape:<7}{name:<11}{update['tokens_a_second']:>10,} tok/s{update['mfu']:>7.1%}"
                 f"{update['peak_gib']:>7.1f} GiB"
                 f"{logprobs['tokens_a_second']:>12,} tok/s{logprobs['mfu']:>7.1%}{result['first_grad_norm']:>11.5f}"
             )
-        if len(args.engines) > 1:
-            ours, theirs = (of_shape[name] for name in args.engines[:2])
-            of_shape["ratios"] = {
-                what: measure.ratio(theirs[what]["seconds"], ours[what]["seconds"]) for what in ("update", "logprobs")
-            }
-            of_shape["memory_ratio"] = ours["update"]["peak_gib"] / max(theirs["update"]["peak_gib"], 1e-9)
-            ratios, memory = of_shape["ratios"], of_shape["memory_ratio"]
-            fine = memory <= 1.0 and all(ratios[what]["median"] >= bar for what, bar in BARS.items())
-            held = held and fine
+        ours, *peers = args.engines
+        results[shape]["ratios"] = {
+            peer: beside(results[shape][ours], results[shape][peer], BARS[args.backend]) for peer in peers
+        }
+        for peer, ratios in results[shape]["ratios"].items():
+            held = held and ratios["held"]
             print(
-                f"{shape:<7}ratio   {ratios['update']['median']:.3f} of its speed in updates, "
-                f"{ratios['logprobs']['median']:.3f} in log-probs, {memory:.3f} of its memory: "
-                f"{'held' if fine else 'MISSED'}",
+                f"{shape:<7}ratio      {ratios['update']['median']:.3f} of the speed of {peer} in updates, "
+                f"{ratios['logprobs']['median']:.3f} in log-probs, {ratios['memory']:.3f} of its memory, gradient "
+                f"norms differ by {ratios['grad_norm']:.1e}: {'held' if ratios['held'] else 'MISSED'}",
                 flush=True,
             )
-        results[shape] = of_shape
-    about = {"bars": BARS, "peer": _peer(), "checkpointing": args.checkpointing, "budget": workload.BUDGET}
+    about = {"bars": BARS[args.backend], "backend": args.backend, "peer": _peer()}
+    about |= {"checkpointing": args.checkpointing, "budget": workload.BUDGET}
     measure.write(args.json, "throughput", args.device, {**about, "results": results})
     return 0 if held else 1
 
 
+def beside(ours: dict[str, Any], theirs: dict[str, Any], bars: dict[str, float]) -> dict[str, Any]:
+    """Our speed, memory and gradient norm beside a peer's, and whether the bars hold.
+
+    Example:
+        >>> def engine(seconds, norm):
+        ...     return {"update": {"seconds": [seconds], "peak_gib": 8.0}, "logprobs": {"seconds": [1.0]},
+        ...             "first_grad_norm": norm}
+        >>> result = beside(engine(1.0, 0.999), engine(1.2, 1.0), {"update": 1.1})
+        >>> result["update"]["median"], result["memory"], result["held"]
+        (1.2, 1.0, True)
+        >>> beside(engine(1.0, 0.9), engine(1.2, 1.0), {"update": 1.1})["held"]
+        False
+    """
+    result: dict[str, Any] = {
+        what: measure.ratio(theirs[what]["seconds"], ours[what]["seconds"]) for what in ("update", "logprobs")
+    }
+    fast = all(result[what]["median"] >= bar for what, bar in bars.items())
+    result["memory"] = ours["update"]["peak_gib"] / max(theirs["update"]["peak_gib"], 1e-9)
+    result["grad_norm"] = abs(ours["first_grad_norm"] / theirs["first_grad_norm"] - 1)
+    result["held"] = fast and result["memory"] <= 1.0 and result["grad_norm"] <= NORMS
+    return result
+
+
 def _peer() -> dict[str, str]:
     versions = {}
-    for package in ("verl", "liger-kernel", "flash-attn", "triton"):
+    for package in (
+        "verl",
+        "liger-kernel",
+        "flash-attn",
+        "triton",
+        "transformer-engine",
+        "megatron-core",
+        "megatron-bridge",
+    ):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -30,6 +30,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
         "tie_word_embeddings": True,
     },
+    # vLLM's attention on CPUs needs heads of 32.
+    "small": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
     "0.5b": _QWEN2
     | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5b": _QWEN2
@@ -58,10 +67,13 @@ def vocabulary(shape: str) -> int:
 
 
 def rows(vocab: int) -> tuple[list[int], list[torch.Tensor]]:
-    """Lengths of the responses and the rows: 64 prompts of 256 tokens with 128 to 1792 of response."""
+    """Lengths of the responses and the rows: 64 prompts of 256 tokens with 128 to 1792 of response.
+
+    No token is padding, whose embedding has a gradient in Megatron and none in transformers.
+    """
     lengths = np.random.RandomState(0).randint(SHORTEST, LONGEST + 1, size=ROWS).tolist()
     generator = torch.Generator().manual_seed(0)
-    return lengths, [torch.randint(0, vocab, (PROMPT + n,), generator=generator) for n in lengths]
+    return lengths, [torch.randint(0, vocab, (PROMPT + n,), generator=generator).clamp(min=1) for n in lengths]
 
 
 def advantages(lengths: list[int]) -> torch.Tensor:

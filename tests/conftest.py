@@ -26,6 +26,7 @@ SHARED = {
         *("batches_benchmark", "clusters", "environments", "failures", "groups"),
         *("overlap", "private_ray", "ray_driver", "restarts", "turns", "updates_in_flight", "weight_sync_benchmark"),
     ],
+    "Megatron": ["megatron", "megatron_experts"],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "weight_sync"],
 }
 # What takes longest starts first, so that all workers end at about the same time.

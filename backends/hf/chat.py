@@ -44,20 +44,57 @@ def chat_tokens(
         >>> chat_tokens(tokenizer, [{"role": "user", "content": "ba"}])
         [1, 5, 4, 6]
     """
-    ids: list[int] = []
+    ids: list[int] = _applied(tokenizer, [(messages, generation_prompt)], tools, tokenize=True)[0]
+    return ids
+
+
+def chat_texts(
+    tokenizer: Any,
+    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> list[str]:
+    """Returns what ``chat_tokens`` makes tokens of, for several conversations.
+
+    Args:
+        tokenizer: has a chat template.
+        conversations: the messages of each, and whether the assistant's answer is begun.
+        tools: as ``chat_tokens``.
+
+    Raises:
+        ModelError: as ``chat_tokens``.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+        >>> tokenizer = char_tokenizer("ab\\n")
+        >>> tokenizer.chat_template = CHAT_TEMPLATE
+        >>> chat_texts(tokenizer, [([{"role": "user", "content": "ba"}], True)])
+        ['<bos>ba\\n']
+    """
+    return _applied(tokenizer, conversations, tools, tokenize=False)
+
+
+def _applied(
+    tokenizer: Any,
+    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    tokenize: bool,
+) -> list[Any]:
+    results: list[Any] = []
     errors: list[Exception] = []
 
     def encode() -> None:
         try:
-            ids.extend(
-                tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) or None,
-                    add_generation_prompt=generation_prompt,
-                    tokenize=True,
-                    return_dict=False,
+            for messages, generation_prompt in conversations:
+                results.append(
+                    tokenizer.apply_chat_template(
+                        list(messages),
+                        tools=list(tools) or None,
+                        add_generation_prompt=generation_prompt,
+                        tokenize=tokenize,
+                        return_dict=False,
+                    )
                 )
-            )
         except _TakesTooLong:
             pass
         # A template can raise an error of any class.
@@ -75,4 +112,4 @@ def chat_tokens(
         error = errors[0]
         why = str(error) if isinstance(error, jinja2.TemplateError) else reason(error)
         raise ModelError(f"the tokenizer's chat template failed on the prompt: {why}") from error
-    return ids
+    return results

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class Executor:
             LayoutError: one is.
         """
         every = self.pieces.keys()
-        expected = [every, every - self.zeros.keys(), [n for n in every if self.pieces[n].param.requires_grad]]
+        expected = [every, every - self.zeros.keys(), [n for n in every if self.pieces[n].trained]]
         with agreed():
             for value in values:
                 check_leaves(value, self.pieces, expected)
@@ -121,7 +121,7 @@ class Executor:
         """
         self.check(params)
         with agreed():
-            frozen = [name for name in params.trained() if not self.pieces[name].param.requires_grad]
+            frozen = [name for name in params.trained() if not self.pieces[name].trained]
             if frozen:
                 raise LayoutError(
                     f"{len(frozen)} trainable parameters, such as {frozen[0]}, are frozen in Megatron's model, which "
@@ -132,6 +132,14 @@ class Executor:
         """Fills Megatron's buffers with these parameters, and with zeros for adapters that they lack."""
         leaves = params.leaves
         self.resident.hold({**leaves, **self.zeros} if self.zeros.keys().isdisjoint(leaves) else leaves)
+
+    def gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Returns copies of the elements that this rank owns of Megatron's gradients."""
+        views = {name: self.pieces[name].gradient for name in names}
+        copies = {name: torch.empty_like(view) for name, view in views.items()}
+        if filled := [name for name, view in views.items() if view.numel()]:
+            torch._foreach_copy_([copies[name] for name in filled], [views[name] for name in filled])
+        return copies
 
     def routing(self, record: bool = False) -> AbstractContextManager[Routing | None]:
         """Returns a context for one call, with what its routers record or replay; None where they decide alone."""

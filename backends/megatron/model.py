@@ -32,6 +32,12 @@ DECIDED = frozenset({
 })  # fmt: skip
 # Bridge's layers that do the same without transformer-engine, with attention and norms of our own.
 REPLACED = ("default_layer_spec", "get_gpt_decoder_block_spec")
+# Kernels that need transformer-engine or Apex.
+PLAIN = dict.fromkeys(
+    ("masked_softmax_fusion", "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion",
+     "apply_rope_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "moe_grouped_gemm", "moe_router_fusion"),
+    False,
+)  # fmt: skip
 # What transformers takes for fields that a config with YaRN lacks (Peng et al. 2023, arXiv 2309.00071).
 YARN = {
     "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0,
@@ -173,6 +179,8 @@ def _provider(
     with refused(f"{folder}: Megatron-Bridge makes no model of it"), quiet():
         bridge = auto.from_hf_config(config)
         provider = bridge.to_megatron_provider(load_weights=False)
+    if not _plain(settings["params_dtype"]):
+        settings = {**settings, **fused_kernels(provider)}
     for name, value in {**settings, **_checked(provider, overrides, folder)}.items():
         setattr(provider, name, value)
     if provider.position_embedding_type == "yarn":
@@ -186,7 +194,7 @@ def _provider(
                 f"{folder}: Megatron-Bridge makes this family of layers of its own, which need transformer-engine: "
                 "install it and set actor.dtype=bfloat16, or set actor.strategy=fsdp"
             )
-        provider.transformer_layer_spec = _spec
+        provider.transformer_layer_spec = plain_spec
     return bridge, provider
 
 
@@ -233,13 +241,20 @@ def _settings(layout: Layout, how: How, config: Any) -> dict[str, Any]:
     if _plain(dtype):
         # Megatron keeps it in variables of the process, where it would fit one family alone.
         settings["attention_backend"] = AttnBackend.auto
-        settings |= dict.fromkeys(
-            ("masked_softmax_fusion", "persist_layer_norm", "bias_activation_fusion", "bias_dropout_fusion",
-             "apply_rope_fusion", "cross_entropy_loss_fusion", "moe_permute_fusion", "moe_grouped_gemm",
-             "moe_router_fusion"),
-            False,
-        )  # fmt: skip
+        settings |= PLAIN
     return settings
+
+
+def fused_kernels(provider: Any) -> dict[str, bool]:
+    """Returns the kernels that Bridge turns on for some families alone.
+
+    Without them Megatron rotates queries and keys row by row, and each layer waits for the lengths of the rows.
+    """
+    rotary = provider.position_embedding_type == "rope" and not provider.multi_latent_attention
+    swiglu = provider.gated_linear_unit and provider.activation_func is nn.functional.silu
+    dense = provider.num_moe_experts is None
+    fused = {"apply_rope_fusion": rotary, "bias_activation_fusion": swiglu and dense}
+    return {name: True for name, usable in fused.items() if usable}
 
 
 def _plain(dtype: torch.dtype) -> bool:
@@ -264,7 +279,7 @@ def _checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) ->
     return overrides
 
 
-def _spec(config: Any, vp_stage: int | None = None) -> Any:
+def plain_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Returns the layers of a model without transformer-engine, with attention and norms of our own."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 

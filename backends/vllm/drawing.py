@@ -48,13 +48,18 @@ class DrawingSampler(Sampler):
         """
         self._draws = Draws(sampling, self.vocab, self.noise)
         self._seeds = torch.tensor(seeds, device=self.runner.device)
-        self._row_of = rows
+        self._row_of = dict(rows)
         self._rows: list[list[int]] = []
         self._places: list[Tensor] = []
         # Of the requests in vLLM's batch, which seldom changes between two steps.
         self._present: list[str] = []
         self._present_rows: list[int] = []
         self._present_seeds = self._seeds[:0]
+
+    def extend(self, seeds: list[int], rows: Mapping[str, int]) -> None:
+        """Adds rows to the run; see ``begin``."""
+        self._seeds = torch.cat([self._seeds, torch.tensor(seeds, device=self.runner.device)])
+        self._row_of.update(rows)
 
     def end(self) -> None:
         """Ends the run."""

@@ -13,6 +13,7 @@ import attrs
 import torch
 
 from verl_fn.backends.answers import Answers
+from verl_fn.backends.growing import Growing, More
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
@@ -24,11 +25,12 @@ from verl_fn.backends.protocol import (
     WeightSource,
     here,
 )
-from verl_fn.backends.serving import Serving, longest_of, model_of, not_finite, seeds_of
+from verl_fn.backends.serving import longest_of, model_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import apart_of, check_specs
 from verl_fn.backends.weight_sync.outlet import Outlet, send
 
-from .adapters import adapter_arguments, adapter_request
+from .adapters import adapter_arguments
+from .adding import add
 from .arguments import check_names, check_version, engine_arguments, prepare_environment
 from .drawn import Drawn, last_draws
 from .routes import Routes
@@ -36,6 +38,9 @@ from .starting import started
 
 # What sleeping frees, and the tags that wake it.
 WEIGHTS, CACHE = "weights", "kv_cache"
+# While requests are added, steps without a look at new ones. A step that also computes prompts takes longer, and so
+# does the collection of draws.
+STEPS_BETWEEN = 8
 
 
 class EngineError(RuntimeError):
@@ -46,7 +51,7 @@ class AsleepError(StaleWeightsError):
     """The engine sleeps, or only a part of it is awake."""
 
 
-class Vllm(Serving):
+class Vllm(Growing):
     """A rollout engine on vLLM; see ``RolloutBackend``.
 
     vLLM changes settings of the whole process, so the engine wants a process of its own. A tensor-parallel engine
@@ -208,39 +213,67 @@ class Vllm(Serving):
                     self._engine.wake_up([tag])
                     self._awake.add(tag)
 
-    def _admitted(
-        self, requests: Sequence[Request], version: int | None, *, as_they_end: bool
-    ) -> Iterator[tuple[int, Sample]]:
+    def _require_version(self, version: int | None) -> None:
         for part in (WEIGHTS, CACHE):
             self._require(part, "generate")
-        return super()._admitted(requests, version, as_they_end=as_they_end)
+        super()._require_version(version)
 
     def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
         self._continue(call)
         self._abort()
         answers = Answers(requests)
-        self._add(requests, call)
+        self._call("begin", requests[0].sampling, seeds_of(requests), self._add(requests, call))
         n = requests[0].sampling.n
         waiting = len(requests) * n
         ended: dict[int, Any] = {}
         while waiting:
-            self._continue(call)
-            outputs, self._outputs = self._outputs, []
-            if self._engine.has_unfinished_requests():
-                outputs += self._engine.step()
-            elif not outputs:
-                raise EngineError(f"vLLM ended with {waiting} of the rows unanswered")
-            for output in outputs:
-                if output.finished:
-                    answer = output.outputs[0]
-                    row = int(output.request_id.rpartition("-")[2])
-                    ended[row] = answer
-                    waiting -= 1
+            waiting -= self._step(call, ended)
             if ended and (as_they_end or not waiting):
                 self._collect(answers, n)
                 yield from self._samples(answers, ended)
                 ended = {}
         self._call("end")
+
+    def _grow(self, more: More, call: int) -> None:
+        self._continue(call)
+        self._abort()
+        answers, begun, waiting = Answers([]), 0, 0
+        samples: list[Sample] = []
+        while (requests := more(samples)) is not None:
+            samples = []
+            if requests:
+                rows = seeds_of(requests), self._add(requests, call, begun)
+                self._call("extend", *rows) if begun else self._call("begin", requests[0].sampling, *rows)
+                answers.add(requests)
+                begun, waiting = begun + len(requests), waiting + len(requests)
+            if not waiting:
+                self._rest()
+                continue
+            ended: dict[int, Any] = {}
+            for _ in range(STEPS_BETWEEN):
+                waiting -= self._step(call, ended)
+                if not waiting:
+                    break
+            if ended:
+                self._collect(answers, 1)
+                samples = [sample for _, sample in self._samples(answers, ended)]
+        if begun:
+            self._call("end")
+
+    def _add(self, requests: Sequence[Request], call: int, first: int = 0) -> dict[str, int]:
+        return add(self._engine, requests, call, first, self.end_tokens, adapted=self._lora is not None)
+
+    def _step(self, call: int, ended: dict[int, Any]) -> int:
+        """Takes a step of vLLM, adds what it returned for rows that ended to ``ended``, and returns their number."""
+        self._continue(call)
+        outputs, self._outputs = self._outputs, []
+        if self._engine.has_unfinished_requests():
+            outputs += self._engine.step()
+        elif not outputs:
+            raise EngineError("vLLM ended with some of the rows unanswered")
+        new = {int(o.request_id.rpartition("-")[2]): o.outputs[0] for o in outputs if o.finished}
+        ended.update(new)
+        return len(new)
 
     def _samples(self, answers: Answers, ended: Mapping[int, Any]) -> Iterator[tuple[int, Sample]]:
         """Yields the samples of rows that have ended, after a comparison with what vLLM returned."""
@@ -253,30 +286,6 @@ class Vllm(Serving):
                 length = len(sample.prompt) + len(sample.tokens)
                 sample = attrs.evolve(sample, routed_experts=self._routes.whole(answer.routed_experts, length))
             yield row, sample
-
-    def _add(self, requests: Sequence[Request], call: int) -> None:
-        """Gives vLLM one request for each sample."""
-        from vllm import SamplingParams
-        from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
-
-        sampling = requests[0].sampling
-        # The draws are ours. Of vLLM's own settings only those that end a response remain.
-        params = SamplingParams(
-            max_tokens=sampling.max_tokens,
-            temperature=1.0,
-            stop_token_ids=sorted(self.end_tokens | set(sampling.stop_token_ids)),
-            ignore_eos=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            # vLLM would copy all of this deeply for each request, and writes to none of it.
-            skip_clone=True,
-        )
-        rows, adapters = {}, None if self._lora is None else adapter_request()
-        for row in range(len(requests) * sampling.n):
-            prompt = tokens_input(list(requests[row // sampling.n].prompt))
-            rows[self._engine.add_request(f"{call}-{row}", prompt, params, lora_request=adapters)] = row
-        self._call("begin", sampling, seeds_of(requests), rows)
 
     def _collect(self, answers: Answers, n: int) -> None:
         self._collect_drawn()

@@ -7,7 +7,7 @@ parameters must be loaded. Where vLLM loads by layers, it counts elements, and e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +50,8 @@ def load(
     loader: Any = model
     in_layers = not in_place(model)
     between = (lambda: _keep_pending(model)) if in_layers else lambda: None
-    tensors: Iterator[tuple[str, Tensor]] = whole(source, checked=checked, between=between)
+    places = {} if in_layers else _embeddings(model)
+    tensors: Iterator[tuple[str, Tensor]] = whole(source, checked=checked, between=between, places=places)
     if adapters is not None:
         tensors = _without_adapters(model, tensors, adapters)
     with torch.no_grad():
@@ -71,6 +72,12 @@ def in_place(model: torch.nn.Module) -> bool:
     plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
     return all(method is None or type(method) in plain for method in methods)
+
+
+def _embeddings(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Returns the weights of embeddings and output layers by name: the largest tensors, in memory that they have."""
+    layers = [(name, layer) for name, layer in model.named_modules() if isinstance(layer, VocabParallelEmbedding)]
+    return {f"{name}.weight": layer.weight.detach() for name, layer in layers}
 
 
 def _without_adapters(
@@ -141,16 +148,21 @@ def _keep_pending(model: torch.nn.Module) -> None:
 
 
 def whole(
-    source: WeightSource, *, checked: bool, between: Callable[[], None] = lambda: None
+    source: WeightSource,
+    *,
+    checked: bool,
+    between: Callable[[], None] = lambda: None,
+    places: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields whole tensors under the names of vLLM's loaders, which are valid until the next one is taken.
 
-    A tensor that is larger than a bucket is put together in memory of its own.
+    A tensor that is larger than a bucket is put together in its place, if there is one, or in memory of its own.
 
     Args:
         source: the weights.
         checked: compare checksums.
         between: is called before a bucket is overwritten.
+        places: parameters that vLLM copies tensors of the same names into; they may have more rows.
 
     Raises:
         IncompleteWeights: as ``arriving``.
@@ -159,20 +171,32 @@ def whole(
     parts: dict[str, Tensor] = {}
     for bucket in arriving(source, max_bytes=BUCKET_BYTES, checked=checked):
         for chunk in bucket:
-            tensor = _assembled(chunk, specs[chunk.name], parts)
+            tensor = _assembled(chunk, specs[chunk.name], parts, places or {})
             if tensor is not None:
                 yield from vllm_tensors(chunk.name, tensor)
         between()
 
 
-def _assembled(chunk: Chunk, spec: TensorSpec, parts: dict[str, Tensor]) -> Tensor | None:
+def _assembled(
+    chunk: Chunk, spec: TensorSpec, parts: dict[str, Tensor], places: Mapping[str, Tensor]
+) -> Tensor | None:
     """Returns the whole tensor that a chunk completes; None if more is to come."""
     if len(chunk.values) == spec.rows:
         return chunk.values.reshape(spec.shape)
     if chunk.name not in parts:
-        parts[chunk.name] = chunk.values.new_empty(spec.shape)
+        place = places.get(chunk.name)
+        if place is not None and _holds(place, spec):
+            parts[chunk.name] = place[: spec.rows]
+        else:
+            parts[chunk.name] = chunk.values.new_empty(spec.shape)
     parts[chunk.name][chunk.start : chunk.start + len(chunk.values)] = chunk.values
     return parts.pop(chunk.name) if chunk.start + len(chunk.values) == spec.rows else None
+
+
+def _holds(place: Tensor, spec: TensorSpec) -> bool:
+    """Returns whether a parameter has the rows of a tensor; that of an embedding may be padded."""
+    rows, *rest = place.shape or (0,)
+    return place.dtype == spec.dtype and rows >= spec.rows and tuple(rest) == spec.shape[1:]
 
 
 def vllm_tensors(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:

@@ -76,6 +76,10 @@ class Extension:
         """Starts a run; see ``DrawingSampler.begin``."""
         self.model_runner.sampler.begin(sampling, seeds, rows)
 
+    def verl_fn_extend(self, seeds: list[int], rows: Mapping[str, int]) -> None:
+        """Adds rows to the run; see ``DrawingSampler.extend``."""
+        self.model_runner.sampler.extend(seeds, rows)
+
     def verl_fn_collect(self) -> Drawn | None:
         """Returns the draws since the last call; None if there are none."""
         drawn: Drawn | None = self.model_runner.sampler.collected()

@@ -19,6 +19,8 @@ from .source import InDtype, Weights, in_dtype
 from .staging import SLOTS, Place, kinds, offered
 
 ALIGNMENT = 256
+# The bytes of a bucket are shared by the slots and the tensors that are converted for the next one.
+PARTS = SLOTS + 1
 
 
 def _aligned(nbytes: int) -> int:
@@ -91,7 +93,7 @@ class Outlet(End):
                 specs, cut = offers[wish.kind]
                 specs = in_dtype(specs, wish.dtype)
                 rows = [spec.nbytes // max(1, spec.rows) for spec in specs]
-                most = wish.max_bytes // (1 if cut is None else cut.of)
+                most = wish.max_bytes // PARTS // (1 if cut is None else cut.of)
                 room = max(min(most, sum(spec.nbytes for spec in specs)), max(rows, default=0))
                 self._make_room(_aligned(room + ALIGNMENT * (len(specs) + 1)), receiver)
                 send_message(self._connection, ("ready",))
@@ -214,9 +216,11 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
         checked = any(wish.checked for wish in wanted.values())
         adapters = {spec.name for spec in apart.adapters.specs} if apart else set()
         accepting = list(wanted)
-        for bucket in chosen.buckets(size, checked=checked):
+        for bucket in chosen.buckets(size // PARTS, checked=checked):
             alone = tuple(chunk for chunk in bucket if chunk.name in adapters)
             accepting = [o for o in accepting if o.put(alone if wanted[o].kind == ADAPTERS else bucket)]
+            # Before the source converts the next one.
+            del bucket, alone
         for outlet in accepting:
             outlet.end()
     except BaseException as error:

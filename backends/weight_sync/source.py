@@ -171,11 +171,13 @@ class InDtype:
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
         """Yields all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``."""
-        # A chunk may be larger once it is converted.
+        # The size counts once chunks are converted.
         growth = max((self.dtype.itemsize / spec.dtype.itemsize for spec in self.inner.specs), default=1.0)
-        for bucket in self.inner.buckets(int(max_bytes / max(1.0, growth))):
+        for bucket in self.inner.buckets(int(max_bytes / growth)):
             chunks = [(chunk, chunk.values.to(self.dtype)) for chunk in bucket]
             yield tuple(Chunk(c.name, c.start, t, checksum(t) if checked else None) for c, t in chunks)
+            # Before the next bucket is converted.
+            del chunks
 
 
 def _rows(tensor: Tensor) -> Tensor:

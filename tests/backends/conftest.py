@@ -1,7 +1,14 @@
 """Ranks that serve all tests of a session: it takes them seconds to start."""
 
+import multiprocessing.spawn
+from pathlib import Path
+
 import pytest
+from megatron_support import EXPERTS
 from ranks import Ranks
+from warm_python import warm_python
+
+from verl_fn.backends.hf.new_model import new_model
 
 
 def ranks(size):
@@ -16,3 +23,52 @@ def ranks(size):
 
 
 one, two, four = ranks(1), ranks(2), ranks(4)
+
+
+@pytest.fixture(scope="session")
+def megatron_python():
+    """A Python that has imported Megatron."""
+    with warm_python(Path(__file__).parent / "megatron_imports.py") as path:
+        yield path
+
+
+@pytest.fixture(scope="session")
+def megatron_ranks(megatron_python):
+    """Starts ranks that share what one process has imported, or returns those that it has started before."""
+    before, kept = multiprocessing.spawn.get_executable(), {}
+
+    def ranks(size):
+        if size in kept and not all(process.is_alive() for process in kept[size].processes):
+            kept.pop(size).kill()
+        if size not in kept:
+            multiprocessing.spawn.set_executable(megatron_python)
+            try:
+                kept[size] = Ranks(size)
+            finally:
+                multiprocessing.spawn.set_executable(before)
+        return kept[size]
+
+    yield ranks
+    for one in kept.values():
+        one.kill()
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16)
+
+
+@pytest.fixture(scope="session")
+def shallow(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="session")
+def untied(tmp_path_factory):
+    """Its 9 tokens are padded for two ranks."""
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcde", hidden_size=16, tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory):
+    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, **EXPERTS)

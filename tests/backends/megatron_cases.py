@@ -1,8 +1,8 @@
-"""What the ranks of test_megatron.py do; each function runs on all of them together."""
+"""What the ranks of test_megatron.py and test_megatron_experts.py do; each function runs on all of them together."""
 
 import os
 import pickle
-from unittest import mock
+from argparse import Namespace
 
 import attrs
 import megatron_mutants
@@ -18,6 +18,7 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import Megatron, importing
 from verl_fn.backends.megatron.logprobs import shared_logprobs_and_entropy, shared_sum_pi_squared
 from verl_fn.backends.sampler import Sampler
+from verl_fn.benchmarks import residency
 from verl_fn.cli import main
 from verl_fn.state import Grads, Params, Sampling, pack, requests_for, snapshot, tree
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, cosine, no_decay, ppo_clip
@@ -66,7 +67,7 @@ def first_step(folder, options, rows, name="Megatron"):
     """
     loss, batch = loss_for(options.get("head", "lm")), tiny_batch(rows=rows)
     one, many = local(folder, options), megatron(folder, options, getattr(megatron_mutants, name))
-    worst = dict.fromkeys(("outputs", "loss", "grad_norm", "gradient", "update", "copies"), 0.0)
+    worst: dict = dict.fromkeys(("outputs", "loss", "grad_norm", "gradient", "update", "copies"), 0.0)
     a, b = one.init(KEY), many.init(KEY)
     assert tree.equal(dict(a.params), dict(many.named(b.params)))
     for _ in range(3 if "lora" in options else 2):
@@ -79,7 +80,9 @@ def first_step(folder, options, rows, name="Megatron"):
         ours = dict(many.named(gb))
         for name, g in ga.items():
             scale = max(float(g.norm()), 1e-3 * float(ga.global_norm()))
-            worst["gradient"] = max(worst["gradient"], float((ours[name] - g).norm()) / scale)
+            error = float((ours[name] - g).norm()) / scale
+            if error > worst["gradient"]:
+                worst |= {"gradient": error, "parameter": name, "size": float(g.norm() / ga.global_norm())}
         # Both apply the reference's gradients, so that a wrong optimizer cannot hide behind them.
         given = Grads(many.from_named(ga))
         (a, ua), (b, ub) = one.apply_update(a, ga), many.apply_update(b, given)
@@ -314,17 +317,14 @@ def beside_megatrons_optimizer(folder, options):
     schedule, batch = cosine(1e-2, 4, 1), tiny_batch()
     decayed = adamw(schedule, (0.8, 0.95), 1e-6, 0.5, weight_decay_mask=lambda name, t: t.ndim > 1)
     backend = megatron(folder, options, optimizer=chain(clip_by_global_norm(0.1), decayed))
-    state, model, kind = backend.init(KEY), backend._built(), torch.Tensor.type
+    state, model = backend.init(KEY), backend._built()
     config = OptimizerConfig(
         lr=1e-2, weight_decay=0.5, adam_beta1=0.8, adam_beta2=0.95, adam_eps=1e-6, clip_grad=0.1,
         params_dtype=torch.float32, use_distributed_optimizer=True,
     )  # fmt: skip
 
-    def on_cuda(t, *args):
-        return kind(t, *args) if args or t.is_cuda else kind(t).replace("torch.", "torch.cuda.")
-
     weight, norm, change = 0.0, 0.0, 0.0
-    with backend.layout.active(), mock.patch.object(torch.Tensor, "type", on_cuda):
+    with backend.layout.active(), megatron_on_cpu.types_of_cuda():
         theirs = get_megatron_optimizer(config, [model.built.ddp])
         for count in range(3):
             grads, _ = backend.forward_backward(state, batch, ppo_clip())
@@ -431,3 +431,14 @@ def family(folder, options):
     ours, theirs = Params(moved), attrs.evolve(b.params, leaves=many.from_named(moved))
     outputs = one.forward(ours, batch, needs), many.forward(theirs, batch, needs)
     return same, max(float((t - outputs[1].by_name[n]).abs().max()) for n, t in outputs[0].by_name.items())
+
+
+def beside_a_loop(folder, sizes):
+    """The gradient norms of the benchmark's loop in place and of the backend, which both update twice and more."""
+    megatron_on_cpu.install()
+    args = Namespace(
+        backend="megatron", shape="tiny", device=DEVICE, rounds=1, rows=4, sizes=sizes.items(), provider=()
+    )
+    result = residency.compare(args, str(folder))
+    assert result["ranks"] == dist.get_world_size() and result["tokens_a_second_a_gpu"]["ours"] > 0
+    return result["grad_norm"]

@@ -3,107 +3,35 @@
 The processes compute with megatron-core and Megatron-Bridge themselves, on CPUs; see ``megatron_on_cpu.py``.
 """
 
-import importlib
-import importlib.util
-import json
-import multiprocessing.spawn
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import RankFailed, Ranks
-from warm_python import warm_python
+from megatron_support import EXPERTS, FP32, MARKS, ROOT, call, check_first_step, read_lines
+from ranks import RankFailed
 
-from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.megatron import importing
-from verl_fn.backends.megatron.names import Canonical
-from verl_fn.backends.megatron.routing import Routers
+from verl_fn.backends.megatron.model import fused_kernels
+from verl_fn.benchmarks import workload
 from verl_fn.cli import main
-from verl_fn.data.tasks import TASKS
-from verl_fn.state import Batch, tree
+from verl_fn.state import tree
 
-INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
-pytestmark = [
-    pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks compute on CPUs; see test_megatron_cuda.py"),
-]
-ROOT = Path(__file__).parents[2]
-FP32 = 1e-5
-EXPERTS = {
-    "arch": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
-    "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.1,
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def executable():
-    """A Python that has imported Megatron."""
-    with warm_python(Path(__file__).parent / "megatron_imports.py") as path:
-        yield path
-
-
-@pytest.fixture(scope="module")
-def start(executable):
-    """Starts ranks that share what one process has imported, or returns those that it has started before."""
-    before, kept = multiprocessing.spawn.get_executable(), {}
-
-    def ranks(size):
-        if size in kept and not all(process.is_alive() for process in kept[size].processes):
-            kept.pop(size).kill()
-        if size not in kept:
-            multiprocessing.spawn.set_executable(executable)
-            try:
-                kept[size] = Ranks(size)
-            finally:
-                multiprocessing.spawn.set_executable(before)
-        return kept[size]
-
-    yield ranks
-    for one in kept.values():
-        one.kill()
+pytestmark = MARKS
 
 
 @pytest.fixture
-def two(start):
-    return start(2)
+def two(megatron_ranks):
+    return megatron_ranks(2)
 
 
 @pytest.fixture
-def four(start):
-    return start(4)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16)
-
-
-@pytest.fixture(scope="module")
-def shallow(tmp_path_factory):
-    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def untied(tmp_path_factory):
-    """Its 9 tokens are padded for two ranks."""
-    return new_model(tmp_path_factory.mktemp("model"), chars="abcde", hidden_size=16, tie_word_embeddings=False)
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory):
-    return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, **EXPERTS)
-
-
-def read_lines(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def call(ranks, name, *args):
-    return ranks.run(f"megatron_cases.{name}", *args)
+def four(megatron_ranks):
+    return megatron_ranks(4)
 
 
 # Options are combined, since each run of all laws takes seconds; the first steps below vary them one by one.
@@ -113,10 +41,6 @@ def call(ranks, name, *args):
 )
 def test_laws_on_two_ranks(two, folder, shallow, options):
     call(two, "laws", folder if "pp" in options else shallow, options, FP32)
-
-
-def test_replayed_routes_obey_the_law_of_splits(two, experts):
-    call(two, "replay_splits", experts, {"ep": 2}, FP32)
 
 
 @pytest.mark.parametrize(
@@ -189,17 +113,6 @@ def test_adapters_that_do_not_fit_are_refused(two, folder, lora, message):
 @pytest.mark.parametrize("options", [{"tp": 2, "pp": 2}, {"cp": 2, "pp": 2, "checkpointing": True}], ids=str)
 def test_the_first_steps_of_four_ranks(four, folder, options):
     check_first_step(call(four, "first_step", folder, options, 9)[0])
-
-
-@pytest.mark.parametrize("options", [{"ep": 2}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
-def test_the_first_steps_with_experts(two, experts, options):
-    """A coefficient of a loss of the router, which the config inherits, changes nothing."""
-    check_first_step(call(two, "first_step", experts, options, 9)[0])
-
-
-def check_first_step(worst):
-    assert worst["outputs"] <= 2e-6 and worst["loss"] <= 1e-6 and worst["grad_norm"] <= 1e-6, worst
-    assert worst["gradient"] <= 1e-5 and worst["update"] <= 1e-4 and worst["copies"] == 0, worst
 
 
 def test_the_first_step_in_bf16(two, untied):
@@ -327,22 +240,6 @@ def test_a_run_is_that_of_one_process(two, tmp_path):
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-def test_a_run_replays_routes(start, tmp_path, mode):
-    """Two updates of shuffled minibatches, which would be refused without a recording; the critic replays nothing."""
-    model = new_model(tmp_path / "model", chars=TASKS["reverse"].alphabet, hidden_size=16, **EXPERTS)
-    arguments = [
-        "train", str(ROOT / "recipes/ppo_reverse.toml"), f"model.path={model}", "driver.device=cpu",
-        "data.train_batch_size=4", "algorithm.ppo_mini_batch_size=2", "algorithm.critic_warmup=0", "data.val_size=4",
-        "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false",
-        "algorithm.entropy_coeff=0.01", "actor.strategy=megatron", f"actor.router_replay.mode={mode}",
-        f"trainer.dir={tmp_path / 'run'}",
-    ]  # fmt: skip
-    assert call(start(1), "run", arguments) == [0]
-    (line,) = (line for line in read_lines(tmp_path / "run") if "actor/grad_norm" in line)
-    assert line["actor/grad_norm"] > 0 and "critic/grad_norm" in line
-
-
 COMMAND = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -352,12 +249,12 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.slow
-def test_a_run_over_ray_is_that_of_one_process(executable, tiny, tmp_path, capsys):
+def test_a_run_over_ray_is_that_of_one_process(megatron_python, tiny, tmp_path, capsys):
     """PPO with a critic: one process makes the first and the third step, and ranks of Ray's the second."""
     pytest.importorskip("ray")
     environment = tmp_path / "environment.yaml"
     hook = Path(__file__).with_name("megatron_on_cpu.yaml").read_text()
-    environment.write_text(f"{hook}py_executable: {executable}\n")
+    environment.write_text(f"{hook}py_executable: {megatron_python}\n")
     arguments = [
         "train", str(ROOT / "recipes/ppo_reverse.toml"), f"model.path={tiny}", "driver.device=cpu",
         "data.train_batch_size=8", "data.val_size=8", "algorithm.ppo_mini_batch_size=8", "algorithm.critic_warmup=0",
@@ -371,7 +268,7 @@ def test_a_run_over_ray_is_that_of_one_process(executable, tiny, tmp_path, capsy
         more = [*more, f"trainer.total_training_steps={steps}", f"trainer.dir={tmp_path / 'two'}"]
         if steps == 2:
             # In a process of its own: where tests have connected this one to a Ray, a run takes that one.
-            command = [executable, "-c", COMMAND, str(Path(__file__).parent), *arguments, *more]
+            command = [megatron_python, "-c", COMMAND, str(Path(__file__).parent), *arguments, *more]
             run = subprocess.run(command, capture_output=True, text=True)
             assert run.returncode == 0, run.stdout + run.stderr
             printed = run.stdout
@@ -403,6 +300,32 @@ def test_updates_are_those_of_megatrons_own_optimizer(two, request, name, option
     """Three, with clipping, a schedule, and the decay of matrices alone, which is Megatron's own rule."""
     for weight, norm, change in call(two, "beside_megatrons_optimizer", request.getfixturevalue(name), options):
         assert weight <= 1e-6 and norm <= 1e-6 and change > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("fields", "fused"),
+    [
+        ({}, {"apply_rope_fusion", "bias_activation_fusion"}),
+        ({"position_embedding_type": "yarn"}, {"bias_activation_fusion"}),
+        ({"multi_latent_attention": True}, {"bias_activation_fusion"}),
+        ({"activation_func": torch.nn.functional.gelu}, {"apply_rope_fusion"}),
+        ({"num_moe_experts": 4}, {"apply_rope_fusion"}),
+    ],
+    ids=str,
+)
+def test_kernels_that_bridge_leaves_out_are_turned_on_where_they_fit(fields, fused):
+    dense = {
+        "position_embedding_type": "rope", "multi_latent_attention": False, "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu, "num_moe_experts": None,
+    }  # fmt: skip
+    assert fused_kernels(SimpleNamespace(**{**dense, **fields})) == dict.fromkeys(fused, True)
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"tp": 2, "sp": True}], ids=str)
+def test_the_loop_of_the_benchmark_does_the_same_work(two, tmp_path, sizes):
+    folder = workload.write_model(tmp_path / "model", "tiny", "cpu")
+    for norms in call(two, "beside_a_loop", folder, sizes):
+        assert norms["ours"] > 1e-3 and norms["in_place"] == pytest.approx(norms["ours"], rel=5e-3)
 
 
 @pytest.mark.parametrize(
@@ -481,80 +404,8 @@ def test_wrong_gradients_differ_from_those_of_one_process(two, shallow, name, op
     assert call(two, "first_step", shallow, options, 9, name)[0]["gradient"] > 1e-2
 
 
-def test_an_auxiliary_loss_differs_from_the_loss_that_was_given(two, experts):
-    """The provider's own loss of the router, which a config would set; see ``test_the_first_steps_with_experts``."""
-    added = {"provider": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}}
-    assert call(two, "first_step", experts, {"ep": 2, **added}, 9)[0]["gradient"] > 1e-3
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"ep": 2, "checkpointing": True}, {"tp": 2, "sp": True}, {"pp": 2, "checkpointing": True}, {"cp": 2}],
-    ids=str,
-)
-def test_replayed_routes_are_those_of_the_recording(two, experts, options):
-    """The ratio of the first update is 1 on other micro-batches and layouts, where routers decide otherwise."""
-    for change, free, gradient in call(two, "replayed", experts, options):
-        assert change <= 1e-6 and gradient <= 1e-5 and free > 1e-4
-
-
-def test_replayed_routes_are_those_of_the_engine(two, experts):
-    """The ratio of the first update is 1; experts of the last token, which the engine does not have, are not read."""
-    for error, wrong, kl in call(two, "replayed_from_engine", experts, {"pp": 2}):
-        assert error <= 1e-6 and wrong.pop("last") == error and abs(kl) <= 1e-6
-        assert min(wrong.values()) > 1e-4, wrong
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("ReplaysThePackedOrder", {"cp": 2}), ("RoutesBackwardAlone", {"pp": 2, "checkpointing": True})],
-)
-def test_wrong_replays_differ(two, experts, name, options):
-    change, _, gradient = call(two, "replayed", experts, options, name)[0]
-    assert (change if name == "ReplaysThePackedOrder" else gradient) > 1e-4
-
-
-@pytest.mark.parametrize("count", [4, 256, 512])
-def test_recordings_name_each_expert_that_there_is_and_no_other(count):
-    """With 256 experts a recording is uint8, and torch compares uint8 with 256 as if it were 0."""
-    routers, batch = Routers((), (), 1, 2, count), Batch.from_rows([[1]])
-    last = torch.tensor([[[0, count - 1]]])
-    routers.check(batch.with_tokens(routed_experts=last.to(routers.dtype)))
-    for wrong in (last + 1, last - 1):
-        with pytest.raises(ValueError, match=f"the numbers 0 to {count - 1}"):
-            routers.check(batch.with_tokens(routed_experts=wrong))
-
-
-def test_what_cannot_be_replayed_is_refused(two, experts, folder):
-    for errors in call(two, "replay_refused", experts, folder):
-        for error, message in zip(
-            errors,
-            (
-                "the batch has no 'routed_experts' to replay",
-                "this model's is torch.uint8[",
-                "goes to the experts [10, 10] in layer 0 of those with experts, which have the numbers 0 to 3",
-                "goes to one expert twice",
-                "not ['routed_experts']",
-                "router_replay needs a model with experts",
-                "leave moe_router_fusion and moe_router_load_balancing_type out",
-            ),
-            strict=True,
-        ):
-            assert message in error
-
-
 def test_buffers_of_several_buckets(two, shallow):
     """A rank that takes its part of each bucket for the part of the first one does not get out what went in."""
     check_first_step(call(two, "first_step", shallow, {}, 9, "SeveralBuckets")[0])
     with pytest.raises(RankFailed, match=r"assert tree\.equal\(dict\(a\.params\), dict\(many\.named"):
         call(two, "first_step", shallow, {}, 9, "OneBucket")
-
-
-def test_experts_are_exported_once():
-    """Ranks of expert parallelism that all name their experts from 0 on are refused (vime#388)."""
-    canonical = Canonical({"a.experts.down_proj": torch.empty(4, 4, 3)})
-    by_rank = [[(f"a.experts.{i}.down_proj.weight", torch.zeros(4, 3)) for i in range(2)] for _ in range(2)]
-    with pytest.raises(ModelError, match=r"gives a\.experts\.0\.down_proj\.weight twice"):
-        dict(canonical.joined(part for parts in by_rank for part in parts))
-    with pytest.raises(ModelError, match="no parameter for 1 tensors"):
-        dict(canonical.joined(by_rank[0]))

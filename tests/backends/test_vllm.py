@@ -65,6 +65,7 @@ def test_other_models(monkeypatch, arch):
         "small_buckets",
         "ignored_weights",
         "streams_and_interruptions",
+        "requests_that_arrive",
         "late_outputs",
         "weights_in_flight",
         "sleep_and_wake",

@@ -197,6 +197,13 @@ def small_buckets():
     size, loading.BUCKET_BYTES = loading.BUCKET_BYTES, 6000
     try:
         made.publish(2, Overwritten(trainer().weights(params(5))))
+        # What is larger than a bucket can be put together where it is loaded, if it fits there.
+        tensor, place = torch.arange(4000.0).view(1000, 4), torch.zeros(1024, 4)
+        source = Overwritten(Weights.of({"a": tensor, "b": tensor}))
+        places = {"a": place, "b": place[:999]}
+        arrived = dict(loading.whole(source, checked=False, places=places))
+        assert arrived["a"].data_ptr() == place.data_ptr() and torch.equal(arrived["a"], tensor)
+        assert torch.equal(arrived["b"], tensor) and not place[1000:].any()
     finally:
         loading.BUCKET_BYTES = size
     assert [s.tokens.tolist() for s in made.generate(asked)] == expected
@@ -259,6 +266,39 @@ def streams_and_interruptions():
     assert not made._engine.has_unfinished_requests()
     other = {(s.request, s.number): s.tokens.tolist() for s in made.generate(asked, version=1)}
     assert other != whole
+
+
+def requests_that_arrive():
+    """Requests that arrive during a call give the samples that they give in a call of their own."""
+    made = engine()
+    made.publish(0, trainer().weights(params(2)))
+    asked = [
+        attrs.evolve(request, sampling=Sampling(6 + 5 * request.id))
+        for request in requests_for(PROMPTS, Sampling(1), KEY)
+    ]
+    alone = [made.generate([request], version=0)[0] for request in asked]
+    arriving, ended, idle = [asked[:2], [], asked[2:3]], [], [0]
+
+    def more(samples):
+        ended.extend(samples)
+        if arriving:
+            return arriving.pop(0)
+        if len(ended) == 3 and idle[0] < 3:
+            idle[0] += 1
+            return [] if idle[0] < 3 else asked[3:]
+        return [] if len(ended) < 4 else None
+
+    made.grow(more, version=0)
+    together = sorted(ended, key=lambda sample: sample.request)
+    assert [s.tokens.tolist() for s in together] == [s.tokens.tolist() for s in alone]
+    torch.testing.assert_close([s.log_probs for s in together], [s.log_probs for s in alone])
+    assert [s.finish_reason for s in together] == [s.finish_reason for s in alone]
+    parts = iter([asked[:1], [attrs.evolve(asked[1], sampling=Sampling(5, temperature=0.5))]])
+    with pytest.raises(ValueError, match="differ in max_tokens alone"):
+        made.grow(lambda samples: next(parts), version=0)
+    with pytest.raises(StaleWeightsError):
+        made.grow(lambda samples: None, version=1)
+    assert made.generate([asked[0]])[0].tokens.tolist() == alone[0].tokens.tolist()
 
 
 def late_outputs():

@@ -211,6 +211,42 @@ def test_draws_depend_on_problem_number_and_turn_alone(chatty):
             assert sample.outcome == other.outcome
 
 
+class OneByOne(MockRollout):
+    """Takes requests while it draws others, of which it draws the newest one."""
+
+    def grow(self, more, *, version=None):
+        open_, samples = [], []
+        while (asked := more(samples)) is not None:
+            open_ += asked
+            samples = self.generate([open_.pop()], version=version) if open_ else []
+
+
+def test_conversations_go_on_while_the_engine_draws_the_replies_of_others():
+    results = {"ab": user("ab"), "ba": user("ba"), "g": End(1.0, 1.0), "c": user("?")}
+    samples = []
+    for kind in (MockRollout, OneByOne):
+        engine = kind(lambda turn: [*ids("g" if len(turn.prompt) > 6 else "c"), END])
+        engine.publish(3, Weights.of({}))
+        conversing = Conversing(
+            engine, script(**results), Renderer(TOKENIZER, [END]), TOKENIZER, [END], Limits(3, 8, 10)
+        )
+        w = Workers({}, conversing, None, TOKENIZER, Sampling(40, n=2), converses=True)
+        problems = [Problem(prompt, "", id=i) for i, prompt in enumerate(("ab", "ba"))]
+        samples.append(conversing.generate(requests_of(problems, w, w.sampling, Key.from_seed(0)), version=3))
+    assert tree.equal(pack(samples[0]), pack(samples[1])) and len(samples[0]) == 4
+    assert all(sample.outcome.turns == 2 for sample in samples[0])
+
+
+def test_texts_are_continued_as_whole_conversations_are_rendered():
+    """Of a long conversation only the end is made into tokens, and these are those of the whole."""
+    renderer, said = Renderer(TOKENIZER, [END]), list(user("ab"))
+    for reply, answer in (("cd", "ef"), ("", "g?"), ("h", "a")):
+        said.append({"role": "assistant", "content": reply})
+        whole = renderer._by_tokens(said, user(answer))
+        assert renderer.continuation(said, user(answer)) == whole == renderer._by_text(said, user(answer))
+        said += user(answer)
+
+
 def test_requests_without_a_problem_obey_the_laws_of_engines():
     def engine():
         inner = MockRollout(lambda turn: [3 + turn.key.seed() % 5, *turn.prompt, END, 7])

@@ -189,6 +189,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
             "throughput",
             "residency",
             "rollout",
+            "turns",
             "weight-sync",
             "batches",
             "loading",

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import attrs
@@ -20,6 +21,7 @@ from .conversation import Conversation, Row
 from .interpreter import EnvError
 from .processes import End, Failure, Job, Opening, Result
 from .rendering import Renderer
+from .turns import Turns
 
 
 @attrs.frozen
@@ -40,11 +42,12 @@ class Limits:
 class Conversing(Through):
     """A rollout engine in front of another one: it answers requests that carry a problem with whole conversations.
 
-    All conversations of a call advance together: the inner engine is asked for the next replies of all of them, and
-    then the environment for its answers. The prompt of each turn is the row of tokens so far, in which drawn tokens
-    are as they were drawn; the environment's messages have ``mask`` 0. Draws depend on the request's key, the number
-    of the conversation and the turn. Where the chat template rewrites earlier messages, a conversation goes on in a
-    new row.
+    Where the inner engine takes requests while it draws others, each conversation goes on as soon as the environment
+    has answered it; otherwise all conversations of a call advance together. The environment answers in another
+    thread, one batch of replies after the other. The prompt of each turn is the row of tokens so far, in which drawn
+    tokens are as they were drawn; the environment's messages have ``mask`` 0. Draws depend on the request's key, the
+    number of the conversation and the turn. Where the chat template rewrites earlier messages, a conversation goes on
+    in a new row.
 
     A conversation whose environment failed ends there; its rows say so. One that failed before its first reply has a
     row without drawn tokens. Requests without a problem are passed on.
@@ -88,9 +91,13 @@ class Conversing(Through):
         return getattr(self.inner, "dtype", None)
 
     @property
-    def steps(self) -> int:
-        """How many steps the engine and the environment have begun, which shows that they make progress."""
-        return getattr(self.inner, "steps", 0) + self._turns
+    def steps(self) -> int | None:
+        """How many steps the engine and the environment have begun, which shows that they make progress.
+
+        None as the inner engine's.
+        """
+        steps = getattr(self.inner, "steps", 0)
+        return None if steps is None else steps + self._turns
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
         """Returns the rows of all conversations, ordered by request and by number; see ``RolloutBackend``."""
@@ -111,16 +118,22 @@ class Conversing(Through):
         every = [Conversation(place, *pair) for place, pair in enumerate(pairs)]
         for one in every:
             _check_json(one)
-        failures = self._call(every)
-        while live := [one for one in every if one.reason is None]:
-            self._reply(live, version)
-            failures += self._call([one for one in live if one.reason is None])
-        if failures:
-            report = f"{len(failures)} of {len(every)} conversations have failed, {failures[0]}"
-            if len(failures) == len(every):
+        with ThreadPoolExecutor(1, "verl_fn environments") as thread:
+            turns = Turns(every, self._limits.reply, self._advance, thread)
+            if (grow := getattr(self.inner, "grow", None)) is not None:
+                grow(turns.more, version=version)
+            else:
+                samples: list[Sample] = []
+                turns.wait()
+                while (asked := turns.more(samples)) is not None:
+                    samples = self._drawn(asked, version) if asked else []
+                    turns.wait()
+        if turns.failures:
+            report = f"{len(turns.failures)} of {len(every)} conversations have failed, {turns.failures[0]}"
+            if len(turns.failures) == len(every):
                 raise EnvError(report)
             warnings.warn(f"{report}; nothing is learned from them", stacklevel=3)
-        samples: list[Sample] = []
+        samples = []
         rows: Counter[int] = Counter()
         for one in every:
             of_one = one.samples(rows[one.request.id])
@@ -132,22 +145,30 @@ class Conversing(Through):
         # The inner engine lies in this process, so that its samples are values.
         return cast(list[Sample], self.inner.generate(requests, version=version))
 
-    def _reply(self, live: Sequence[Conversation], version: int | None) -> None:
-        """Adds the model's next reply to each conversation."""
-        requests = [one.ask(self._limits.reply) for one in live]
-        samples = self._drawn(requests, version)
+    def _advance(
+        self,
+        drawing: Sequence[Conversation],
+        samples: Sequence[Sample],
+        ready: Callable[[Conversation], None],
+    ) -> list[str]:
+        """Adds replies of the model, and lets the environment answer; returns a sentence about each that failed.
+
+        Args:
+            drawing: the conversations.
+            samples: a reply of each; empty where the conversations begin.
+            ready: is called with each conversation that goes on.
+        """
         replies = texts_of([sample.tokens.tolist() for sample in samples], self._tokenizer, self._end_tokens)
-        for one, sample, reply in zip(live, samples, replies, strict=True):
+        # All conversations begin without a reply.
+        for one, sample, reply in zip(drawing, samples, replies, strict=bool(samples)):
             one.rows[-1].draw(sample)
             one.replies.append(reply)
             one.messages.append({"role": "assistant", "content": reply})
             if sample.finish_reason == "length":
                 one.reason = "length"
-
-    def _call(self, waiting: Sequence[Conversation]) -> list[str]:
-        """Lets the environment answer conversations; returns a sentence about each that failed."""
         self._turns += 1
         failures = []
+        waiting = [one for one in drawing if one.reason is None]
         results = self._environments([one.job() for one in waiting])
         for one, result in zip(waiting, results, strict=True):
             if isinstance(result, End):
@@ -165,6 +186,8 @@ class Conversing(Through):
                 self._open(one, result)
             else:
                 self._continue(one, result)
+            if one.reason is None:
+                ready(one)
         return failures
 
     def _open(self, one: Conversation, messages: Sequence[Any]) -> None:

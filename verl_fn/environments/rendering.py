@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from verl_fn.backends.hf.chat import chat_tokens
+from verl_fn.backends.hf.chat import chat_texts, chat_tokens
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.data.files import has_unknown
 
@@ -41,13 +42,17 @@ class Renderer:
         self._tokenizer, self._end_tokens = tokenizer, frozenset(end_tokens)
         # Conversations of a group begin alike, and many go on alike.
         self._rendered = functools.lru_cache(CACHE)(self._render)
+        self._encoded = functools.lru_cache(CACHE)(self._encode)
+        self._ends = tokenizer.convert_ids_to_tokens(sorted(self._end_tokens))
         if tokenizer.chat_template is None:
             raise EnvError(
                 "env.name needs chat messages, and the tokenizer has no chat template; take a model folder with "
                 "chat_template.jinja"
             )
         user, reply = {"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}
-        self.continuation([user, reply], [user])
+        whole = self._by_tokens([user, reply], [user])
+        # Tokenizers may treat the beginning of a text in their own way.
+        self._from_end = whole is not None and whole == self._by_text([user, reply], [user])
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Returns the tokens of messages and tools, up to the start of the model's reply.
@@ -69,7 +74,8 @@ class Renderer:
         """Returns the tokens between the end token of a reply and the start of the next one.
 
         They are the difference between two renderings, with and without ``messages``. So the tokens before them may
-        be those that the model drew, which can differ from what the tokenizer makes of their text.
+        be those that the model drew, which can differ from what the tokenizer makes of their text. Where the
+        tokenizer allows it, only the text after the reply is made into tokens.
 
         Args:
             said: the conversation so far, which ends with the reply.
@@ -83,6 +89,25 @@ class Renderer:
         Raises:
             EnvError: the template fails, or does not end the reply with an end token.
         """
+        tokens = self._by_text(said, messages, tools) if self._from_end else None
+        return self._by_tokens(said, messages, tools) if tokens is None else tokens
+
+    def _by_text(
+        self, said: Sequence[Message], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int] | None:
+        """Returns the tokens of the text after the reply; None where the earlier text is another one."""
+        with _renderable([*said, *messages]):
+            before, after = chat_texts(self._tokenizer, [(said, False), ([*said, *messages], True)], tools)
+        last = max(before.rfind(end) for end in self._ends)
+        if last < 0 or not after.startswith(before):
+            return None
+        end, *tokens = self._encoded(after[last:])
+        return tokens if end in self._end_tokens else None
+
+    def _by_tokens(
+        self, said: Sequence[Message], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int] | None:
+        """Returns the tokens after the last end token; None where those before it are not the same."""
         before, after = self._tokens(said, tools), self.opening([*said, *messages], tools)
         ends = [place for place, token in enumerate(before) if token in self._end_tokens]
         if not ends:
@@ -106,6 +131,10 @@ class Renderer:
                     f"{label}: the tokenizer does not know every character of the environment's {content!r:.80}"
                 )
 
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
     def _tokens(
         self,
         messages: Sequence[Message],
@@ -117,11 +146,17 @@ class Renderer:
 
     def _render(self, conversation: str, generation_prompt: bool) -> list[int]:
         messages, tools = json.loads(conversation)
-        try:
+        with _renderable(messages):
             return chat_tokens(self._tokenizer, messages, tools, generation_prompt=generation_prompt)
-        except ModelError as error:
-            roles = ", ".join(message["role"] for message in messages)
-            raise EnvError(
-                f"env.name: messages of the roles {roles} cannot be rendered ({error}); let the environment use "
-                "roles that the template knows, or take another template"
-            ) from error
+
+
+@contextlib.contextmanager
+def _renderable(messages: Sequence[Message]) -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise EnvError(
+            f"env.name: messages of the roles {roles} cannot be rendered ({error}); let the environment use "
+            "roles that the template knows, or take another template"
+        ) from error

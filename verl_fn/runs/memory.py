@@ -27,6 +27,7 @@ TITLES = {
     "old_log_prob": "log-probs",
     "ref": "log-probs of the reference",
     "values": "values",
+    "reward": "scores of the reward model",
     "update_actor": "update of the actor",
     "update_critic": "update of the critic",
 }
@@ -240,7 +241,7 @@ class _Model:
     @property
     def forward_phase(self) -> str:
         if self.role.head == "value":
-            return "values"
+            return "values" if self.role.optim is not None else "reward"
         return "ref" if self.role.optim is None else "old_log_prob"
 
     def resident(self, lower: str = "") -> Iterator[Part]:
@@ -350,7 +351,7 @@ def _staging(plan: Plan) -> tuple[Part, ...]:
     """Returns the buckets through which weights go to engines of other processes."""
     if plan.driver.kind == "local":
         return ()
-    return (Part("buckets of a publication", SLOTS * min(BUCKET_BYTES, _weights(plan))),)
+    return (Part("buckets of a publication", min(BUCKET_BYTES, SLOTS * _weights(plan))),)
 
 
 def _contexts(plan: Plan, ranks: int) -> tuple[Part, ...]:

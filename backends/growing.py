@@ -1,0 +1,59 @@
+"""Rollout engines that take requests while they draw the responses of others."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import attrs
+
+from verl_fn.backends.protocol import Request, Sample, Sampling
+from verl_fn.backends.serving import Serving
+from verl_fn.state import isolated
+
+More: TypeAlias = Callable[[list[Sample]], Sequence[Request] | None]
+"""Gets the samples that have ended since the last call; returns requests to add, or None at the end."""
+
+# How long an engine that has nothing to draw lets go of its weights before it looks for new requests.
+REST_SECONDS = 0.001
+
+
+class Growing(Serving):
+    """A rollout engine that also answers requests as they arrive; see ``Serving``."""
+
+    def grow(self, more: More, *, version: int | None = None) -> None:
+        """Answers requests that arrive while others are drawn.
+
+        Args:
+            more: is called between two steps, also while nothing is drawn, and should return at once. Its requests
+                have one sample each. Their sampling differs in ``max_tokens`` alone.
+            version: as for ``generate``.
+
+        Raises:
+            StaleWeightsError: as ``generate``.
+            ValueError: as ``generate``, or requests are to be drawn in different ways.
+        """
+        ways: set[Sampling] = set()
+
+        def checked(samples: list[Sample]) -> Sequence[Request] | None:
+            requests = more(samples)
+            if requests:
+                self._check(requests)
+                ways.update(attrs.evolve(request.sampling, max_tokens=1) for request in requests)
+                if len(ways) > 1 or any(sampling.n > 1 for sampling in ways):
+                    raise ValueError("requests of one call of grow must have n=1, and differ in max_tokens alone")
+            return requests
+
+        with self._alone(), isolated():
+            self._require_version(version)
+            self._calls += 1
+            self._grow(checked, self._calls)
+
+    @abstractmethod
+    def _grow(self, more: More, call: int) -> None:
+        """Answers requests that are checked; see ``grow``."""
+
+    def _rest(self) -> None:
+        """Waits a moment with nothing to draw, in which a publication may arrive."""
+        self._weights.wait(REST_SECONDS)

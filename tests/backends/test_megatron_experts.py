@@ -1,0 +1,117 @@
+"""Models with experts on the Megatron backend: first steps, replayed routes and auxiliary losses."""
+
+import pytest
+import torch
+from megatron_support import EXPERTS, FP32, MARKS, ROOT, call, check_first_step, read_lines
+
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.megatron.names import Canonical
+from verl_fn.backends.megatron.routing import Routers
+from verl_fn.data.tasks import TASKS
+from verl_fn.state import Batch
+
+pytestmark = MARKS
+
+
+@pytest.fixture
+def two(megatron_ranks):
+    return megatron_ranks(2)
+
+
+def test_replayed_routes_obey_the_law_of_splits(two, experts):
+    call(two, "replay_splits", experts, {"ep": 2}, FP32)
+
+
+@pytest.mark.parametrize("options", [{"ep": 2}, {"tp": 2, "sp": True}, {"pp": 2}], ids=str)
+def test_the_first_steps_with_experts(two, experts, options):
+    """A coefficient of a loss of the router, which the config inherits, changes nothing."""
+    check_first_step(call(two, "first_step", experts, options, 9)[0])
+
+
+@pytest.mark.parametrize("mode", ["R2", "R3"])
+def test_a_run_replays_routes(megatron_ranks, tmp_path, mode):
+    """Two updates of shuffled minibatches, which would be refused without a recording; the critic replays nothing."""
+    model = new_model(tmp_path / "model", chars=TASKS["reverse"].alphabet, hidden_size=16, **EXPERTS)
+    arguments = [
+        "train", str(ROOT / "recipes/ppo_reverse.toml"), f"model.path={model}", "driver.device=cpu",
+        "data.train_batch_size=4", "algorithm.ppo_mini_batch_size=2", "algorithm.critic_warmup=0", "data.val_size=4",
+        "trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false",
+        "algorithm.entropy_coeff=0.01", "actor.strategy=megatron", f"actor.router_replay.mode={mode}",
+        f"trainer.dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    assert call(megatron_ranks(1), "run", arguments) == [0]
+    (line,) = (line for line in read_lines(tmp_path / "run") if "actor/grad_norm" in line)
+    assert line["actor/grad_norm"] > 0 and "critic/grad_norm" in line
+
+
+def test_an_auxiliary_loss_differs_from_the_loss_that_was_given(two, experts):
+    """The provider's own loss of the router, which a config would set; see ``test_the_first_steps_with_experts``."""
+    added = {"provider": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}}
+    assert call(two, "first_step", experts, {"ep": 2, **added}, 9)[0]["gradient"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"ep": 2, "checkpointing": True}, {"tp": 2, "sp": True}, {"pp": 2, "checkpointing": True}, {"cp": 2}],
+    ids=str,
+)
+def test_replayed_routes_are_those_of_the_recording(two, experts, options):
+    """The ratio of the first update is 1 on other micro-batches and layouts, where routers decide otherwise."""
+    for change, free, gradient in call(two, "replayed", experts, options):
+        assert change <= 1e-6 and gradient <= 1e-5 and free > 1e-4
+
+
+def test_replayed_routes_are_those_of_the_engine(two, experts):
+    """The ratio of the first update is 1; experts of the last token, which the engine does not have, are not read."""
+    for error, wrong, kl in call(two, "replayed_from_engine", experts, {"pp": 2}):
+        assert error <= 1e-6 and wrong.pop("last") == error and abs(kl) <= 1e-6
+        assert min(wrong.values()) > 1e-4, wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("ReplaysThePackedOrder", {"cp": 2}), ("RoutesBackwardAlone", {"pp": 2, "checkpointing": True})],
+)
+def test_wrong_replays_differ(two, experts, name, options):
+    change, _, gradient = call(two, "replayed", experts, options, name)[0]
+    assert (change if name == "ReplaysThePackedOrder" else gradient) > 1e-4
+
+
+@pytest.mark.parametrize("count", [4, 256, 512])
+def test_recordings_name_each_expert_that_there_is_and_no_other(count):
+    """With 256 experts a recording is uint8, and torch compares uint8 with 256 as if it were 0."""
+    routers, batch = Routers((), (), 1, 2, count), Batch.from_rows([[1]])
+    last = torch.tensor([[[0, count - 1]]])
+    routers.check(batch.with_tokens(routed_experts=last.to(routers.dtype)))
+    for wrong in (last + 1, last - 1):
+        with pytest.raises(ValueError, match=f"the numbers 0 to {count - 1}"):
+            routers.check(batch.with_tokens(routed_experts=wrong))
+
+
+def test_what_cannot_be_replayed_is_refused(two, experts, folder):
+    for errors in call(two, "replay_refused", experts, folder):
+        for error, message in zip(
+            errors,
+            (
+                "the batch has no 'routed_experts' to replay",
+                "this model's is torch.uint8[",
+                "goes to the experts [10, 10] in layer 0 of those with experts, which have the numbers 0 to 3",
+                "goes to one expert twice",
+                "not ['routed_experts']",
+                "router_replay needs a model with experts",
+                "leave moe_router_fusion and moe_router_load_balancing_type out",
+            ),
+            strict=True,
+        ):
+            assert message in error
+
+
+def test_experts_are_exported_once():
+    """Ranks of expert parallelism that all name their experts from 0 on are refused (vime#388)."""
+    canonical = Canonical({"a.experts.down_proj": torch.empty(4, 4, 3)})
+    by_rank = [[(f"a.experts.{i}.down_proj.weight", torch.zeros(4, 3)) for i in range(2)] for _ in range(2)]
+    with pytest.raises(ModelError, match=r"gives a\.experts\.0\.down_proj\.weight twice"):
+        dict(canonical.joined(part for parts in by_rank for part in parts))
+    with pytest.raises(ModelError, match="no parameter for 1 tensors"):
+        dict(canonical.joined(by_rank[0]))
