@@ -104,7 +104,9 @@ def step_of(metrics: Mapping[str, Any], line: Mapping[str, Any]) -> Step:
         >>> step_of({"perf/total_num_tokens": 6, "timing_s/gen": 2.0, "timing_s/step": 2.5}, {"seconds": 3.0})
         {'seconds': 3.0, 'tokens': 6, 'phases': {'gen': 2.0}, 'reported': 2.5}
     """
-    phases = {name.removeprefix(TIMING): value for name, value in metrics.items() if name.startswith(TIMING)}
+    timings = {name.removeprefix(TIMING): value for name, value in metrics.items() if name.startswith(TIMING)}
+    # verl's names with a further slash are parts of a phase.
+    phases = {name: value for name, value in timings.items() if "/" not in name}
     reported = phases.pop("step")
     tokens = metrics["perf/total_num_tokens"]
     return {"seconds": line["seconds"], "tokens": tokens, "phases": phases, "reported": reported}

@@ -16,6 +16,7 @@ from verl_fn.driver.processes import runs
 VERL_LINE = {
     "step": 2,
     "data": {"perf/total_num_tokens": 900, "timing_s/gen": 4.0, "timing_s/update_actor": 2.0, "timing_s/step": 7.0,
+             "timing_s/agent_loop/generate_sequences/max": 3.5,
              "timing_per_token_ms/gen": 0.1, "actor/lr": 1e-6},
 }  # fmt: skip
 WRITER = """
