@@ -26,7 +26,7 @@ SHARED = {
         *("batches_benchmark", "clusters", "environments", "failures", "groups"),
         *("overlap", "private_ray", "ray_driver", "restarts", "turns", "updates_in_flight", "weight_sync_benchmark"),
     ],
-    "Megatron": ["megatron", "megatron_experts"],
+    "Megatron": ["megatron", "megatron_experts", "megatron_fsdp", "megatron_optimizer"],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "weight_sync"],
 }
 # What takes longest starts first, so that all workers end at about the same time.

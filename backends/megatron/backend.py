@@ -27,7 +27,9 @@ from verl_fn.backends.hf.outputs import check_head, check_needs
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.megatron import conversion, saving
+from verl_fn.backends.megatron.distributed_optimizer import check_updates_by
 from verl_fn.backends.megatron.executor import Executor, How
+from verl_fn.backends.megatron.fully_sharded import check_fully_sharded
 from verl_fn.backends.megatron.layout import Layout, Sizes
 from verl_fn.backends.megatron.masks import check_slots
 from verl_fn.backends.megatron.rows import ROUTED, MicroBatch, padded_starts
@@ -35,14 +37,7 @@ from verl_fn.backends.megatron.schedule import run
 from verl_fn.backends.memory import fits
 from verl_fn.backends.one_call import OneCall, one_at_a_time
 from verl_fn.backends.placing import beside
-from verl_fn.backends.row_sharing import (
-    Share,
-    agree_on_batch,
-    agree_on_call,
-    brought_together,
-    one_thread,
-    share_out,
-)  # fmt: skip
+from verl_fn.backends.row_sharing import Share, agree_on_batch, agree_on_call, brought_together, one_thread, share_out
 from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
     Batch,
@@ -69,7 +64,7 @@ class Megatron:
     """Trains a Hugging Face causal language model, or a value model on its body, with Megatron's model of it.
 
     Parameters, gradients and moments are the elements that a rank owns of each of Megatron's parameters; ``named``
-    gives whole tensors under canonical names. The optimizer is the one of ``steps`` on these elements.
+    gives whole tensors under canonical names. The optimizer is the one of ``steps`` on these elements by default.
 
     Args:
         folder: a Hugging Face model folder that every rank can read, of a family that Megatron-Bridge knows.
@@ -87,12 +82,15 @@ class Megatron:
         lora: adapters to train; everything else but a value head is then frozen.
         router_replay: record the experts of each token where ``forward`` is asked for ``routed_experts``, and let
             tokens of batches with this field go to the experts that it names; ``forward_backward`` then needs it.
+        updates_by: ``verl_fn``, or ``megatron``, whose distributed optimizer then computes what ``optimizer`` says.
+        fsdp: Megatron-FSDP takes the place of Megatron's DDP, so that ranks divide the parameters that compute, too.
         device: ``cuda``, where a rank computes on its current device; ``cpu`` works only in tests.
         deterministic: use bitwise repeatable kernels on CUDA; those of the CPU always are.
 
     Raises:
         LayoutError: the sizes do not divide the ranks, or ranks were given different settings.
         MegatronMissing: megatron-core or Megatron-Bridge is missing, or of a version that was not tested.
+        ValueError: Megatron's optimizer cannot compute what ``optimizer`` does.
         LoraError, ModelError: when the model is made, it cannot have such adapters.
     """
 
@@ -113,6 +111,8 @@ class Megatron:
         provider: Mapping[str, Any] | None = None,
         lora: Lora | None = None,
         router_replay: bool = False,
+        updates_by: str = "verl_fn",
+        fsdp: bool = False,
         device: str = "cuda",
         deterministic: bool = False,
     ) -> None:
@@ -125,10 +125,13 @@ class Megatron:
         self.head = check_head(head)
         self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
-        self.checkpointing = checkpointing
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
-        self._how = How(head, self.dtype, self.device, checkpointing, dict(provider or {}), lora, router_replay)
+        check_updates_by(updates_by, optimizer)
+        if fsdp:
+            check_fully_sharded(self.layout.sizes, adapters=lora is not None, updates_by=updates_by)
+        fields = dict(provider or {})
+        self._how = How(head, self.dtype, self.device, checkpointing, fields, lora, router_replay, updates_by, fsdp)
         self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
         self._model: Executor | None = None
 
@@ -372,7 +375,7 @@ class Megatron:
         self, model: Executor, share: Share[MicroBatch], wanted: frozenset[str], finish: Any, **options: Any
     ) -> None:
         batch, count = share.staged[0].batch, len(share)
-        with fits(batch, 0, count, self.max_tokens, sharers=self.layout.sizes.cp, keeps=not self.checkpointing):
+        with fits(batch, 0, count, self.max_tokens, sharers=self.layout.sizes.cp, keeps=not self._how.checkpointing):
             run(model.built, self.layout, share.staged, wanted, finish, **options)
 
     def _share(

@@ -19,7 +19,9 @@ from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.megatron import conversion
 from verl_fn.backends.megatron.adapters import merged
 from verl_fn.backends.megatron.conversion import Source, Task, tasks_of
+from verl_fn.backends.megatron.distributed_optimizer import Distributed
 from verl_fn.backends.megatron.fidelity import check_same_model
+from verl_fn.backends.megatron.fully_sharded import sharded_pieces
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.masks import for_leaves
 from verl_fn.backends.megatron.model import Built, How, build
@@ -27,7 +29,7 @@ from verl_fn.backends.megatron.names import Canonical
 from verl_fn.backends.megatron.routing import Routers, Routing
 from verl_fn.backends.megatron.shards import Piece, Resident, check_leaves, pieces_of
 from verl_fn.state import Key, Params
-from verl_fn.steps import Optimizer
+from verl_fn.steps import Frozen, Optimizer
 
 __all__ = ["Executor", "How"]
 
@@ -78,11 +80,13 @@ class Executor:
         canonical = Canonical(empty.shapes)
         with layout.active():
             tasks = tasks_of(built.bridge, built.config, built.model, how.head, canonical, adapters)
-            by_param = pieces_of(built.ddp, layout)
+            by_param = (sharded_pieces if how.fsdp else pieces_of)(built.ddp, layout)
         pieces = {task.leaf: by_param[task.param] for task in tasks if task.param is not None}
         with agreed():
             own_optimizer = for_leaves(optimizer, pieces, canonical)
         resident = Resident(built.ddp, pieces, layout, built.tied)
+        if how.updates_by == "megatron" and not isinstance(optimizer, Frozen):
+            own_optimizer = Distributed.of(own_optimizer, resident, how.dtype)
         zeros = {
             leaf: torch.zeros(piece.stop - piece.start, device=how.device)
             for leaf, piece in pieces.items()

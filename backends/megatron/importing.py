@@ -37,6 +37,16 @@ PRIVATE: dict[str, tuple[str, ...]] = {
     "megatron.bridge.AutoBridge": ("_model_bridge",),
     "megatron.bridge.models.conversion.model_bridge.MegatronModelBridge": ("build_conversion_tasks",),
     "megatron.core.distributed.DistributedDataParallel": ("start_param_sync", "zero_grad_buffer"),
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.MegatronFSDP": (
+        "_replace_param_with_raw_if_needed",
+        "all_gather_and_wait_parameters_ready",
+        "synchronize_param_gather",
+    ),
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer.DataParallelBuffer": (
+        "_get_item_slice_in_shard",
+        "get_item",
+    ),
+    "megatron.core.optimizer.DistributedOptimizer": ("_get_model_param_range_map",),
     "megatron.core.transformer.moe.router_replay.RouterReplay": (
         "clear_indices",
         "clear_router_replay_action",

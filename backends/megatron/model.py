@@ -17,6 +17,7 @@ from verl_fn.backends.hf.config import ModelError, read_config, refused
 from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.lora import Adapters, Lora
 from verl_fn.backends.megatron import adapters as lora_adapters
+from verl_fn.backends.megatron.fully_sharded import SETTINGS, unwrapped
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.rows import ROUTED
@@ -52,7 +53,7 @@ class Built:
     Attributes:
         bridge: Megatron-Bridge's ``AutoBridge``.
         config: the config of the Hugging Face model.
-        ddp: Megatron's ``DistributedDataParallel``.
+        ddp: Megatron's ``DistributedDataParallel``, or its ``FullyShardedDataParallel``.
         model: the model inside, a ``GPTModel``.
         tied: on the first and last of several stages, the weight that both have; otherwise None.
     """
@@ -64,11 +65,21 @@ class Built:
     tied: nn.Parameter | None
 
     @property
+    def fully_sharded(self) -> bool:
+        """Whether Megatron-FSDP has the place of DDP."""
+        return self.ddp.ddp_config.use_megatron_fsdp
+
+    @property
     def output_weight(self) -> Tensor:
         """The rows of the output layer that this rank has, on the last stage."""
         if self.model.share_embeddings_and_output_weights:
-            return self.model.shared_embedding_or_output_weight()
-        return self.model.output_layer.weight
+            weight = self.model.shared_embedding_or_output_weight()
+        else:
+            weight = self.model.output_layer.weight
+        if self.fully_sharded:
+            # It gathers what a layer is called for, and this one is not.
+            self.ddp.module.all_gather_and_wait_parameters_ready([weight], prefetch=False)
+        return weight
 
 
 class ValueHead(nn.Module):
@@ -96,6 +107,8 @@ class How:
         provider: fields of Bridge's provider.
         lora: adapters to train, or None.
         router_replay: whether routers can record and replay the experts of each token.
+        updates_by: who computes updates, ``verl_fn`` or ``megatron``.
+        fsdp: whether Megatron-FSDP takes the place of Megatron's DDP.
     """
 
     head: str
@@ -105,6 +118,8 @@ class How:
     provider: Mapping[str, Any]
     lora: Lora | None = None
     router_replay: bool = False
+    updates_by: str = "verl_fn"
+    fsdp: bool = False
 
     @property
     def recorded(self) -> tuple[str, ...]:
@@ -150,7 +165,10 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
         model_parallel_cuda_manual_seed(0)
         provider.finalize()
         (ddp,) = provider.provide_distributed_model(
-            ddp_config=DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
+            ddp_config=DistributedDataParallelConfig(
+                use_distributed_optimizer=True, grad_reduce_in_fp32=True, **(SETTINGS if how.fsdp else {})
+            ),
+            use_megatron_fsdp=how.fsdp,
             use_cpu_initialization=how.device.type == "cpu",
             mixed_precision_wrapper=None,
             pre_wrap_hook=hooks,
@@ -158,6 +176,8 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
         )
     ddp.train()
     model, tied = ddp.module, None
+    if how.fsdp:
+        model = unwrapped(ddp)
     if (
         layout.sizes.pp > 1
         and model.share_embeddings_and_output_weights

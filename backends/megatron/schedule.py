@@ -59,6 +59,9 @@ def run(
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, Metrics]:
             outputs = outputs_of(built, layout, micro_batch, hidden, wanted)
             total, reported = finish(number, micro_batch, outputs)
+            if built.fully_sharded and total.requires_grad:
+                # Otherwise it begins with the hidden states, and would lose the gradient of the output layer.
+                total.register_hook(lambda g: built.ddp.module.pre_backward(skip_backward_hook=False))
             # A number of tokens: Megatron then divides by nothing, and adds it up.
             return total, torch.zeros((), dtype=torch.int, device=hidden.device), reported
 

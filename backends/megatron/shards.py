@@ -14,7 +14,7 @@ values it was made from, so that a call with the same values copies nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -130,7 +130,7 @@ class Resident:
         self.layout = layout
         self.tied = tied
         self.loads = 0
-        self._made_from: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._made_from: dict[str, tuple[Callable[[], Tensor | None], int]] = {}
 
     def hold(self, leaves: Mapping[str, Tensor]) -> None:
         """Fills the buffer with these values, unless it holds them already; all ranks call it together.
@@ -157,13 +157,23 @@ class Resident:
                 if own:
                     torch._foreach_copy_([self.pieces[name].weight for name in own], [leaves[name] for name in own])
                 self._share_replicated(leaves)
-                self.ddp.start_param_sync(force_sync=True)
+                if self.ddp.ddp_config.use_megatron_fsdp:
+                    # It gathers what it needs as it computes, but not what a call that failed has left gathered.
+                    self.ddp.synchronize_param_gather()
+                else:
+                    self.ddp.start_param_sync(force_sync=True)
             if self.tied is not None and (trained if self.tied.requires_grad else frozen):
                 dist.broadcast(
                     self.tied.data, dist.get_global_rank(self.layout.groups.embd, 0), self.layout.groups.embd
                 )
         self._made_from = {name: (weakref.ref(t), t._version) for name, t in leaves.items()}
         self.loads += 1
+
+    def forget(self) -> None:
+        """Forgets which trained values the buffer holds, since something else overwrites them there."""
+        for name, piece in self.pieces.items():
+            if piece.trained and name in self._made_from:
+                self._made_from[name] = _nothing, 0
 
     def _differing(self, leaves: Mapping[str, Tensor]) -> tuple[bool, bool]:
         """Returns whether trained, and whether frozen parameters differ from what the model holds, on any rank.
@@ -194,6 +204,10 @@ class Resident:
         dist.all_reduce(flat, group=self.layout.groups.tp)
         for (_, piece), part in zip(shared, flat.split(sizes), strict=True):
             piece.param.data.view(-1)[piece.local[0] : piece.local[1]] = part
+
+
+def _nothing() -> None:
+    """Stands for a reference to a tensor that is gone."""
 
 
 def check_leaves(

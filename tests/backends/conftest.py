@@ -72,3 +72,17 @@ def untied(tmp_path_factory):
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory):
     return new_model(tmp_path_factory.mktemp("model"), chars="abcd", hidden_size=16, **EXPERTS)
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """Makes a small model of these settings once; its 9 tokens are padded for two ranks."""
+    made = {}
+
+    def of(**settings):
+        key = repr(settings)
+        if key not in made:
+            made[key] = new_model(tmp_path_factory.mktemp("model"), chars="abcde", hidden_size=16, **settings)
+        return made[key]
+
+    return of

@@ -20,6 +20,11 @@ import torch
 
 BACKEND = "verl_fn.backends.megatron.backend"
 LITERAL = (
+    "distributed.fsdp.mcore_fsdp_adapter",
+    "distributed.fsdp.src.megatron_fsdp.megatron_fsdp",
+    "distributed.fsdp.src.megatron_fsdp.mixed_precision",
+    "distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer",
+    "distributed.fsdp.src.megatron_fsdp.utils",
     "distributed.param_and_grad_buffer",
     "optimizer.clip_grads",
     "optimizer.optimizer",
@@ -52,6 +57,8 @@ class OnCpu:
     """A stand-in for ``torch`` whose factories make tensors on the CPU where they are asked for CUDA."""
 
     def __getattr__(self, name):
+        if name == "device":
+            return OnCpuDevice("device", (), {})
         made = getattr(torch, name)
         if name not in FACTORIES:
             return made
@@ -63,6 +70,24 @@ class OnCpu:
             return made(*args, **kwargs)
 
         return make
+
+
+class OnCpuDevice(type):
+    """Makes devices, of the CPU where it is asked for CUDA."""
+
+    def __call__(cls, kind, *args):
+        return torch.device("cpu") if str(kind).startswith("cuda") else torch.device(kind, *args)
+
+    def __instancecheck__(cls, value):
+        return isinstance(value, torch.device)
+
+
+class OnCpuMesh:
+    """A stand-in for ``DeviceMesh`` whose meshes are of CPUs."""
+
+    @staticmethod
+    def from_group(group, device_type, **options):
+        return torch.distributed.DeviceMesh.from_group(group, device_type="cpu", **options)
 
 
 def shared(new_group):
@@ -77,6 +102,17 @@ def shared(new_group):
         return made[key]
 
     return group
+
+
+def named_cuda(kind):
+    """Gives the types of tensors the names that Megatron's optimizer looks for, where that asks for one."""
+
+    def type(self, *args, **kwargs):
+        name = kind(self, *args, **kwargs)
+        asks = sys._getframe(1).f_globals["__name__"].startswith("megatron.core.optimizer")
+        return name.replace("torch.", "torch.cuda.") if asks and isinstance(name, str) else name
+
+    return type
 
 
 @functools.cache
@@ -100,6 +136,7 @@ def install():
     torch.distributed.new_group = shared(torch.distributed.new_group)
     torch.Tensor.record_stream = lambda self, stream: None
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.type = named_cuda(torch.Tensor.type)
 
     from verl_fn.backends.megatron.importing import load_bridge
 
@@ -113,6 +150,7 @@ def install():
     token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy
     for name in LITERAL:
         importlib.import_module(f"megatron.core.{name}").torch = OnCpu()
+    importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter").DeviceMesh = OnCpuMesh
 
 
 @contextlib.contextmanager

@@ -114,3 +114,38 @@ def test_replay_in_bf16(ranks, experts, size):
 
 def test_laws_in_bf16(ranks, folder):
     ranks(1).run("megatron_cases.laws", folder, {"compute_dtype": "bfloat16"}, 0.05)
+
+
+OWN = [(1, {}), (1, {"head": "value"}), *((2, more) for more in ({}, {"tp": 2, "sp": True}, {"pp": 2}))]
+
+
+@pytest.mark.parametrize("placed", [None, "cpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("size", "options"), OWN, ids=str)
+def test_updates_of_megatrons_own_optimizer_are_ours(ranks, folder, size, options, dtype, placed):
+    """Three, from the same gradients; of states on the GPU and of ones that lie on the CPU."""
+    options = options | {"compute_dtype": dtype}
+    reports = ranks(size).run("megatron_optimizer_cases.beside_ours", folder, options, "Megatron", placed)
+    for weight, moment, norm, change, _ in reports:
+        assert weight <= 1e-5 and moment <= 1e-4 and norm <= 1e-5 and change > 1e-3
+
+
+def test_laws_with_megatrons_own_optimizer(ranks, folder):
+    ranks(1).run("megatron_optimizer_cases.laws", folder, {"compute_dtype": "bfloat16"}, 0.05)
+
+
+SHARDED = [(1, {}), *((2, more) for more in ({}, {"checkpointing": True}, {"head": "value"}, {"cp": 2}))]
+
+
+@pytest.mark.parametrize(("size", "options"), SHARDED, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_steps_with_megatron_fsdp(ranks, folder, dtype, size, options):
+    options = options | {"compute_dtype": dtype, "fsdp": True}
+    worst = ranks(size).run("megatron_fsdp_cases.first_step", folder, options, 9)[0]
+    bars = (1e-5, 1e-5, 1e-4) if dtype == "float32" else (1e-3, 5e-3, 0.1)
+    for name, bar in zip(("loss", "grad_norm", "gradient"), bars, strict=True):
+        assert worst[name] <= bar, worst
+
+
+def test_laws_with_megatron_fsdp(ranks, folder):
+    ranks(1).run("megatron_fsdp_cases.laws", folder, {"compute_dtype": "bfloat16", "fsdp": True}, 0.05)

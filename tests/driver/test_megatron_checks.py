@@ -3,11 +3,14 @@
 import importlib.util
 
 import pytest
+from run_configs import tiny_run
 
+from verl_fn.backends import megatron as backend
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.megatron.importing import about
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.driver import build
+from verl_fn.runs.check_run import check_run
 from verl_fn.runs.checks import check_ranks
 
 INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
@@ -37,6 +40,12 @@ def checked(model, ranks, *overrides):
             ["actor.lora_rank=3", f"{SIZES}.tensor_model_parallel_size=2"],
             "actor.lora_rank = 3 must be a multiple of actor.megatron.tensor_model_parallel_size = 2",
         ),
+        (
+            2,
+            [f"{SIZES}.use_megatron_fsdp=true", f"{SIZES}.pipeline_model_parallel_size=2"],
+            "no pipeline parallelism",
+        ),
+        (2, [f"{SIZES}.use_megatron_fsdp=true", "actor.lora_rank=4"], "was not tried with adapters"),
     ],
 )
 def test_what_does_not_fit_is_refused(model, ranks, overrides, message):
@@ -64,3 +73,34 @@ def test_a_missing_package_is_named(model):
         ConfigError, match=r"actor.strategy is megatron: .*(there is no package megatron|Python 3.12)"
     ):
         checked(model, 1)
+
+
+@pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
+def test_a_check_names_megatron_fsdp(tiny, tmp_path):
+    report = check_run(tiny_run(tiny, tmp_path, "actor.strategy=megatron", f"{SIZES}.use_megatron_fsdp=true"))
+    assert "Megatron-FSDP over 1 ranks" in report
+
+
+@pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
+def test_a_check_says_that_megatrons_optimizer_computes_updates(tiny, tmp_path):
+    for optimizer in ("verl_fn", "megatron"):
+        report = check_run(tiny_run(tiny, tmp_path, "actor.strategy=megatron", f"{SIZES}.optimizer={optimizer}"))
+        lines = {line.split()[0]: line for line in report.splitlines()}
+        for role in ("actor", "critic"):
+            assert ("by Megatron's own distributed optimizer" in lines[role]) == (optimizer == "megatron")
+
+
+@pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed")
+def test_who_computes_updates_reaches_the_backend(model, monkeypatch):
+    made = {}
+    monkeypatch.setattr(backend, "Megatron", lambda *args, **options: made.update(options))
+    plan = make_plan(
+        load(overrides=[f"model.path={model}", "actor.strategy=megatron", f"{SIZES}.optimizer=megatron"])
+    )
+    build.trainer(plan.roles["actor"], plan.driver, "cpu")
+    assert made["updates_by"] == "megatron"
+
+
+def test_other_optimizers_are_refused():
+    with pytest.raises(ConfigError, match=r"actor\.megatron\.optimizer"):
+        load(overrides=[f"{SIZES}.optimizer=apex"])

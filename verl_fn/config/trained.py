@@ -51,6 +51,12 @@ class MegatronConfig:
     expert_model_parallel_size: int = opt(1, "ranks that share the experts", ge(1), le(4096))
     sequence_parallel: bool = opt(False, "ranks that share matrices share the tokens between them too")
     override_transformer_config: Mapping[str, Any] = free("a table of fields of Megatron-Bridge's provider")
+    use_megatron_fsdp: bool = opt(False, "Megatron-FSDP in place of Megatron's DDP: ranks divide all parameters")
+    optimizer: str = opt(
+        "verl_fn",
+        "who computes updates from the optim table: verl_fn, or megatron, whose distributed optimizer does",
+        in_(("verl_fn", "megatron")),
+    )
 
 
 STRATEGIES = ("local", "fsdp", "megatron")

@@ -99,7 +99,7 @@ def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
     if role.strategy == "megatron":
         m = role.megatron
         shards = size // m.context_parallel_size
-        layout = f"megatron over {size} ranks: " + ", ".join(
+        layout = f"{'Megatron-FSDP' if m.use_megatron_fsdp else 'megatron'} over {size} ranks: " + ", ".join(
             f"{name} {value}"
             for name, value in (
                 ("tensor", m.tensor_model_parallel_size),
@@ -109,6 +109,8 @@ def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
             )
         )
     updates = f"{role.total_updates} updates in {steps} steps" if role.optim is not None else "not updated"
+    if role.strategy == "megatron" and role.optim is not None and role.megatron.optimizer == "megatron":
+        updates += " by Megatron's own distributed optimizer"
     yield f"{role.name:<11} {role.folder}: {total:,} parameters, {trained:,} trained; {layout}; {updates}"
     parts = {"parameters": total * FLOAT32, "gradients": trained * FLOAT32, "moments": trained * ADAM}
     if role.dtype == "bfloat16":

@@ -14,6 +14,7 @@ from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.folder import ModelError, read_config
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
+from verl_fn.backends.megatron.fully_sharded import check_fully_sharded
 from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
 from verl_fn.config import ConfigError, Plan, RolePlan
 from verl_fn.data.conversations import Conversation
@@ -215,6 +216,8 @@ def _check_megatron(role: RolePlan, table: str, size: int) -> None:
         config = read_config(role.folder)
         sizes.check(size)
         sizes.check_model(config)
+        if role.megatron.use_megatron_fsdp:
+            check_fully_sharded(sizes, adapters=role.lora is not None, updates_by=role.megatron.optimizer)
     except LayoutError as error:
         raise ConfigError(f"{table}.megatron: {error}") from error
     if role.router_replay and not experts_of(config):

@@ -68,7 +68,7 @@ SAME: Mapping[str, str] = {
     **{f"{verl}.{name}": f"{ours}.megatron.{name}"
        for verl, ours in ((ACTOR + "megatron", "actor"), ("critic.megatron", "critic"))
        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-                    "expert_model_parallel_size")},
+                    "expert_model_parallel_size", "use_megatron_fsdp")},
     **{ACTOR + name: f"algorithm.{name}" for name in (
         "ppo_mini_batch_size", "ppo_epochs", "shuffle", "clip_ratio_c", "tau_pos", "tau_neg", "loss_agg_mode",
         "loss_scale_factor", "entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type")},
@@ -186,7 +186,6 @@ NO_EFFECT: Mapping[str, str] = {
             "override_mcore_model_config*",
             "use_mbridge",
             "vanilla_mbridge",
-            "use_megatron_fsdp",
             "forward_only",
             "offload.*",
         )
