@@ -79,6 +79,8 @@ class Conversing(Through):
         # Two calls at once would take each other's instances of environments.
         self._lock = threading.Lock()
         self._turns = 0
+        # The engine has no version while a publication replaces its weights.
+        self._last_version = 0
 
     @property
     def device(self) -> Any:
@@ -114,6 +116,7 @@ class Conversing(Through):
         return iter(self.generate(requests, version=version))
 
     def _played(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
+        self._last_version = version or 0
         pairs = [(request, number) for request in requests for number in range(request.sampling.n)]
         every = [Conversation(place, *pair) for place, pair in enumerate(pairs)]
         for one in every:
@@ -144,6 +147,13 @@ class Conversing(Through):
     def _drawn(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         # The inner engine lies in this process, so that its samples are values.
         return cast(list[Sample], self.inner.generate(requests, version=version))
+
+    def _held(self) -> int:
+        """Returns the version of the engine's weights, or of those before, while a publication replaces them."""
+        version = self.inner.version
+        if version is not None:
+            self._last_version = version
+        return self._last_version
 
     def _advance(
         self,
@@ -178,7 +188,7 @@ class Conversing(Through):
                 failures.append(f"{one.label} first: the environment {result.problem}")
                 if not one.rows:
                     one.rows.append(Row([self._end_tokens[0]]))
-                    one.rows[-1].write([self._end_tokens[0]], self.inner.version or 0)
+                    one.rows[-1].write([self._end_tokens[0]], self._held())
             elif isinstance(result, Opening):
                 one.tools = result.tools
                 self._open(one, result.messages)
@@ -216,7 +226,7 @@ class Conversing(Through):
         if length >= one.limit:
             one.reason = "length"
         elif tokens is not None:
-            row.write(tokens, self.inner.version or 0)
+            row.write(tokens, self._held())
         else:
             one.rows.append(Row(prompt or []))
 
