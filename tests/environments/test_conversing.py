@@ -2,6 +2,8 @@
 
 import contextlib
 import importlib
+import threading
+import time
 
 import attrs
 import pytest
@@ -166,6 +168,29 @@ def test_tokens_of_the_environment_have_a_version_also_while_a_publication_repla
     with pytest.warns(UserWarning, match="1 of 2"):
         samples, _, _ = play(results, {"ab\n": [*ids("d"), END]}, ("ab", "ba"), through=Publishing)
     assert [sample.versions.unique().tolist() for sample in samples] == [[3], [3]]
+
+
+def test_an_engine_that_fails_does_not_wait_for_an_environment_that_hangs():
+    class Environment:
+        def __init__(self):
+            self.cancelled, self.ended = threading.Event(), []
+
+        def __call__(self, jobs):
+            if jobs[0].replies:
+                self.ended.append(self.cancelled.wait(5))
+            return [user("?") for _ in jobs]
+
+    class Dying(Through):
+        def grow(self, more, *, version):
+            while not (requests := more([])):
+                time.sleep(0.01)
+            more(self.inner.generate(requests, version=version))
+            raise RuntimeError("the engine died")
+
+    environment = Environment()
+    with pytest.raises(RuntimeError, match="the engine died"):
+        play(environment, {}, through=Dying)
+    assert environment.ended == [True]
 
 
 def test_an_empty_reply_is_a_reply():

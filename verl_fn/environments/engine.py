@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import warnings
@@ -121,16 +122,9 @@ class Conversing(Through):
         every = [Conversation(place, *pair) for place, pair in enumerate(pairs)]
         for one in every:
             _check_json(one)
-        with ThreadPoolExecutor(1, "verl_fn environments") as thread:
+        with ThreadPoolExecutor(1, "verl_fn environments") as thread, self._cancelling():
             turns = Turns(every, self._limits.reply, self._advance, thread)
-            if (grow := getattr(self.inner, "grow", None)) is not None:
-                grow(turns.more, version=version)
-            else:
-                samples: list[Sample] = []
-                turns.wait()
-                while (asked := turns.more(samples)) is not None:
-                    samples = self._drawn(asked, version) if asked else []
-                    turns.wait()
+            self._play(turns, version)
         if turns.failures:
             report = f"{len(turns.failures)} of {len(every)} conversations have failed, {turns.failures[0]}"
             if len(turns.failures) == len(every):
@@ -143,6 +137,28 @@ class Conversing(Through):
             rows[one.request.id] += len(of_one)
             samples += of_one
         return samples
+
+    @contextlib.contextmanager
+    def _cancelling(self) -> Iterator[None]:
+        """Ends the environment's call after an error of the engine, which would wait for environments that hang."""
+        cancelled = getattr(self._environments, "cancelled", None) or threading.Event()
+        cancelled.clear()
+        try:
+            yield
+        except BaseException:
+            cancelled.set()
+            raise
+
+    def _play(self, turns: Turns, version: int | None) -> None:
+        """Has all conversations."""
+        if (grow := getattr(self.inner, "grow", None)) is not None:
+            grow(turns.more, version=version)
+            return
+        samples: list[Sample] = []
+        turns.wait()
+        while (asked := turns.more(samples)) is not None:
+            samples = self._drawn(asked, version) if asked else []
+            turns.wait()
 
     def _drawn(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         # The inner engine lies in this process, so that its samples are values.
