@@ -10,7 +10,7 @@ import attrs
 
 from verl_fn.backends.protocol import Request, Sample, Sampling
 from verl_fn.backends.serving import Serving
-from verl_fn.state import isolated
+from verl_fn.state import check_ids, isolated
 
 More: TypeAlias = Callable[[list[Sample]], Sequence[Request] | None]
 """Gets the samples that have ended since the last call; returns requests to add, or None at the end."""
@@ -32,14 +32,23 @@ class Growing(Serving):
 
         Raises:
             StaleWeightsError: as ``generate``.
-            ValueError: as ``generate``, or requests are to be drawn in different ways.
+            ValueError: as ``generate``, or requests are to be drawn in different ways, have the id of one that is
+                being drawn, or ``more`` returns None while some are.
         """
         ways: set[Sampling] = set()
+        drawing: set[int] = set()
 
         def checked(samples: list[Sample]) -> Sequence[Request] | None:
+            drawing.difference_update(sample.request for sample in samples)
             requests = more(samples)
+            if requests is None and drawing:
+                raise ValueError(
+                    f"more returned None while {len(drawing)} requests are drawn; return [] until they end"
+                )
             if requests:
                 self._check(requests)
+                check_ids([*drawing, *(request.id for request in requests)])
+                drawing.update(request.id for request in requests)
                 ways.update(attrs.evolve(request.sampling, max_tokens=1) for request in requests)
                 if len(ways) > 1 or any(sampling.n > 1 for sampling in ways):
                     raise ValueError("requests of one call of grow must have n=1, and differ in max_tokens alone")

@@ -12,6 +12,7 @@ parameters. Ranks do not exchange these then: the next call fills that buffer fr
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,8 @@ from verl_fn.state import Grads, Metrics, Params, Weighted
 from verl_fn.steps import AdamState, AdamW, Chain, ClipByGlobalNorm, Frozen, Optimizer, Update
 
 UPDATES_BY = ("verl_fn", "megatron")
+# Megatron's norm has squares in fp32, which overflow above 2**64.
+LARGEST_EXPONENT = 60
 
 
 def check_updates_by(name: str, optimizer: Optimizer) -> None:
@@ -157,11 +160,21 @@ class Distributed(Optimizer):
         if not bool(update.skip):
             self.resident.forget()
             with self.layout.active(), self._lent(adam, params, lr):
+                scale = self._scale(float(update.norm))
                 if own := [name for name in grads if name in self.shards]:
-                    torch._foreach_copy_([self.pieces[name].gradient for name in own], [grads[name] for name in own])
+                    gradients = [self.pieces[name].gradient for name in own]
+                    torch._foreach_copy_(gradients, [grads[name] for name in own])
+                    if scale != 1.0:
+                        torch._foreach_mul_(gradients, scale)
                 _, norm, _ = self.theirs.step()
-            reported["grad_norm"] = Weighted(float(norm), 1.0)
+            reported["grad_norm"] = Weighted(float(norm) / scale, 1.0)
         return params, _with_last(state, attrs.evolve(adam, count=adam.count + 1)), reported
+
+    def _scale(self, norm: float) -> float:
+        """Returns by what to multiply gradients so that Megatron's norm is finite, where clipping undoes it."""
+        exponent = math.frexp(norm)[1]
+        clips = _translated(self.optimizer)[0] > 0
+        return 2.0 ** (LARGEST_EXPONENT - exponent) if clips and exponent > LARGEST_EXPONENT else 1.0
 
     @contextlib.contextmanager
     def _lent(self, adam: AdamState, params: Params, lr: float) -> Iterator[None]:

@@ -7,7 +7,7 @@ from rank_cases import KEY, Whole, error_of, loss_for
 
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.fsdp import Fsdp
-from verl_fn.state import snapshot, tree
+from verl_fn.state import Grads, snapshot, tree
 from verl_fn.steps import adamw, chain, clip_by_global_norm, cosine, frozen, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
@@ -92,6 +92,20 @@ def two_states(folder, options):
         for _ in range(3):
             wanted = step(alone, wanted)
         assert tree.equal(state, wanted)
+
+
+def huge_gradients(folder):
+    """The norm, and the largest change of a weight, of an update by ours and by theirs with very large gradients."""
+    found = []
+    for options in ({}, THEIRS):
+        backend = megatron(folder, options, optimizer=chain(clip_by_global_norm(1.0), adamw(1e-2)))
+        state, first = backend.init(KEY), backend.init(KEY)
+        grads, _ = backend.forward_backward(state, tiny_batch(), ppo_clip())
+        huge = Grads({name: t * 1e22 for name, t in grads.items()})
+        state, update = backend.apply_update(state, huge)
+        change = max(float((t - first.params[name]).abs().max()) for name, t in state.params.items() if t.numel())
+        found.append((update["grad_norm"].value, change))
+    return found
 
 
 def not_updated(folder):

@@ -96,6 +96,11 @@ def test_states_of_one_backend_are_apart(megatron_ranks, small, options):
     call(megatron_ranks(2), "two_states", small(), options)
 
 
+def test_gradients_whose_squares_overflow_are_clipped(megatron_ranks, small):
+    for ours, theirs in call(megatron_ranks(2), "huge_gradients", small()):
+        assert theirs == pytest.approx(ours, rel=1e-5) and theirs[0] > 1e20 and theirs[1] > 1e-3
+
+
 def test_a_model_that_is_not_trained_needs_no_optimizer(megatron_ranks, small):
     for error in call(megatron_ranks(1), "not_updated", small()):
         assert "frozen()" in error

@@ -2,6 +2,8 @@
 
 import contextlib
 import importlib
+import threading
+import time
 
 import attrs
 import pytest
@@ -16,6 +18,7 @@ from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.mock import MockRollout
 from verl_fn.backends.mock.rollout import Response
 from verl_fn.backends.sampler import Sampler
+from verl_fn.backends.through import Through
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.config import GRPO, RLOO
 from verl_fn.config.catalogue import GROUP_ESTIMATORS, TOKEN_BASELINES
@@ -57,7 +60,9 @@ def script(**results):
     return answer
 
 
-def play(environment, replies, prompts=("ab",), *, n=1, template=CHAT_TEMPLATE, turns=3, reply=8, room=40):
+def play(
+    environment, replies, prompts=("ab",), *, n=1, template=CHAT_TEMPLATE, turns=3, reply=8, room=40, through=Through
+):
     """Returns the samples; ``replies`` maps a row's text so far, without its end tokens, to the reply's tokens."""
     tokenizer = char_tokenizer("abcdefgh?" + NEWLINE)
     tokenizer.chat_template = template
@@ -71,7 +76,8 @@ def play(environment, replies, prompts=("ab",), *, n=1, template=CHAT_TEMPLATE, 
     engine = MockRollout(draw)
     engine.publish(3, Weights.of({}))
     renderer = Renderer(tokenizer, [END])
-    conversing = Conversing(engine, environment, renderer, tokenizer, [END], Limits(turns, reply, 10))
+    limits = Limits(turns, reply, 10)
+    conversing = Conversing(through(engine), environment, renderer, tokenizer, [END], limits)
     problems = [Problem(prompt, "", id=7 + i) for i, prompt in enumerate(prompts)]
     w = Workers({}, conversing, None, tokenizer, Sampling(room, n=n), converses=True)
     requests = requests_of(problems, w, w.sampling, Key.from_seed(0))
@@ -150,6 +156,41 @@ def test_every_conversation_ends_for_a_reason_and_the_ledger_closes(reason, resu
         assert report[f"rollout/{kind}_learned"] + sum(parts.values()) == total
         assert {name for name, count in parts.items() if count} <= {reason}
     assert report["rollout/rows_dropped/engine"] == report["rollout/rows_split"] == 0
+
+
+def test_tokens_of_the_environment_have_a_version_also_while_a_publication_replaces_the_weights():
+    """A failed conversation would otherwise count as one of the first weights."""
+
+    class Publishing(Through):
+        version = None
+
+    results = script(ab=user("ab"), ba=Failure("env_crashed", "raised"), c=End(1.0, 1.0))
+    with pytest.warns(UserWarning, match="1 of 2"):
+        samples, _, _ = play(results, {"ab\n": [*ids("d"), END]}, ("ab", "ba"), through=Publishing)
+    assert [sample.versions.unique().tolist() for sample in samples] == [[3], [3]]
+
+
+def test_an_engine_that_fails_does_not_wait_for_an_environment_that_hangs():
+    class Environment:
+        def __init__(self):
+            self.cancelled, self.ended = threading.Event(), []
+
+        def __call__(self, jobs):
+            if jobs[0].replies:
+                self.ended.append(self.cancelled.wait(5))
+            return [user("?") for _ in jobs]
+
+    class Dying(Through):
+        def grow(self, more, *, version):
+            while not (requests := more([])):
+                time.sleep(0.01)
+            more(self.inner.generate(requests, version=version))
+            raise RuntimeError("the engine died")
+
+    environment = Environment()
+    with pytest.raises(RuntimeError, match="the engine died"):
+        play(environment, {}, through=Dying)
+    assert environment.ended == [True]
 
 
 def test_an_empty_reply_is_a_reply():

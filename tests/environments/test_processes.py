@@ -2,6 +2,8 @@
 
 import os
 import sys
+import threading
+import time
 import venv
 from pathlib import Path
 
@@ -163,3 +165,14 @@ def test_interpreters_that_cannot_be_used_are_refused(tmp_path, program, message
         python.chmod(0o755)
     with pytest.raises(EnvError, match=f"env.python: {python} {message}"):
         EnvProcesses("talkers.py:Talker", folder=FOLDER, python=str(python))
+
+
+def test_a_call_that_was_cancelled_ends_long_before_its_time_limit():
+    slow = EnvProcesses("talkers.py:Talker", timeout=60.0, folder=FOLDER)
+    jobs, began = begun(slow, 1), time.monotonic()
+    threading.Timer(0.2, slow.cancelled.set).start()
+    with pytest.raises(EnvError, match="cancelled"):
+        replied(slow, jobs, "hang")
+    assert time.monotonic() - began < 20
+    slow.cancelled.clear()
+    begun(slow, 1)

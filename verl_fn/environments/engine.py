@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import warnings
@@ -79,6 +80,8 @@ class Conversing(Through):
         # Two calls at once would take each other's instances of environments.
         self._lock = threading.Lock()
         self._turns = 0
+        # The engine has no version while a publication replaces its weights.
+        self._last_version = 0
 
     @property
     def device(self) -> Any:
@@ -114,20 +117,14 @@ class Conversing(Through):
         return iter(self.generate(requests, version=version))
 
     def _played(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
+        self._last_version = version or 0
         pairs = [(request, number) for request in requests for number in range(request.sampling.n)]
         every = [Conversation(place, *pair) for place, pair in enumerate(pairs)]
         for one in every:
             _check_json(one)
-        with ThreadPoolExecutor(1, "verl_fn environments") as thread:
+        with ThreadPoolExecutor(1, "verl_fn environments") as thread, self._cancelling():
             turns = Turns(every, self._limits.reply, self._advance, thread)
-            if (grow := getattr(self.inner, "grow", None)) is not None:
-                grow(turns.more, version=version)
-            else:
-                samples: list[Sample] = []
-                turns.wait()
-                while (asked := turns.more(samples)) is not None:
-                    samples = self._drawn(asked, version) if asked else []
-                    turns.wait()
+            self._play(turns, version)
         if turns.failures:
             report = f"{len(turns.failures)} of {len(every)} conversations have failed, {turns.failures[0]}"
             if len(turns.failures) == len(every):
@@ -141,9 +138,38 @@ class Conversing(Through):
             samples += of_one
         return samples
 
+    @contextlib.contextmanager
+    def _cancelling(self) -> Iterator[None]:
+        """Ends the environment's call after an error of the engine, which would wait for environments that hang."""
+        cancelled = getattr(self._environments, "cancelled", None) or threading.Event()
+        cancelled.clear()
+        try:
+            yield
+        except BaseException:
+            cancelled.set()
+            raise
+
+    def _play(self, turns: Turns, version: int | None) -> None:
+        """Has all conversations."""
+        if (grow := getattr(self.inner, "grow", None)) is not None:
+            grow(turns.more, version=version)
+            return
+        samples: list[Sample] = []
+        turns.wait()
+        while (asked := turns.more(samples)) is not None:
+            samples = self._drawn(asked, version) if asked else []
+            turns.wait()
+
     def _drawn(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         # The inner engine lies in this process, so that its samples are values.
         return cast(list[Sample], self.inner.generate(requests, version=version))
+
+    def _held(self) -> int:
+        """Returns the version of the engine's weights, or of those before, while a publication replaces them."""
+        version = self.inner.version
+        if version is not None:
+            self._last_version = version
+        return self._last_version
 
     def _advance(
         self,
@@ -178,7 +204,7 @@ class Conversing(Through):
                 failures.append(f"{one.label} first: the environment {result.problem}")
                 if not one.rows:
                     one.rows.append(Row([self._end_tokens[0]]))
-                    one.rows[-1].write([self._end_tokens[0]], self.inner.version or 0)
+                    one.rows[-1].write([self._end_tokens[0]], self._held())
             elif isinstance(result, Opening):
                 one.tools = result.tools
                 self._open(one, result.messages)
@@ -216,7 +242,7 @@ class Conversing(Through):
         if length >= one.limit:
             one.reason = "length"
         elif tokens is not None:
-            row.write(tokens, self.inner.version or 0)
+            row.write(tokens, self._held())
         else:
             one.rows.append(Row(prompt or []))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from .interpreter import EnvError, check_interpreter, variables_of_its_own
 from .worker import CLOSES, PROBLEMS
 
 SCRIPT = Path(__file__).with_name("worker.py")
+# How long a call goes on after it was cancelled.
+CANCEL_SECONDS = 0.5
 
 
 @attrs.frozen
@@ -93,6 +96,9 @@ class EnvProcesses:
         python: the interpreter of the processes; empty for this one. Another one needs no packages.
         arguments: keyword arguments of the class, as values of JSON.
 
+    Attributes:
+        cancelled: another thread sets it to end a call, which then raises an ``EnvError``.
+
     Raises:
         EnvError: there is no such class, it has other methods or arguments, a variable is not set, or the interpreter
             cannot be used.
@@ -110,6 +116,7 @@ class EnvProcesses:
         arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.name, self._timeout = name, timeout
+        self.cancelled = threading.Event()
         self._folder = str(Path(folder or ".").resolve())
         self._environment = environment(variables, "env.variables", EnvError)
         self._python, self._arguments = python or sys.executable, dict(arguments or {})
@@ -176,7 +183,9 @@ class EnvProcesses:
         while shares:
             owners = {self._child(i).connection: i for i in shares}
             first = min(share.deadline for share in shares.values())
-            ready = wait(list(owners), max(first - time.monotonic(), 0.0))
+            ready = wait(list(owners), min(max(first - time.monotonic(), 0.0), CANCEL_SECONDS))
+            if self.cancelled.is_set():
+                raise EnvError(f"the call of {self.name} was cancelled")
             for connection, i in owners.items():
                 share = shares[i]
                 if connection in ready:
