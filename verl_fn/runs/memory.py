@@ -13,7 +13,7 @@ import attrs
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import FLOAT32, Footprint, parameter_counts, width_of
 from verl_fn.backends.protocol import BUCKET_BYTES
-from verl_fn.backends.weight_sync.staging import SLOTS
+from verl_fn.backends.weight_sync.outlet import PARTS
 from verl_fn.config import ConfigError, Plan, RolePlan
 
 GIB = 2**30
@@ -351,7 +351,7 @@ def _staging(plan: Plan) -> tuple[Part, ...]:
     """Returns the buckets through which weights go to engines of other processes."""
     if plan.driver.kind == "local":
         return ()
-    return (Part("buckets of a publication", min(BUCKET_BYTES, SLOTS * _weights(plan))),)
+    return (Part("buckets of a publication", min(BUCKET_BYTES, PARTS * _weights(plan))),)
 
 
 def _contexts(plan: Plan, ranks: int) -> tuple[Part, ...]:
