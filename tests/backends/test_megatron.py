@@ -311,7 +311,7 @@ def test_updates_are_those_of_megatrons_own_optimizer(two, request, name, option
         ({"activation_func": torch.nn.functional.gelu}, {"apply_rope_fusion"}),
         ({"num_moe_experts": 4}, {"apply_rope_fusion"}),
     ],
-    ids=str,
+    ids=["dense", "yarn", "latent attention", "gelu", "experts"],
 )
 def test_kernels_that_bridge_leaves_out_are_turned_on_where_they_fit(fields, fused):
     dense = {
