@@ -7,7 +7,6 @@ default, it decays matrices alone.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import runpy
 from collections.abc import Mapping
@@ -25,19 +24,10 @@ LR, CLIP = 1e-6, 1.0
 
 
 @functools.cache
-def _on_cpu() -> dict[str, Any]:
-    return runpy.run_path(str(Path(__file__).resolve().parents[1] / "tests/backends/megatron_on_cpu.py"))
-
-
 def prepare(device: str) -> None:
     """Lets megatron-core compute on a device; on the CPU that works from a checkout alone."""
     if device == "cpu":
-        _on_cpu()["install"]()
-
-
-def optimizer_types(device: str) -> contextlib.AbstractContextManager[None]:
-    """Lets Megatron's optimizer take tensors of a device, inside."""
-    return _on_cpu()["types_of_cuda"]() if device == "cpu" else contextlib.nullcontext()
+        runpy.run_path(str(Path(__file__).resolve().parents[1] / "tests/backends/megatron_on_cpu.py"))["install"]()
 
 
 class Ours:
@@ -103,7 +93,7 @@ class InPlace:
             lr=LR, weight_decay=0.01, clip_grad=CLIP, bf16=True, params_dtype=torch.bfloat16,
             use_distributed_optimizer=True,
         )  # fmt: skip
-        with self.layout.active(), optimizer_types(device):
+        with self.layout.active():
             self.built.bridge.load_hf_weights([self.built.ddp], folder)
             self.optimizer = get_megatron_optimizer(config, [self.built.ddp])
 
@@ -122,7 +112,7 @@ class InPlace:
 
         ddp = self.built.ddp
         micro_batches = self._micro_batches(batch)
-        with self.layout.active(), optimizer_types(self.device.type):
+        with self.layout.active():
             ddp.zero_grad_buffer()
             self.optimizer.zero_grad()
             run(self.built, self.layout, micro_batches, frozenset(loss.needs), finish, forward_only=False)

@@ -29,6 +29,7 @@ class Verl:
         checkpointing: bool,
         device: str,
     ) -> None:
+        self.prepare(device)
         from verl.workers.config import ActorConfig
         from verl.workers.engine_workers import TrainingWorker, TrainingWorkerConfig
         from verl.workers.utils.losses import ppo_loss
@@ -51,6 +52,9 @@ class Verl:
             self.mask[i, : len(row)] = 1
         self.advantages = workload.advantages(self.lengths)
         self.logprobs()
+
+    def prepare(self, device: str) -> None:
+        """Is called before verl is imported."""
 
     def configs(self, folder: str, checkpointing: bool, device: str) -> tuple[Any, Any, Any]:
         """verl's configs of the model, the engine and the optimizer."""
@@ -119,20 +123,11 @@ class VerlMegatron(Verl):
     strategy = "megatron"
     fused_logprobs = False
 
-    def __init__(
-        self,
-        folder: str,
-        rows: Sequence[Sequence[int] | torch.Tensor],
-        prompt: int,
-        checkpointing: bool,
-        device: str,
-    ) -> None:
+    def prepare(self, device: str) -> None:
         megatron_loop.prepare(device)
         if device == "cpu":
             _without_cuda()
         _without_bridges_trainer()
-        with megatron_loop.optimizer_types(device):
-            super().__init__(folder, rows, prompt, checkpointing, device)
 
     def configs(self, folder: str, checkpointing: bool, device: str) -> tuple[Any, Any, Any]:
         from verl.workers.config import HFModelConfig, McoreEngineConfig, McoreOptimizerConfig
@@ -159,10 +154,6 @@ class VerlMegatron(Verl):
             # verl seeds Megatron's generators where there are GPUs.
             model_parallel_cuda_manual_seed(0)
         super().initialize(device)
-
-    def update(self) -> dict[str, float]:
-        with megatron_loop.optimizer_types(self.worker.device_name):
-            return super().update()
 
 
 class VerlMegatronFused(VerlMegatron):

@@ -51,7 +51,7 @@ TEMPLATE = (
 
 
 def words(size: int) -> Any:
-    """A tokenizer of so many tokens, each a word, so that a reply of random weights has a text as long as itself."""
+    """Returns a tokenizer with ``size`` tokens, each a word: encoding the text of any reply gives as many tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -65,7 +65,7 @@ def words(size: int) -> Any:
 
 
 def words_of(size: int) -> int:
-    """How many tokens of so many are words of a text, and no special tokens or roles."""
+    """Returns how many of ``size`` tokens are words of a text; the others are special tokens and roles."""
     return size - len(SPECIALS) - len(ROLES)
 
 

@@ -97,6 +97,7 @@ class Distributed(Optimizer):
 
     Attributes:
         optimizer: the optimizer of ``steps``.
+        max_norm: the norm above which it clips, or 0.
         adamw: its last part.
         theirs: Megatron's.
         shards: what it updates, by leaf; leaves of which this rank owns nothing have none.
@@ -106,6 +107,7 @@ class Distributed(Optimizer):
     """
 
     optimizer: Optimizer
+    max_norm: float
     adamw: AdamW
     theirs: Any
     shards: Mapping[str, _Shard]
@@ -144,7 +146,7 @@ class Distributed(Optimizer):
         with resident.layout.active(), torch.no_grad(), quiet():
             theirs = get_megatron_optimizer(config, [resident.ddp], overrides, use_gloo_process_groups=False)
         shards = dict(_shards(theirs.chained_optimizers, pieces))
-        return cls(optimizer, adamw, theirs, shards, pieces, resident, resident.layout)
+        return cls(optimizer, max_norm, adamw, theirs, shards, pieces, resident, resident.layout)
 
     def init(self, params: Params) -> Any:
         return self.optimizer.init(params)
@@ -173,8 +175,7 @@ class Distributed(Optimizer):
     def _scale(self, norm: float) -> float:
         """Returns by what to multiply gradients so that Megatron's norm is finite, where clipping undoes it."""
         exponent = math.frexp(norm)[1]
-        clips = _translated(self.optimizer)[0] > 0
-        return 2.0 ** (LARGEST_EXPONENT - exponent) if clips and exponent > LARGEST_EXPONENT else 1.0
+        return 2.0 ** (LARGEST_EXPONENT - exponent) if self.max_norm and exponent > LARGEST_EXPONENT else 1.0
 
     @contextlib.contextmanager
     def _lent(self, adam: AdamState, params: Params, lr: float) -> Iterator[None]:

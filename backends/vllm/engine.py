@@ -242,8 +242,8 @@ class Vllm(Growing):
         while (requests := more(samples)) is not None:
             samples = []
             if requests:
-                rows = seeds_of(requests), self._add(requests, call, begun)
-                self._call("extend", *rows) if begun else self._call("begin", requests[0].sampling, *rows)
+                run = ("extend",) if begun else ("begin", requests[0].sampling)
+                self._call(*run, seeds_of(requests), self._add(requests, call, begun))
                 answers.add(requests)
                 begun, waiting = begun + len(requests), waiting + len(requests)
             if not waiting:

@@ -324,7 +324,7 @@ def beside_megatrons_optimizer(folder, options):
     )  # fmt: skip
 
     weight, norm, change = 0.0, 0.0, 0.0
-    with backend.layout.active(), megatron_on_cpu.types_of_cuda():
+    with backend.layout.active():
         theirs = get_megatron_optimizer(config, [model.built.ddp])
         for count in range(3):
             grads, _ = backend.forward_backward(state, batch, ppo_clip())

@@ -14,7 +14,6 @@ import importlib.machinery
 import os
 import sys
 import warnings
-from unittest import mock
 
 import torch
 
@@ -151,18 +150,6 @@ def install():
     for name in LITERAL:
         importlib.import_module(f"megatron.core.{name}").torch = OnCpu()
     importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter").DeviceMesh = OnCpuMesh
-
-
-@contextlib.contextmanager
-def types_of_cuda():
-    """Lets Megatron's optimizer take tensors on the CPU, whose types it compares with those of CUDA, inside."""
-    kind = torch.Tensor.type
-
-    def on_cuda(t, *args):
-        return kind(t, *args) if args or t.is_cuda else kind(t).replace("torch.", "torch.cuda.")
-
-    with mock.patch.object(torch.Tensor, "type", on_cuda):
-        yield
 
 
 class OnImport(importlib.abc.MetaPathFinder):

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_fn.cli import main
+
 INSTALLED = all(importlib.util.find_spec(name) for name in ("megatron", "megatron.bridge"))
 MARKS = [
     pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed"),
@@ -31,3 +33,16 @@ def call(ranks, name, *args):
 def check_first_step(worst):
     assert worst["outputs"] <= 2e-6 and worst["loss"] <= 1e-6 and worst["grad_norm"] <= 1e-6, worst
     assert worst["gradient"] <= 1e-5 and worst["update"] <= 1e-4 and worst["copies"] == 0, worst
+
+
+def check_run(ranks, folder, layout):
+    """Two ranks that train with a layout report the losses of one process."""
+    recipe = str(ROOT / "recipes/sft_reverse.toml")
+    arguments = ["train", recipe, "driver.device=cpu", "trainer.total_training_steps=3", "data.train_batch_size=16"]
+    layout = ["actor.strategy=megatron", *layout, f"trainer.dir={folder / 'two'}"]
+    assert main([*arguments, f"trainer.dir={folder / 'one'}"]) == 0
+    assert call(ranks, "run", [*arguments, *layout]) == [0, 0]
+    losses = []
+    for name in ("one", "two"):
+        losses.append([line["train/loss"] for line in read_lines(folder / name) if "train/loss" in line])
+    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-5)

@@ -72,7 +72,7 @@ class AliasedGradients(Fsdp):
 
 
 def mutant(folder, name):
-    """The law that a broken backend is told to break."""
+    """Returns the law that a broken backend breaks."""
     backend = globals()[name](folder, optimizer(), max_tokens=24)
     try:
         check_backend(backend, Whole(folder, optimizer(), max_tokens=24), loss=loss_for("lm"), tolerance=1e-5)

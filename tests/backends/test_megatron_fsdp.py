@@ -1,11 +1,10 @@
 """Megatron-FSDP in place of Megatron's DDP: the laws, the first steps beside one process, and what it refuses."""
 
 import pytest
-from megatron_support import EXPERTS, MARKS, ROOT, check_first_step, read_lines
+from megatron_support import EXPERTS, MARKS, check_first_step, check_run
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.local import Local
-from verl_fn.cli import main
 from verl_fn.state import tree
 from verl_fn.steps import ppo_clip
 from verl_fn.testing import tiny_batch
@@ -108,12 +107,4 @@ def test_a_backward_pass_that_begins_late_loses_the_gradient_of_the_output_layer
 
 
 def test_a_run_is_that_of_one_process(megatron_ranks, tmp_path):
-    recipe = str(ROOT / "recipes/sft_reverse.toml")
-    arguments = ["train", recipe, "driver.device=cpu", "trainer.total_training_steps=3", "data.train_batch_size=16"]
-    layout = ["actor.strategy=megatron", "actor.megatron.use_megatron_fsdp=true"]
-    assert main([*arguments, f"trainer.dir={tmp_path / 'one'}"]) == 0
-    assert call(megatron_ranks(2), "run", [*arguments, *layout, f"trainer.dir={tmp_path / 'two'}"]) == [0, 0]
-    losses = []
-    for name in ("one", "two"):
-        losses.append([line["train/loss"] for line in read_lines(tmp_path / name) if "train/loss" in line])
-    assert len(losses[0]) == 3 and losses[1] == pytest.approx(losses[0], abs=1e-5)
+    check_run(megatron_ranks(2), tmp_path, ["actor.megatron.use_megatron_fsdp=true"])

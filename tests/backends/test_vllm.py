@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 def _process():
     # vLLM changes settings of the whole process.
     one = Ranks(1, group=False)
-    return one, lambda name, *args: one.run(f"vllm_cases.{name}", *args)[0]
+    return one, lambda name, *args: one.run(name if "." in name else f"vllm_cases.{name}", *args)[0]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("laws", ["laws", "laws_in_flight"])
+@pytest.mark.parametrize("laws", ["laws", "vllm_update_cases.laws_in_flight"])
 def test_laws(alone, laws):
     alone(laws)
 
@@ -65,9 +65,9 @@ def test_other_models(monkeypatch, arch):
         "small_buckets",
         "ignored_weights",
         "streams_and_interruptions",
-        "requests_that_arrive",
+        "vllm_update_cases.requests_that_arrive",
         "late_outputs",
-        "weights_in_flight",
+        "vllm_update_cases.weights_in_flight",
         "sleep_and_wake",
         "not_finite",
         "other_draws_are_an_error",
@@ -80,7 +80,7 @@ def test_case(alone, case):
 def test_adapters_alone():
     process, call = _process()
     try:
-        worst, moved, sent = call("adapters_alone")
+        worst, moved, sent = call("vllm_update_cases.adapters_alone")
     finally:
         process.kill()
     assert worst < 1e-4 and moved > 0.1

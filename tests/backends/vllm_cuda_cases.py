@@ -3,7 +3,7 @@
 import tempfile
 
 import torch
-from vllm_cases import published_at
+from vllm_update_cases import published_at
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local

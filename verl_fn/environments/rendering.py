@@ -51,7 +51,7 @@ class Renderer:
             )
         user, reply = {"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}
         whole = self._by_tokens([user, reply], [user])
-        # Tokenizers may treat the beginning of a text in their own way.
+        # Some tokenizers encode the start of a text differently, for example with a space before it.
         self._from_end = whole is not None and whole == self._by_text([user, reply], [user])
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:

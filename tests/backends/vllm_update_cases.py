@@ -1,0 +1,229 @@
+"""What arrives while the engine of ``vllm_cases`` draws, requests and weights; and adapters without their model."""
+
+import contextlib
+import functools
+import itertools
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import attrs
+import pytest
+import torch
+from vllm_cases import KEY, LORA, PROMPTS, Spoilt, engine, folder, params, trainer
+
+from verl_fn.backends.local import Local
+from verl_fn.backends.protocol import Capabilities, StaleWeightsError
+from verl_fn.backends.vllm import Vllm
+from verl_fn.backends.weight_sync import IncompleteWeights
+from verl_fn.state import Key, Sampling, pack, requests_for
+from verl_fn.steps import constant, sgd
+from verl_fn.testing import check_rollout
+from verl_fn.testing.in_flight import check_in_flight
+from verl_fn.testing.rollout_case import Case
+
+
+@functools.cache
+def adapted():
+    """A trainer with adapters."""
+    return Local(folder(), sgd(constant(0.1)), deterministic=False, lora=LORA)
+
+
+def adapters(seed, base=0):
+    """Parameters whose adapters move the log-probs."""
+    leaves = dict(adapted().init(Key.from_seed(base)).params.items())
+    drawn = Key.from_seed(seed).generator()
+    for name, t in leaves.items():
+        if "lora_" in name:
+            leaves[name] = 0.1 * torch.randn(t.shape, generator=drawn)
+    return attrs.evolve(adapted().init(Key.from_seed(base)).params, leaves=leaves)
+
+
+@attrs.frozen
+class Noted:
+    """Weights that note which tensors are read, and may lose one of the buckets."""
+
+    inner: object
+    names: list
+    lost: int = -1
+
+    @property
+    def specs(self):
+        return self.inner.specs
+
+    @property
+    def apart(self):
+        given = self.inner.apart
+        whole, alone = (attrs.evolve(self, inner=source) for source in (given.whole, given.adapters))
+        return attrs.evolve(given, whole=whole, adapters=alone)
+
+    def buckets(self, max_bytes, *, checked=False):
+        for i, bucket in enumerate(self.inner.buckets(4096, checked=checked)):
+            self.names.extend(chunk.name for chunk in bucket)
+            if i != self.lost:
+                yield bucket
+
+
+def choosing_excludes_others(made, weights):
+    """Another thread cannot replace or drop the model while an engine chooses between it and adapters alone."""
+    free = []
+
+    def identify():
+        with ThreadPoolExecutor(1) as pool:
+            free.append(pool.submit(acquired).result())
+        return weights.apart.identify()
+
+    def acquired():
+        one = made._lock.acquire(blocking=False)
+        if one:
+            made._lock.release()
+        return one
+
+    made.publish(21, attrs.evolve(weights, apart=attrs.evolve(weights.apart, identify=identify)))
+    return free == [False]
+
+
+def in_flight_adapters(made, asked, params):
+    """Adapters alone reach responses in their middle; the engine has them in version 4 then."""
+    other = attrs.evolve(params, leaves={n: 2.0 * t if "lora_" in n else t for n, t in params.items()})
+    with in_flight(made):
+        results = published_at(made, 4, lambda: made.publish(5, adapted().weights(other)))
+        batch = pack(made.generate(asked, version=4))
+        results[0].result()
+        made.publish(4, adapted().weights(params))
+    old, new = (adapted().forward(p, batch, ["logprobs"]).logprobs for p in (params, other))
+    exact = torch.where(batch["versions"] == 4, old, torch.where(batch["versions"] == 5, new, 0.0))
+    torch.testing.assert_close(batch["rollout_log_probs"], exact, atol=1e-4, rtol=0)
+    assert sorted(set(batch["versions"].tolist())) == [-1, 4, 5]
+
+
+def adapters_alone():
+    """The model is sent once and adapters alone afterwards; log-probs are the trainer's after each publication."""
+    made = Vllm(folder(), device="cpu", dtype="float32", slots=16, max_length=64, lora=LORA)
+    asked, before, worst, moved, sent = requests_for(PROMPTS, Sampling(12, n=4), KEY), None, 0.0, [], []
+
+    def publish(version, params, lost=-1):
+        names = []
+        made.publish(version, Noted(adapted().weights(params), names, lost))
+        return {name for name in names if "lora_" not in name}, {name for name in names if "lora_" in name}
+
+    # The last one has another model, and the one before it comes to an engine that has lost its weights.
+    for version, (seed, base) in enumerate([(0, 0), (1, 0), (2, 0), (3, 0), (4, 5)]):
+        if version == 3:
+            made.sleep(2)
+            made.wake()
+        now = adapters(seed, base)
+        sent.append(tuple(map(len, publish(version, now))))
+        batch = pack(made.generate(asked, version=version))
+        exact = adapted().forward(now, batch, ["logprobs"]).logprobs
+        worst = max(worst, float((exact - batch["rollout_log_probs"]).abs().max()))
+        if before is not None:
+            moved.append(float((exact - adapted().forward(before, batch, ["logprobs"]).logprobs).abs().max()))
+        before = now
+    in_flight_adapters(made, asked, before)
+    for number, lost in enumerate((0, 1)):
+        with pytest.raises(IncompleteWeights):
+            publish(10 + number, adapters(7, 5), lost)
+        for version in (None, 4, 10 + number):
+            with pytest.raises(StaleWeightsError):
+                made.generate(asked, version=version)
+    assert publish(20, before)[0] == set()
+    assert choosing_excludes_others(made, adapted().weights(before))
+    torch.testing.assert_close(pack(made.generate(asked))["rollout_log_probs"], batch["rollout_log_probs"])
+    with pytest.raises(ValueError, match=r"these weights have none: set rollout\.adapters=merged"):
+        made.publish(30, trainer().weights(params(0)))
+    return worst, min(moved), sent
+
+
+@contextlib.contextmanager
+def in_flight(made):
+    """An engine, as if it was made with ``in_flight``."""
+    made.capabilities = Capabilities(versions_per_token=True)
+    try:
+        yield made
+    finally:
+        made.capabilities = Capabilities()
+
+
+def weights_in_flight():
+    """Responses go on with weights that arrive between two steps, also where vLLM had begun the next one."""
+    with in_flight(engine()) as made:
+        prompts = [tuple(prompt) for prompt in PROMPTS]
+        case = Case(made, trainer(), prompts, Sampling(12, n=4), 1e-4, KEY, False, (2,), lambda value: value)
+        check_in_flight(case, params(0), params(1))
+        made.publish(30, trainer().weights(params(2)))
+        results = published_at(made, 4, lambda: made.publish(31, trainer().weights(params(3))))
+        samples = made.generate(requests_for(PROMPTS, Sampling(20, n=4), KEY), version=30)
+        results[0].result()
+        assert not made._outputs and not made._drawn
+        assert any(set(s.versions.tolist()) == {30, 31} for s in samples)
+        batch = pack(samples)
+        old, new = (trainer().forward(params(i), batch, ["logprobs"]).logprobs for i in (2, 3))
+        exact = torch.where(batch["versions"] == 30, old, torch.where(batch["versions"] == 31, new, 0.0))
+        torch.testing.assert_close(batch["rollout_log_probs"], exact, atol=1e-4, rtol=0)
+        results = published_at(made, 4, lambda: made.publish(32, Spoilt(trainer().weights(params(3)), "partial")))
+        with pytest.raises(StaleWeightsError, match="a publication failed"):
+            made.generate(requests_for(PROMPTS, Sampling(20, n=4), KEY))
+        with pytest.raises(IncompleteWeights):
+            results[0].result()
+    made.publish(33, trainer().weights(params(0)))
+    assert len(made.generate(requests_for(PROMPTS, Sampling(2), KEY), version=33)) == len(PROMPTS)
+
+
+def published_at(made, number, publish):
+    """Lets another thread publish after so many steps of the next call, and waits until it waits for the step."""
+    pool, step, count, results = ThreadPoolExecutor(1), made._engine.step, itertools.count(1), []
+
+    def stepping():
+        if next(count) == number:
+            del made._engine.step
+            results.append(pool.submit(publish))
+            while not made._arriving and not results[0].done():
+                time.sleep(0.001)
+        return step()
+
+    made._engine.step = stepping
+    return results
+
+
+def laws_in_flight():
+    with in_flight(engine()) as made:
+        check_rollout(made, trainer(), tolerance=1e-4)
+
+
+def requests_that_arrive():
+    """Requests that arrive during a call give the samples that they give in a call of their own."""
+    made = engine()
+    made.publish(0, trainer().weights(params(2)))
+    asked = [
+        attrs.evolve(request, sampling=Sampling(6 + 5 * request.id))
+        for request in requests_for(PROMPTS, Sampling(1), KEY)
+    ]
+    alone = [made.generate([request], version=0)[0] for request in asked]
+    arriving, ended, idle = [asked[:2], [], asked[2:3]], [], [0]
+
+    def more(samples):
+        ended.extend(samples)
+        if arriving:
+            return arriving.pop(0)
+        if len(ended) == 3 and idle[0] < 3:
+            idle[0] += 1
+            return [] if idle[0] < 3 else asked[3:]
+        return [] if len(ended) < 4 else None
+
+    made.grow(more, version=0)
+    together = sorted(ended, key=lambda sample: sample.request)
+    assert [s.tokens.tolist() for s in together] == [s.tokens.tolist() for s in alone]
+    torch.testing.assert_close([s.log_probs for s in together], [s.log_probs for s in alone])
+    assert [s.finish_reason for s in together] == [s.finish_reason for s in alone]
+    parts = iter([asked[:1], [attrs.evolve(asked[1], sampling=Sampling(5, temperature=0.5))]])
+    with pytest.raises(ValueError, match="differ in max_tokens alone"):
+        made.grow(lambda samples: next(parts), version=0)
+    for second, problem in ((None, "while 1 requests are drawn"), (asked[3:], "the id 3")):
+        parts = iter([asked[3:], second])
+        with in_flight(made):
+            with pytest.raises(ValueError, match=problem):
+                made.grow(lambda samples, parts=parts: next(parts), version=0)
+            made.publish(0, trainer().weights(params(2)))
+    with pytest.raises(StaleWeightsError):
+        made.grow(lambda samples: None, version=1)
+    assert made.generate([asked[0]])[0].tokens.tolist() == alone[0].tokens.tolist()
