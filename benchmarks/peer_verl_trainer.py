@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_fn.backends.vllm.arguments import graph_arguments
+
 from . import step_reward
 from .step_work import BUDGET, LR, MEMORY, Work
 
@@ -60,6 +62,7 @@ def command(work: Work, steps: int, folder: Path) -> list[str]:
         "max_num_seqs": work.rows,
         "max_num_batched_tokens": BUDGET,
         "max_model_len": work.prompt + work.response,
+        **(graph_arguments(work.rows) if work.device == "cuda" else {}),
     }
     for table, values in (("model", model), ("actor", actor), ("rollout", rollout)):
         for name, value in values.items():

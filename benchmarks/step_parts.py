@@ -23,16 +23,19 @@ from .step_work import BUDGET, MEMORY, Work
 
 def generation(work: Work) -> Iterator[dict[str, float]]:
     """Seconds of each round in which vLLM by itself draws all responses of a step, with their log-probs."""
-    from verl_fn.backends.vllm.arguments import prepare_environment
+    from verl_fn.backends.vllm.arguments import graph_arguments, prepare_environment
 
     prepare_environment(work.device)
     from vllm import LLM, SamplingParams
 
-    memory = {"gpu_memory_utilization": MEMORY} if work.device == "cuda" else {"enforce_eager": True}
+    if work.device == "cuda":
+        of_device = {"gpu_memory_utilization": MEMORY, **graph_arguments(work.rows)}
+    else:
+        of_device = {"enforce_eager": True}
     engine = LLM(
         str(work.model), skip_tokenizer_init=True, dtype="bfloat16", max_num_seqs=work.rows,
         max_model_len=work.prompt + work.response, max_num_batched_tokens=max(BUDGET, work.prompt + work.response),
-        generation_config="vllm", logprobs_mode="processed_logprobs", **memory,
+        generation_config="vllm", logprobs_mode="processed_logprobs", **of_device,
     )  # fmt: skip
     settings = SamplingParams(n=work.n, max_tokens=work.response, ignore_eos=True, detokenize=False, logprobs=0)
     number = 0

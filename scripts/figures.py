@@ -4,15 +4,58 @@ for s in 1 2 3; do
   python scripts/demo.py --seed $s --dir runs/demo_$s
   verl-fn train recipes/grpo_count.toml trainer.seed=$s trainer.dir=runs/grpo_$s
 done
+
+The curves of SmolLM2 are drawn from benchmarks/results, alone with ``python scripts/figures.py smollm2``.
 """
 
-from verl_fn.report.plots import reward_curves
+import json
+import sys
+from pathlib import Path
+
+from verl_fn.report.plots import figure_of, reward_curves
 
 SEEDS = (1, 2, 3)
+RESULTS = Path("benchmarks/results")
+SETS = ("chain_sum", "gcd", "spell_backward")
+
+
+def held_out(file: str, metric: str) -> tuple[list[int], list[float]]:
+    """The steps and values of a metric of held-out problems."""
+    rows = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+    evaluated = [row for row in rows if metric in row]
+    return [row["step"] for row in evaluated], [row[metric] for row in evaluated]
+
+
+def draw(out: str, title: str, curves: dict[str, tuple[list[int], list[float]]]) -> None:
+    """Draws curves between 0 and 1, dashed where their name says that they are a score."""
+    figure = figure_of(6.4, 3.6)
+    axes = figure.add_subplot()
+    for i, (name, (steps, values)) in enumerate(curves.items()):
+        dashed = name.endswith("score")
+        axes.plot(steps, values, "--" if dashed else "-", color=f"C{i % len(SETS)}", marker="o", ms=3.5, label=name)
+    axes.set(xlabel="step", ylim=(0, 1.02), title=title)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False)
+    figure.savefig(out, dpi=150)
+
+
+def smollm2() -> None:
+    """Draws what SmolLM2-135M-Instruct learned."""
+    accuracy = "val-core/arithmetic/acc/mean@1"
+    seeds = {f"seed {s}": held_out(f"grpo_smollm2_vllm_entropy_seed{s}.jsonl", accuracy) for s in SEEDS}
+    draw("docs/grpo_smollm2.png", "GRPO on arithmetic from SmolLM2: held-out accuracy", seeds)
+    file = "grpo_reasoning_gym_seed1.jsonl"
+    scores = {f"{n}: score": held_out(file, f"val-aux/reasoning_gym/{n}/reward/mean@1") for n in SETS}
+    right = {f"{n}: accuracy": held_out(file, f"val-core/reasoning_gym/{n}/acc/mean@1") for n in SETS}
+    draw("docs/grpo_reasoning_gym.png", "GRPO on Reasoning Gym from SmolLM2, held-out", scores | right)
 
 
 def main() -> None:
     """Draws the figures of docs/results.md."""
+    smollm2()
+    if sys.argv[1:] == ["smollm2"]:
+        return
     labels = [f"seed {s}" for s in SEEDS]
     reward_curves([f"runs/demo_{s}" for s in SEEDS], "docs/ppo_reverse.png", title="PPO on reverse", labels=labels)
     reward_curves([f"runs/grpo_{s}" for s in SEEDS], "docs/grpo_count.png", title="GRPO on count", labels=labels)

@@ -57,6 +57,14 @@ REQUIRED = {
 }
 
 
+# The numbers of rows for which vLLM records CUDA graphs. Steps of more rows wait for the host to launch each kernel.
+RECORDED = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+# Steps of more rows compute for longer than the host needs to launch their kernels.
+LAUNCHED = 2048
+# The arguments that say what vLLM records.
+RECORDING = ("cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config")
+
+
 class EngineArgumentError(UserError, ValueError):
     """An argument of vLLM's engine is unknown, or would break a promise."""
 
@@ -161,7 +169,24 @@ def engine_arguments(
         arguments |= {"kv_cache_memory_bytes": _cache_bytes(text, dtype, slots, max_length)}
     else:
         arguments |= {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+        if not enforce_eager and not any(name in engine_kwargs for name in RECORDING):
+            arguments |= graph_arguments(slots)
     return arguments | dict(engine_kwargs)
+
+
+def graph_arguments(slots: int) -> dict[str, Any]:
+    """Returns the arguments that record CUDA graphs of more rows than vLLM does, in steps of 64, where they can occur.
+
+    Example:
+        >>> graph_arguments(256)
+        {}
+        >>> graph_arguments(700)["cudagraph_capture_sizes"][-4:]
+        [512, 576, 640, 700]
+    """
+    if slots <= RECORDED[-1]:
+        return {}
+    last = min(slots, LAUNCHED)
+    return {"cudagraph_capture_sizes": [*RECORDED, *range(RECORDED[-1] + 64, last, 64), last]}
 
 
 def check_names(arguments: Mapping[str, Any]) -> None:

@@ -101,6 +101,29 @@ def test_arguments_that_are_refused(alone, arguments, message):
     assert message in alone("refused", arguments)
 
 
+@pytest.mark.parametrize(
+    ("slots", "options", "last"),
+    [
+        (512, {}, None),
+        (1024, {}, 1024),
+        (1000, {}, 1000),
+        (4096, {}, 2048),
+        (1024, {"enforce_eager": True}, None),
+        (1024, {"engine_kwargs": {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}}, None),
+    ],
+)
+def test_graphs_are_recorded_for_every_number_of_rows(tiny, slots, options, last):
+    from verl_fn.backends.vllm.arguments import engine_arguments
+
+    settings = {"device": "cuda", "dtype": "bfloat16", "max_length": 64, "tensor_parallel_size": 1} | {
+        "gpu_memory_utilization": 0.4, "enforce_eager": False, "engine_kwargs": {}
+    }  # fmt: skip
+    sizes = engine_arguments(tiny, **settings | {"slots": slots} | options).get("cudagraph_capture_sizes")
+    assert (sizes and sizes[-1]) == last
+    if sizes:
+        assert sizes == sorted(set(sizes)) and max(b - a for a, b in zip(sizes, sizes[1:], strict=False)) <= 64
+
+
 def test_a_process_has_one_engine(alone):
     assert "one vLLM engine" in alone("refused", {})
 
