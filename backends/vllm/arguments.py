@@ -175,7 +175,7 @@ def engine_arguments(
 
 
 def graph_arguments(slots: int) -> dict[str, Any]:
-    """Returns the arguments that record CUDA graphs of more rows than vLLM does, in steps of 64, where they can occur.
+    """Returns the arguments that record CUDA graphs of as many rows as there are slots, where vLLM records fewer.
 
     Example:
         >>> graph_arguments(256)

@@ -1,6 +1,7 @@
 """vLLM as a rollout engine, on the CPU: the common suite of engines, and what is its own."""
 
 import importlib.util
+import itertools
 
 import pytest
 from ranks import Ranks
@@ -121,7 +122,7 @@ def test_graphs_are_recorded_for_every_number_of_rows(tiny, slots, options, last
     sizes = engine_arguments(tiny, **settings | {"slots": slots} | options).get("cudagraph_capture_sizes")
     assert (sizes and sizes[-1]) == last
     if sizes:
-        assert sizes == sorted(set(sizes)) and max(b - a for a, b in zip(sizes, sizes[1:], strict=False)) <= 64
+        assert sizes == sorted(set(sizes)) and max(b - a for a, b in itertools.pairwise(sizes)) <= 64
 
 
 def test_a_process_has_one_engine(alone):
