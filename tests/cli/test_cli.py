@@ -55,3 +55,21 @@ def test_an_error_is_told_with_its_notes(monkeypatch, capsys):
     monkeypatch.setitem(COMMANDS, "list", fails)
     assert main(["list"]) == 1
     assert capsys.readouterr().err == "error: too many tokens\nraised in trainer rank 1\n"
+
+
+def test_list_has_every_choice_of_the_config(capsys):
+    from verl_fn.config import aggregation, algorithms, catalogue, schema, trained
+
+    assert main(["list"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line]
+    listed = {line[:24].strip(): line[24:].split(", ") for line in lines}
+    for kind, choices in {
+        "algorithms": algorithms.BUILT_IN,
+        "estimators": catalogue.GROUP_ESTIMATORS,
+        "losses": catalogue.POLICY_LOSSES,
+        "aggregation": aggregation.AGGREGATIONS,
+        "training backends": trained.STRATEGIES,
+        "rollout engines": schema.ROLLOUT_ENGINES,
+    }.items():
+        assert set(choices) <= set(listed[kind])
+    assert "vllm" in listed["rollout engines"]

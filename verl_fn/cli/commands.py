@@ -24,6 +24,8 @@ from verl_fn.config.aggregation import AGGREGATIONS
 from verl_fn.config.algorithms import BUILT_IN, KL_TYPES
 from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.config.loading import algorithm_options
+from verl_fn.config.schema import ROLLOUT_ENGINES
+from verl_fn.config.trained import STRATEGIES
 from verl_fn.errors import UsageError
 from verl_fn.runs.screen import complain, say
 
@@ -215,8 +217,8 @@ def show_choices(args: argparse.Namespace) -> int:
         ("losses", losses),
         ("KL estimators", KL_TYPES),
         ("aggregation", AGGREGATIONS),
-        ("training backends", ("local", "fsdp", "megatron", "mock")),
-        ("rollout engines", ("sampler", "mock")),
+        ("training backends", (*STRATEGIES, "mock")),
+        ("rollout engines", (*ROLLOUT_ENGINES, "mock")),
         ("drivers", ("local", "ray")),
         ("rewards by data source", SOURCES),
         ("loggers", ("metrics.jsonl", "tensorboard", "wandb")),

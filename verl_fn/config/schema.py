@@ -15,6 +15,7 @@ from .scoring import EnvConfig, RewardConfig
 from .tasks import each_above_zero, is_task, reasoning_names, verifiers_name
 from .trained import ActorConfig, CriticConfig
 
+ROLLOUT_ENGINES = ("sampler", "vllm")
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
 
 
@@ -32,9 +33,7 @@ class ValConfig:
 class RolloutConfig:
     """The rollout engine, and sampling in training."""
 
-    name: str = opt(
-        "sampler", "the rollout engine: sampler, which needs nothing else, or vllm", in_(("sampler", "vllm"))
-    )
+    name: str = opt("sampler", "the rollout engine: sampler, which needs nothing else, or vllm", in_(ROLLOUT_ENGINES))
     n: int = opt(1, "responses per prompt", ge(1))
     temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST))
     top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some)
