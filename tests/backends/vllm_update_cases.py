@@ -16,10 +16,12 @@ from verl_fn.backends.hf.new_model import CHAT_TEMPLATE
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import Capabilities, StaleWeightsError
+from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.vllm import Vllm
 from verl_fn.backends.weight_sync import IncompleteWeights
 from verl_fn.environments.engine import Conversing, Limits
 from verl_fn.environments.interpreter import EnvError
+from verl_fn.environments.processes import End, Scores, Scoring
 from verl_fn.environments.rendering import Renderer
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
@@ -283,18 +285,50 @@ def failed_calls():
     assert len(list(newer)) == len(expected) - 1, "its requests are those of a later call"
 
 
+def talking(made, environment):
+    """Conversations of an engine with an environment."""
+    tokenizer = read_tokenizer(folder())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    talk = Conversing(made, environment, Renderer(tokenizer, [2]), tokenizer, [2], Limits(2, 20, 9))
+    requests = requests_for([()] * 4, Sampling(50, n=3), KEY)
+    return talk.generate([attrs.evolve(r, problem={"data_source": "s"}) for r in requests], version=0)
+
+
 def conversing(made, fails):
     """The same where an environment's messages cannot be used while the replies of others are drawn."""
 
-    class Half:
-        def __call__(self, jobs):
-            if any(job.replies for job in jobs):
-                raise EnvError("no such tool")
-            return [({"role": "user", "content": "a"},) for _ in jobs]
+    def half(jobs):
+        if any(job.replies for job in jobs):
+            raise EnvError("no such tool")
+        return [({"role": "user", "content": "a"},) for _ in jobs]
 
-    tokenizer = read_tokenizer(folder())
-    tokenizer.chat_template = CHAT_TEMPLATE
-    talk = Conversing(made, Half(), Renderer(tokenizer, [2]), tokenizer, [2], Limits(2, 40, 9))
-    requests = requests_for([()] * 4, Sampling(50, n=2), KEY)
-    requests = [attrs.evolve(r, problem={"data_source": "s"}) for r in requests]
-    fails(lambda: talk.generate(requests, version=0), EnvError, "no such tool")
+    fails(lambda: talking(made, half), EnvError, "no such tool")
+
+
+class Lengths:
+    """Ends a conversation with its second reply, and ranks those of a group by length."""
+
+    scores_groups = True
+
+    def __call__(self, jobs):
+        return [self._scores(job) if isinstance(job, Scoring) else self._answer(job) for job in jobs]
+
+    def _answer(self, job):
+        return ({"role": "user", "content": "a"},) if len(job.replies) < 2 else End(9.0, 1.0)
+
+    def _scores(self, scoring):
+        lengths = [len(job.replies[-1]) for job in scoring.jobs]
+        return Scores(tuple(End(float(sorted(lengths).index(length)), 0.0) for length in lengths))
+
+
+def groups_of_conversations():
+    """Groups are scored as with the embedded engine, though their conversations end one after the other."""
+    embedded, weights = Sampler(folder(), slots=16), params(2)
+    both = []
+    for made in (engine(), embedded):
+        made.publish(0, trainer().weights(weights))
+        both.append(talking(made, Lengths()))
+    assert len({s.outcome.score for s in both[0]}) > 1
+    for ours, theirs in zip(*both, strict=True):
+        assert (ours.request, ours.number, ours.outcome) == (theirs.request, theirs.number, theirs.outcome)
+        assert torch.equal(ours.tokens, theirs.tokens)

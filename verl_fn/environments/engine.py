@@ -19,8 +19,9 @@ from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import texts_of
 
 from .conversation import Conversation, Row
+from .groups import Groups
 from .interpreter import EnvError
-from .processes import End, Failure, Job, Opening, Result
+from .processes import Call, End, Failure, Opening, Result
 from .rendering import Renderer
 from .turns import Turns
 
@@ -53,6 +54,9 @@ class Conversing(Through):
     A conversation whose environment failed ends there; its rows say so. One that failed before its first reply has a
     row without drawn tokens. Requests without a problem are passed on.
 
+    Where the environment scores groups, the conversations of a request are scored together once the last of them has
+    ended; see ``Groups``.
+
     Args:
         inner: draws the replies.
         environments: answers jobs, such as ``EnvProcesses``.
@@ -68,7 +72,7 @@ class Conversing(Through):
     def __init__(
         self,
         inner: RolloutBackend,
-        environments: Callable[[Sequence[Job]], list[Result]],
+        environments: Callable[[Sequence[Call]], list[Result]],
         renderer: Renderer,
         tokenizer: Any,
         end_tokens: Sequence[int],
@@ -118,12 +122,17 @@ class Conversing(Through):
 
     def _played(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         self._last_version = version or 0
-        pairs = [(request, number) for request in requests for number in range(request.sampling.n)]
-        every = [Conversation(place, *pair) for place, pair in enumerate(pairs)]
+        pairs = [(i, number) for i, request in enumerate(requests) for number in range(request.sampling.n)]
+        every = [Conversation(place, requests[i], number, i) for place, (i, number) in enumerate(pairs)]
         for one in every:
             _check_json(one)
+        groups = Groups(every, self._environments)
+
+        def advance(drawing: Sequence[Conversation], *others: Any) -> list[str]:
+            return self._advance(drawing, *others) + groups.score(drawing)
+
         with ThreadPoolExecutor(1, "verl_fn environments") as thread, self._cancelling():
-            turns = Turns(every, self._limits.reply, self._advance, thread)
+            turns = Turns(every, self._limits.reply, advance, thread)
             self._play(turns, version)
         if turns.failures:
             report = f"{len(turns.failures)} of {len(every)} conversations have failed, {turns.failures[0]}"
@@ -208,10 +217,10 @@ class Conversing(Through):
             elif isinstance(result, Opening):
                 one.tools = result.tools
                 self._open(one, result.messages)
-            elif not one.rows:
-                self._open(one, result)
             else:
-                self._continue(one, result)
+                assert isinstance(result, tuple)
+                add = self._continue if one.rows else self._open
+                add(one, result)
             if one.reason is None:
                 ready(one)
         return failures
