@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import attrs
 
-from verl_fn.backends.protocol import Request, RolloutBackend, Sample
+from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Sample, WeightSource
 from verl_fn.backends.through import Through
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import texts_of
@@ -105,6 +105,25 @@ class Conversing(Through):
         """
         steps = getattr(self.inner, "steps", 0)
         return None if steps is None else steps + self._turns
+
+    def publish(self, version: int, weights: Handle[WeightSource]) -> Ref[None]:
+        """Gives weights to the engine, during conversations only if it takes them in flight; see ``RolloutBackend``.
+
+        Raises:
+            EnvError: conversations go on in another thread, and the engine takes no weights in flight. These would
+                wait for the end of all conversations, which the environment decides.
+        """
+        if self.capabilities.versions_per_token:
+            return super().publish(version, weights)
+        if not self._lock.acquire(blocking=False):
+            raise EnvError(
+                "weights cannot be published while conversations go on; publish them afterwards, or set "
+                "rollout.in_flight_weight_updates=true"
+            )
+        try:
+            return super().publish(version, weights)
+        finally:
+            self._lock.release()
 
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
         """Returns the rows of all conversations, ordered by request and by number; see ``RolloutBackend``."""
