@@ -57,7 +57,8 @@ class Growing(Serving):
         with self._alone(), isolated():
             self._require_version(version)
             self._calls += 1
-            self._grow(checked, self._calls)
+            with self._emptied(self._calls):
+                self._grow(checked, self._calls)
 
     @abstractmethod
     def _grow(self, more: More, call: int) -> None:

@@ -131,8 +131,29 @@ class Serving(ABC):
         # Requests with the same sampling are decoded together; draws never depend on other requests.
         for sampling in dict.fromkeys(request.sampling for request in requests):
             places = [i for i, request in enumerate(requests) if request.sampling == sampling]
-            for row, sample in self._run([requests[i] for i in places], call, as_they_end):
-                yield places[row // sampling.n], sample
+            with self._emptied(call):
+                for row, sample in self._run([requests[i] for i in places], call, as_they_end):
+                    yield places[row // sampling.n], sample
+
+    @contextlib.contextmanager
+    def _emptied(self, call: int) -> Iterator[None]:
+        """Removes what is left of a call that fails, unless a later one has begun."""
+        try:
+            yield
+        except GeneratorExit:
+            # Whoever drops a stream that was not read to its end does not have the engine.
+            raise
+        except BaseException as error:
+            if self._calls == call:
+                try:
+                    self._abort()
+                except Exception as another:
+                    error.add_note(f"removing its requests failed too: {type(another).__name__}: {another}")
+            raise
+
+    @abstractmethod
+    def _abort(self) -> None:
+        """Removes requests of earlier calls from the engine."""
 
     @property
     def steps(self) -> int | None:

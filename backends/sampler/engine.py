@@ -122,6 +122,9 @@ class Sampler(Serving):
     def wake(self, tags: Sequence[str] = ()) -> None:
         """Does nothing, since publishing and generating allocate the memory that they need."""
 
+    def _abort(self) -> None:
+        """Does nothing, since a run keeps its rows itself."""
+
     def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
         run = _Run(self, requests)
         answers = Answers(requests)

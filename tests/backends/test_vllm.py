@@ -67,6 +67,8 @@ def test_other_models(monkeypatch, arch):
         "ignored_weights",
         "streams_and_interruptions",
         "vllm_update_cases.requests_that_arrive",
+        "vllm_update_cases.failed_calls",
+        "vllm_update_cases.groups_of_conversations",
         "late_outputs",
         "vllm_update_cases.weights_in_flight",
         "sleep_and_wake",

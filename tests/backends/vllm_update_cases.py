@@ -5,16 +5,24 @@ import functools
 import itertools
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import attrs
 import pytest
 import torch
 from vllm_cases import KEY, LORA, PROMPTS, Spoilt, engine, folder, params, trainer
 
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE
+from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import Capabilities, StaleWeightsError
+from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.vllm import Vllm
 from verl_fn.backends.weight_sync import IncompleteWeights
+from verl_fn.environments.engine import Conversing, Limits
+from verl_fn.environments.interpreter import EnvError
+from verl_fn.environments.processes import End, Scores, Scoring
+from verl_fn.environments.rendering import Renderer
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
@@ -227,3 +235,100 @@ def requests_that_arrive():
     with pytest.raises(StaleWeightsError):
         made.grow(lambda samples: None, version=1)
     assert made.generate([asked[0]])[0].tokens.tolist() == alone[0].tokens.tolist()
+
+
+class Fault(BaseException):
+    """Ends a call as an interruption by the user does."""
+
+
+def failed_calls():
+    """A call that fails leaves neither requests nor blocks of the cache behind, and the next one draws the same."""
+    made, asked = engine(), requests_for(PROMPTS, Sampling(40, n=2), KEY)
+    made.publish(0, trainer().weights(params(2)))
+    core, sampler = (
+        made._engine.engine_core.engine_core,
+        made._engine.model_executor.driver_worker.model_runner.sampler,
+    )
+    blocks = core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks
+    expected, free = [s.tokens.tolist() for s in made.generate(asked)], blocks()
+
+    def fails(call, error, match):
+        with pytest.raises(error, match=match):
+            call()
+        assert not made._engine.has_unfinished_requests() and blocks() == free
+        assert not made._engine.output_processor.request_states
+
+    def at(number, owner, name):
+        count, method = itertools.count(1), getattr(owner, name)
+
+        def called(*args, **kwargs):
+            if next(count) == number:
+                assert made._engine.has_unfinished_requests() and blocks() < free
+                raise Fault(f"in {name}")
+            return method(*args, **kwargs)
+
+        return mock.patch.object(owner, name, called)
+
+    for owner, name in ((made._engine, "step"), (sampler, "forward"), (core.scheduler, "update_from_output")):
+        for call in (lambda: made.generate(asked), lambda: list(made.stream(asked))):
+            with at(4, owner, name):
+                fails(call, Fault, f"in {name}")
+            assert [s.tokens.tolist() for s in made.generate(asked)] == expected
+    singles = [attrs.evolve(request, sampling=Sampling(40)) for request in asked]
+    parts = iter([singles, [], singles])
+    fails(lambda: made.grow(lambda samples: next(parts), version=0), ValueError, "is given to 2 prompts")
+    conversing(made, fails)
+    older, newer = made.stream(asked), made.stream(asked)
+    next(newer)
+    with pytest.raises(StaleWeightsError, match="interrupted"):
+        next(older)
+    assert len(list(newer)) == len(expected) - 1, "its requests are those of a later call"
+
+
+def talking(made, environment):
+    """Conversations of an engine with an environment."""
+    tokenizer = read_tokenizer(folder())
+    tokenizer.chat_template = CHAT_TEMPLATE
+    talk = Conversing(made, environment, Renderer(tokenizer, [2]), tokenizer, [2], Limits(2, 20, 9))
+    requests = requests_for([()] * 4, Sampling(50, n=3), KEY)
+    return talk.generate([attrs.evolve(r, problem={"data_source": "s"}) for r in requests], version=0)
+
+
+def conversing(made, fails):
+    """The same where an environment's messages cannot be used while the replies of others are drawn."""
+
+    def half(jobs):
+        if any(job.replies for job in jobs):
+            raise EnvError("no such tool")
+        return [({"role": "user", "content": "a"},) for _ in jobs]
+
+    fails(lambda: talking(made, half), EnvError, "no such tool")
+
+
+class Lengths:
+    """Ends a conversation with its second reply, and ranks those of a group by length."""
+
+    scores_groups = True
+
+    def __call__(self, jobs):
+        return [self._scores(job) if isinstance(job, Scoring) else self._answer(job) for job in jobs]
+
+    def _answer(self, job):
+        return ({"role": "user", "content": "a"},) if len(job.replies) < 2 else End(9.0, 1.0)
+
+    def _scores(self, scoring):
+        lengths = [len(job.replies[-1]) for job in scoring.jobs]
+        return Scores(tuple(End(float(sorted(lengths).index(length)), 0.0) for length in lengths))
+
+
+def groups_of_conversations():
+    """Groups are scored as with the embedded engine, though their conversations end one after the other."""
+    embedded, weights = Sampler(folder(), slots=16), params(2)
+    both = []
+    for made in (engine(), embedded):
+        made.publish(0, trainer().weights(weights))
+        both.append(talking(made, Lengths()))
+    assert len({s.outcome.score for s in both[0]}) > 1
+    for ours, theirs in zip(*both, strict=True):
+        assert (ours.request, ours.number, ours.outcome) == (theirs.request, theirs.number, theirs.outcome)
+        assert torch.equal(ours.tokens, theirs.tokens)

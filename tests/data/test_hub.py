@@ -47,7 +47,7 @@ def test_a_model_is_copied_and_a_run_records_its_commit(cache, tiny, tmp_path, c
     prints = fingerprints(plan)
     assert prints[str(out)] == f"hub:org/tiny@{COMMIT}"
     write_inputs(tmp_path, prints)
-    (out / "hub.json").write_text(json.dumps({"source": f"hub:org/tiny@{OLDER}"}))
+    (out / ".hub.json").write_text(json.dumps({"source": f"hub:org/tiny@{OLDER}"}))
     assert changed_inputs(tmp_path, fingerprints(plan)) == [str(out)]
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import sys
 
 import pyarrow as pa
@@ -12,7 +13,7 @@ from run_configs import tiny_run
 
 from verl_fn.config import ConfigError, load
 from verl_fn.data.converters import gsm8k, math
-from verl_fn.data.hub import HubError
+from verl_fn.data.hub import HubError, prepare_hub, recorded
 from verl_fn.data.loading import converters, read_files
 from verl_fn.data.rows import DataError
 from verl_fn.data.sets import open_set
@@ -95,6 +96,24 @@ def test_a_set_of_the_hub_is_read_offline_at_its_commit(snapshot):
     # The same files without the hub, and a part of a split as the package writes it.
     assert read_files([f"{snapshot}#main/train"], "samples", convert=[gsm8k]) == problems
     assert read_files([f"{snapshot}#train[1:3]"], "samples", convert=[gsm8k])[0].answer == "1000"
+
+
+@needs_datasets
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "train.jsonl", "z.parquet", "main/train-0.parquet"])
+def test_a_folder_that_prepare_wrote_has_the_rows_of_its_files_alone(name, snapshot, tmp_path):
+    """The package takes a file whose name says no split for rows of ``train``."""
+    shutil.rmtree(snapshot / "main")
+    (snapshot / "README.md").unlink()
+    (snapshot / name).parent.mkdir(exist_ok=True)
+    rows = [row(n) for n in range(3)]
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), snapshot / name)
+    else:
+        (snapshot / name).write_text("".join(json.dumps(one) + "\n" for one in rows))
+    prepare_hub("hub:datasets/me/sums", tmp_path / "out")
+    problems = read_files([f"{tmp_path}/out#train"], "samples")
+    assert [p.prompt[0]["content"] for p in problems] == ["0?", "1?", "2?"]
+    assert recorded(tmp_path / "out") == f"hub:datasets/me/sums@{COMMIT}"
 
 
 @needs_datasets

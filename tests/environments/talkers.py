@@ -79,3 +79,61 @@ class Caller:
         time.sleep(self.closing)
         with open(self.log, "a") as file:
             file.write("closed\n")
+
+
+class Ranked:
+    """Ends a conversation at a reply of digits; the digits of a group are ranked, and tests see how often."""
+
+    def __init__(self, log=None):
+        self.log, self.said = log, None
+
+    def reset(self, problem):
+        return [{"role": "user", "content": problem.prompt}]
+
+    def step(self, reply):
+        if reply == "crash":
+            os._exit(3)
+        if not reply.isdigit():
+            return [{"role": "user", "content": f"? {random.random()}"}]
+        self.said = reply
+        return Done(0.5)
+
+    @staticmethod
+    def score_group(conversations):
+        numbers = [int(one.said) for one in conversations]
+        if conversations[0].log:
+            with open(conversations[0].log, "a") as file:
+                file.write(f"{os.getpid()} {numbers} {random.random()}\n")
+        match max(numbers):
+            case 666:
+                raise KeyError("no judge")
+            case 777:
+                os._exit(3)
+            case 888:
+                time.sleep(1000)
+            case 999:
+                return [Done(1.0)] * (len(numbers) + 1)
+        return [Done(sorted(numbers).index(number) / 10, acc=float(number == max(numbers))) for number in numbers]
+
+    def close(self):
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write("closed\n")
+
+
+class RanksItself(Talker):
+    def score_group(self, others):
+        return []
+
+
+class Compared(Patient):
+    """The same, with a reward for the longest last replies of a group."""
+
+    def step(self, reply):
+        self.length = len(reply)
+        return super().step(reply)
+
+    @staticmethod
+    def score_group(conversations):
+        longest = max(one.length for one in conversations)
+        return [Done(10.0 + (one.length == longest) + random.random() / 10) for one in conversations]

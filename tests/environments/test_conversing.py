@@ -17,6 +17,7 @@ from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.mock import MockRollout
 from verl_fn.backends.mock.rollout import Response
+from verl_fn.backends.protocol import Capabilities
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.through import Through
 from verl_fn.backends.weight_sync import Weights
@@ -61,8 +62,9 @@ def script(**results):
 
 
 def play(
-    environment, replies, prompts=("ab",), *, n=1, template=CHAT_TEMPLATE, turns=3, reply=8, room=40, through=Through
-):
+    environment, replies, prompts=("ab",), *, n=1, template=CHAT_TEMPLATE, turns=3, reply=8, room=40, through=Through,
+    made=None,
+):  # fmt: skip
     """Returns the samples; ``replies`` maps a row's text so far, without its end tokens, to the reply's tokens."""
     tokenizer = char_tokenizer("abcdefgh?" + NEWLINE)
     tokenizer.chat_template = template
@@ -78,6 +80,8 @@ def play(
     renderer = Renderer(tokenizer, [END])
     limits = Limits(turns, reply, 10)
     conversing = Conversing(through(engine), environment, renderer, tokenizer, [END], limits)
+    if made is not None:
+        made(conversing)
     problems = [Problem(prompt, "", id=7 + i) for i, prompt in enumerate(prompts)]
     w = Workers({}, conversing, None, tokenizer, Sampling(room, n=n), converses=True)
     requests = requests_of(problems, w, w.sampling, Key.from_seed(0))
@@ -191,6 +195,30 @@ def test_an_engine_that_fails_does_not_wait_for_an_environment_that_hangs():
     with pytest.raises(RuntimeError, match="the engine died"):
         play(environment, {}, through=Dying)
     assert environment.ended == [True]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_weights_that_would_wait_for_conversations_are_refused_unless_they_go_in_flight(in_flight):
+    """Otherwise an environment that waits for the publication would never answer."""
+    refused = []
+
+    def environment(jobs):
+        if jobs[0].replies:
+            try:
+                engines[0].publish(4, Weights.of({}))
+            except EnvError as error:
+                refused.append(str(error))
+        return [End(1.0, 1.0) if job.replies else user("ab") for job in jobs]
+
+    class Flying(Through):
+        capabilities = Capabilities(versions_per_token=in_flight)
+
+    engines = []
+    play(environment, {}, through=Flying, made=engines.append)
+    assert len(refused) == (not in_flight) and engines[0].version == (4 if in_flight else 3)
+    assert all("set rollout.in_flight_weight_updates=true" in sentence for sentence in refused)
+    engines[0].publish(5, Weights.of({}))
+    assert engines[0].version == 5
 
 
 def test_an_empty_reply_is_a_reply():

@@ -12,10 +12,10 @@ from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay
 
-ENV = f"env.name={Path(__file__).parent}/talkers.py:Patient"
+ENV = f"env.name={Path(__file__).parent}/talkers.py:"
 SETTINGS = [
-    *TINY, ENV, "algorithm.name=grpo", "rollout.n=2", "data.max_prompt_length=16", "data.max_response_length=50",
-    "env.max_turn_length=16", "trainer.journal=samples",
+    *TINY, f"{ENV}Patient", "algorithm.name=grpo", "rollout.n=2", "data.max_prompt_length=16",
+    "data.max_response_length=50", "env.max_turn_length=16", "trainer.journal=samples",
 ]  # fmt: skip
 
 
@@ -32,11 +32,13 @@ def numbers(folder):
 
 
 @pytest.mark.filterwarnings("ignore:.* conversations have failed", "ignore:.* no token that the model drew")
-def test_a_run_ends_resumes_and_replays_bitwise(chatty, tmp_path):
-    train(plan_of(chatty, tmp_path / "whole"), silent)
+@pytest.mark.parametrize("name", ["Patient", "Compared"])
+def test_a_run_ends_resumes_and_replays_bitwise(name, chatty, tmp_path):
+    env = (f"{ENV}{name}", "env.num_workers=2")
+    train(plan_of(chatty, tmp_path / "whole", *env), silent)
     rows = numbers(tmp_path / "whole")
-    train(plan_of(chatty, tmp_path / "parts", "trainer.total_training_steps=2"), silent)
-    train(plan_of(chatty, tmp_path / "parts"), silent)
+    train(plan_of(chatty, tmp_path / "parts", *env, "trainer.total_training_steps=2"), silent)
+    train(plan_of(chatty, tmp_path / "parts", *env), silent)
     assert numbers(tmp_path / "parts")[-1] == rows[-1]
     assert replay(tmp_path / "whole", 3, say=silent).difference is None
     assert replay(tmp_path / "whole", 3, recorded=True, say=silent).difference is None
@@ -48,6 +50,7 @@ def test_a_run_ends_resumes_and_replays_bitwise(chatty, tmp_path):
     assert any(row["env/turns/mean"] > 1 for row in steps) and any(row["env/ended/done"] for row in steps)
     assert any(row["rollout/rows_dropped/env_crashed"] for row in steps)
     assert "val-core/reverse/acc/mean@1" in rows[0]
+    assert (max(row["critic/score/max"] for row in steps) > 10) == (name == "Compared"), "its group has scored"
 
 
 def test_settings_that_cannot_be_used_are_errors(tiny, chatty, tmp_path):

@@ -14,13 +14,15 @@ from types import SimpleNamespace
 
 import attrs
 import pytest
+import torch
+from run_configs import TINY
 
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.rows import DataError
 from verl_fn.environments.interpreter import EnvError
 from verl_fn.environments.problems import environment_data
-from verl_fn.environments.processes import End, EnvProcesses, Job, Opening
+from verl_fn.environments.processes import End, EnvProcesses, Job, Opening, Scores, Scoring
 from verl_fn.environments.verifiers import plain, said
 from verl_fn.runs.evaluate import has_held_out
 from verl_fn.runs.inputs import fingerprints
@@ -28,6 +30,7 @@ from verl_fn.runs.journal import read_samples
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay
+from verl_fn.state import END_REASONS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent / "verifiers_stand_in"
@@ -84,10 +87,24 @@ def test_failures_of_a_rollout_are_named_and_prompts_may_come_from_files():
     assert "earlier messages have changed" in forgotten.problem
 
 
+@pytest.mark.parametrize("arguments", [{"mode": "group"}, {"mode": "inside"}])
+def test_a_rubric_scores_the_rollouts_of_a_group_together(arguments, tmp_path):
+    run = processes(**arguments, log=str(tmp_path / "log"))
+    assert run.scores_groups and not processes().scores_groups
+    problem = {"prompt": "1+1", "answer": "2", "id": 0, "data_source": "s", "extra_info": {}}
+    jobs = [Job(i, 1, problem) for i in range(4)]
+    run(jobs)
+    jobs = [attrs.evolve(job, replies=(reply,)) for job, reply in zip(jobs, ("2", "3", "2", "fail"), strict=True)]
+    *ended, failed = run(jobs)
+    assert ended == [End(0.0, 0.0)] * 3 and "the sandbox is gone" in failed.problem
+    assert (tmp_path / "log").read_text() == "cleaned\n" * 4, "the rubric cleans up after it has scored"
+    assert run([Scoring(1, tuple(jobs[:3]))]) == [Scores((End(0.5, 0.0), End(0.0, 0.0), End(0.5, 0.0)))]
+    assert (tmp_path / "log").read_text() == "cleaned\n" * 4 + "rubric cleaned\n" * 3
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("adder", {"mode": "group"}, ".*scores the rollouts of a group together"),
         ("adder", {"mode": "other"}, ".*returned a dict, which is no vf.Environment"),
         ("adder", {"nummer": 3}, ".*unexpected keyword argument 'nummer'"),
         ("no_such", {}, "ModuleNotFoundError: No module named 'no_such'"),
@@ -205,7 +222,41 @@ def test_a_tool_environment_of_the_package_trains_resumes_and_replays(tmp_path, 
                 answered += 1
     assert answered, "the tool was called"
     assert all(row["env/ended/env_crashed"] == 0 for row in whole if row["step"])
-    assert any("val-core/verifiers/examples/products/acc" in name for name in whole[-1])
+    assert any("val-core/verifiers/products/acc" in name for name in whole[-1])
+    run("parts", "trainer.total_training_steps=1")
+    assert run("parts")[-1] == whole[-1]
+    assert replay(tmp_path / "whole", 2, say=silent).difference is None
+
+
+@pytest.mark.slow
+@needs_package
+@pytest.mark.filterwarnings("ignore:.* conversations have failed")
+def test_a_rubric_of_the_package_scores_groups_in_a_run_that_resumes_and_replays(chatty, tmp_path):
+    """The longest replies of a group have the reward of the rubric's function of groups."""
+    settings = [
+        *TINY, f"data.task=verifiers:{Path(__file__).parent}/longest", f"env.python={PYTHON}", f"model.path={chatty}",
+        "algorithm.name=grpo", "rollout.n=4", "data.max_prompt_length=16", "data.max_response_length=12",
+        "trainer.journal=samples", "trainer.total_training_steps=2", "trainer.save_freq=1", "data.val_size=4",
+    ]  # fmt: skip
+
+    def run(folder, *more):
+        train(make_plan(load(overrides=[*settings, f"trainer.dir={tmp_path}/{folder}", *more])), silent)
+        return [{k: v for k, v in row.items() if not k.startswith(TIMED)} for row in read_metrics(tmp_path / folder)]
+
+    whole, tokenizer = run("whole"), read_tokenizer(chatty)
+    ends = set()
+    for batch in (*read_samples(tmp_path / "whole", 1), *read_samples(tmp_path / "whole", 2)):
+        rows = zip(batch.rows(), batch.rows("response_mask"), strict=True)
+        texts = [tokenizer.decode(tokens[mask > 0], skip_special_tokens=True) for tokens, mask in rows]
+        lengths = torch.tensor([len(text) for text in texts])
+        ended = batch["env_end"] == END_REASONS.index("done")
+        for group in batch["group"].unique():
+            members = (batch["group"] == group) & ended
+            if members.any():
+                longest = (lengths == lengths[members].max())[members]
+                assert torch.equal(batch["env_score"][members] >= 1, longest)
+                ends.add(len(longest))
+    assert max(ends) > 1, "a group has several conversations that were scored together"
     run("parts", "trainer.total_training_steps=1")
     assert run("parts")[-1] == whole[-1]
     assert replay(tmp_path / "whole", 2, say=silent).difference is None

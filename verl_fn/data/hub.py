@@ -17,7 +17,7 @@ from verl_fn.data.tasks import GSM8K
 from verl_fn.errors import UsageError, UserError
 
 PREFIX, DATASETS = "hub:", "datasets/"
-RECORD = "hub.json"
+RECORD = ".hub.json"  # hidden, since the package datasets takes other files of a folder for rows
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md")
 DATA_FILES = ("*.parquet", "*.jsonl", "*.json", "LICENSE*", "README.md")
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -66,8 +66,8 @@ def prepare_hub(written: str, out: str | Path) -> str:
     """Copies a model or a data set of the hub into ``out``, through the hub's cache, and records its commit there.
 
     Of a model, its weights as safetensors, config and tokenizer are taken, and no code. Of a data set, Parquet and
-    JSON files are taken; GSM8K's are converted to verl's columns. The commit is written to ``hub.json``, and each run
-    that reads the folder records it.
+    JSON files are taken; GSM8K's are converted to verl's columns. The commit is written to ``.hub.json``, and each
+    run that reads the folder records it.
 
     Args:
         written: as ``hub_name`` reads it.

@@ -43,6 +43,10 @@ class Environment(Protocol):
     which the chat template shows to the model. A method ``close``, if there is one, is called at the end of a
     conversation.
 
+    A class may have a static method ``score_group``. It gets the instances of the conversations of a problem that the
+    environment has ended, and returns ``Done`` for each, in place of the one that ``step`` returned. ``close`` is
+    called after it.
+
     Example:
         >>> class Echo:
         ...     def reset(self, problem):

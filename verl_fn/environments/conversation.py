@@ -69,6 +69,7 @@ class Conversation:
         place: its place among all conversations of a call.
         request: asks for it.
         number: its number among those of the request.
+        group: the number of the request; its conversations are a group.
         messages: all so far.
         tools: JSON schemas of the functions that the model can call.
         replies: the texts of the model's replies.
@@ -81,6 +82,7 @@ class Conversation:
     place: int
     request: Request
     number: int
+    group: int
     messages: list[Message] = attrs.field(factory=list)
     tools: Sequence[Mapping[str, Any]] = ()
     replies: list[str] = attrs.field(factory=list)
@@ -109,7 +111,7 @@ class Conversation:
     def job(self) -> Job:
         """Returns the call of the environment that is due."""
         seed = self.key.fold_in("environment").seed() % 2**32
-        return Job(self.place, seed, self.problem, tuple(self.replies))
+        return Job(self.place, seed, self.problem, tuple(self.replies), self.group)
 
     def ask(self, longest: int) -> Request:
         """Returns the request for the next reply.

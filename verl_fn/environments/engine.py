@@ -13,14 +13,15 @@ from typing import Any, cast
 
 import attrs
 
-from verl_fn.backends.protocol import Request, RolloutBackend, Sample
+from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Sample, WeightSource
 from verl_fn.backends.through import Through
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import texts_of
 
 from .conversation import Conversation, Row
+from .groups import Groups
 from .interpreter import EnvError
-from .processes import End, Failure, Job, Opening, Result
+from .processes import Call, End, Failure, Opening, Result
 from .rendering import Renderer
 from .turns import Turns
 
@@ -53,6 +54,9 @@ class Conversing(Through):
     A conversation whose environment failed ends there; its rows say so. One that failed before its first reply has a
     row without drawn tokens. Requests without a problem are passed on.
 
+    Where the environment scores groups, the conversations of a request are scored together once the last of them has
+    ended; see ``Groups``.
+
     Args:
         inner: draws the replies.
         environments: answers jobs, such as ``EnvProcesses``.
@@ -68,7 +72,7 @@ class Conversing(Through):
     def __init__(
         self,
         inner: RolloutBackend,
-        environments: Callable[[Sequence[Job]], list[Result]],
+        environments: Callable[[Sequence[Call]], list[Result]],
         renderer: Renderer,
         tokenizer: Any,
         end_tokens: Sequence[int],
@@ -102,6 +106,25 @@ class Conversing(Through):
         steps = getattr(self.inner, "steps", 0)
         return None if steps is None else steps + self._turns
 
+    def publish(self, version: int, weights: Handle[WeightSource]) -> Ref[None]:
+        """Gives weights to the engine, during conversations only if it takes them in flight; see ``RolloutBackend``.
+
+        Raises:
+            EnvError: conversations go on in another thread, and the engine takes no weights in flight. These would
+                wait for the end of all conversations, which the environment decides.
+        """
+        if self.capabilities.versions_per_token:
+            return super().publish(version, weights)
+        if not self._lock.acquire(blocking=False):
+            raise EnvError(
+                "weights cannot be published while conversations go on; publish them afterwards, or set "
+                "rollout.in_flight_weight_updates=true"
+            )
+        try:
+            return super().publish(version, weights)
+        finally:
+            self._lock.release()
+
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> list[Sample]:
         """Returns the rows of all conversations, ordered by request and by number; see ``RolloutBackend``."""
         carrying = [request.problem is not None for request in requests]
@@ -118,12 +141,17 @@ class Conversing(Through):
 
     def _played(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         self._last_version = version or 0
-        pairs = [(request, number) for request in requests for number in range(request.sampling.n)]
-        every = [Conversation(place, *pair) for place, pair in enumerate(pairs)]
+        pairs = [(i, number) for i, request in enumerate(requests) for number in range(request.sampling.n)]
+        every = [Conversation(place, requests[i], number, i) for place, (i, number) in enumerate(pairs)]
         for one in every:
             _check_json(one)
+        groups = Groups(every, self._environments)
+
+        def advance(drawing: Sequence[Conversation], *others: Any) -> list[str]:
+            return self._advance(drawing, *others) + groups.score(drawing)
+
         with ThreadPoolExecutor(1, "verl_fn environments") as thread, self._cancelling():
-            turns = Turns(every, self._limits.reply, self._advance, thread)
+            turns = Turns(every, self._limits.reply, advance, thread)
             self._play(turns, version)
         if turns.failures:
             report = f"{len(turns.failures)} of {len(every)} conversations have failed, {turns.failures[0]}"
@@ -208,10 +236,10 @@ class Conversing(Through):
             elif isinstance(result, Opening):
                 one.tools = result.tools
                 self._open(one, result.messages)
-            elif not one.rows:
-                self._open(one, result)
             else:
-                self._continue(one, result)
+                assert isinstance(result, tuple)
+                add = self._continue if one.rows else self._open
+                add(one, result)
             if one.reason is None:
                 ready(one)
         return failures

@@ -19,7 +19,7 @@ from verl_fn.rewards.child import START_SECONDS, Child, GarbledError, environmen
 from verl_fn.state import EndReason
 
 from .interpreter import EnvError, check_interpreter, variables_of_its_own
-from .worker import CLOSES, PROBLEMS
+from .worker import CLOSES, GROUPS, PROBLEMS
 
 SCRIPT = Path(__file__).with_name("worker.py")
 # How long a call goes on after it was cancelled.
@@ -35,12 +35,47 @@ class Job:
         seed: of its random numbers.
         problem: the fields of its problem, as values of JSON.
         replies: all replies of the model so far; without any, the conversation begins.
+        group: the number of its group.
     """
 
     number: int
     seed: int
     problem: Mapping[str, Any]
     replies: tuple[str, ...] = ()
+    group: int = 0
+
+    @property
+    def calls(self) -> int:
+        """Returns how many calls a process makes that has none of the conversation's instances."""
+        return len(self.replies) + 1
+
+    @property
+    def message(self) -> list[Any]:
+        """Returns what the process gets."""
+        return ["answer", self.number, self.seed, self.problem, self.replies]
+
+
+@attrs.frozen
+class Scoring:
+    """A call that scores conversations of a group together.
+
+    Attributes:
+        seed: of its random numbers.
+        jobs: the last job of each conversation, which has ended it.
+    """
+
+    seed: int
+    jobs: tuple[Job, ...]
+
+    @property
+    def calls(self) -> int:
+        """Returns how many calls a process makes that has none of the conversations' instances."""
+        return sum(job.calls for job in self.jobs) + 1
+
+    @property
+    def message(self) -> list[Any]:
+        """Returns what the process gets."""
+        return ["score", self.seed, [job.message[1:] for job in self.jobs]]
 
 
 @attrs.frozen
@@ -77,15 +112,25 @@ class Opening:
     tools: tuple[Mapping[str, Any], ...]
 
 
-Result = tuple[Mapping[str, Any], ...] | Opening | End | Failure
-"""Messages, or the end of a conversation, or why there is neither."""
+@attrs.frozen
+class Scores:
+    """The scores of a group, one for each conversation that was scored."""
+
+    ends: tuple[End, ...]
+
+
+Call = Job | Scoring
+Result = tuple[Mapping[str, Any], ...] | Opening | End | Scores | Failure
+"""Messages, or the end of a conversation, or the scores of a group, or why there is none of these."""
+_Results = dict[int, Result]
 
 
 class EnvProcesses:
     """Runs a class of environments in processes, which get harmless environment variables and answer in JSON.
 
     A call that takes too long, raises an error, ends its process or returns something else than messages or an end
-    fails alone. Its process is replaced, and conversations that it also had are repeated in the new one.
+    fails alone. Its process is replaced, and conversations that it also had are repeated in the new one. Where the
+    class scores groups, one process has all conversations of a group.
 
     Args:
         name: ``module:Name`` or ``FILE.py:Name``, imported when this object is made.
@@ -98,6 +143,7 @@ class EnvProcesses:
 
     Attributes:
         cancelled: another thread sets it to end a call, which then raises an ``EnvError``.
+        scores_groups: whether the class scores the conversations of a group together.
 
     Raises:
         EnvError: there is no such class, it has other methods or arguments, a variable is not set, or the interpreter
@@ -117,6 +163,7 @@ class EnvProcesses:
     ) -> None:
         self.name, self._timeout = name, timeout
         self.cancelled = threading.Event()
+        self.scores_groups = False
         self._folder = str(Path(folder or ".").resolve())
         self._environment = environment(variables, "env.variables", EnvError)
         self._python, self._arguments = python or sys.executable, dict(arguments or {})
@@ -132,12 +179,14 @@ class EnvProcesses:
         # Starting the first process here lets a wrong name end the run before anything is sampled.
         self._child(0)
 
-    def __call__(self, jobs: Sequence[Job]) -> list[Result]:
+    def __call__(self, jobs: Sequence[Call]) -> list[Result]:
         """Returns the result of each job. Calls of a conversation come in order; all conversations begin together."""
         shares: dict[int, _Share] = {}
         for place, job in enumerate(jobs):
-            # Where the instance of the conversation is.
-            shares.setdefault(job.number % len(self._children), _Share([])).places.append(place)
+            # Where the instances of the conversations are.
+            one = job.jobs[0] if isinstance(job, Scoring) else job
+            process = (one.group if self.scores_groups else one.number) % len(self._children)
+            shares.setdefault(process, _Share([])).places.append(place)
         results: dict[int, Result] = {}
         try:
             self._run(shares, jobs, results)
@@ -177,7 +226,7 @@ class EnvProcesses:
             # Lines that were not read would be taken for results of the next call.
             _stop(self._children)
 
-    def _run(self, shares: dict[int, _Share], jobs: Sequence[Job], results: dict[int, Result]) -> None:
+    def _run(self, shares: dict[int, _Share], jobs: Sequence[Call], results: _Results) -> None:
         for i, share in shares.items():
             self._send(i, share, jobs, results)
         while shares:
@@ -196,19 +245,19 @@ class EnvProcesses:
                 if not share.places:
                     del shares[i]
 
-    def _send(self, i: int, share: _Share, jobs: Sequence[Job], results: dict[int, Result]) -> None:
+    def _send(self, i: int, share: _Share, jobs: Sequence[Call], results: _Results) -> None:
         """Gives a process the jobs of its share that have no result."""
         child = self._child(i)
         share.sent, share.begun = list(share.places), {}
         share.deadline = time.monotonic() + self._timeout
-        first = not any(jobs[place].replies for place in share.places)
-        chosen = [attrs.astuple(jobs[place], recurse=False) for place in share.places]
+        first = all(jobs[place].calls == 1 for place in share.places)
+        chosen = [jobs[place].message for place in share.places]
         try:
             child.send([first, chosen], self._timeout)
         except OSError:
             self._fail(i, share, Failure("env_crashed", child.death()), jobs, results)
 
-    def _read(self, i: int, share: _Share, jobs: Sequence[Job], results: dict[int, Result]) -> None:
+    def _read(self, i: int, share: _Share, jobs: Sequence[Call], results: _Results) -> None:
         """Reads what a process has reported."""
         child = self._child(i)
         try:
@@ -220,7 +269,7 @@ class EnvProcesses:
                 place = share.sent[at] if 0 <= at < len(share.sent) else -1
                 calls = share.begun.get(place, 0)
                 # A job that began for ever would extend the time limit for ever.
-                if place not in share.places or (result is None and calls > len(jobs[place].replies)):
+                if place not in share.places or not _fits(result, jobs[place], calls):
                     raise GarbledError(garbled(line))
                 share.deadline = time.monotonic() + self._timeout
                 if result is None:
@@ -233,7 +282,9 @@ class EnvProcesses:
         except GarbledError as error:
             self._fail(i, share, Failure("env_crashed", str(error)), jobs, results)
 
-    def _fail(self, i: int, share: _Share, failure: Failure, jobs: Sequence[Job], results: dict[int, Result]) -> None:
+    def _fail(
+        self, i: int, share: _Share, failure: Failure, jobs: Sequence[Call], results: dict[int, Result]
+    ) -> None:
         """Replaces a process; the job that it was at has failed, and the others of its share are made again."""
         child, self._children[i] = self._child(i), None
         child.stop()
@@ -250,7 +301,8 @@ class EnvProcesses:
         if child is None:
             child = self._children[i] = Child(str(SCRIPT), self._folder, self._environment, self._python)
             try:
-                child.greet([self._folder, self.name, self._arguments], "env.name", EnvError)
+                greeting = child.greet([self._folder, self.name, self._arguments], "env.name", EnvError)
+                self.scores_groups = greeting == GROUPS
             except BaseException:
                 self._children[i] = None
                 child.stop()
@@ -275,6 +327,15 @@ class _Share:
     deadline: float = 0.0
 
 
+def _fits(result: Result | None, job: Call, begun: int) -> bool:
+    """Returns whether a process may report this about a job, of which it has begun so many calls."""
+    if result is None:
+        return begun < job.calls
+    if isinstance(result, Scores):
+        return isinstance(job, Scoring) and len(result.ends) == len(job.jobs)
+    return isinstance(result, Failure) or isinstance(job, Job)
+
+
 def _report(line: bytes) -> tuple[int, Result | None]:
     match parsed(line):
         case str(problem):
@@ -285,6 +346,10 @@ def _report(line: bytes) -> tuple[int, Result | None]:
             return at, Failure("env_crashed", one_line(problem))
         case [int(at), [float(reward), float(acc)]]:
             return at, End(reward, acc)
+        case [int(at), {"rewards": [*rewards], "acc": [*accs]}] if len(rewards) == len(accs) and all(
+            isinstance(number, float) for number in (*rewards, *accs)
+        ):
+            return at, Scores(tuple(map(End, rewards, accs)))
         case [int(at), [{"role": str(), "content": str()}, *_] as messages]:
             return at, tuple(messages)
         case [

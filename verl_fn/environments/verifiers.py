@@ -13,7 +13,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,23 @@ class Loaded:
 
     def __call__(self) -> Rollout:
         """Returns an environment for one conversation."""
-        return Rollout(self.environment, self.loop)
+        return Rollout(self.environment, self.loop, together=self.score_group is not None)
+
+    @property
+    def score_group(self) -> Callable[[Sequence[Rollout]], list[Done]] | None:
+        """Scores rollouts of a group, which have ended, together; None if the rubric scores each by itself."""
+        return self._scored if scores_groups(self.environment) else None
+
+    def _scored(self, rollouts: Sequence[Rollout]) -> list[Done]:
+        states = [rollout.state for rollout in rollouts]
+
+        async def score() -> None:
+            await self.environment.rubric.score_group(states)
+            for state in states:
+                await self.environment.rubric.cleanup(state)
+
+        self.loop.run_until_complete(score())
+        return [Done(float(state["reward"])) for state in states]
 
     def problems(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yields the rows of its datasets, each with ``train`` or ``held_out``."""
@@ -60,7 +76,6 @@ def load(name: str, arguments: Mapping[str, Any]) -> Loaded:
     Raises:
         ImportError: verifiers is not installed, or has no classic environments.
         TypeError: its ``load_environment`` returns something else than an environment.
-        ValueError: the rubric scores the rollouts of a group together.
     """
     # Each process would draw the same bars on the run's screen.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -77,12 +92,13 @@ def load(name: str, arguments: Mapping[str, Any]) -> Loaded:
         raise TypeError(
             f"load_environment of {name} returned a {type(environment).__name__}, which is no vf.Environment"
         )
-    if environment.rubric.has_group_rewards:
-        raise ValueError(
-            f"the rubric of verifiers:{name} scores the rollouts of a group together, and conversations are scored "
-            "one by one here; leave out its functions of groups"
-        )
     return Loaded(environment, asyncio.new_event_loop())
+
+
+def scores_groups(environment: Any) -> bool:
+    """Returns whether a rubric of an environment, or of one inside it, has functions of a whole group."""
+    # An environment that has others (``vf.EnvGroup``) has a rubric without functions, which passes groups on.
+    return environment.rubric.has_group_rewards or any(map(scores_groups, getattr(environment, "envs", ())))
 
 
 class Rollout:
@@ -91,13 +107,16 @@ class Rollout:
     Args:
         environment: of verifiers.
         loop: its event loop.
+        together: the rollout is scored with its group, after its end.
 
     Attributes:
         tools: JSON schemas of the functions that the model can call.
+        state: that of verifiers, of a rollout that has ended and is scored with its group.
     """
 
-    def __init__(self, environment: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._environment, self._loop = environment, loop
+    def __init__(self, environment: Any, loop: asyncio.AbstractEventLoop, *, together: bool = False) -> None:
+        self._environment, self._loop, self._together = environment, loop, together
+        self.state: Any = None
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._task: asyncio.Task[float] | None = None
         self._answer: asyncio.Future[Any] | None = None
@@ -126,10 +145,13 @@ class Rollout:
             self._loop.run_until_complete(asyncio.wait([self._task]))
 
     async def _played(self, row: dict[str, Any]) -> float:
-        """Returns the reward of a rollout, when all its replies are there."""
+        """Returns the reward of a rollout, when all its replies are there; 0 if it is scored with its group."""
         state = await self._environment.rollout(row, client(self._requests), "policy", {})
         if state.get("error") is not None:
             raise RuntimeError(f"the rollout ended with {causes(state['error'])}")
+        if self._together:
+            self.state = state
+            return 0.0
         rubric = self._environment.rubric
         await rubric.score_rollout(state)
         await rubric.cleanup(state)

@@ -32,7 +32,8 @@ else:
 
 VERIFIERS = "verifiers:"
 PROBLEMS = "problems"
-CLOSES = -1  # instead of the place of a job: an instance of an earlier call is closed
+CLOSES = -1  # instead of the place of a job: an instance is closed
+GROUPS = ["score_group"]  # the greeting of a process whose environment scores groups
 EXPECTED = "it must return a list of messages, each with role and content, or Done(reward)"
 
 
@@ -50,13 +51,14 @@ class Server:
 
     def __init__(self, cls: Callable[[], Any], send: Callable[[list[Any]], None]) -> None:
         self._cls, self._send = cls, send
-        self._instances: dict[int, tuple[Any, int]] = {}
+        self._score_group = group_scorer(cls)
+        # With each instance, the number of replies that it has had, and its last outcome.
+        self._instances: dict[int, tuple[Any, int, Any]] = {}
 
     def forget(self) -> None:
-        """Closes and drops the instances of earlier conversations; each has the time of a call."""
-        while self._instances:
-            self._send([CLOSES, None])
-            close(self._instances.popitem()[1][0])
+        """Closes and drops the instances of earlier conversations."""
+        for number in list(self._instances):
+            self._close(number)
 
     def answer(self, place: int, number: int, seed: int, problem: Mapping[str, Any], replies: Sequence[str]) -> None:
         """Reports what the environment answers to the last reply, or to the problem if there is none.
@@ -68,31 +70,81 @@ class Server:
             problem: the fields of the problem.
             replies: all of the model so far.
         """
-        instance, answered = self._instances.pop(number, (None, -1))
-        if answered != len(replies) - 1:
-            close(instance)
-            instance, answered = None, -1
-        outcome: Any = None
-        try:
-            for turn in range(answered + 1, len(replies) + 1):
-                self._send([place, None])
-                functions.seed_numbers(seed, turn)
-                if turn == 0:
-                    instance = self._cls()
-                    outcome = opening(instance, SimpleNamespace(**problem))
-                else:
-                    outcome = checked(instance.step(replies[turn - 1]))
-            if is_end(outcome):
-                close(instance)
+        outcome = attempt(lambda: self._play(place, len(replies) - 1, number, seed, problem, replies))
+        # A conversation that is scored with its group keeps its instance until then.
+        if isinstance(outcome, str) or (is_end(outcome) and self._score_group is None):
+            self._close(number)
+        self._send([place, outcome])
+
+    def score(self, place: int, seed: int, jobs: Sequence[Sequence[Any]]) -> None:
+        """Reports the scores of conversations of a group, all of which have ended.
+
+        Args:
+            place: the job's place in its call.
+            seed: of the random numbers.
+            jobs: for each conversation, the arguments of ``answer`` that ended it.
+        """
+        outcome = attempt(lambda: self._scores(place, seed, jobs))
+        for number, *_ in jobs:
+            self._close(number)
+        self._send([place, outcome])
+
+    def _scores(self, place: int, seed: int, jobs: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        for job in jobs:
+            if not is_end(self._play(place, len(job[-1]), *job)):
+                raise Failed("did not end a conversation again that was repeated; it must depend on its calls alone")
+        assert self._score_group is not None
+        self._send([place, None])
+        functions.seed_numbers(seed, 0)
+        return scores(self._score_group([self._instances[number][0] for number, *_ in jobs]), len(jobs))
+
+    def _play(
+        self, place: int, had: int, number: int, seed: int, problem: Mapping[str, Any], replies: Sequence[str]
+    ) -> Any:
+        """Returns the outcome of the last reply, after the calls that a conversation's instance has not had.
+
+        Args:
+            place: the job's place in its call.
+            had: how many replies its instance must have had; otherwise the conversation is repeated with a new one.
+            number, seed, problem, replies: as for ``answer``.
+        """
+        instance, answered, outcome = self._instances.get(number, (None, -1, None))
+        if answered != had:
+            self._close(number)
+            answered = -1
+        for turn in range(answered + 1, len(replies) + 1):
+            self._send([place, None])
+            functions.seed_numbers(seed, turn)
+            if turn == 0:
+                instance = self._cls()
+                self._instances[number] = instance, -1, None
+                outcome = opening(instance, SimpleNamespace(**problem))
             else:
-                self._instances[number] = instance, len(replies)
-            self._send([place, outcome])
-        except Failed as error:
-            close(instance)
-            self._send([place, str(error)])
-        except BaseException as error:
-            close(instance)
-            self._send([place, functions.raised(error)])
+                outcome = checked(instance.step(replies[turn - 1]))
+            self._instances[number] = instance, turn, outcome
+        return outcome
+
+    def _close(self, number: int) -> None:
+        """Closes and drops the instance of a conversation, which has the time of a call for that."""
+        if number in self._instances:
+            self._send([CLOSES, None])
+            close(self._instances.pop(number)[0])
+
+
+def attempt(call: Callable[[], Any]) -> Any:
+    """Returns the outcome of a call, or a string that says how it failed."""
+    try:
+        return call()
+    except Failed as error:
+        return str(error)
+    except BaseException as error:
+        return functions.raised(error)
+
+
+def group_scorer(environment: Callable[[], Any]) -> Callable[[list[Any]], Any] | None:
+    """Returns the function that scores the instances of a group together; None if there is none."""
+    # ``load`` returns a partial of a class.
+    return getattr(getattr(environment, "func", environment), "score_group", None)
 
 
 def close(instance: Any) -> None:
@@ -176,6 +228,30 @@ def checked(value: Any, first: bool = False) -> Any:
     return as_json("messages", [dict(message) for message in messages])
 
 
+def scores(values: Any, count: int) -> dict[str, list[float]]:
+    """Returns what ``score_group`` returned as JSON: the rewards of the conversations, and how right they were.
+
+    Raises:
+        Failed: it is no end for each.
+
+    Example:
+        >>> scores([SimpleNamespace(reward=2, acc=1)], 1)
+        {'rewards': [2.0], 'acc': [1.0]}
+        >>> scores([0.5], 1)
+        Traceback (most recent call last):
+        verl_fn.environments.worker.Failed: returned [0.5] from score_group; it must return Done(reward) for each of
+        the 1 conversations
+    """
+    ends = list(values) if isinstance(values, list | tuple) else []
+    if len(ends) != count or not all(hasattr(end, "reward") and hasattr(end, "acc") for end in ends):
+        raise Failed(
+            f"returned {functions.short(repr(values))} from score_group; it must return Done(reward) for each of the "
+            f"{count} conversations"
+        )
+    rewards, acc = zip(*map(checked, ends), strict=True)
+    return {"rewards": list(rewards), "acc": list(acc)}
+
+
 def load(spec: str, folder: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
     """Imports an environment, and returns a function that makes an instance with keyword arguments.
 
@@ -193,6 +269,10 @@ def load(spec: str, folder: str, arguments: Mapping[str, Any]) -> Callable[[], A
     for method in ("reset", "step"):
         if not callable(getattr(cls, method, None)):
             raise functions.LoadError(f"{spec} has no method {method}; an environment has reset and step")
+    if hasattr(cls, "score_group") and not isinstance(
+        inspect.getattr_static(cls, "score_group"), staticmethod | classmethod
+    ):
+        raise functions.LoadError(f"{spec} has a score_group that is no @staticmethod; it gets a list of instances")
     try:
         inspect.signature(cls).bind(**arguments)
     except (TypeError, ValueError) as error:
@@ -236,7 +316,7 @@ def serve(parent: functions.Parent) -> None:
     except functions.LoadError as error:
         parent.send(str(error))
         return
-    parent.send([])
+    parent.send(GROUPS if group_scorer(environment) is not None else [])
     server = Server(environment, parent.send)
     while call := parent.receive():
         if call == PROBLEMS:
@@ -245,8 +325,8 @@ def serve(parent: functions.Parent) -> None:
         first, jobs = call
         if first:
             server.forget()
-        for place, job in enumerate(jobs):
-            server.answer(place, *job)
+        for place, (method, *arguments) in enumerate(jobs):
+            getattr(server, method)(place, *arguments)
 
 
 if __name__ == "__main__":

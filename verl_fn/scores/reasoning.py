@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,14 +66,50 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: str, extra_
     return {"score": score, "acc": float(score >= 1.0), "pred": pred, "scorer_failed": failed}
 
 
-# A few, since some sets hold whole files: responses to one question are scored one after the other.
+# A few, since some questions hold whole files: responses to one question are scored one after the other.
 @functools.lru_cache(16)
 def _made(name: str, seed: int, options: str) -> tuple[Any, dict[str, Any]]:
+    dataset = _dataset(name, seed, options)
+    return dataset, dataset[0]
+
+
+def _dataset(name: str, seed: int, options: str) -> Any:
+    """Returns a set for a seed, which shares its data with those of other seeds where these have the same.
+
+    The constructors of some sets read a list of words, which takes longer than to make a question and score answers.
+    """
+    shared = _same_for_every_seed(name, options)
+    if shared is None:
+        return _created(name, seed, options)
+    dataset = copy.copy(shared)
+    dataset.config = copy.copy(shared.config)
+    dataset.seed = dataset.config.seed = seed
+    return dataset
+
+
+# More than there are sets, unless one is used with several options.
+@functools.lru_cache(128)
+def _same_for_every_seed(name: str, options: str) -> Any:
+    """Returns a set whose constructor makes the same of every seed; None for another set."""
+    one, other = (_created(name, seed, options) for seed in (0, 1))
+    try:
+        return one if _without_seed(one) == _without_seed(other) else None
+    # Whatever cannot be compared is not shared.
+    except Exception:
+        return None
+
+
+def _without_seed(dataset: Any) -> bytes:
+    config = {key: value for key, value in vars(dataset.config).items() if key != "seed"}
+    others = {key: value for key, value in vars(dataset).items() if key not in ("seed", "config")}
+    return pickle.dumps((config, others))
+
+
+def _created(name: str, seed: int, options: str) -> Any:
     try:
         from reasoning_gym import create_dataset
     except ImportError as error:
         raise ImportError(
             f"reasoning_gym:{name} needs Reasoning Gym ({error}): pip install 'verl_fn[reasoning-gym]'"
         ) from error
-    dataset = create_dataset(name, **json.loads(options), seed=seed, size=1)
-    return dataset, dataset[0]
+    return create_dataset(name, **json.loads(options), seed=seed, size=1)

@@ -8,19 +8,28 @@ TOOL = SimpleNamespace(name="add", description="Adds.", parameters={"type": "obj
 
 
 class Rubric:
-    has_group_rewards = False
+    def __init__(self, has_group_rewards, log):
+        self.has_group_rewards, self.log = has_group_rewards, log
 
     async def score_rollout(self, state):
         state["reward"] = float(state["last"] == state["answer"])
 
+    async def score_group(self, states):
+        right = [state["last"] == state["answer"] for state in states]
+        for state, one in zip(states, right, strict=True):
+            state["reward"] = one / sum(right)
+
     async def cleanup(self, state):
-        pass
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write("rubric cleaned\n")
 
 
 class Adder:
     def __init__(self, count, mode="", log=""):
-        self.rubric, self.count, self.mode, self.log = Rubric(), count, mode, log
-        self.rubric.has_group_rewards = mode == "group"
+        self.rubric, self.count, self.mode, self.log = Rubric(mode == "group", log if mode else ""), count, mode, log
+        # Its own rubric passes groups on to those of others, as that of an EnvGroup.
+        self.envs = [Adder(count, "group")] if mode == "inside" else []
 
     def build_dataset(self):
         rows = [{"prompt": [{"role": "user", "content": f"{i}+1", "name": None}], "answer": str(i + 1)}
