@@ -93,6 +93,8 @@ class Executor:
             if leaf in empty.adapters
         }
         routers = Routers.of(built.model) if how.router_replay else None
+        # A model that is not trained needs none.
+        resident.buffers.free_gradients()
         return cls(layout, empty, built, canonical, tasks, pieces, resident, own_optimizer, zeros, routers)
 
     @property
@@ -136,6 +138,11 @@ class Executor:
         """Fills Megatron's buffers with these parameters, and with zeros for adapters that they lack."""
         leaves = params.leaves
         self.resident.hold({**leaves, **self.zeros} if self.zeros.keys().isdisjoint(leaves) else leaves)
+
+    def zero_gradients(self) -> None:
+        """Fills Megatron's buffer of gradients with zeros."""
+        self.resident.buffers.allocate_gradients()
+        self.built.ddp.zero_grad_buffer()
 
     def gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Returns copies of the elements that this rank owns of Megatron's gradients."""
