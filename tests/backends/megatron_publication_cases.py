@@ -53,7 +53,7 @@ def exchanges(folder, options, nbytes):
 
         return call
 
-    with replaced(Parts, buckets=lambda parts, numbers: bucket(parts, numbers, nbytes)):
+    with replaced(Parts, buckets=lambda parts, numbers, usual: bucket(parts, numbers, nbytes)):
         source = backend.weights(state.params)
         first = dict(source.read())
         with replaced(Parts, exchanged=exchanged), replaced(dist, **{name: counted(name) for name in EXCHANGES}):
