@@ -1,14 +1,22 @@
-"""Moves gradients to the device of the state that they update."""
+"""Moves trees of tensors, and gradients to the device of the state that they update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from verl_fn.state import Grads, Named, Node, TrainState, tree
 from verl_fn.state.node import field_names
+
+T = TypeVar("T")
+
+
+def moved(value: T, device: str | None) -> T:
+    """Returns a tree with its tensors on ``device``, or as it is where that is None."""
+    return value if device is None else tree.map_tensors(lambda t: t.to(device), value)
 
 
 def beside(state: TrainState, grads: Grads, move: Callable[[Tensor, torch.device], Tensor] = Tensor.to) -> Grads:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import attrs
@@ -34,6 +37,65 @@ def parameter_counts(folder: str | Path, head: str, lora: Lora | None = None) ->
     layers = target_layers(model, lora, output, folder)
     adapters = sum(lora.rank * sum(model.get_submodule(name).weight.shape) for name in layers)
     return total + adapters, adapters + trained
+
+
+_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.")
+
+
+@attrs.frozen
+class Stage:
+    """The elements of the pipeline stage that has most, of a model that ranks share as Megatron does.
+
+    Attributes:
+        whole: of the stage.
+        held: those that each of its ranks computes with.
+        ends: those of ``held`` in embeddings, the output layer and the last norm.
+
+    Example:
+        >>> shapes = {"embed.weight": (50, 4), "layers.0.w": (8, 4), "layers.1.w": (8, 4)}
+        >>> Stage.of(shapes, tied=True, tp=2, pp=2, ep=1)
+        Stage(whole=232, held=116, ends=100)
+    """
+
+    whole: int
+    held: int
+    ends: int
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]], *, tied: bool, tp: int, pp: int, ep: int) -> Stage:
+        """Counts the elements of a stage: an equal part of the layers, and the larger of both ends of the model.
+
+        Args:
+            shapes: of all parameters, by canonical name.
+            tied: whether the output layer is the embedding, of which the last of several stages has a copy.
+            tp: ranks that share each matrix; other parameters are held by all of them.
+            pp: the number of stages.
+            ep: ranks that share the experts.
+        """
+        layers, experts, first, last = [0, 0], 0, [0, 0], [0, 0]
+        for name, shape in shapes.items():
+            count = math.prod(shape)
+            if _EXPERT.search(name):
+                experts += count
+                continue
+            part = layers if _LAYER.search(name) else first if "embed" in name else last
+            part[0] += count
+            part[1] += count // tp if len(shape) > 1 else count
+        if pp == 1:
+            first = [first[0] + last[0], first[1] + last[1]]
+        else:
+            first = max(first, [last[0] + first[0], last[1] + first[1]] if tied else last)
+        whole = (layers[0] + experts) // pp + first[0]
+        return cls(whole, (layers[1] + experts // ep) // pp + first[1], first[1])
+
+
+def stage_of(folder: str | Path, head: str, *, tp: int, pp: int, ep: int) -> Stage:
+    """Counts the elements of a folder's model without adapters; see ``Stage.of``."""
+    skeleton = hollow(folder, head, key=Key.from_seed(0)).skeleton
+    shapes = {name: tuple(p.shape) for name, p in skeleton.model.named_parameters()}
+    tied = head == "lm" and bool(getattr(skeleton.model.config, "tie_word_embeddings", False))
+    return Stage.of(shapes, tied=tied, tp=tp, pp=pp, ep=ep)
 
 
 @attrs.frozen

@@ -18,7 +18,7 @@ from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_o
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.memory import fits
 from verl_fn.backends.one_call import OneCall, one_at_a_time
-from verl_fn.backends.placing import beside
+from verl_fn.backends.placing import beside, moved
 from verl_fn.backends.tensor_file import Part
 from verl_fn.backends.weight_sync import Weights, apart, specs_of
 from verl_fn.state import (
@@ -352,11 +352,6 @@ class Local:
             torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
         copied.update({name: (weakref.ref(t), t._version) for name, t in stale.items()})
         return dict(self._cast)
-
-
-def moved(value: T, device: str | None) -> T:
-    """Returns a tree with its tensors on ``device``, or as it is where that is None."""
-    return value if device is None else tree.map_tensors(lambda t: t.to(device), value)
 
 
 def _unchanged(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:

@@ -36,7 +36,7 @@ from verl_fn.backends.megatron.rows import ROUTED, MicroBatch, padded_starts
 from verl_fn.backends.megatron.schedule import run
 from verl_fn.backends.memory import fits
 from verl_fn.backends.one_call import OneCall, one_at_a_time
-from verl_fn.backends.placing import beside
+from verl_fn.backends.placing import beside, moved
 from verl_fn.backends.row_sharing import Share, agree_on_batch, agree_on_call, brought_together, one_thread, share_out
 from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
@@ -172,15 +172,21 @@ class Megatron:
     def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
         """Returns the same state with the parameters or the optimizer tree on another device.
 
+        Parameters that move to the CPU leave no copy on the GPU: the buffers are freed too.
+
         Raises:
             LayoutError: ranks were asked for different devices.
         """
         require_same({"params for place": params, "optimizer for place": optimizer})
+        if params == "cpu":
+            self.free_buffers()
+        return attrs.evolve(state, params=moved(state.params, params), optimizer=moved(state.optimizer, optimizer))
 
-        def move(value: Any, to: str | None) -> Any:
-            return value if to is None else tree.map_tensors(lambda t: t.to(to), value)
-
-        return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
+    @one_at_a_time
+    def free_buffers(self) -> None:
+        """Frees Megatron's buffers, which hold no state, until a call needs them."""
+        if self._model is not None:
+            self._model.resident.free()
 
     def named(self, value: Params | Grads | Slots) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors by canonical name, one after the other; all ranks go through them together.
@@ -198,11 +204,7 @@ class Megatron:
         Raises:
             ValueError: they are not those of whole parameters of this model.
         """
-
-        def rows(name: str, start: int, end: int) -> Tensor:
-            return tensors[name][start:end]
-
-        return self._built().read(rows, tensors.keys())
+        return self._built().read(lambda name, start, end: tensors[name][start:end], tensors.keys())
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read them together.
@@ -295,7 +297,7 @@ class Megatron:
             return total, {}
 
         with self._holding(state.params) as model, model.routing() as routing:
-            model.built.ddp.zero_grad_buffer()
+            model.zero_gradients()
             self._run(model, share, wanted, finish, forward_only=False, routing=routing)
             agree_on_batch(self.layout, batch)
             finalize_model_grads([model.built.ddp], None, pg_collection=self.layout.groups)

@@ -19,8 +19,11 @@ from verl_fn.backends.agreement import gathered
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Adapters
 from verl_fn.backends.megatron.adapters import halves
+from verl_fn.backends.megatron.gathering import Parts, converted
+from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.names import Canonical
 from verl_fn.backends.megatron.shards import Piece
+from verl_fn.backends.protocol import BUCKET_BYTES
 
 # Mappings that do more than move elements: what maps a weight is wrong for its gradient.
 _COMPUTING = frozenset({"RMSNorm2ZeroCenteredRMSNormMapping"})
@@ -132,41 +135,62 @@ def _check_complete(model: nn.Module, tasks: list[Task]) -> None:
         raise ModelError(f"Megatron-Bridge has no mapping for {len(lacking)} parameters, such as {lacking[:3]}")
 
 
-def present(tasks: list[Task], leaves: Mapping[str, Tensor]) -> list[Task]:
-    """Returns the tasks of the parameters that a value has on any rank; all ranks call it together.
+def present(tasks: list[Task], leaves: Mapping[str, Tensor]) -> list[int]:
+    """Returns the numbers of the tasks whose parameters a value has on any rank; all ranks call it together.
 
     Args:
         tasks: of all parameters.
         leaves: the value on this rank: gradients are of adapters alone, and a reference has none.
     """
     by_rank = gathered([task.param is not None and task.leaf in leaves for task in tasks])
-    return [task for i, task in enumerate(tasks) if any(of_rank[i] for of_rank in by_rank)]
+    return [i for i in range(len(tasks)) if any(of_rank[i] for of_rank in by_rank)]
 
 
 def _names(hub: str | Mapping[str, str]) -> list[str]:
     return [hub] if isinstance(hub, str) else list(hub.values())
 
 
+def parts_of(layout: Layout, tasks: list[Task], pieces: Mapping[str, Piece]) -> Parts:
+    """Returns the parts of all parameters on all ranks, which call it together.
+
+    Args:
+        layout: how ranks share the model.
+        tasks: of all parameters.
+        pieces: the pieces of this rank by leaf.
+    """
+    own = [None if task.param is None else pieces[task.leaf] for task in tasks]
+    return Parts.of(layout, own, [tuple(_names(task.hub)) for task in tasks])
+
+
 def named(
-    tasks: list[Task], pieces: Mapping[str, Piece], canonical: Canonical, leaves: Mapping[str, Tensor]
+    tasks: list[Task], parts: Parts, canonical: Canonical, leaves: Mapping[str, Tensor], nbytes: int = BUCKET_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields whole tensors by canonical name, on the device of the leaves; all ranks go through them together.
 
+    No rank has more than one bucket of ``nbytes`` beside its own elements and the tensor that it yields.
+
     Args:
-        tasks: of the parameters that the value has.
-        pieces: the pieces of this rank by leaf.
+        tasks: of all parameters.
+        parts: of all parameters.
         canonical: the canonical names.
         leaves: the elements that this rank owns, by leaf.
+        nbytes: of the tensors that ranks exchange together.
     """
+    numbers = present(tasks, leaves)
 
     def by_hub() -> Iterator[tuple[str, Tensor]]:
-        for task in tasks:
-            whole = None if task.param is None else pieces[task.leaf].whole(leaves[task.leaf].to(task.param.device))
-            yield from task.mapping.megatron_to_hf(whole, task.module).items()
+        for bucket in parts.buckets(numbers, nbytes):
+            own = [leaves.get(tasks[i].leaf) if tasks[i].param is not None else None for i in bucket]
+            flat, found = parts.exchanged(bucket, own)
+            for i in bucket:
+                task = tasks[i]
+                for name, t in converted(task.mapping, task.module, found.pop(i), parts.layout.sizes.tp):
+                    # A view would keep the bucket.
+                    yield name, t.clone() if t.untyped_storage().data_ptr() == flat else t
 
     # A pipeline stage may have no leaves of a value that has adapters alone.
     device = next((t.device for t in leaves.values()), None)
-    of_value = canonical.of(name for task in tasks for name in task.hub_anywhere)
+    of_value = canonical.of(name for i in numbers for name in tasks[i].hub_anywhere)
     with torch.no_grad():
         for name, t in of_value.joined(by_hub()):
             yield name, t if device is None else t.to(device)

@@ -161,6 +161,8 @@ class Distributed(Optimizer):
         # Megatron's optimizer would apply gradients that are not finite.
         if not bool(update.skip):
             self.resident.forget()
+            self.resident.buffers.allocate_weights()
+            self.resident.buffers.allocate_gradients()
             with self.layout.active(), self._lent(adam, params, lr):
                 scale = self._scale(float(update.norm))
                 if own := [name for name in grads if name in self.shards]:

@@ -22,6 +22,7 @@ from verl_fn.backends.megatron.conversion import Source, Task, tasks_of
 from verl_fn.backends.megatron.distributed_optimizer import Distributed
 from verl_fn.backends.megatron.fidelity import check_same_model
 from verl_fn.backends.megatron.fully_sharded import sharded_pieces
+from verl_fn.backends.megatron.gathering import Parts
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.backends.megatron.masks import for_leaves
 from verl_fn.backends.megatron.model import Built, How, build
@@ -44,6 +45,7 @@ class Executor:
         built: Megatron's model.
         canonical: the canonical names.
         tasks: of all parameters.
+        parts: of all parameters, on all ranks.
         pieces: this rank's, by leaf.
         resident: which values Megatron's buffers hold.
         optimizer: for these leaves.
@@ -56,6 +58,7 @@ class Executor:
     built: Built
     canonical: Canonical
     tasks: list[Task]
+    parts: Parts
     pieces: dict[str, Piece]
     resident: Resident
     optimizer: Any
@@ -93,7 +96,10 @@ class Executor:
             if leaf in empty.adapters
         }
         routers = Routers.of(built.model) if how.router_replay else None
-        return cls(layout, empty, built, canonical, tasks, pieces, resident, own_optimizer, zeros, routers)
+        # A model that is not trained needs none.
+        resident.buffers.free_gradients()
+        parts = conversion.parts_of(layout, tasks, pieces)
+        return cls(layout, empty, built, canonical, tasks, parts, pieces, resident, own_optimizer, zeros, routers)
 
     @property
     def adapters(self) -> Adapters:
@@ -136,6 +142,11 @@ class Executor:
         """Fills Megatron's buffers with these parameters, and with zeros for adapters that they lack."""
         leaves = params.leaves
         self.resident.hold({**leaves, **self.zeros} if self.zeros.keys().isdisjoint(leaves) else leaves)
+
+    def zero_gradients(self) -> None:
+        """Fills Megatron's buffer of gradients with zeros."""
+        self.resident.buffers.allocate_gradients()
+        self.built.ddp.zero_grad_buffer()
 
     def gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Returns copies of the elements that this rank owns of Megatron's gradients."""
@@ -184,8 +195,7 @@ class Executor:
 
     def named(self, leaves: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors by canonical name; all ranks go through them together."""
-        tasks = conversion.present(self.tasks, leaves)
-        tensors = conversion.named(tasks, self.pieces, self.canonical, leaves)
+        tensors = conversion.named(self.tasks, self.parts, self.canonical, leaves)
         while True:
             # Between two tensors, the caller may use another backend.
             with self.layout.active():
@@ -198,4 +208,5 @@ class Executor:
         """Yields the tensors of the model without adapters, with the adapters added; all ranks go through them."""
         own = {name: t for name, t in params.items() if name in self.zeros}
         rest = {name: t for name, t in params.items() if name not in self.zeros}
-        return merged(self.named(rest), dict(self.named(own)), self.adapters)
+        halves = dict(self.named(own)) if self.adapters.layers else {}
+        return merged(self.named(rest), halves, self.adapters)

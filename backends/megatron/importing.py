@@ -36,6 +36,11 @@ INSTALL = (
 PRIVATE: dict[str, tuple[str, ...]] = {
     "megatron.bridge.AutoBridge": ("_model_bridge",),
     "megatron.bridge.models.conversion.model_bridge.MegatronModelBridge": ("build_conversion_tasks",),
+    "megatron.bridge.models.conversion.param_mapping.MegatronParamMapping": (
+        "broadcast_from_pp_rank",
+        "gather_from_ep_ranks",
+        "gather_from_tp_ranks",
+    ),
     "megatron.core.distributed.DistributedDataParallel": ("start_param_sync", "zero_grad_buffer"),
     "megatron.core.distributed.fsdp.src.megatron_fsdp.MegatronFSDP": (
         "_replace_param_with_raw_if_needed",

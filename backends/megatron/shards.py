@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from verl_fn.backends.agreement import agreed
 from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.megatron.buffers import Buffers
 from verl_fn.backends.megatron.layout import Layout
 
 
@@ -121,6 +122,7 @@ class Resident:
         tied: the parameter of the output layer that is a copy of the embedding of another stage, if there is one.
 
     Attributes:
+        buffers: the memory of parameters and gradients.
         loads: how often the buffer was filled.
     """
 
@@ -129,6 +131,7 @@ class Resident:
         self.pieces = pieces
         self.layout = layout
         self.tied = tied
+        self.buffers = Buffers.of(ddp)
         self.loads = 0
         self._made_from: dict[str, tuple[Callable[[], Tensor | None], int]] = {}
 
@@ -146,6 +149,7 @@ class Resident:
         with agreed():
             check_leaves(leaves, self.pieces, [self.pieces.keys()])
         self._made_from = {}
+        self.buffers.allocate_weights()
         with torch.no_grad():
             if frozen:
                 for name, piece in self.pieces.items():
@@ -168,6 +172,11 @@ class Resident:
                 )
         self._made_from = {name: (weakref.ref(t), t._version) for name, t in leaves.items()}
         self.loads += 1
+
+    def free(self) -> None:
+        """Frees the memory of parameters and gradients; the next call allocates it again, and fills it."""
+        self._made_from = {}
+        self.buffers.free()
 
     def forget(self) -> None:
         """Forgets which trained values the buffer holds, since something else overwrites them there."""

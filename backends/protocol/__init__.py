@@ -12,12 +12,12 @@ from .rollout import (
     check_sampling,
     serves,
 )
-from .train import TrainBackend, whole_leaves
+from .train import HoldsBuffers, TrainBackend, whole_leaves
 from .weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
 __all__ = [
-    "BUCKET_BYTES", "Capabilities", "Chunk", "Freed", "Handle", "PublicationFailed", "Ref", "Reference", "Remote",
-    "Request", "RolloutBackend", "Sample", "Sampling", "StaleWeightsError", "TensorSpec", "TrainBackend",
-    "UnsupportedSampling", "WeightSource", "check_sampling", "here", "is_where_used", "serves",
+    "BUCKET_BYTES", "Capabilities", "Chunk", "Freed", "Handle", "HoldsBuffers", "PublicationFailed", "Ref",
+    "Reference", "Remote", "Request", "RolloutBackend", "Sample", "Sampling", "StaleWeightsError", "TensorSpec",
+    "TrainBackend", "UnsupportedSampling", "WeightSource", "check_sampling", "here", "is_where_used", "serves",
     "where_used", "whole_leaves",
 ]  # fmt: skip

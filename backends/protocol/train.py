@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload
+from typing import Literal, ParamSpec, Protocol, TypeAlias, TypeVar, cast, overload, runtime_checkable
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -91,6 +91,15 @@ class TrainBackend(Protocol):
                 in which ``fn`` runs.
             keep: leave the result with the workers, as the values are, and return a handle to it.
         """
+        ...
+
+
+@runtime_checkable
+class HoldsBuffers(Protocol):
+    """A training backend with memory on its device that is no value of anybody, such as copies that compute."""
+
+    def free_buffers(self) -> None:
+        """Frees this memory; a later call allocates what it needs, and no result changes."""
         ...
 
 

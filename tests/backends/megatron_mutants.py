@@ -172,3 +172,30 @@ class OneBucket(SeveralBuckets):
             return super()._built()
         finally:
             executor.pieces_of = real
+
+
+class FreesBuffers(Megatron):
+    """Frees its buffers before each call that uses them. Nothing is broken."""
+
+    def _holding(self, params):
+        self.free_buffers()
+        return super()._holding(params)
+
+    def apply_update(self, state, grads, *, donate=True):
+        self.free_buffers()
+        return super().apply_update(state, grads, donate=donate)
+
+
+class FreesWithoutForgetting(Megatron):
+    """Frees its buffers, and takes what is allocated later for what they held."""
+
+    def free_buffers(self):
+        self._built().resident.buffers.free()
+
+    def _holding(self, params):
+        self.free_buffers()
+        buffers = self._built().resident.buffers
+        buffers.allocate_weights()
+        for t, _ in buffers.weights:
+            t.untyped_storage().fill_(0)
+        return super()._holding(params)

@@ -151,3 +151,15 @@ def test_the_first_steps_with_megatron_fsdp(ranks, folder, dtype, size, options)
 
 def test_laws_with_megatron_fsdp(ranks, folder):
     ranks(1).run("megatron_fsdp_cases.laws", folder, {"compute_dtype": "bfloat16", "fsdp": True}, 0.05)
+
+
+@pytest.mark.parametrize(("size", "options"), [(1, {}), (1, {"compute_dtype": "bfloat16"}), (2, {"tp": 2})], ids=str)
+def test_a_state_on_the_cpu_leaves_nothing_on_the_gpu(ranks, folder, size, options):
+    """State and buffers are freed, and the state that comes back is the same, bitwise."""
+    for freed, expected, same in ranks(size).run("megatron_offload_cases.memory", folder, options):
+        assert same and freed >= 0.99 * expected
+
+
+def test_nothing_is_held_between_calls_and_no_bit_changes(ranks, folder):
+    for sizes, same in ranks(1).run("megatron_offload_cases.freed", folder, {"compute_dtype": "bfloat16"}):
+        assert all(same) and [*sizes[2::4], *sizes[3::4]] == [[0, 0]] * 6

@@ -202,3 +202,45 @@ def test_a_check_of_a_run_on_the_cpu_counts_no_gpu(tiny, tmp_path, capsys):
     assert "memory  " not in check_run(tiny_run(tiny, tmp_path))
     unknown = check_run(tiny_run(tiny, tmp_path, "driver.device=auto"))
     assert "on a GPU of unknown size (--gpu-memory GIB compares)" in unknown or "on a GPU of" in unknown
+
+
+MEGATRON = ["actor.strategy=megatron", "algorithm.name=grpo", "rollout.n=8"]
+
+
+def test_a_model_of_megatron_by_hand(folder):
+    """Of the 24 layers a stage has half, and of their matrices a rank has half; the tied embedding is on both."""
+    model, sizes = folder("0.5b"), "actor.megatron"
+    two = [f"{sizes}.tensor_model_parallel_size=2", f"{sizes}.pipeline_model_parallel_size=2", "ray.ranks=8"]
+    n, hidden, ends = parameter_counts(model, "lm")[0], 896, 151936 * 896
+    norms = 24 * (2 * hidden + 2 * 128 + hidden)  # and biases of queries, keys and values
+    held = ((n - ends - hidden - norms) // 2 + norms) // 2 + ends // 2 + hidden
+    whole = (n - ends - hidden) // 2 + ends + hidden
+    plan = plan_of(model, *MEGATRON, *two)
+    by_phase = parts(plan, 8, 140 * GIB)
+    update = by_phase["update_actor"]
+    state = {"actor parameters": 4 * (whole * 2 // 8), "actor moments": 8 * (whole * 2 // 8)}
+    assert update.items() >= state.items() and update["actor gradients"] == state["actor parameters"]
+    assert update["actor bfloat16 copy"] == 2 * held and update["actor gradient buffer"] == 4 * held
+    # The buffers are given back before the engine wakes, and the state lies on the CPU where it is told to.
+    generation = by_phase["gen"]
+    assert generation.items() >= state.items() and not generation.keys() & {"actor bfloat16 copy"}
+    away = parts(attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, offload_trainer=True)), 8, 140 * GIB)
+    assert not any(name.startswith("actor") for name in (*away["gen"], *away["update_weights"]))
+    assert away["update_actor"] == update
+    awake = parts(attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, free_cache_engine=False)), 8, 140 * GIB)
+    assert awake["gen"]["actor bfloat16 copy"] == 2 * held
+
+
+def test_a_model_of_megatron_that_is_not_trained_has_no_gradients(folder):
+    sizes = parts(plan_of(folder("0.5b"), *MEGATRON, "algorithm.use_kl_loss=true"), 1, 140 * GIB)["update_actor"]
+    assert {"reference bfloat16 copy", "actor gradient buffer"} <= sizes.keys()
+    assert "reference gradient buffer" not in sizes
+
+
+def test_megatron_fsdp_divides_the_copy_too(folder):
+    model = folder("0.5b")
+    n, ends = parameter_counts(model, "lm")[0], 151936 * 896 + 896
+    plan = plan_of(model, *MEGATRON, "ray.ranks=4", "actor.megatron.use_megatron_fsdp=true")
+    sizes = parts(plan, 4, 140 * GIB)["update_actor"]
+    assert sizes["actor bfloat16 copy"] == 2 * (n // 4 + ends) and sizes["actor gradient buffer"] == 4 * (n // 4)
+    assert sizes["actor gathered layers"] == 2 * (2 * (n - ends) // 24)

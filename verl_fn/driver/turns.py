@@ -1,7 +1,8 @@
 """One GPU's memory by turns: an engine sleeps while ranks on its GPU compute, and wakes before it is called.
 
 The engine wakes in stages, its weights for a publication and its cache for requests, so that the memory of the cache
-is free while weights arrive. Before each stage the ranks end their calls and give back the memory that torch keeps.
+is free while weights arrive. Before each stage the ranks end their calls and give back the memory that torch keeps,
+and that of buffers that are no values.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.protocol import (
     Handle,
+    HoldsBuffers,
     Ref,
     Request,
     RolloutBackend,
@@ -89,8 +91,7 @@ class Turns:
         for part in PARTS:
             if part in parts and part not in self.awake:
                 self._settle()
-                # One process has the ranks of all roles.
-                self._wait([trainer.map(release) for trainer in self._trainers[:1]])
+                self._wait([trainer.map(release, trainer) for trainer in self._trainers])
                 self._wait(self._engine.wake([part]))
                 self.awake.add(part)
 
@@ -101,8 +102,10 @@ class Turns:
             self.awake.clear()
 
 
-def release() -> None:
-    """Gives the memory that torch keeps for later back to the GPU, for other processes."""
+def release(backend: object) -> None:
+    """Gives memory that holds no values back to the GPU: a backend's buffers, and what torch keeps for later."""
+    if isinstance(backend, HoldsBuffers):
+        backend.free_buffers()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.sizes import parameter_counts
+from verl_fn.backends.hf.sizes import FLOAT32, parameter_counts, width_of
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import Plan, RolePlan
 from verl_fn.driver import ranks
@@ -13,9 +13,8 @@ from verl_fn.driver import ranks
 from .checks import row_lengths
 from .memory import GIB, check_memory, largest, offloads, phases
 from .prepare import prepare
+from .role_memory import MOMENTS, megatron_parts
 from .screen import say
-
-FLOAT32, ADAM = 4, 8
 
 
 def check_run(plan: Plan, gpu: int | None = None) -> str:
@@ -98,7 +97,6 @@ def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
         layout += f", sequence parallel {sp}" if (sp := role.fsdp.ulysses_sequence_parallel_size) > 1 else ""
     if role.strategy == "megatron":
         m = role.megatron
-        shards = size // m.context_parallel_size
         layout = f"{'Megatron-FSDP' if m.use_megatron_fsdp else 'megatron'} over {size} ranks: " + ", ".join(
             f"{name} {value}"
             for name, value in (
@@ -112,9 +110,13 @@ def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
     if role.strategy == "megatron" and role.optim is not None and role.megatron.optimizer == "megatron":
         updates += " by Megatron's own distributed optimizer"
     yield f"{role.name:<11} {role.folder}: {total:,} parameters, {trained:,} trained; {layout}; {updates}"
-    parts = {"parameters": total * FLOAT32, "gradients": trained * FLOAT32, "moments": trained * ADAM}
-    if role.dtype == "bfloat16":
-        parts["bfloat16 copy"] = total * 2
-    sizes = ", ".join(f"{name} {count / shards / GIB:.3f}" for name, count in parts.items() if count)
+    own, own_trained, held, held_trained = total // shards, trained // shards, total // shards, 0
+    if role.strategy == "megatron":
+        own, own_trained, held, held_trained, _ = megatron_parts(role, size)
+    parts = {"parameters": own * FLOAT32, "gradients": own_trained * FLOAT32, "moments": own_trained * MOMENTS}
+    if role.strategy == "megatron" or role.dtype == "bfloat16":
+        parts[f"{role.dtype} copy"] = held * width_of(role.dtype)
+    parts["gradient buffer"] = held_trained * FLOAT32
+    sizes = ", ".join(f"{name} {nbytes / GIB:.3f}" for name, nbytes in parts.items() if nbytes)
     place = "; parameters and moments stay on the CPU between passes" if role.offload else ""
     yield f"            GiB a rank: {sizes}; micro-batches of at most {role.max_tokens:,} tokens{place}"

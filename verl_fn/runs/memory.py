@@ -6,18 +6,18 @@ that compute with FlashAttention (``Footprint``), and what a process takes for C
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import attrs
 
-from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.sizes import FLOAT32, Footprint, parameter_counts, width_of
+from verl_fn.backends.hf.sizes import Footprint, parameter_counts, width_of
 from verl_fn.backends.protocol import BUCKET_BYTES
 from verl_fn.backends.weight_sync.outlet import PARTS
-from verl_fn.config import ConfigError, Plan, RolePlan
+from verl_fn.config import ConfigError, Plan
+
+from .role_memory import Part, RoleMemory
 
 GIB = 2**30
-MOMENTS = 2 * FLOAT32  # AdamW's two averages of a parameter
 CONTEXT = GIB  # what CUDA, its libraries and captured graphs take in a process
 GENERATION, PUBLICATION = "gen", "update_weights"
 # What the phases of verl's timing metrics are for.
@@ -31,23 +31,6 @@ TITLES = {
     "update_actor": "update of the actor",
     "update_critic": "update of the critic",
 }
-
-
-@attrs.frozen
-class Part:
-    """What one part of a run holds on a GPU in one phase.
-
-    Attributes:
-        name: the part.
-        nbytes: its bytes.
-        lower: the setting that makes it smaller; empty where there is none.
-        exact: whether the bytes are counted, not estimated.
-    """
-
-    name: str
-    nbytes: int
-    lower: str = ""
-    exact: bool = True
 
 
 def _present(parts: Iterable[Part]) -> tuple[Part, ...]:
@@ -106,12 +89,15 @@ def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | No
     """
     offload = offloads(plan, ranks, gpu) if offload is None else offload
     names = [name for name in plan.roles if name not in plan.ray.separate or plan.driver.kind != "ray"]
-    models = [_Model.of(plan.roles[name], plan, ranks) for name in names]
+    models = [RoleMemory.of(plan.roles[name], plan, ranks) for name in names]
     others = _contexts(plan, ranks)
     staging = _staging(plan)
     movable = "rollout.offload_trainer=true" if plan.rollout.sleeps else ""
-    resident = [part for model in models for part in model.resident()]
+    buffers = [part for model in models for part in model.buffers()]
+    resident = [*(part for model in models for part in model.resident()), *buffers]
     at_rest = [] if offload else [part for model in models for part in model.resident(movable)]
+    if not plan.rollout.sleeps:
+        at_rest += buffers
     engine = _engine(plan, ranks, gpu)
     # An engine that sleeps wakes its weights for a publication, its cache after it, and neither for the trainer.
     weights, beside = (engine[:1], ()) if plan.rollout.sleeps else (engine, engine)
@@ -192,119 +178,6 @@ def advice(phase: Phase, gpu: int | None = None) -> str:
     parts = sorted((part for part in phase.parts if part.lower), key=lambda part: -part.nbytes)
     settings = dict.fromkeys(part.lower for part in parts if part.nbytes >= least or part is parts[0])
     return "; or ".join(list(settings)[:3])
-
-
-@attrs.frozen
-class _Model:
-    """The bytes of one role on one rank.
-
-    Attributes:
-        role: the role's plan.
-        total, trained: elements of the whole model, and those that are trained.
-        shards: how many ranks share a copy.
-        tokens: the most tokens of a micro-batch on a rank, with gradients and without.
-        footprint: what passes need.
-    """
-
-    role: RolePlan
-    total: int
-    trained: int
-    shards: int
-    tokens: tuple[int, int]
-    footprint: Footprint
-
-    @classmethod
-    def of(cls, role: RolePlan, plan: Plan, ranks: int) -> _Model:
-        total, trained = parameter_counts(role.folder, role.head, Lora(*role.lora) if role.lora else None)
-        fsdp = role.strategy == "fsdp"
-        shared = role.fsdp.ulysses_sequence_parallel_size if fsdp else 1
-        prompts = plan.data.train_batch_size
-        part = min(getattr(plan.options, "ppo_mini_batch_size", prompts), prompts)
-        limits = [role.max_tokens // shared] * 2
-        if plan.algorithm != "sft":
-            longest = plan.data.max_prompt_length + plan.data.max_response_length
-            rows = [count * plan.rollout.n for count in (part, prompts)]
-            limits = [min(role.max_tokens, -(-count * shared // ranks) * longest) // shared for count in rows]
-        return cls(
-            role,
-            total,
-            trained if role.optim is not None else 0,
-            max(1, ranks // role.fsdp.replicate) if fsdp else 1,
-            (limits[0], limits[1]),
-            Footprint.of(role.folder),
-        )
-
-    @property
-    def width(self) -> int:
-        return width_of(self.role.dtype)
-
-    @property
-    def forward_phase(self) -> str:
-        if self.role.head == "value":
-            return "values" if self.role.optim is not None else "reward"
-        return "ref" if self.role.optim is None else "old_log_prob"
-
-    def resident(self, lower: str = "") -> Iterator[Part]:
-        """Yields what lies on the GPU between passes.
-
-        Args:
-            lower: the setting that makes it smaller; by default that of the role's layout.
-        """
-        name, lower = self.role.name, lower or self._lower
-        if not self.role.offload:
-            yield Part(f"{name} parameters", self.total * FLOAT32 // self.shards, lower)
-            yield Part(f"{name} moments", self.trained * MOMENTS // self.shards, lower)
-            if self.role.strategy != "fsdp" and self.width < FLOAT32:
-                yield Part(f"{name} {self.role.dtype} copy", self.total * self.width, lower)
-
-    @property
-    def _lower(self) -> str:
-        """The settings that make the role's state smaller on each GPU."""
-        table = self.role.table
-        if self.role.strategy != "fsdp":
-            return f"more ranks ({table}.strategy=fsdp, ray.ranks)"
-        if self.role.offload:
-            return "more ranks (ray.ranks)"
-        return f"more ranks (ray.ranks) or {table}.fsdp_config.offload_policy=true"
-
-    def forward(self) -> Iterator[Part]:
-        """Yields what a forward pass adds."""
-        yield from self._weights()
-        yield from self._activations(self.tokens[1], self.footprint.layer(self.tokens[1], self.width))
-
-    def backward(self) -> Iterator[Part]:
-        """Yields what an update adds."""
-        yield from self._weights()
-        yield Part(f"{self.role.name} gradients", self.trained * FLOAT32 // self.shards, self._lower)
-        tokens, checkpointing = self.tokens[0], self.role.checkpointing
-        yield from self._activations(tokens, self.footprint.kept(tokens, self.width, checkpointing=checkpointing))
-        if self.role.head == "lm" and not self.role.lora:
-            nbytes = self.footprint.vocab * self.footprint.hidden * FLOAT32
-            yield Part("gradient of the output layer", nbytes, exact=False)
-
-    def _weights(self) -> Iterator[Part]:
-        """Yields the parameters that a pass brings to the GPU, or gathers there."""
-        name, fsdp = self.role.name, self.role.fsdp
-        if self.role.offload:
-            yield Part(f"{name} parameters", self.total * FLOAT32 // self.shards)
-        if self.role.strategy == "fsdp":
-            whole = self.total
-            if fsdp.reshard_after_forward:
-                ends = self.footprint.vocab * self.footprint.hidden
-                # One layer computes while the next one is gathered.
-                whole = min(whole, ends + 2 * max(0, whole - ends) // self.footprint.layers)
-            setting = f"{self.role.table}.fsdp_config.reshard_after_forward=true"
-            lower = "" if fsdp.reshard_after_forward else setting
-            yield Part(f"{name} gathered layers", whole * self.width, lower, exact=False)
-
-    def _activations(self, tokens: int, nbytes: int) -> Iterator[Part]:
-        role = self.role
-        shared = role.fsdp.ulysses_sequence_parallel_size if role.strategy == "fsdp" else 1
-        lower = f"lower {role.table}.ppo_max_token_len_per_gpu ({role.max_tokens // shared:,} now)"
-        other = "" if role.checkpointing else f" or set {role.table}.enable_gradient_checkpointing=true"
-        yield Part(f"activations of {tokens:,} tokens", nbytes, lower + other, exact=False)
-        if role.head == "lm":
-            yield Part("logits", self.footprint.logits(tokens, self.width), lower, exact=False)
 
 
 def share(plan: Plan, gpu: int | None) -> int:

@@ -1,0 +1,178 @@
+"""Gathers whole tensors of Megatron's parameters, many with one exchange between ranks.
+
+Each element of the model belongs to one rank. So the ranks add up buckets, in which each has written the elements
+that it owns, at the same places on all ranks. Then every rank has the parts of all ranks of tensor and expert
+parallelism and of all stages, and Megatron-Bridge's mappings make whole tensors of them without exchanging anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl_fn.backends.agreement import gathered
+from verl_fn.backends.megatron.layout import Layout
+from verl_fn.backends.megatron.shards import Piece
+from verl_fn.backends.protocol import BUCKET_BYTES
+
+
+@attrs.frozen
+class Part:
+    """A part of a parameter, which the ranks of one place in tensor and expert parallelism hold.
+
+    Attributes:
+        stage: the pipeline stage.
+        tp: the place in tensor parallelism; 0 where all of its ranks hold the same.
+        ep: the place in expert parallelism; 0 outside of experts.
+        shape: of the part.
+        names: the hub's names of its tensors.
+    """
+
+    stage: int
+    tp: int
+    ep: int
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return torch.Size(self.shape).numel()
+
+
+@attrs.frozen(eq=False)
+class Parts:
+    """The parts of each parameter on all ranks.
+
+    Attributes:
+        layout: how ranks share the model.
+        pieces: this rank's piece of each, None where another stage has the parameter.
+        own: this rank's part of each.
+        every: the parts of each, of the first stage that has it.
+    """
+
+    layout: Layout
+    pieces: list[Piece | None]
+    own: list[Part | None]
+    every: list[list[Part]]
+
+    @classmethod
+    def of(cls, layout: Layout, pieces: Sequence[Piece | None], names: Sequence[tuple[str, ...]]) -> Parts:
+        """Compares the parts of all ranks, which call it together.
+
+        Args:
+            layout: how ranks share the model.
+            pieces: this rank's piece of each parameter, None where another stage has it.
+            names: the hub's names of its tensors on this rank.
+        """
+        own = [None if piece is None else _part(layout, piece, names[i]) for i, piece in enumerate(pieces)]
+        by_rank, every = gathered(own), []
+        for number in range(len(own)):
+            found = {part for of_rank in by_rank if (part := of_rank[number]) is not None}
+            first = min(part.stage for part in found)
+            every.append(sorted((p for p in found if p.stage == first), key=lambda p: (p.ep, p.tp)))
+        return cls(layout, list(pieces), own, every)
+
+    def buckets(self, numbers: Sequence[int], nbytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
+        """Yields the numbers of parameters that are gathered together: at least one, and at most ``nbytes``."""
+        bucket: list[int] = []
+        room = nbytes
+        for number in numbers:
+            size = 4 * sum(part.numel for part in self.every[number])
+            if bucket and size > room:
+                yield bucket
+                bucket, room = [], nbytes
+            bucket.append(number)
+            room -= size
+        if bucket:
+            yield bucket
+
+    def exchanged(
+        self, numbers: Sequence[int], leaves: Sequence[Tensor | None]
+    ) -> tuple[int, dict[int, dict[Part, Tensor]]]:
+        """Returns the parts of some parameters, as views of one bucket, and its address; all ranks call it together.
+
+        Bits are added up, since adding zeros would turn -0.0 into 0.0.
+
+        Args:
+            numbers: of the parameters.
+            leaves: the elements that this rank owns of each; None for those that the value does not have here.
+        """
+        device = next(piece.param.device for piece in self.pieces if piece is not None)
+        flat = torch.zeros(sum(p.numel for i in numbers for p in self.every[i]), device=device)
+        found: dict[int, dict[Part, Tensor]] = {}
+        start = 0
+        for number, leaf in zip(numbers, leaves, strict=True):
+            views = {}
+            for part in self.every[number]:
+                views[part] = flat[start : start + part.numel]
+                start += part.numel
+            piece, own = self.pieces[number], self.own[number]
+            if piece is not None and leaf is not None and own in views:
+                views[own][piece.start : piece.stop].copy_(leaf)
+            found[number] = {part: view.view(part.shape) for part, view in views.items()}
+        if self.layout.size > 1:
+            dist.all_reduce(flat.view(torch.int32))
+        return flat.untyped_storage().data_ptr(), found
+
+
+def _part(layout: Layout, piece: Piece, names: tuple[str, ...]) -> Part:
+    expert = not getattr(piece.param, "allreduce", True)
+    shared = layout.sizes.tp > 1 and not expert and not piece.replicated
+    ep = layout.groups.ep.rank() if expert else 0
+    shape = tuple(piece.param.shape)
+    return Part(layout.groups.pp.rank(), layout.tp_rank if shared else 0, ep, shape, names)
+
+
+def converted(mapping: Any, module: Any, parts: Mapping[Part, Tensor], tp: int) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a parameter by hub's name, as a mapping makes them of all parts.
+
+    Args:
+        mapping: Megatron-Bridge's.
+        module: Megatron's module that has the parameter, None where it is on another stage.
+        parts: the parts of all ranks.
+        tp: the number of ranks of tensor parallelism.
+    """
+    for ep in sorted({part.ep for part in parts}):
+        of_rank = [part for part in parts if part.ep == ep]
+        shards = [parts[part] for part in of_rank] * (1 if len(of_rank) > 1 else tp)
+        names = _names(mapping.hf_param)
+        with _without_exchange(shards):
+            tensors = mapping.megatron_to_hf(shards[0], module)
+        for name, t in tensors.items():
+            yield of_rank[0].names[names.index(name)], t
+
+
+def _names(hub: str | Mapping[str, str]) -> list[str]:
+    return [hub] if isinstance(hub, str) else list(hub.values())
+
+
+@contextlib.contextmanager
+def _without_exchange(shards: list[Tensor]) -> Iterator[None]:
+    """Gives Bridge's mappings what they would ask other ranks for: ``shards``, of which they are given the first."""
+    from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
+
+    def from_tp(mapping: Any, tensor: Tensor) -> list[Tensor]:
+        if tensor is not shards[0]:
+            raise NotImplementedError(f"{type(mapping).__name__} computes with parameters before it gathers them")
+        return shards
+
+    given = {
+        "broadcast_from_pp_rank": lambda mapping, tensor, cache_key=None: shards[0],
+        "gather_from_tp_ranks": from_tp,
+        "gather_from_ep_ranks": lambda mapping, tensor, module, name: {str(name): tensor},
+    }
+    before = {name: getattr(MegatronParamMapping, name) for name in given}
+    for name, function in given.items():
+        setattr(MegatronParamMapping, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(MegatronParamMapping, name, function)
