@@ -2,8 +2,11 @@
 
 import contextlib
 import gc
+import json
 import multiprocessing.spawn
 import os
+import sys
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -20,29 +23,47 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 from warm_python import warm_python
 
-# Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist.
+# Files whose tests share processes, which a fixture starts once in each worker of pytest-xdist. Tests over Ray wait a
+# lot, so they are two units, with a cluster each.
 SHARED = {
     "Ray": [
-        *("batches_benchmark", "clusters", "environments", "failures", "groups"),
-        *("overlap", "private_ray", "ray_driver", "restarts", "turns", "updates_in_flight", "weight_sync_benchmark"),
+        *("batches_benchmark", "clusters", "environments", "groups", "private_ray", "ray_driver"),
+        *("weight_sync_benchmark",),
     ],
+    "Ray, with faults": ["failures", "overlap", "restarts", "turns", "updates_in_flight"],
     "Megatron": ["megatron", "megatron_experts", "megatron_fsdp", "megatron_optimizer"],
     "ranks": ["checkpoints", "fsdp", "loading", "rank_checks", "weight_sync"],
 }
+VLLM = Path(__file__).with_name("vllm_imports.py")
 # What takes longest starts first, so that all workers end at about the same time.
-FIRST = ["ranks", "Ray", "lora_run", "interrupt", "backend_laws", "mutants", "damage", "lora", "vllm", "sampler"]
+FIRST = [
+    *("ranks", "Ray, with faults", "Ray", "Megatron", "smollm2", "mutants", "backend_laws", "served_model", "vllm"),
+    *("damage", "ahead", "step_benchmark", "lora", "lora_run", "report", "config_fuzz", "sampler", "calls"),
+    *("damaged_models", "replay", "docs", "interrupt", "hostile_rewards", "torchrun", "bad_input", "damaged_files"),
+]
 
 
 def pytest_configure(config):
-    if getattr(config.option, "numprocesses", None):  # this process only starts workers, and one warm Python for all
-        warm = warm_python()
-        os.environ["WARM_PYTHON"] = warm.__enter__()
-        config.add_cleanup(lambda: warm.__exit__(None, None, None))
+    if getattr(config.option, "numprocesses", None):  # this process only starts workers
+        start_warm_pythons(config)
         return
+    # A worker's own executable is a warm Python that has imported the tests.
+    sys.executable = os.environ.get("TESTS_PYTHON", sys.executable)
     import torch
 
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def start_warm_pythons(config):
+    """Starts one warm Python for all workers, and from it another, which collects the tests and forks the workers."""
+    os.environ["TESTS_PYTHON"], os.environ["TESTS"] = sys.executable, json.dumps(config.args)
+    started = contextlib.ExitStack()
+    config.add_cleanup(started.close)
+    os.environ["WARM_PYTHON"] = warm = started.enter_context(warm_python())
+    os.environ["VLLM_PYTHON"] = started.enter_context(warm_python(VLLM, python=warm))
+    collected = started.enter_context(warm_python(Path(__file__).with_name("collected.py"), python=warm))
+    config.option.tx = [f"popen//python={collected}" for _ in config.option.tx]
 
 
 def unit(nodeid):
@@ -82,6 +103,14 @@ def warm():
         multiprocessing.spawn.set_executable(executable)
         yield executable
         multiprocessing.spawn.set_executable(before)
+
+
+@pytest.fixture(scope="session")
+def vllm_python(warm):
+    """The path of a warm Python that has imported vLLM, too."""
+    shared = os.environ.get("VLLM_PYTHON")
+    with contextlib.nullcontext(shared) if shared else warm_python(VLLM, python=warm) as executable:
+        yield executable
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from warm_python import GROUP
+from warm_python import GROUP, warm_python
 
 from verl_fn.driver.processes import await_end, runs
 
@@ -39,6 +39,14 @@ def test_it_is_warm_unless_its_imports_would_have_been_others(warm, tmp_path):
     code = "import sys; print('torch' in sys.modules)"
     assert ran(warm, "-c", code)[1] == "True\n"
     assert ran(warm, "-c", code, env=os.environ | {"PYTHONPATH": str(tmp_path)})[1] == "False\n"
+
+
+def test_another_with_more_imports_is_forked_from_it(warm, tmp_path):
+    (tmp_path / "more.py").write_text("import this")
+    code = "import sys; print({'torch', 'this'} <= sys.modules.keys(), sys.stdin.read())"
+    with warm_python(tmp_path / "more.py", python=warm) as python:
+        assert ran(python, "-c", code, input="hello") == (0, "True hello\n", [])
+    assert ran(warm, "-c", code, input="hello")[1] == "False hello\n"
 
 
 def test_its_processes_start_warm_ones(warm):

@@ -45,10 +45,11 @@ MOST_FILES = 250
 
 
 @contextlib.contextmanager
-def warm_python(also=None):
+def warm_python(also=None, python=sys.executable):
     """Starts a server for the body; yields the path of the executable, which waits until the imports are done.
 
-    ``also`` is a script that the server runs.
+    ``also`` is a script that the server runs when it is first asked for a process, and ``python`` starts the server:
+    another warm Python, or an ordinary one.
     """
     with tempfile.TemporaryDirectory(prefix="warm_") as folder:
         executable, place = Path(folder, "python"), Path(folder, "socket")
@@ -57,7 +58,7 @@ def warm_python(also=None):
         executable.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
         executable.chmod(0o700)
         server = subprocess.Popen(
-            [sys.executable, __file__, str(place), *([str(also)] if also else [])],
+            [python, __file__, str(place), *([str(also)] if also else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,
@@ -88,17 +89,8 @@ def serve(place, also=None):
     listener.bind(place)
     listener.listen(64)
     print("ready", flush=True)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    if importlib.util.find_spec("ray"):
-        for name in FOR_RAY:
-            importlib.import_module(name)
-    if also is not None:
-        runpy.run_path(also)
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, "a process with several threads cannot be forked"
-    gc.collect()
-    gc.freeze()
+    if not _warm_up(listener, place, also):
+        return None
     wake, waked = os.pipe()
     os.set_blocking(waked, False)
     signal.set_wakeup_fd(waked)
@@ -141,6 +133,26 @@ def serve(place, also=None):
                 one.detach()
             _take_over(request, files)
             return request["argv"]
+
+
+def _warm_up(listener, place, also):
+    """Imports what the processes are to have; returns False where none will be asked for."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    if importlib.util.find_spec("ray"):
+        for name in FOR_RAY:
+            importlib.import_module(name)
+    if also is not None:
+        if 0 in select.select([0, listener], [], [])[0]:
+            return False
+        # Modules that keep the path of Python as they are imported start processes like this one.
+        sys.executable = str(Path(place).with_name("python"))
+        runpy.run_path(also)
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, "a process with several threads cannot be forked"
+    gc.collect()
+    gc.freeze()
+    return True
 
 
 def _forward(pid, children, kill):
@@ -199,9 +211,10 @@ def _take_over(request, files):
     os.umask(request["umask"])
     sys.executable = request["executable"]
     prompt = "PYTHONUNBUFFERED" in os.environ or "-u" in options(request["argv"])[0]
-    sys.stdin = os.fdopen(0)
+    # A server that was forked itself has such objects already, which would close these files as they go.
+    sys.stdin = os.fdopen(0, closefd=False)
     for name, number in (("stdout", 1), ("stderr", 2)):
-        stream = os.fdopen(number, "wb", buffering=0 if prompt else -1)
+        stream = os.fdopen(number, "wb", buffering=0 if prompt else -1, closefd=False)
         errors = "backslashreplace" if number == 2 else "strict"
         setattr(sys, name, io.TextIOWrapper(stream, errors=errors, line_buffering=number == 2, write_through=prompt))
         setattr(sys, f"__{name}__", getattr(sys, name))

@@ -213,8 +213,7 @@ class Fsdp:
             LayoutError: the value is of another layout.
         """
         self.layout.check(value)
-        for name, t in value.items():
-            yield name, whole(t)
+        yield from self.layout.wholes(value)
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read them together.

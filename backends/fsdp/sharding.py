@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -150,6 +150,38 @@ class Layout:
                     "state there and restore it here"
                 )
 
+    def wholes(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yields whole tensors by name; all ranks go through them together.
+
+        Small neighbours of one dtype and device are gathered at once: a collective takes longer than their bytes.
+        """
+
+        def kind(item: tuple[str, Tensor]) -> Any:
+            name, t = item
+            small = isinstance(t, DTensor) and t.nbytes <= SMALL_BYTES
+            return (t.dtype, local_of(t).device) if small else name
+
+        for _, neighbours in itertools.groupby(tensors.items(), kind):
+            found = list(neighbours)
+            for start in range(0, len(found), SMALL_COUNT):
+                bucket = dict(found[start : start + SMALL_COUNT])
+                parts = list(bucket.values())
+                yield from zip(bucket, self._gathered(parts) if len(parts) > 1 else [whole(parts[0])], strict=True)
+
+    def _gathered(self, parts: Sequence[Tensor]) -> Iterator[Tensor]:
+        """Yields whole tensors of one dtype and device, gathered by one collective."""
+        ranks = dist.get_world_size(self.shard_group)
+        sizes = [-(-len(t) // ranks) * t.shape[1:].numel() for t in parts]
+        own = torch.zeros(sum(sizes), dtype=parts[0].dtype, device=local_of(parts[0]).device)
+        for room, t in zip(own.split(sizes), parts, strict=True):
+            local = local_of(t).reshape(-1)
+            room[: len(local)] = local
+        by_rank = own.new_empty(ranks, len(own))
+        dist.all_gather_into_tensor(by_rank.view(-1), own, group=self.shard_group)
+        for rows, t in zip(by_rank.split(sizes, dim=1), parts, strict=True):
+            # `reshape` would leave a single element its stride, with which it cannot be viewed as bytes.
+            yield rows.contiguous().view(-1)[: t.numel()].view(t.shape)
+
     def part(self, t: Tensor) -> Part:
         """Returns the elements of a tensor that this rank writes into a checkpoint.
 
@@ -168,6 +200,9 @@ class Layout:
         start, end = self.bounds(len(whole))
         return sharded(whole[start:end].to(device, copy=True), self.spec(whole.shape, whole.dtype))
 
+
+SMALL_BYTES, SMALL_COUNT = 2**16, 64
+"""Whole tensors of at most so many bytes are gathered together, and at most so many of them."""
 
 _MADE: dict[Any, Layout] = {}
 """The layouts of this process: the models of all roles share process groups, whose buffers take memory of the GPU."""

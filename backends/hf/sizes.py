@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,20 @@ def parameter_counts(folder: str | Path, head: str, lora: Lora | None = None) ->
         folder: a Hugging Face model folder; its weights are not read.
         head: ``lm``, or ``value`` for a scalar head.
         lora: the adapters that are trained alone.
+    """
+    config = Path(folder, "config.json")
+    return _counts(folder, head, lora, config.read_bytes() if config.is_file() else b"")
+
+
+@functools.lru_cache(maxsize=64)
+def _counts(folder: str | Path, head: str, lora: Lora | None, config: bytes) -> tuple[int, int]:
+    """Counts as ``parameter_counts`` does; to make a model without weights takes long, and a run asks several times.
+
+    Args:
+        folder: the model folder.
+        head: ``lm``, or ``value``.
+        lora: the adapters.
+        config: the contents of the folder's config.json, on which alone the counts depend.
     """
     skeleton = hollow(folder, head, key=Key.from_seed(0)).skeleton
     model, output = skeleton.model, skeleton.output_layer

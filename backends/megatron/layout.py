@@ -147,7 +147,9 @@ class Layout:
         """Puts this layout's process groups into Megatron's globals inside."""
         from megatron.core import parallel_state
 
-        before = _globals(parallel_state)
+        module = vars(parallel_state)
+        # By the names that are known, since to look for them takes longer, and every tensor of a value comes here.
+        before = {name: module[name] for name in self.globals}
         _set(parallel_state, self.globals)
         try:
             yield

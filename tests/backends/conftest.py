@@ -1,6 +1,5 @@
 """Ranks that serve all tests of a session: it takes them seconds to start."""
 
-import multiprocessing.spawn
 from pathlib import Path
 
 import pytest
@@ -35,17 +34,13 @@ def megatron_python():
 @pytest.fixture(scope="session")
 def megatron_ranks(megatron_python):
     """Starts ranks that share what one process has imported, or returns those that it has started before."""
-    before, kept = multiprocessing.spawn.get_executable(), {}
+    kept = {}
 
     def ranks(size):
         if size in kept and not all(process.is_alive() for process in kept[size].processes):
             kept.pop(size).kill()
         if size not in kept:
-            multiprocessing.spawn.set_executable(megatron_python)
-            try:
-                kept[size] = Ranks(size)
-            finally:
-                multiprocessing.spawn.set_executable(before)
+            kept[size] = Ranks(size, python=megatron_python)
         return kept[size]
 
     yield ranks

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from verl_fn.backends.fsdp import Fsdp, torch_private
+from verl_fn.backends.fsdp import Fsdp, sharding, torch_private
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.fsdp.torch_private import PRIVATE
 from verl_fn.backends.local import Local
@@ -336,6 +336,12 @@ def named(folder, options):
     params = dict(many.named(b.params))
     assert list(params) == list(a.params) and all(torch.equal(t, params[n]) for n, t in a.params.items())
     assert not any(hasattr(t, "full_tensor") for t in params.values())
+    for limit in ({"SMALL_BYTES": 0}, {"SMALL_BYTES": 600}, {"SMALL_COUNT": 2}):
+        with mock.patch.multiple(sharding, **limit):
+            assert tree.equal(dict(many.named(b.params)), params), limit
+    with mock.patch.object(dist, "all_gather_into_tensor", side_effect=dist.all_gather_into_tensor) as gather:
+        dict(many.named(b.params))
+    assert gather.call_count == 1, "small tensors are gathered at once"
     batch = tiny_batch()
     (ga, _), (gb, _) = one.forward_backward(a, batch, ppo_clip()), many.forward_backward(b, batch, ppo_clip())
     gap = max(float((t - ga[n]).abs().max()) for n, t in many.named(gb))

@@ -5,11 +5,15 @@ import torch
 from rank_cases import KEY, Whole, loss_for, optimizer
 from torch.distributed.fsdp import FSDPModule
 
+from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.backends.fsdp.sharding import locals_of
 from verl_fn.state import Weighted
 from verl_fn.steps import bradley_terry
-from verl_fn.testing import LawViolation, check_backend, tiny_pairs
+from verl_fn.testing import LawViolation, check_backend, tiny_batch, tiny_pairs
+from verl_fn.testing.backend_case import BackendCase
+from verl_fn.testing.backend_gradients import check_gradients
+from verl_fn.testing.backend_layouts import check_layouts
 
 
 class IgnoresParameters(Fsdp):
@@ -71,11 +75,22 @@ class AliasedGradients(Fsdp):
         return kept, found
 
 
-def mutant(folder, name):
-    """Returns the law that a broken backend breaks."""
-    backend = globals()[name](folder, optimizer(), max_tokens=24)
+# Parts of ``check_backend``, for mutants that only its last checks catch.
+PARTS = {
+    "gradients": lambda case, other: check_gradients(case, case.trained("first")),
+    "layouts": lambda case, other: check_layouts(case, other, case.trained("first")),
+}
+
+
+def mutant(folder, name, part=None):
+    """Returns the law that a broken backend breaks, of all or of a part."""
+    backend, other = globals()[name](folder, optimizer(), max_tokens=24), Whole(folder, optimizer(), max_tokens=24)
     try:
-        check_backend(backend, Whole(folder, optimizer(), max_tokens=24), loss=loss_for("lm"), tolerance=1e-5)
+        if part is None:
+            check_backend(backend, other, loss=loss_for("lm"), tolerance=1e-5)
+        else:
+            case = BackendCase(backend, loss_for("lm"), tiny_batch(), 1e-5, KEY, get_here)
+            PARTS[part](case, attrs.evolve(case, backend=other))
     except LawViolation as error:
         return error.law
 

@@ -1,7 +1,7 @@
 """Processes that stay: each is a rank of one process group and runs the functions that it is sent."""
 
 import importlib
-import multiprocessing
+import multiprocessing.spawn
 import os
 import signal
 import socket
@@ -42,23 +42,31 @@ class RankFailed(AssertionError):
 
 
 class Ranks:
-    """``size`` ranks on this machine, over gloo on CPUs, over NCCL with a GPU each; without ``group``, in none."""
+    """``size`` ranks on this machine, over gloo on CPUs, over NCCL with a GPU each; without ``group``, in none.
 
-    def __init__(self, size, device="cpu", group=True):
+    ``python`` starts them; by default the one that multiprocessing takes.
+    """
+
+    def __init__(self, size, device="cpu", group=True, python=None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes, self.stopped = [], [], []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            here = str(Path(__file__).parent)
-            process = context.Process(
-                target=_rank, args=(rank, size, port, theirs, here, device, group), daemon=group
-            )
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
+        before = multiprocessing.spawn.get_executable()
+        multiprocessing.spawn.set_executable(python or before)
+        try:
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                here = str(Path(__file__).parent)
+                process = context.Process(
+                    target=_rank, args=(rank, size, port, theirs, here, device, group), daemon=group
+                )
+                process.start()
+                self.pipes.append(ours)
+                self.processes.append(process)
+        finally:
+            multiprocessing.spawn.set_executable(before)
 
     def run(self, function, *args):
         """Calls a function of ``rank_cases.py``, or of a named module, on every rank; returns the results by rank.

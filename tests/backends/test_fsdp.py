@@ -216,17 +216,17 @@ def test_a_state_moves_between_one_two_and_four_ranks(two, four, folder, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "laws"),
+    ("name", "laws", "part"),
     [
-        ("IgnoresParameters", {"Purity", "Persistence"}),
-        ("DropsARank", {"Purity", "Split invariance", "Layout"}),
-        ("Averages", {"Derivative"}),
-        ("NormOfOneRank", {"Layout"}),
-        ("AliasedGradients", {"Purity", "Persistence", "Donation"}),
+        ("IgnoresParameters", {"Purity", "Persistence"}, None),
+        ("DropsARank", {"Purity", "Split invariance", "Layout"}, None),
+        ("Averages", {"Derivative"}, "gradients"),
+        ("NormOfOneRank", {"Layout"}, "layouts"),
+        ("AliasedGradients", {"Purity", "Persistence", "Donation"}, None),
     ],
 )
-def test_broken_sharded_backends_are_caught(two, shallow, name, laws):
-    broken = two.run("rank_mutants.mutant", shallow, name)
+def test_broken_sharded_backends_are_caught(two, shallow, name, laws, part):
+    broken = two.run("rank_mutants.mutant", shallow, name, part)
     assert set(broken) <= laws and None not in broken, broken
 
 

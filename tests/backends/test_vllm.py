@@ -11,15 +11,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _process():
+def _process(python):
     # vLLM changes settings of the whole process.
-    one = Ranks(1, group=False)
+    one = Ranks(1, group=False, python=python)
     return one, lambda name, *args: one.run(name if "." in name else f"vllm_cases.{name}", *args)[0]
 
 
 @pytest.fixture(scope="module")
-def alone():
-    process, call = _process()
+def alone(vllm_python):
+    process, call = _process(vllm_python)
     yield call
     process.kill()
 
@@ -44,9 +44,9 @@ def _same_log_probs(alone):
 # are stacked here, and loaded one by one there.
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
-def test_other_models(monkeypatch, arch):
+def test_other_models(vllm_python, monkeypatch, arch):
     monkeypatch.setenv("ARCH", arch)
-    process, call = _process()
+    process, call = _process(vllm_python)
     try:
         _same_log_probs(call)
         call("same_draws_as_the_sampler")
@@ -80,8 +80,8 @@ def test_case(alone, case):
     alone(case)
 
 
-def test_adapters_alone():
-    process, call = _process()
+def test_adapters_alone(vllm_python):
+    process, call = _process(vllm_python)
     try:
         worst, moved, sent = call("vllm_update_cases.adapters_alone")
     finally:

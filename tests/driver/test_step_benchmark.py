@@ -40,7 +40,9 @@ def one(seconds, tokens=100, **phases):
     return {"seconds": seconds, "tokens": tokens, "phases": phases, "reported": seconds}
 
 
-def test_our_run_is_measured(tmp_path):
+def test_our_run_is_measured(warm, warm_ray, tmp_path, monkeypatch):
+    command = step.our_command
+    monkeypatch.setattr(step, "our_command", lambda *args: [warm, *command(*args)[1:], warm_ray])
     path = tmp_path / "step.json"
     sizes = ["--prompts", "2", "--n", "2", "--prompt", "8", "--response", "8", "--steps", "3"]
     options = ["--shape", "tiny", "--rollout", "sampler", "--runs", "ours", "--logs", str(tmp_path), *sizes]

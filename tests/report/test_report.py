@@ -66,6 +66,11 @@ def metrics(steps, every=2, **more):
     return rows
 
 
+def brief(steps):
+    """Metrics of one chart, for tests of the tables: drawing takes longest."""
+    return [{"step": step, "critic/score/mean": step / steps} for step in range(1, steps + 1)]
+
+
 def answer(step, prompt="ab>", response="ba", acc=1.0, **more):
     given = {"step": step, "data_source": "reverse", "prompt": prompt, "response": response, "answer": "ba"}
     return given | {"score": acc, "acc": acc, "finished": True} | more
@@ -123,8 +128,8 @@ def test_hostile_texts_are_shown_and_not_obeyed(tmp_path):
 
 
 def test_runs_are_compared_by_the_keys_in_which_they_differ(tmp_path):
-    a = write(tmp_path / "a", metrics(4), overrides=["actor.optim.lr=0.5", "rollout.n=3"])
-    b = write(tmp_path / "b", metrics(5), overrides=["actor.optim.lr=0.25", "rollout.n=3"])
+    a = write(tmp_path / "a", brief(4), overrides=["actor.optim.lr=0.5", "rollout.n=3"])
+    b = write(tmp_path / "b", brief(5), overrides=["actor.optim.lr=0.25", "rollout.n=3"])
     _, found = page(report([a, b], tmp_path / "page.html"))
     at = found.cells.index("actor.optim.lr")
     assert found.cells[at : at + 3] == ["actor.optim.lr", "0.5", "0.25"]
@@ -132,7 +137,7 @@ def test_runs_are_compared_by_the_keys_in_which_they_differ(tmp_path):
 
 
 def test_one_run_is_compared_with_the_defaults(tmp_path):
-    run = write(tmp_path / "a", metrics(4), overrides=["rollout.n=3", "algorithm.clip_ratio_high=0.5"])
+    run = write(tmp_path / "a", brief(4), overrides=["rollout.n=3", "algorithm.clip_ratio_high=0.5"])
     _, found = page(report([run], tmp_path / "page.html"))
     at, unset = found.cells.index("rollout.n"), found.cells.index("algorithm.clip_ratio_high")
     assert found.cells[at : at + 3] == ["rollout.n", "3", "1"]
@@ -141,7 +146,7 @@ def test_one_run_is_compared_with_the_defaults(tmp_path):
 
 
 def test_a_config_without_a_newer_key_has_its_default(tmp_path):
-    a, b = (write(tmp_path / name, metrics(4)) for name in "ab")
+    a, b = (write(tmp_path / name, brief(4)) for name in "ab")
     text = (a / "config.toml").read_text()
     (a / "config.toml").write_text(re.sub(r"log_freq = \d+\n", "", text))
     _, found = page(report([a, b], tmp_path / "page.html"))
@@ -150,24 +155,24 @@ def test_a_config_without_a_newer_key_has_its_default(tmp_path):
 
 
 def test_answers_stand_side_by_side_at_the_last_common_evaluation(tmp_path):
-    a = write(tmp_path / "a", metrics(4), [answer(s, response=f"a{s}") for s in (0, 2, 4)])
-    b = write(tmp_path / "b", metrics(2), [answer(s, response=f"b{s}", acc=0.0, finished=False) for s in (0, 2)])
-    text, found = page(report([a, b, write(tmp_path / "c", metrics(1))], tmp_path / "page.html"))
+    a = write(tmp_path / "a", brief(4), [answer(s, response=f"a{s}") for s in (0, 2, 4)])
+    b = write(tmp_path / "b", brief(2), [answer(s, response=f"b{s}", acc=0.0, finished=False) for s in (0, 2)])
+    text, found = page(report([a, b, write(tmp_path / "c", brief(1))], tmp_path / "page.html"))
     assert "At step 2." in text
     at = found.cells.index("ab>")
     assert found.cells[at : at + 4] == ["ab>", "ba", "a2✓ right reward 1", "b2✗ wrong reward 0, cut off"]
 
 
 def test_runs_without_a_common_evaluation_show_their_own_last(tmp_path):
-    a = write(tmp_path / "a", metrics(4), [answer(4, response="")])
-    b = write(tmp_path / "b", metrics(4), [answer(3, prompt="cd>", score=None)])
+    a = write(tmp_path / "a", brief(4), [answer(4, response="")])
+    b = write(tmp_path / "b", brief(4), [answer(3, prompt="cd>", score=None)])
     _, found = page(report([a, b], tmp_path / "page.html"))
     assert {"a, step 4", "b, step 3", "(empty)✓ right reward 1", "ba✓ right reward –"} <= set(found.cells)  # noqa: RUF001
 
 
 def test_runs_that_were_asked_other_things_have_tables_of_their_own(tmp_path):
-    a = write(tmp_path / "a", metrics(4), [answer(0), answer(4, response="a4")])
-    b = write(tmp_path / "b", metrics(2), [answer(0, prompt="1,2,3>"), answer(2, prompt="1,2,3>", response="b2")])
+    a = write(tmp_path / "a", brief(4), [answer(0), answer(4, response="a4")])
+    b = write(tmp_path / "b", brief(2), [answer(0, prompt="1,2,3>"), answer(2, prompt="1,2,3>", response="b2")])
     text, found = page(report([a, b], tmp_path / "page.html"))
     assert {"a, step 4", "b, step 2", "a4✓ right reward 1", "b2✓ right reward 1"} <= set(found.cells)
     assert "a: at step 4." in text and "b: at step 2." in text
@@ -176,7 +181,7 @@ def test_runs_that_were_asked_other_things_have_tables_of_their_own(tmp_path):
 
 
 def test_only_the_first_prompts_are_shown(tmp_path):
-    run = write(tmp_path / "a", metrics(4), [answer(4, prompt=f"p{i}>") for i in range(SHOWN + 3)])
+    run = write(tmp_path / "a", brief(4), [answer(4, prompt=f"p{i}>") for i in range(SHOWN + 3)])
     text, found = page(report([run], tmp_path / "page.html"))
     assert f"p{SHOWN - 1}>" in found.cells
     assert f"p{SHOWN}>" not in found.cells
@@ -219,7 +224,7 @@ def test_evaluations_are_drawn_as_they_were_however_many():
 
 
 def test_a_damaged_last_line_is_left_out(tmp_path):
-    run = write(tmp_path / "a", metrics(4), [answer(4)])
+    run = write(tmp_path / "a", brief(4), [answer(4)])
     for name in ("metrics.jsonl", "generations.jsonl"):
         with (run / name).open("a") as file:
             file.write('{"step": 5, "critic/sc')
@@ -228,7 +233,7 @@ def test_a_damaged_last_line_is_left_out(tmp_path):
 
 
 def test_folders_of_the_same_name_are_told_apart(tmp_path):
-    runs = [write(tmp_path / name, metrics(2)) for name in ("x/seed1", "y/seed1", "seed2")]
+    runs = [write(tmp_path / name, brief(2)) for name in ("x/seed1", "y/seed1", "seed2")]
     assert names(runs) == ["x/seed1", "y/seed1", "seed2"]
     text, _ = page(report(runs, tmp_path / "page.html"))
     assert "<h1>x/seed1, y/seed1, seed2</h1>" in text

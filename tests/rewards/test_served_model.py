@@ -5,7 +5,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 
@@ -134,7 +133,7 @@ def value_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def vllm(value_model):
+def vllm(value_model, vllm_python):
     """The address of vLLM's server of the value model, in a process of its own."""
     _, _, folder = value_model
     with socket.socket() as free:
@@ -143,8 +142,12 @@ def vllm(value_model):
     settings = (
         f"--port {port} --runner pooling --skip-tokenizer-init --dtype float32 --enforce-eager --max-model-len 64"
     )
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    # To compile takes longer than all that is computed here.
+    variables = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }  # fmt: skip
+    command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     with (folder.parent / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, *settings.split(), "--served-model-name", "rm"],

@@ -74,6 +74,14 @@ def test_a_small_model_by_hand(tmp_path):
     assert moved["gen"] == engine | always and moved["update_actor"] == sizes["update_actor"]
 
 
+def test_a_changed_config_is_counted_anew(folder):
+    model = folder("tiny")
+    before, config = parameter_counts(model, "lm"), json.loads((model / "config.json").read_text())
+    config |= {"num_hidden_layers": config["num_hidden_layers"] + 1, "layer_types": None}
+    (model / "config.json").write_text(json.dumps(config))
+    assert parameter_counts(model, "lm")[0] > before[0]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("shape", ["0.5b", "1.5b"])
 def test_measured_peaks(shape, checkpointing, folder):

@@ -133,10 +133,11 @@ def keys(cls: type = Config, prefix: str = "", options: type | None = None) -> I
             yield prefix + name
 
 
-def elsewhere(options: type[Any]) -> set[str]:
+@functools.lru_cache(maxsize=64)
+def elsewhere(options: type[Any]) -> frozenset[str]:
     """Returns the keys of built-in algorithms that this algorithm lacks. Such keys are ignored, and reported."""
     known = set(keys(options, "algorithm."))
-    return {key for cls in BUILT_IN.values() for key in keys(cls, "algorithm.")} - known
+    return frozenset(key for cls in BUILT_IN.values() for key in keys(cls, "algorithm.")) - known
 
 
 def _name_in(table: Mapping[str, Any]) -> Any:

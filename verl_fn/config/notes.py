@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,8 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
 
 def without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
     """Returns a sentence for each of these settings that ``cfg`` ignores, by key."""
-    values, defaults = flat(to_table(cfg)), _defaults(cfg)
+    chosen: type = type(cfg.algorithm.options)
+    values, defaults = flat(to_table(cfg)), _defaults(chosen)
     rules = [(pattern, reason) for pattern, used, reason in _rules(cfg) if not used]
     sentences: dict[str, str] = {}
     for key, value in settings.items():
@@ -74,10 +76,11 @@ def without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
     return sentences
 
 
-def _defaults(cfg: Config) -> dict[str, Any]:
-    """Returns the default of every key, including those of algorithms that were not chosen."""
+@functools.lru_cache(maxsize=16)
+def _defaults(chosen: type) -> Mapping[str, Any]:
+    """Returns the default of every key, including those of algorithms other than the one with the chosen options."""
     defaults = flat(to_table(Config()))
-    for options in (*BUILT_IN.values(), type(cfg.algorithm.options)):
+    for options in (*BUILT_IN.values(), chosen):
         table = flat(to_table(Config(algorithm=AlgorithmTable("ppo", options()))))
         defaults |= {key: value for key, value in table.items() if key.startswith("algorithm.")}
     return defaults
@@ -88,7 +91,8 @@ def _rules(cfg: Config) -> Iterator[Rule]:
     algorithm, options = cfg.algorithm.name, cfg.algorithm.options
     roles = outline(cfg).roles
     with_name = f'with algorithm.name = "{algorithm}"'
-    for key in elsewhere(type(options)):
+    chosen: type = type(options)
+    for key in elsewhere(chosen):
         yield key, False, with_name
     yield "critic.*", any(uses_critic(name, role) for name, role in roles.items()), with_name
     for pattern in ("rollout.n", "rollout.temperature", "rollout.top_*"):

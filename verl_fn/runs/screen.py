@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
-import unicodedata
 from typing import TextIO
 
 from verl_fn.errors import UserError
 
-# Characters that reverse the order of others: a line could show something else than it says.
-_REORDERING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+# Control characters but line breaks and tabs, and characters that reverse the order of others: a line could show
+# something else than it says.
+_OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 class OutputClosed(UserError):
@@ -27,7 +28,7 @@ def printable(content: str, encoding: str = "utf-8") -> str:
         >>> printable("\x1b[31mred\n")
         '\\x1b[31mred\n'
     """
-    shown = "".join(_escaped(c) if _is_obeyed(c) else c for c in content)
+    shown = _OBEYED.sub(_escaped, content)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
 
 
@@ -52,9 +53,5 @@ def _write(stream: TextIO, line: object) -> None:
         raise OutputClosed("nobody reads the output any more") from error
 
 
-def _is_obeyed(character: str) -> bool:
-    return character in _REORDERING or (unicodedata.category(character) == "Cc" and character not in "\n\t")
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+def _escaped(found: re.Match[str]) -> str:
+    return found.group().encode("unicode_escape").decode("ascii")

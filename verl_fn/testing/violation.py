@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import random
 import tempfile
 from collections.abc import Callable, Iterator
@@ -191,7 +192,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 def _generator_states() -> tuple[object, ...]:
     """Returns the state of every global random generator on the CPU."""
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), repr(np.random.get_state(legacy=False))
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
 
 
 @contextlib.contextmanager

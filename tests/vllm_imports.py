@@ -1,0 +1,13 @@
+"""What the server of warm processes imports for vLLM's engines, beside what all processes need."""
+
+import importlib
+import os
+
+# Compilers start threads as they are imported, and a process with threads cannot be forked.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+from verl_fn.backends.vllm.arguments import prepare_environment
+
+prepare_environment("cpu")
+for name in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "verl_fn.backends.vllm"):
+    importlib.import_module(name)
