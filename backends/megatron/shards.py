@@ -175,6 +175,9 @@ class Resident:
 
     def free(self) -> None:
         """Frees the memory of parameters and gradients; the next call allocates it again, and fills it."""
+        if self.ddp.ddp_config.use_megatron_fsdp:
+            # It may still gather for the next layer from memory that is freed here.
+            self.ddp.synchronize_param_gather()
         self._made_from = {}
         self.buffers.free()
 

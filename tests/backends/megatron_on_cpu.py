@@ -33,6 +33,7 @@ LITERAL = (
     "transformer.utils",
     "utils",
 )
+COALESCING = torch.distributed.distributed_c10d._coalescing_manager
 FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
 
 
@@ -79,6 +80,17 @@ class OnCpuDevice(type):
 
     def __instancecheck__(cls, value):
         return isinstance(value, torch.device)
+
+
+@contextlib.contextmanager
+def in_order(*args, **options):
+    """Ends collectives where they start, as the order of a stream does for what comes after them.
+
+    gloo's threads write at any time, also to memory that Megatron-FSDP has freed behind a stream's back.
+    """
+    with COALESCING(*args, **options) as collectives:
+        yield collectives
+    collectives.wait()
 
 
 class OnCpuMesh:
@@ -150,6 +162,8 @@ def install():
     for name in LITERAL:
         importlib.import_module(f"megatron.core.{name}").torch = OnCpu()
     importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter").DeviceMesh = OnCpuMesh
+    megatron_fsdp = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+    importlib.import_module(f"{megatron_fsdp}.param_and_grad_buffer")._coalescing_manager = in_order
 
 
 class OnImport(importlib.abc.MetaPathFinder):
