@@ -20,7 +20,7 @@ from verl_fn.config.schema import DriverConfig
 
 from . import identity, ray_private
 from .errors import ActorDied, ActorHangs
-from .failures import NODE_SECONDS, cause_of, death_of, of_others, unwrapped_error
+from .failures import NODE_SECONDS, cause_of, death_of, not_started, of_others, unwrapped_error
 from .group import Group, Member
 from .host import Host
 from .parcels import Lazy, Parcels
@@ -272,7 +272,7 @@ class Cluster:
         try:
             about = ray.get(about_ref, timeout=START_SECONDS)
         except ray.exceptions.GetTimeoutError:
-            raise ActorDied(f"{name} did not start in {START_SECONDS} s") from None
+            raise not_started(name, START_SECONDS) from None
         except ray.exceptions.RayError as error:
             raise ActorDied(
                 f"{name} did not start: {error}\nIf it cannot import verl_fn, install it on every node, or send "

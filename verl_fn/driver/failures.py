@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_fn.errors import UserError
 
+from . import ray_private
 from .errors import ActorDied
 from .group import Member
 
@@ -33,6 +34,15 @@ def death_of(member: Member) -> ActorDied:
     return ActorDied(
         f"{member.name} (pid {member.pid}) died: {reason}\nits log ends:\n  {end}\n"
         "The same command continues from the last checkpoint"
+    )
+
+
+def not_started(name: str, seconds: float) -> ActorDied:
+    """Returns an error about an actor that has not started, with what Ray's processes on this machine wrote last."""
+    end = "\n  ".join(ray_private.last_messages(LOG_TAIL_LINES)) or "(none)"
+    return ActorDied(
+        f"{name} did not start in {seconds:g} s. If ray.runtime_env sets py_executable, try whether it runs "
+        f"`-c 'import ray'`. The last messages of Ray are:\n  {end}"
     )
 
 

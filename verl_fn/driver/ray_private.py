@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -26,6 +27,7 @@ from .errors import ActorDied
 from .processes import await_end, kill, with_descendants
 
 RAY = "2.60"
+_WARNING = re.compile(r"\[\S+ \S+ [WEF] ")
 
 
 @contextlib.contextmanager
@@ -68,6 +70,27 @@ def require_alive() -> None:
             f"Ray itself has died: {', '.join(ended)}. The machine may have run out of memory (see `dmesg`). The "
             "same command continues from the last checkpoint"
         )
+
+
+def last_messages(count: int) -> list[str]:
+    """Returns the last warnings of Ray's node of this machine, and the last lines that its processes printed.
+
+    Args:
+        count: the most lines of each log.
+    """
+    node = ray_worker._global_node
+    logs = Path(node.get_logs_dir_path()) if node is not None else Path("/nonexistent")
+    warnings = [line for line in _lines(logs / "raylet.out") if _WARNING.match(line)]
+    printed = [_lines(log)[-count:] for log in sorted(logs.glob("*.err"))]
+    return list(dict.fromkeys(warnings[-count:] + [line for lines in printed for line in lines]))
+
+
+def _lines(log: Path) -> list[str]:
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if line.strip() and not line.startswith(":")]
 
 
 def _ended() -> list[str]:
