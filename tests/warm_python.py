@@ -46,11 +46,11 @@ MOST_FILES = 250
 
 
 @contextlib.contextmanager
-def warm_python(also=None, python=sys.executable):
+def warm_python(also=None, python=None):
     """Starts a server for the body; yields the path of the executable, which waits until the imports are done.
 
     ``also`` is a script that the server runs when it is first asked for a process, and ``python`` starts the server:
-    another warm Python, or an ordinary one.
+    another warm Python, or if it is None this process's own.
     """
     with tempfile.TemporaryDirectory(prefix="warm_") as folder:
         executable, place = Path(folder, "python"), Path(folder, "socket")
@@ -59,7 +59,7 @@ def warm_python(also=None, python=sys.executable):
         executable.write_text(f'#!/bin/sh\nexec {quoted} "$@"\n')
         executable.chmod(0o700)
         server = subprocess.Popen(
-            [python, __file__, str(place), *([str(also)] if also else [])],
+            [python or sys.executable, __file__, str(place), *([str(also)] if also else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             process_group=0,
@@ -236,6 +236,8 @@ def run(argv):
     if argv[0] == "-c":
         sys.argv, source, file, first = ["-c", *argv[2:]], argv[1], "<string>", ""
     else:
+        fresh = "ray" not in sys.modules or not argv[0].endswith("default_worker.py")
+        assert fresh, "the server has imported Ray with its own settings; a worker of Ray has others"
         sys.argv, source, file = argv, Path(argv[0]).read_bytes(), argv[0]
         main.__file__, first = file, str(Path(file).resolve().parent)
     sys.path.insert(0, first)

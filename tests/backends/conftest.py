@@ -25,9 +25,9 @@ one, two, four = ranks(1), ranks(2), ranks(4)
 
 
 @pytest.fixture(scope="session")
-def megatron_python():
-    """A Python that has imported Megatron."""
-    with warm_python(Path(__file__).parent / "megatron_imports.py") as path:
+def megatron_python(warm):
+    """A warm Python that has imported Megatron, too."""
+    with warm_python(Path(__file__).parent / "megatron_imports.py", python=warm) as path:
         yield path
 
 
