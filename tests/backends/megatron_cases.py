@@ -43,10 +43,11 @@ def local(folder, options, cls=Local):
     return cls(folder, optimizer(), max_tokens=24, device=DEVICE, **alone)
 
 
-def laws(folder, options, tolerance):
+def laws(folder, options, tolerance, name="Megatron"):
     """All laws, and the layout against one process."""
-    head = options.get("head", "lm")
-    check_backend(megatron(folder, options), local(folder, options, Whole), loss=loss_for(head), tolerance=tolerance)
+    backend = megatron(folder, options, getattr(megatron_mutants, name))
+    loss = loss_for(options.get("head", "lm"))
+    check_backend(backend, local(folder, options, Whole), loss=loss, tolerance=tolerance)
 
 
 def replay_splits(folder, options, tolerance):

@@ -1,22 +1,15 @@
 """What the ranks of test_megatron_offload.py do; each function runs on all of them together."""
 
-import megatron_mutants
 import torch
-from megatron_cases import DEVICE, local, megatron, mutant
-from rank_cases import KEY, Whole, loss_for
+from megatron_cases import DEVICE, megatron, mutant
+from rank_cases import KEY
 
 from verl_fn.backends.protocol import HoldsBuffers
 from verl_fn.state import snapshot, tree
 from verl_fn.steps import ppo_clip
-from verl_fn.testing import check_backend, tiny_batch
+from verl_fn.testing import tiny_batch
 
 __all__ = ["mutant"]
-
-
-def laws(folder, options, tolerance):
-    """All laws, with buffers that are freed before each call that uses them."""
-    backend = megatron(folder, options, megatron_mutants.FreesBuffers)
-    check_backend(backend, local(folder, options, Whole), loss=loss_for("lm"), tolerance=tolerance)
 
 
 def held(backend):

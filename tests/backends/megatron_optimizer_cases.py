@@ -2,27 +2,20 @@
 
 import megatron_mutants
 import megatron_optimizer_mutants as mutants
-from megatron_cases import local, megatron, run
-from rank_cases import KEY, Whole, error_of, loss_for
+from megatron_cases import laws, megatron, run
+from rank_cases import KEY, error_of, loss_for
 
 from verl_fn.algorithms.workers import get_here
 from verl_fn.backends.fsdp import Fsdp
 from verl_fn.state import Grads, snapshot, tree
 from verl_fn.steps import adamw, chain, clip_by_global_norm, cosine, frozen, no_decay, ppo_clip
-from verl_fn.testing import LawViolation, check_backend, tiny_batch
+from verl_fn.testing import LawViolation, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
 from verl_fn.testing.backend_states import check_persistence
 from verl_fn.testing.backend_updates import check_updates
 
-__all__ = ["run"]
+__all__ = ["laws", "run"]
 THEIRS = {"updates_by": "megatron"}
-
-
-def laws(folder, options, tolerance):
-    """All laws, and the layout against one process."""
-    head = options.get("head", "lm")
-    backend = megatron(folder, THEIRS | options)
-    check_backend(backend, local(folder, options, Whole), loss=loss_for(head), tolerance=tolerance)
 
 
 def beside_ours(folder, options, name="Megatron", placed=None):

@@ -34,13 +34,16 @@ def four(megatron_ranks):
     return megatron_ranks(4)
 
 
-# Options are combined, since each run of all laws takes seconds; the first steps below vary them one by one.
+# Options are combined, since each run of all laws takes seconds; the first steps below vary them one by one. Some
+# runs free the buffers before each call, in place of an engine that generates between the calls.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{"tp": 2, "sp": True, "checkpointing": True}, {"pp": 2, "head": "value"}], ids=str
+    ("options", "name"),
+    [({"tp": 2, "sp": True, "checkpointing": True}, "Megatron"), ({"pp": 2, "head": "value"}, "FreesBuffers")],
+    ids=str,
 )
-def test_laws_on_two_ranks(two, folder, shallow, options):
-    call(two, "laws", folder if "pp" in options else shallow, options, FP32)
+def test_laws_on_two_ranks(two, folder, shallow, options, name):
+    call(two, "laws", folder if "pp" in options else shallow, options, FP32, name)
 
 
 @pytest.mark.parametrize(

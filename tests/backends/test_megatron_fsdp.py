@@ -45,10 +45,12 @@ def test_fewer_rows_than_ranks(megatron_ranks, small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "options"), [(1, {}), (2, {"checkpointing": True}), (2, {"head": "value"})], ids=str
+    ("size", "options", "name"),
+    [(1, {}, "Megatron"), (2, {"checkpointing": True}, "FreesBuffers"), (2, {"head": "value"}, "Megatron")],
+    ids=str,
 )
-def test_laws(megatron_ranks, small, size, options):
-    call(megatron_ranks(size), "laws", small(**UNTIED), FSDP | options, 1e-5)
+def test_laws(megatron_ranks, small, size, options, name):
+    call(megatron_ranks(size), "laws", small(**UNTIED), FSDP | options, 1e-5, name)
 
 
 def test_routes_are_replayed(megatron_ranks, small):

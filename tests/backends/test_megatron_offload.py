@@ -1,7 +1,7 @@
 """Megatron's buffers are no state: they are freed while an engine generates, and no value changes."""
 
 import pytest
-from megatron_support import FP32, MARKS
+from megatron_support import MARKS
 
 from verl_fn.backends.hf.lora import Lora
 
@@ -37,12 +37,6 @@ def test_a_state_that_stays_on_the_cpu(megatron_ranks, folder, options):
     """It is updated and published there."""
     for outputs, weights in call(megatron_ranks(2), "updated_on_the_cpu", folder, options):
         assert outputs <= 2e-6 and weights <= 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"tp": 2}, {"updates_by": "megatron"}, {"fsdp": True}], ids=str)
-def test_laws_with_buffers_that_are_freed(megatron_ranks, small, options):
-    call(megatron_ranks(2), "laws", small(tie_word_embeddings=False), options, FP32)
 
 
 def test_buffers_that_are_freed_and_not_filled_break_a_law(megatron_ranks, folder):

@@ -47,16 +47,17 @@ def test_updates_of_several_buckets_are_ours(megatron_ranks, small):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("size", "options"),
+    ("size", "options", "name"),
     [
-        (1, {}),
-        (2, {"tp": 2, "sp": True, "checkpointing": True}),
-        (2, {"pp": 2, "head": "value"}),
+        (1, {}, "FreesBuffers"),
+        (2, {"tp": 2, "sp": True, "checkpointing": True}, "Megatron"),
+        (2, {"pp": 2, "head": "value"}, "FreesBuffers"),
     ],
     ids=str,
 )
-def test_laws(megatron_ranks, small, size, options):
-    call(megatron_ranks(size), "laws", small(num_hidden_layers=2 if "pp" in options else 1), options, FP32)
+def test_laws(megatron_ranks, small, size, options, name):
+    folder = small(num_hidden_layers=2 if "pp" in options else 1)
+    call(megatron_ranks(size), "laws", folder, {"updates_by": "megatron", **options}, FP32, name)
 
 
 def test_a_run_goes_through_all_backends(megatron_ranks, small, tmp_path):

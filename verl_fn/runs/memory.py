@@ -92,6 +92,7 @@ def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | No
     models = [RoleMemory.of(plan.roles[name], plan, ranks) for name in names]
     others = _contexts(plan, ranks)
     staging = _staging(plan)
+    exchange = [part for model in models if model.role.name == "actor" for part in model.exchange()]
     movable = "rollout.offload_trainer=true" if plan.rollout.sleeps else ""
     buffers = [part for model in models for part in model.buffers()]
     resident = [*(part for model in models for part in model.resident()), *buffers]
@@ -104,7 +105,7 @@ def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | No
     if plan.rollout.shares:
         beside = tuple(attrs.evolve(part, lower="rollout.free_cache_engine=true") for part in beside)
     found = [
-        Phase(PUBLICATION, (*at_rest, *weights, *staging, *others)),
+        Phase(PUBLICATION, (*at_rest, *weights, *staging, *exchange, *others)),
         Phase(GENERATION, (*at_rest, *engine, *staging, *others)),
     ]
     for model in models:

@@ -8,6 +8,7 @@ import attrs
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import FLOAT32, Footprint, parameter_counts, stage_of, width_of
+from verl_fn.backends.protocol import BUCKET_BYTES
 from verl_fn.config import Plan, RolePlan
 
 MOMENTS = 2 * FLOAT32  # AdamW's two averages of a parameter
@@ -105,6 +106,13 @@ class RoleMemory:
         if self.role.strategy == "megatron":
             yield self._copy(self._lower)
             yield Part(f"{self.role.name} gradient buffer", self.held_trained * FLOAT32, self._lower)
+
+    def exchange(self) -> Iterator[Part]:
+        """Yields what ranks of Megatron exchange whole tensors through: a bucket, or one larger tensor."""
+        if self.role.strategy == "megatron":
+            largest = self.footprint.vocab * self.footprint.hidden
+            nbytes = max(min(BUCKET_BYTES, self.total * FLOAT32), largest * FLOAT32)
+            yield Part(f"{self.role.name} exchange between ranks", nbytes, exact=False)
 
     def _copy(self, lower: str) -> Part:
         return Part(f"{self.role.name} {self.role.dtype} copy", self.held * self.width, lower)
