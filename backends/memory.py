@@ -83,10 +83,10 @@ def in_phase(phase: str) -> Iterator[None]:
     except Exception as error:
         if not lacks_memory(error):
             raise
-        found = PhaseOutOfMemory(phase, reason_of(error))
+        failure = PhaseOutOfMemory(phase, reason_of(error))
         for note in getattr(error, "__notes__", ()):
-            found.add_note(note)
-        raise found from error
+            failure.add_note(note)
+        raise failure from error
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ def test_locks_hold_the_constraints(lock):
     assert pins("constraints.txt").items() <= pins(lock).items()
 
 
-@pytest.mark.parametrize("lock", [*LOCKS, "megatron.txt"])
+@pytest.mark.parametrize("lock", [*LOCKS, "megatron.txt", "verifiers.txt"])
 def test_locks_have_hashes_and_no_address(lock):
     text = (ROOT / "locks" / lock).read_text()
     assert "://" not in text and "--index" not in text and "--find-links" not in text

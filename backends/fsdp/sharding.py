@@ -162,9 +162,9 @@ class Layout:
             return (t.dtype, local_of(t).device) if small else name
 
         for _, neighbours in itertools.groupby(tensors.items(), kind):
-            found = list(neighbours)
-            for start in range(0, len(found), SMALL_COUNT):
-                bucket = dict(found[start : start + SMALL_COUNT])
+            pairs = list(neighbours)
+            for start in range(0, len(pairs), SMALL_COUNT):
+                bucket = dict(pairs[start : start + SMALL_COUNT])
                 parts = list(bucket.values())
                 yield from zip(bucket, self._gathered(parts) if len(parts) > 1 else [whole(parts[0])], strict=True)
 

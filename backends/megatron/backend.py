@@ -242,8 +242,8 @@ class Megatron:
         share, record = self._share(batch, wanted), ROUTED in wanted and ROUTED not in batch
         outputs: dict[int, dict[str, Tensor]] = {}
 
-        def keep(number: int, micro_batch: MicroBatch, found: TokenOutputs) -> tuple[Tensor, Metrics]:
-            outputs[number] = dict(found.by_name)
+        def keep(number: int, micro_batch: MicroBatch, part: TokenOutputs) -> tuple[Tensor, Metrics]:
+            outputs[number] = dict(part.by_name)
             return torch.zeros((), device=self.device), {}
 
         with self._holding(params) as model, model.routing(record) as routing:
@@ -288,8 +288,8 @@ class Megatron:
         self._built().check_trained(state.params)
         totals: list[Metrics] = []
 
-        def finish(number: int, micro_batch: MicroBatch, found: TokenOutputs) -> tuple[Tensor, Metrics]:
-            total, measured = total_loss(loss, found, micro_batch.batch)
+        def finish(number: int, micro_batch: MicroBatch, part: TokenOutputs) -> tuple[Tensor, Metrics]:
+            total, measured = total_loss(loss, part, micro_batch.batch)
             if share.own_rows[number]:
                 reported = {"loss": Sum(total.detach().double()), **measured}
                 # A copy: Megatron divides what it is given in place.

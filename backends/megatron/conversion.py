@@ -181,10 +181,10 @@ def named(
     def by_hub() -> Iterator[tuple[str, Tensor]]:
         for bucket in parts.buckets(numbers, nbytes):
             own = [leaves.get(tasks[i].leaf) if tasks[i].param is not None else None for i in bucket]
-            flat, found = parts.exchanged(bucket, own)
+            flat, arrived = parts.exchanged(bucket, own)
             for i in bucket:
                 task = tasks[i]
-                for name, t in converted(task.mapping, task.module, found.pop(i), parts.layout.sizes.tp):
+                for name, t in converted(task.mapping, task.module, arrived.pop(i), parts.layout.sizes.tp):
                     # A view would keep the bucket.
                     yield name, t.clone() if t.untyped_storage().data_ptr() == flat else t
 
@@ -204,7 +204,7 @@ def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> d
         pieces: the pieces of this rank by leaf.
         source: the whole tensors.
     """
-    found: dict[str, Tensor] = {}
+    elements: dict[str, Tensor] = {}
     with torch.no_grad():
         for task in tasks:
             own = _names(task.hub)
@@ -224,8 +224,8 @@ def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> d
                 padded = converted.new_zeros(param.shape)
                 padded[: len(converted)] = converted
                 converted = padded
-            found[task.leaf] = converted.reshape(-1)[piece.start : piece.stop].clone()
-    return {leaf: found[leaf] for leaf in pieces if leaf in found}
+            elements[task.leaf] = converted.reshape(-1)[piece.start : piece.stop].clone()
+    return {leaf: elements[leaf] for leaf in pieces if leaf in elements}
 
 
 @contextlib.contextmanager

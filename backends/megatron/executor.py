@@ -171,13 +171,13 @@ class Executor:
         Raises:
             ValueError: there are no such parameters, or a parameter of Megatron consists of others, too.
         """
-        wanted, found, tasks = set(names), set[str](), []
+        wanted, covered, tasks = set(names), set[str](), []
         for task in self.tasks:
             parts = {self.canonical.place(hub).name for hub in task.hub_anywhere}
             if parts <= wanted:
                 tasks.append(task)
-                found |= parts
-        if differing := wanted - found:
+                covered |= parts
+        if differing := wanted - covered:
             raise ValueError(
                 f"{len(differing)} tensors, such as {min(differing)}, are not those of whole parameters of this model"
             )

@@ -74,9 +74,9 @@ class Parts:
         own = [None if piece is None else _part(layout, piece, names[i]) for i, piece in enumerate(pieces)]
         by_rank, every = gathered(own), []
         for number in range(len(own)):
-            found = {part for of_rank in by_rank if (part := of_rank[number]) is not None}
-            first = min(part.stage for part in found)
-            every.append(sorted((p for p in found if p.stage == first), key=lambda p: (p.ep, p.tp)))
+            distinct = {part for of_rank in by_rank if (part := of_rank[number]) is not None}
+            first = min(part.stage for part in distinct)
+            every.append(sorted((p for p in distinct if p.stage == first), key=lambda p: (p.ep, p.tp)))
         return cls(layout, list(pieces), own, every)
 
     def buckets(self, numbers: Sequence[int], nbytes: int = BUCKET_BYTES) -> Iterator[list[int]]:
@@ -106,7 +106,7 @@ class Parts:
         """
         device = next(piece.param.device for piece in self.pieces if piece is not None)
         flat = torch.zeros(sum(p.numel for i in numbers for p in self.every[i]), device=device)
-        found: dict[int, dict[Part, Tensor]] = {}
+        by_number: dict[int, dict[Part, Tensor]] = {}
         start = 0
         for number, leaf in zip(numbers, leaves, strict=True):
             views = {}
@@ -116,10 +116,10 @@ class Parts:
             piece, own = self.pieces[number], self.own[number]
             if piece is not None and leaf is not None and own in views:
                 views[own][piece.start : piece.stop].copy_(leaf)
-            found[number] = {part: view.view(part.shape) for part, view in views.items()}
+            by_number[number] = {part: view.view(part.shape) for part, view in views.items()}
         if self.layout.size > 1:
             dist.all_reduce(flat.view(torch.int32))
-        return flat.untyped_storage().data_ptr(), found
+        return flat.untyped_storage().data_ptr(), by_number
 
 
 def _part(layout: Layout, piece: Piece, names: tuple[str, ...]) -> Part:

@@ -42,14 +42,14 @@ def save(state: TrainState, folder: Path, model: Executor, made_from: Path) -> N
 
     def parts(tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Part]:
         nonlocal number
-        found = {}
+        of_rank = {}
         for name, t in tensors:
             elements = t.detach().reshape(-1)
             if number % layout.size != layout.rank:
                 elements = elements[:0]
-            found[name] = Part(elements.to("cpu", copy=True), 0, t.shape)
+            of_rank[name] = Part(elements.to("cpu", copy=True), 0, t.shape)
             number += 1
-        return found
+        return of_rank
 
     others, scalars = flatten(attrs.evolve(state, params=Params({}), optimizer=_hollow(state.optimizer)))
     rest = parts(iter(others.items()))

@@ -110,13 +110,13 @@ def outputs_of(
         hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
     hidden = hidden[:, 0]
     if values:
-        layer, found = built.model.output_layer, {}
+        layer, by_name = built.model.output_layer, {}
         if "values" in wanted:
-            found["values"] = micro_batch.spread(layer(hidden.index_select(0, micro_batch.seen)).float()[:, 0])
+            by_name["values"] = micro_batch.spread(layer(hidden.index_select(0, micro_batch.seen)).float()[:, 0])
         if "row_values" in wanted:
             last = layer(hidden.index_select(0, micro_batch.last)).float()[:, 0]
-            found["row_values"] = micro_batch.spread(last, rows=True)
-        return TokenOutputs(found)
+            by_name["row_values"] = micro_batch.spread(last, rows=True)
+        return TokenOutputs(by_name)
     at, tokens = hidden.index_select(0, micro_batch.seen), micro_batch.batch.tokens[micro_batch.targets]
     weight, entropy = built.output_weight, "entropy" in wanted
     first = layout.tp_rank * weight.shape[0]

@@ -10,6 +10,10 @@ from torch import Tensor
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 from verl_fn.errors import UserError
 
+# Of a checksum: the bytes of a word, the words of a row and of a slice, and what earlier slices are multiplied by.
+WORD, WIDTH, SLICE = 8, 1024, 2**20
+MULTIPLIER = 6364136223846793005
+
 
 class IncompleteWeights(UserError, RuntimeError):
     """A publication lacked rows, repeated rows, or gave other values than were sent."""
@@ -128,16 +132,19 @@ def checksum(values: Tensor) -> int:
         >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0))
         (True, False)
     """
-    flat = values.detach().reshape(-1).contiguous()
-    size = flat.element_size()
-    words = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-    width = 1024
-    whole = words[: len(words) // width * width].view(-1, width)
-    # Sums over both dimensions, weighted by their places afterwards, need no copy of the tensor in 64 bits.
-    total = _weighted(whole.sum(0, dtype=torch.int64)) + 31 * _weighted(whole.sum(1, dtype=torch.int64))
-    return int(total + 961 * _weighted(words[whole.numel() :].long()))
+    data = values.detach().reshape(-1).contiguous().view(torch.uint8)
+    if data.storage_offset() % WORD:
+        data = data.clone()  # words have to be aligned
+    end = len(data) // WORD * WORD
+    total = _weighted(data[end:].long())
+    # Sums of another dtype than the tensor's would copy it, and sums over it all at once need memory of their own.
+    for words in data[:end].view(torch.int64).split(SLICE):
+        rows = words[: len(words) // WIDTH * WIDTH].view(-1, WIDTH)
+        of_slice = _weighted(rows.sum(0)) + 31 * _weighted(rows.sum(1)) + 961 * _weighted(words[rows.numel() :])
+        total = total * MULTIPLIER + of_slice
+    return int(total)
 
 
-def _weighted(sums: Tensor) -> Tensor:
-    places = torch.arange(1, len(sums) + 1, device=sums.device)
-    return (sums * (places * 2654435761 + 12345)).sum()
+def _weighted(numbers: Tensor) -> Tensor:
+    places = torch.arange(1, len(numbers) + 1, device=numbers.device)
+    return (numbers * (places * 2654435761 + 12345)).sum()

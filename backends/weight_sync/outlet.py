@@ -23,6 +23,16 @@ ALIGNMENT = 256
 PARTS = SLOTS + 1
 
 
+def part_bytes(max_bytes: int) -> int:
+    """Returns the most bytes that are sent at a time; a 64th of the bucket is left for alignment and checksums.
+
+    Example:
+        >>> part_bytes(256 * 2**20) / 2**20
+        84.0
+    """
+    return (max_bytes - max_bytes // 64) // PARTS
+
+
 def _aligned(nbytes: int) -> int:
     return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
 
@@ -93,7 +103,7 @@ class Outlet(End):
                 specs, cut = offers[wish.kind]
                 specs = in_dtype(specs, wish.dtype)
                 rows = [spec.nbytes // max(1, spec.rows) for spec in specs]
-                most = wish.max_bytes // PARTS // (1 if cut is None else cut.of)
+                most = part_bytes(wish.max_bytes) // (1 if cut is None else cut.of)
                 room = max(min(most, sum(spec.nbytes for spec in specs)), max(rows, default=0))
                 self._make_room(_aligned(room + ALIGNMENT * (len(specs) + 1)), receiver)
                 send_message(self._connection, ("ready",))
@@ -216,7 +226,7 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
         checked = any(wish.checked for wish in wanted.values())
         adapters = {spec.name for spec in apart.adapters.specs} if apart else set()
         accepting = list(wanted)
-        for bucket in chosen.buckets(size // PARTS, checked=checked):
+        for bucket in chosen.buckets(part_bytes(size), checked=checked):
             alone = tuple(chunk for chunk in bucket if chunk.name in adapters)
             accepting = [o for o in accepting if o.put(alone if wanted[o].kind == ADAPTERS else bucket)]
             # Before the source converts the next one.

@@ -25,13 +25,13 @@ def judged(problems: Sequence[Problem]) -> list[Judged]:
     Raises:
         ArgumentError: one does not.
     """
-    found = [problem for problem in problems if isinstance(problem, Judged)]
-    if len(found) < len(problems):
+    judged_ones = [problem for problem in problems if isinstance(problem, Judged)]
+    if len(judged_ones) < len(problems):
         raise ArgumentError(
             "this algorithm learns from judged responses, and a problem has none; the source of problems must give "
             "verl_fn.data.judged.Judged, as files with the columns chosen and rejected do"
         )
-    return found
+    return judged_ones
 
 
 def pair_batch(problems: Sequence[Problem], w: Workers) -> Batch:

@@ -19,23 +19,23 @@ def evaluate(args: argparse.Namespace) -> int:
     from verl_fn.report.page import names
     from verl_fn.runs.evaluate import evaluate_model
 
-    found = [model_of(model) for model in args.models]
+    models = [model_of(model) for model in args.models]
     labels = names([Path(model) for model in args.models])
     if twice := [label for i, label in enumerate(labels) if label in labels[:i]]:
         raise ConfigError(f"{twice[0]} is named twice; name each model once")
-    file = args.config or next((run / "config.toml" for _, run in found if run is not None), None)
-    plans = [_plan(file, [*args.overrides, f"model.path={model}"]) for model, _ in found]
+    file = args.config or next((run / "config.toml" for _, run in models if run is not None), None)
+    plans = [_plan(file, [*args.overrides, f"model.path={model}"]) for model, _ in models]
     out = _folder(args.out) if args.out else None
     reports: dict[str, Mapping[str, float]] = {}
     answers: list[dict[str, Any]] = []
-    for (model, _), label, plan in zip(found, labels, plans, strict=True):
+    for (model, _), label, plan in zip(models, labels, plans, strict=True):
         say(f"evaluating {model} on {_summary(plan)}")
         with pruning(model):
             reports[label], own = evaluate_model(plan, say)
         answers += [{"model": label} | answer for answer in own]
     _show(reports, answers, plans[0].rollout.validation.n)
     if out is not None:
-        _write(out, dict(zip(labels, (str(model) for model, _ in found), strict=True)), reports, answers)
+        _write(out, dict(zip(labels, (str(model) for model, _ in models), strict=True)), reports, answers)
     return 0
 
 

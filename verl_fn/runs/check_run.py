@@ -65,10 +65,10 @@ def check_run(plan: Plan, gpu: int | None = None) -> str:
 def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
     """Yields the bytes of each phase on the GPU of a rank, and a note where they may be too many."""
     note = check_memory(plan, size, gpu)
-    found = phases(plan, size, gpu)
+    counted = phases(plan, size, gpu)
     room = f"of {gpu / GIB:.2f} GiB" if gpu is not None else "of unknown size (--gpu-memory GIB compares)"
-    yield f"memory      by phase, on a GPU {room}; the largest is the {largest(found).title}"
-    for phase in found:
+    yield f"memory      by phase, on a GPU {room}; the largest is the {largest(counted).title}"
+    for phase in counted:
         yield f"            {phase.title}: {phase.describe()}"
     if plan.rollout.sleeps:
         yield "            the engine sleeps while the ranks compute (rollout.free_cache_engine)"

@@ -104,17 +104,17 @@ def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | No
     weights, beside = (engine[:1], ()) if plan.rollout.sleeps else (engine, engine)
     if plan.rollout.shares:
         beside = tuple(attrs.evolve(part, lower="rollout.free_cache_engine=true") for part in beside)
-    found = [
+    counted = [
         Phase(PUBLICATION, (*at_rest, *weights, *staging, *exchange, *others)),
         Phase(GENERATION, (*at_rest, *engine, *staging, *others)),
     ]
     for model in models:
         if plan.algorithm != "sft":
-            found.append(Phase(model.forward_phase, (*resident, *model.forward(), *beside, *staging, *others)))
+            counted.append(Phase(model.forward_phase, (*resident, *model.forward(), *beside, *staging, *others)))
         if model.role.optim is not None:
             name = f"update_{model.role.name}"
-            found.append(Phase(name, (*resident, *model.backward(), *beside, *staging, *others)))
-    return tuple(found)
+            counted.append(Phase(name, (*resident, *model.backward(), *beside, *staging, *others)))
+    return tuple(counted)
 
 
 def offloads(plan: Plan, ranks: int, gpu: int | None) -> bool:
@@ -138,8 +138,8 @@ def check_memory(plan: Plan, ranks: int, gpu: int | None) -> str:
     """
     if gpu is None:
         return ""
-    found = phases(plan, ranks, gpu)
-    most = max(found, key=lambda phase: phase.exact)
+    counted = phases(plan, ranks, gpu)
+    most = max(counted, key=lambda phase: phase.exact)
     if most.exact > gpu:
         raise ConfigError(
             f"the {most.title} needs at least {most.exact / GIB:.2f} GiB, and the GPU has {gpu / GIB:.2f}: "
@@ -150,7 +150,7 @@ def check_memory(plan: Plan, ranks: int, gpu: int | None) -> str:
             f"rollout.gpu_memory_utilization = {plan.rollout.gpu_memory_utilization:g} is {engine / GIB:.2f} GiB of "
             f"this GPU, and the engine's weights alone take {need / GIB:.2f}; raise it"
         )
-    most = largest(found)
+    most = largest(counted)
     if most.nbytes <= gpu:
         return ""
     return (
@@ -159,9 +159,9 @@ def check_memory(plan: Plan, ranks: int, gpu: int | None) -> str:
     )
 
 
-def largest(found: Sequence[Phase]) -> Phase:
+def largest(counted: Sequence[Phase]) -> Phase:
     """Returns the phase with most bytes."""
-    return max(found, key=lambda phase: phase.nbytes)
+    return max(counted, key=lambda phase: phase.nbytes)
 
 
 def advice(phase: Phase, gpu: int | None = None) -> str:

@@ -51,10 +51,10 @@ def explain(plan: Plan, gpu: int | None, name: str, reason: str) -> str:
         name: the phase, as in ``timing_s/*``; empty or unknown where the algorithm does not tell.
         reason: what the error says.
     """
-    found = phases(plan, ranks.training_ranks(plan), gpu)
-    phase = next((phase for phase in found if phase.name == name), None)
+    counted = phases(plan, ranks.training_ranks(plan), gpu)
+    phase = next((phase for phase in counted if phase.name == name), None)
     where = f"in {name} ({phase.title})" if phase is not None else f"in {name}" if name else "outside of a phase"
-    shown = phase or largest(found)
+    shown = phase or largest(counted)
     which = "there" if phase is not None else f"in its largest phase, the {shown.title}"
     size = f" of {gpu / GIB:.2f} GiB" if gpu is not None else ""
     return (

@@ -53,5 +53,5 @@ def _write(stream: TextIO, line: object) -> None:
         raise OutputClosed("nobody reads the output any more") from error
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found.group().encode("unicode_escape").decode("ascii")
+def _escaped(match: re.Match[str]) -> str:
+    return match.group().encode("unicode_escape").decode("ascii")

@@ -49,9 +49,9 @@ def tagged(data_source: str, solution_str: str, ground_truth: str, extra_info: A
         >>> tagged("sums", "<think>2+3</think><answer> 5 </answer>", "5")["pred"]
         '5'
     """
-    found = TAGGED.findall(solution_str)
-    pred = found[-1].strip() if found else ""
-    return judged(bool(found) and pred == ground_truth.strip(), pred)
+    tags = TAGGED.findall(solution_str)
+    pred = tags[-1].strip() if tags else ""
+    return judged(bool(tags) and pred == ground_truth.strip(), pred)
 
 
 def thinks(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:

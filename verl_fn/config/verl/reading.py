@@ -123,8 +123,8 @@ def _number(value: Any) -> Any:
 def _ranks(launcher: Sequence[str]) -> dict[str, int]:
     """Returns the keys of verl's trainer that torchrun's options stand for."""
     names = {"nnodes": "trainer.nnodes"}
-    found = (match for word in launcher if (match := _LAUNCHER.fullmatch(word)))
-    return {names.get(match[1], "trainer.n_gpus_per_node"): int(match[2]) for match in found}
+    matches = (match for word in launcher if (match := _LAUNCHER.fullmatch(word)))
+    return {names.get(match[1], "trainer.n_gpus_per_node"): int(match[2]) for match in matches}
 
 
 def _resolved(values: Mapping[str, Any]) -> dict[str, Any]:
