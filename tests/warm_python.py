@@ -15,6 +15,7 @@ import gc
 import importlib.util
 import io
 import json
+import multiprocessing.spawn
 import os
 import runpy
 import select
@@ -146,8 +147,9 @@ def _warm_up(listener, place, also):
     if also is not None:
         if 0 in select.select([0, listener], [], [])[0]:
             return False
-        # Modules that keep the path of Python as they are imported start processes like this one.
+        # Modules that keep the path of Python as they are imported start processes like this one, and so does spawn.
         sys.executable = str(Path(place).with_name("python"))
+        multiprocessing.spawn.set_executable(sys.executable)
         runpy.run_path(also)
     # A thread that was joined has ended for Python, and takes a moment more to end for the system.
     deadline = time.monotonic() + 30

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, refused
@@ -37,7 +40,7 @@ def prepare_smollm2(out: str | Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with refused(f"{source} cannot be copied to {out}"), written_whole(out) as aside, quiet():
+    with refused(f"{source} cannot be copied to {out}"), written_whole(out) as aside, quiet(), _read_once():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, **LOCAL)
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.bfloat16, **LOCAL
@@ -46,6 +49,21 @@ def prepare_smollm2(out: str | Path) -> Path:
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
     return out
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Keeps the file's fields and names, which transformers asks gguf for again for each config, tokenizer and layer."""
+    import gguf
+
+    functions = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in functions.items():
+        setattr(gguf, name, functools.cache(function))
+    try:
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(gguf, name, function)
 
 
 def _package_file() -> Path:
