@@ -53,7 +53,7 @@ def prepare_smollm2(out: str | Path) -> Path:
 
 @contextlib.contextmanager
 def _read_once() -> Iterator[None]:
-    """Keeps the file's fields and names, which transformers asks gguf for again for each config, tokenizer and layer."""
+    """Keeps the fields and names that transformers asks gguf for again for each config, tokenizer and layer."""
     import gguf
 
     functions = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}

@@ -10,8 +10,8 @@ from torch import Tensor
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 from verl_fn.errors import UserError
 
-# Of a checksum: the bytes of a word, the words of a row and of a slice, and what earlier slices are multiplied by.
-WORD, WIDTH, SLICE = 8, 1024, 2**20
+# Of a checksum: the bytes of a word, the words of a row and of a slice, and an odd number that mixes bits.
+WORD, WIDTH, SLICE = 8, 1024, 2**18
 MULTIPLIER = 6364136223846793005
 
 
@@ -137,10 +137,12 @@ def checksum(values: Tensor) -> int:
         data = data.clone()  # words have to be aligned
     end = len(data) // WORD * WORD
     total = _weighted(data[end:].long())
-    # Sums of another dtype than the tensor's would copy it, and sums over it all at once need memory of their own.
+    # Slice by slice, since sums over all words at once, or in another dtype, copy them.
     for words in data[:end].view(torch.int64).split(SLICE):
-        rows = words[: len(words) // WIDTH * WIDTH].view(-1, WIDTH)
-        of_slice = _weighted(rows.sum(0)) + 31 * _weighted(rows.sum(1)) + 961 * _weighted(words[rows.numel() :])
+        # Sums overflow, and an even weight loses the highest bits of a word: they go into the lower ones too.
+        mixed = (words >> 32).mul_(MULTIPLIER).add_(words)
+        rows = mixed[: len(mixed) // WIDTH * WIDTH].view(-1, WIDTH)
+        of_slice = _weighted(rows.sum(0)) + 31 * _weighted(rows.sum(1)) + 961 * _weighted(mixed[rows.numel() :])
         total = total * MULTIPLIER + of_slice
     return int(total)
 

@@ -24,13 +24,13 @@ PARTS = SLOTS + 1
 
 
 def part_bytes(max_bytes: int) -> int:
-    """Returns the most bytes that are sent at a time; a 64th of the bucket is left for alignment and checksums.
+    """Returns the most bytes that are sent at a time; a 32nd of the bucket is left for alignment and checksums.
 
     Example:
-        >>> part_bytes(256 * 2**20) / 2**20
-        84.0
+        >>> part_bytes(96)
+        31
     """
-    return (max_bytes - max_bytes // 64) // PARTS
+    return (max_bytes - max_bytes // 32) // PARTS
 
 
 def _aligned(nbytes: int) -> int:

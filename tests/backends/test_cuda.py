@@ -6,6 +6,7 @@ import torch
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
+from verl_fn.backends.weight_sync.intake import checksum
 from verl_fn.state import Batch, Grads, is_donated, tree
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, cross_entropy, entropy
 
@@ -199,3 +200,12 @@ def test_sharded_laws_on_gpus(gpus, tmp_path, options):
     folder = new_model(tmp_path, chars="abcd", hidden_size=64)
     tolerance = 0.05 if "compute_dtype" in options else 1e-4
     gpus.run("laws", folder, {"device": "cuda", "deterministic": True, **options}, tolerance)
+
+
+def test_checksums_take_little_memory():
+    values = torch.randn(2**25, device="cuda")
+    for t in (values, values.bfloat16()):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        checksum(t)
+        assert torch.cuda.max_memory_allocated() - before < 3 * 2**20
