@@ -15,7 +15,7 @@ HEAVY = {"ray", "vllm", "megatron", "peft"}
 # Distributions whose modules have other names, and modules that come with torch.
 MODULE_NAMES = {"pyyaml": "yaml", "megatron_bridge": "megatron", "megatron_core": "megatron"}
 WITH_TORCH = {"triton"}
-IMPORTED_EXTRAS = ("datasets", "lora", "math", "reasoning-gym", "verifiers", "vllm", "megatron")
+IMPORTED_EXTRAS = ("datasets", "lora", "math", "reasoning-gym", "verifiers", "vllm", "megatron", "smollm2")
 # Loggers that a user installs, and the peer that a benchmark runs against: imported only where asked for.
 BROUGHT_BY_USERS = {"verl_fn/runs/loggers.py": {"wandb"}, "benchmarks/peer_verl.py": {"verl"}}
 
