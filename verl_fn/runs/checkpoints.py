@@ -229,11 +229,19 @@ def prune(folder: Path, keep: int) -> list[str]:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Writes a file under a temporary name, syncs it, and renames it, so that a crash leaves no partial file."""
+    """Writes a text file as ``write_bytes`` does."""
+    write_bytes(path, content.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Writes a file under a temporary name, syncs it, and renames it, so that a crash leaves no partial file.
+
+    The name is always the same, so what a crash leaves is gone once the file is written again.
+    """
     aside = path.with_name(f".{path.name}.writing")
     aside.unlink(missing_ok=True)
     # "x" fails on a link that somebody else put there.
-    with aside.open("x", encoding="utf-8") as file:
+    with aside.open("xb") as file:
         file.write(content)
     sync(aside)
     aside.rename(path)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from verl_fn.algorithms.workers import Workers
@@ -20,6 +20,7 @@ from verl_fn.config import Plan, flat
 from verl_fn.state import Batch, pack, serial, tree, unpack
 
 from .batch_file import batches_in, numbered, tensors_of
+from .checkpoints import write_bytes
 from .errors import RunError
 from .folder import Run
 from .recorder import Drawn
@@ -125,8 +126,7 @@ def keep_samples(run: Run, step: int, drawn: Drawn, w: Workers) -> None:
         return
     with run.written(f"the samples of step {step}"), disk_errors(run.folder):
         (run.folder / "samples").mkdir(exist_ok=True)
-        _file(run.folder, step).unlink(missing_ok=True)
-        save_file(tensors, _file(run.folder, step))
+        write_bytes(_file(run.folder, step), save(tensors))
 
 
 def read_samples(folder: Path, step: int) -> list[Batch]:
