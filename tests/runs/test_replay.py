@@ -7,7 +7,7 @@ import pytest
 from run_configs import tiny_run
 
 from verl_fn.cli import main
-from verl_fn.runs import journal
+from verl_fn.runs import checkpoints, journal
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.logs import read_lines, read_metrics
 from verl_fn.runs.loop import train
@@ -211,3 +211,21 @@ def test_a_run_without_its_checkpoints_says_what_it_drops(tiny, copy):
     train(tiny_run(tiny, copy, *more), lines.append)
     assert any("starting over; the log up to step 3 is dropped" in line for line in lines)
     assert [p.name for p in (copy / "samples").iterdir()] == ["step_1.safetensors"]
+
+
+def test_a_step_that_was_cut_off_while_its_samples_were_written_leaves_nothing(tiny, tmp_path, monkeypatch):
+    more = ["algorithm.name=grpo", "rollout.n=2", "trainer.journal=samples", "trainer.total_training_steps=2"]
+    plan = tiny_run(tiny, tmp_path / "run", *more)
+    cut = iter([KeyError("cut off")])
+
+    def sync(file):
+        if "step_2" in file.name and (error := next(cut, None)):
+            raise error
+
+    monkeypatch.setattr(checkpoints, "sync", sync)
+    with pytest.raises(KeyError, match="cut off"):
+        train(plan, SILENT)
+    samples = tmp_path / "run" / "samples"
+    assert {file.name for file in samples.iterdir()} == {"step_1.safetensors", ".step_2.safetensors.writing"}
+    train(plan, SILENT)
+    assert {file.name for file in samples.iterdir()} == {"step_1.safetensors", "step_2.safetensors"}
