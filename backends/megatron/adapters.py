@@ -130,13 +130,13 @@ def halves(model: Any, adapters: Adapters) -> list[Half]:
         by_columns |= of_rank
     if lacking := [name for name in adapters.layers if name not in by_columns]:
         raise ModelError(f"Megatron's model has no layers for the adapters of {', '.join(lacking[:3])}")
-    halves = []
+    in_order = []
     for name in adapters.layers:
         adapter = here.get(name)
         for half, inside, columns in (("lora_A", "linear_in", by_columns[name]), ("lora_B", "linear_out", False)):
             module = None if adapter is None else getattr(adapter, inside)
-            halves.append(Half(f"{name}.{half}.weight", columns, module))
-    return halves
+            in_order.append(Half(f"{name}.{half}.weight", columns, module))
+    return in_order
 
 
 def merged(

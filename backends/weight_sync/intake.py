@@ -137,14 +137,17 @@ def checksum(values: Tensor) -> int:
         data = data.clone()  # words have to be aligned
     end = len(data) // WORD * WORD
     total = _weighted(data[end:].long())
-    # Slice by slice, since sums over all words at once, or in another dtype, copy them.
+    # Slice by slice, since mixing copies the words.
     for words in data[:end].view(torch.int64).split(SLICE):
-        # Sums overflow, and an even weight loses the highest bits of a word: they go into the lower ones too.
-        mixed = (words >> 32).mul_(MULTIPLIER).add_(words)
-        rows = mixed[: len(mixed) // WIDTH * WIDTH].view(-1, WIDTH)
-        of_slice = _weighted(rows.sum(0)) + 31 * _weighted(rows.sum(1)) + 961 * _weighted(mixed[rows.numel() :])
-        total = total * MULTIPLIER + of_slice
+        total = total * MULTIPLIER + _of_slice(words)
     return int(total)
+
+
+def _of_slice(words: Tensor) -> Tensor:
+    # Sums overflow, and an even weight loses the highest bits of a word: they go into the lower ones too.
+    mixed = (words >> 32).mul_(MULTIPLIER).add_(words)
+    rows = mixed[: len(mixed) // WIDTH * WIDTH].view(-1, WIDTH)
+    return _weighted(rows.sum(0)) + 31 * _weighted(rows.sum(1)) + 961 * _weighted(mixed[rows.numel() :])
 
 
 def _weighted(numbers: Tensor) -> Tensor:

@@ -229,7 +229,7 @@ def prune(folder: Path, keep: int) -> list[str]:
 
 
 def write_text(path: Path, content: str) -> None:
-    """Writes a text file as ``write_bytes`` does."""
+    """Writes a text file; see ``write_bytes``."""
     write_bytes(path, content.encode())
 
 
