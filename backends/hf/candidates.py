@@ -86,6 +86,7 @@ def top_logprobs(
         top = logits.topk(count, -1)
         values.append(top.values - logits.logsumexp(-1, keepdim=True))
         ids.append(top.indices)
+        del logits
     if not values:
         return hidden.new_zeros(0, count, dtype=torch.float32), hidden.new_zeros(0, count, dtype=torch.int64)
     return torch.cat(values), torch.cat(ids)

@@ -1,11 +1,13 @@
-"""Log-probabilities and entropy from hidden states, a chunk of tokens at a time.
+"""Log-probabilities and entropy from hidden states, without logits of the whole micro-batch, ``[T, vocab]``.
 
-The logits of a whole micro-batch ``[T, vocab]`` never exist: those of each chunk are computed, reduced and dropped,
-and computed again in the backward pass.
+The forward pass computes the logits of a chunk of tokens at a time, reduces them and drops them. The backward pass,
+which knows each token's log-normaliser, computes them again for all tokens and a block of the vocabulary at a time:
+the gradient of the output layer is then whole with each block, and needs no sum in fp32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +15,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 # Logits of one chunk: small enough for the caches of a CPU, large enough to fill a GPU.
-CPU_CHUNK, CUDA_CHUNK = 2**24, 2**29
+CPU_CHUNK, CUDA_CHUNK = 2**24, 2**27
+ALIGNMENT = 256  # of blocks of the vocabulary, for the tiles of a GPU
 
 
 def logprobs_and_entropy(
@@ -84,12 +87,13 @@ def sum_pi_squared(
         logits = scaled(torch.nn.functional.linear(hidden[part], weight, bias), at(temperature, part))
         log_z = logits.logsumexp(-1)
         sums[part] = (logits.mul_(2.0).logsumexp(-1) - 2.0 * log_z).exp()
+        del logits
     return sums
 
 
 def default_chunk(hidden: Tensor, weight: Tensor) -> int:
     """Returns how many tokens to compute at a time, so that their logits stay small."""
-    return max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // len(weight))
+    return max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // max(1, len(weight)))
 
 
 def _plain(
@@ -123,6 +127,8 @@ class _LogProbs(torch.autograd.Function):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             of_part = entropies[part] if entropy else None
             reduce_rows(logits, targets[part], at(temperature, part), logprobs[part], log_z[part], of_part)
+            # Before the next chunk's are made.
+            del logits
         return logprobs, entropies, log_z
 
     @staticmethod
@@ -135,33 +141,90 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor, d_log_z: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, log_z, entropies = ctx.saved_tensors
-        for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
-        d_hidden = torch.empty_like(hidden) if for_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if for_weight else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if for_bias else None
-        d_logprobs, d_entropies = d_logprobs.contiguous(), d_entropies.contiguous()
-        for part in slices(len(hidden), ctx.chunk):
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
-            of_part = entropies[part] if ctx.entropy else None
-            d_entropies_part = d_entropies[part]
-            heat = at(temperature, part)
-            gradient_in_place(logits, targets[part], heat, log_z[part], d_logprobs[part], of_part, d_entropies_part)
-            if d_hidden is not None:
-                torch.mm(logits, weight, out=d_hidden[part])
-            if d_weight is not None:
-                if weight.dtype == torch.float32:
-                    d_weight.addmm_(logits.t(), hidden[part])
-                elif weight.is_cuda:
-                    torch.addmm(d_weight, logits.t(), hidden[part], out_dtype=torch.float32, out=d_weight)
-                else:
-                    d_weight.add_(logits.t() @ hidden[part])
-            if d_bias is not None:
-                d_bias.add_(logits.sum(0))
+        grads = gradients(
+            hidden, weight, bias, targets, temperature, log_z, d_logprobs, entropies if ctx.entropy else None,
+            d_entropies, needed=ctx.needs_input_grad[:3], size=ctx.chunk * len(weight),
+        )  # fmt: skip
+        return *grads, None, None, None, None
+
+
+def gradients(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, " N"],
+    temperature: Float[Tensor, " N"] | None,
+    log_z: Float[Tensor, " N"],
+    d_logprobs: Float[Tensor, " N"],
+    entropies: Float[Tensor, " N"] | None,
+    d_entropies: Float[Tensor, " N"],
+    *,
+    needed: Sequence[bool],
+    size: int,
+) -> tuple[Float[Tensor, "N H"] | None, Float[Tensor, "V H"] | None, Float[Tensor, " V"] | None]:
+    """Returns the gradients of hidden states, weight and bias, from those of log-probabilities and entropies.
+
+    Args:
+        hidden: a hidden state for each target.
+        weight: of the output layer, or rows of it.
+        bias: of the output layer, if it has one.
+        targets: rows of ``weight``; -1 is none of them.
+        temperature: one for each target; None stands for 1.
+        log_z: the log-normalisers, over the whole vocabulary.
+        d_logprobs: the gradient of the log-probabilities.
+        entropies: over the whole vocabulary; None where they were not computed.
+        d_entropies: the gradient of the entropies.
+        needed: which of the three gradients are computed; the others are None.
+        size: the most logits at a time.
+
+    Example:
+        >>> hidden, weight, log_z, d = torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([2.0]).log(), torch.ones(1)
+        >>> needed = (False, True, False)
+        >>> gradients(hidden, weight, None, torch.tensor([1]), None, log_z, d, None, d, needed=needed, size=1)[1]
+        tensor([[-0.5000],
+                [ 0.5000]])
+    """
+    for_hidden, for_weight, for_bias = needed
+    d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
+    d_weight = torch.empty_like(weight) if for_weight else None
+    d_bias = torch.empty_like(bias) if bias is not None and for_bias else None
+    d_logprobs, d_entropies = d_logprobs.contiguous(), d_entropies.contiguous()
+    for block in slices(len(weight), _block(size, len(hidden))):
+        rows = weight[block]
+        logits = torch.nn.functional.linear(hidden, rows, None if bias is None else bias[block])
+        own = targets - block.start
+        own = torch.where((own >= 0) & (own < len(rows)), own, -1)
+        gradient_in_place(logits, own, temperature, log_z, d_logprobs, entropies, d_entropies)
+        if d_hidden is not None:
+            _add_product(d_hidden, logits, rows)
         if d_weight is not None:
-            d_weight = d_weight.to(weight.dtype)
+            torch.mm(logits.t(), hidden, out=d_weight[block])
         if d_bias is not None:
-            d_bias = d_bias.to(bias.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None
+            d_bias[block] = logits.sum(0)
+        # Before the next block's are made.
+        del logits
+    return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a matrix product to a total in fp32."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(a @ b)
+
+
+def _block(size: int, tokens: int) -> int:
+    """Returns how many rows of the vocabulary to compute at a time.
+
+    Example:
+        >>> _block(10_000, 16), _block(100, 16), _block(1, 16)
+        (512, 6, 1)
+    """
+    rows = size // max(1, tokens)
+    return rows // ALIGNMENT * ALIGNMENT if rows >= ALIGNMENT else max(1, rows)
 
 
 def _on_cuda() -> Any:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_fn.backends.hf.logprobs import CPU_CHUNK, CUDA_CHUNK, gradient_in_place, reduce_rows, slices
+from verl_fn.backends.hf.logprobs import default_chunk, gradients, reduce_rows, slices
 
 
 def shared_logprobs_and_entropy(
@@ -43,7 +43,7 @@ def shared_logprobs_and_entropy(
         entropy: also compute entropies, which are None otherwise.
         chunk: how many tokens are computed at a time.
     """
-    chunk = chunk or _default_chunk(hidden, weight)
+    chunk = chunk or default_chunk(hidden, weight)
     own = targets - first
     # A kernel writes the gradient of the target where the number of a column is its id; -1 is none.
     own = torch.where((own >= 0) & (own < len(weight)), own, -1)
@@ -71,7 +71,7 @@ def shared_sum_pi_squared(
         group: the ranks that have the other rows.
         chunk: how many tokens are computed at a time.
     """
-    chunk = chunk or _default_chunk(hidden, weight)
+    chunk = chunk or default_chunk(hidden, weight)
     own = torch.empty(2, len(hidden), dtype=torch.float32, device=hidden.device)
     for part in slices(len(hidden), chunk):
         logits = torch.nn.functional.linear(hidden[part], weight).float()
@@ -79,14 +79,11 @@ def shared_sum_pi_squared(
             logits /= temperature[part, None]
         own[0, part] = logits.logsumexp(-1)
         own[1, part] = logits.mul_(2.0).logsumexp(-1)
+        del logits
     by_rank = own.new_empty(group.size(), *own.shape)
     dist.all_gather_into_tensor(by_rank.view(-1), own.view(-1), group=group)
     log_z, log_squares = by_rank.logsumexp(0)
     return (log_squares - 2.0 * log_z).exp()
-
-
-def _default_chunk(hidden: Tensor, weight: Tensor) -> int:
-    return max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // max(1, len(weight)))
 
 
 class _SharedLogProbs(torch.autograd.Function):
@@ -110,6 +107,7 @@ class _SharedLogProbs(torch.autograd.Function):
             heat = None if temperature is None else temperature[part]
             of_part = entropies[part] if entropy else None
             reduce_rows(logits, targets[part].clamp(min=0), heat, logprobs[part], log_z[part], of_part)
+            del logits
         # Of the target's logit, which one rank has, and of the parts of the normaliser.
         logit = torch.where(targets >= 0, logprobs + log_z, 0.0)
         by_rank = log_z.new_empty(group.size(), len(log_z))
@@ -130,18 +128,8 @@ class _SharedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_logprobs: Tensor, d_entropies: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, temperature, log_z, entropies = ctx.saved_tensors
-        d_hidden, d_weight = torch.empty_like(hidden), torch.zeros_like(weight, dtype=torch.float32)
-        d_logprobs, d_entropies = d_logprobs.contiguous(), d_entropies.contiguous()
-        for part in slices(len(hidden), ctx.chunk):
-            logits = torch.nn.functional.linear(hidden[part], weight)
-            heat = None if temperature is None else temperature[part]
-            of_part = entropies[part] if ctx.entropy else None
-            gradient_in_place(logits, targets[part], heat, log_z[part], d_logprobs[part], of_part, d_entropies[part])
-            torch.mm(logits, weight, out=d_hidden[part])
-            if weight.dtype == torch.float32:
-                d_weight.addmm_(logits.t(), hidden[part])
-            elif weight.is_cuda:
-                torch.addmm(d_weight, logits.t(), hidden[part], out_dtype=torch.float32, out=d_weight)
-            else:
-                d_weight.add_(logits.t() @ hidden[part])
-        return d_hidden, d_weight.to(weight.dtype), None, None, None, None, None
+        d_hidden, d_weight, _ = gradients(
+            hidden, weight, None, targets, temperature, log_z, d_logprobs, entropies if ctx.entropy else None,
+            d_entropies, needed=(*ctx.needs_input_grad[:2], False), size=ctx.chunk * len(weight),
+        )  # fmt: skip
+        return d_hidden, d_weight, None, None, None, None, None

@@ -120,7 +120,9 @@ def outputs_of(
     at, tokens = hidden.index_select(0, micro_batch.seen), micro_batch.batch.tokens[micro_batch.targets]
     weight, entropy = built.output_weight, "entropy" in wanted
     first = layout.tp_rank * weight.shape[0]
-    weight = weight[: max(0, built.config.vocab_size - first)]
+    if first + weight.shape[0] > built.config.vocab_size:
+        # The vocabulary was padded. Otherwise a slice would cost one more gradient of the output layer.
+        weight = weight[: max(0, built.config.vocab_size - first)]
     if sizes.tp == 1:
         logprobs, entropies = logprobs_and_entropy(at, weight, None, tokens, micro_batch.temperature, entropy=entropy)
     else:
