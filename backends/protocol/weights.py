@@ -67,7 +67,7 @@ class WeightSource(Protocol):
         ...
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
-        """Yields all tensors, in buckets of at most ``max_bytes`` or of one row.
+        """Yields all tensors, in buckets of at most ``max_bytes`` or of one row; one that fits into a bucket is whole.
 
         The tensors of a bucket may be overwritten by the next one, so copy what you keep.
 

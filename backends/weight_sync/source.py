@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import gt
 
 import attrs
 import torch
@@ -79,6 +80,11 @@ class Weights:
             rows = _rows(tensor)
             each = max(1, math.prod(rows.shape[1:]) * rows.element_size())
             edges = (0, len(rows)) if self.cut is None else self.cut.edges[name]
+            parts = [(last - first) * each for first, last in itertools.pairwise(edges)]
+            if all(part <= size for part in parts) and any(map(gt, parts, room)):
+                # An engine may need memory of its own for a tensor that comes in several buckets.
+                yield tuple(bucket)
+                bucket, room = [], [size] * of
             for sender, (first, last) in enumerate(itertools.pairwise(edges)):
                 start = first
                 while start < last:

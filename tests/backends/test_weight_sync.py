@@ -97,17 +97,6 @@ def test_every_transport_to_another_process(engine):
         outlet.close()
 
 
-@pytest.mark.parametrize("size", [100, 240, 1000])
-def test_converted_buckets_are_no_larger_than_asked_for(size):
-    source = InDtype(Weights.of({"half": torch.arange(600.0).bfloat16().view(50, 12), **tensors()}), torch.float32)
-    buckets = list(source.buckets(size))
-    assert all(sum(chunk.values.nbytes for chunk in bucket) <= size for bucket in buckets)
-    assert all(chunk.values.dtype == torch.float32 for bucket in buckets for chunk in bucket)
-    assert sum(chunk.values.numel() for bucket in buckets for chunk in bucket) == sum(
-        spec.nbytes // 4 for spec in source.specs
-    )
-
-
 def test_slots_and_converted_tensors_share_one_bucket(engine, monkeypatch):
     size, taken, buckets = 3 * 2**16, [], InDtype.buckets
     weights = {"a": torch.arange(4e5).view(4000, 100).double()}

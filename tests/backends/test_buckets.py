@@ -1,0 +1,62 @@
+"""How tensors are cut into buckets: each row once, within the size, and whole where they fit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_fn.backends.weight_sync import Cut, Weights
+from verl_fn.backends.weight_sync.source import InDtype
+
+SHAPES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=6)
+
+
+@settings(derandomize=True, deadline=None)
+@given(shapes=SHAPES, size=st.integers(4, 400), senders=st.integers(1, 3), data=st.data())
+def test_a_tensor_that_fits_is_in_one_bucket(shapes, size, senders, data):
+    tensors = {str(i): torch.arange(float(rows * width)).view(rows, width) for i, (rows, width) in enumerate(shapes)}
+    between = {
+        name: sorted(data.draw(st.lists(st.integers(0, len(t)), min_size=senders - 1, max_size=senders - 1)))
+        for name, t in tensors.items()
+    }
+    edges = {name: (0, *between[name], len(t)) for name, t in tensors.items()}
+    specs = Weights.of(tensors).specs
+    sent = []
+    for number in range(senders):
+        held = {name: t[edges[name][number] : edges[name][number + 1]] for name, t in tensors.items()}
+        sent.append(list(Weights(specs, held.items, Cut(number, edges)).buckets(size)))
+    assert len({len(buckets) for buckets in sent}) == 1
+    share = size // senders
+    for name, t in tensors.items():
+        parts = [
+            (i, number, chunk)
+            for number, buckets in enumerate(sent)
+            for i, bucket in enumerate(buckets)
+            for chunk in bucket
+            if chunk.name == name
+        ]
+        ordered = sorted(parts, key=lambda part: part[2].start)
+        assert torch.equal(torch.cat([chunk.values for *_, chunk in ordered]), t)
+        assert [i for i, *_ in ordered] == sorted(i for i, *_ in parts)
+        if all(
+            (last - first) * t[0].nbytes <= share for first, last in zip(edges[name], edges[name][1:], strict=False)
+        ):
+            assert len({i for i, *_ in parts}) == 1
+    for bucket in (bucket for buckets in sent for bucket in buckets):
+        alone = len(bucket) == 1 and len(bucket[0].values) == 1
+        assert alone or sum(chunk.values.nbytes for chunk in bucket) <= share
+
+
+@pytest.mark.parametrize("size", [100, 240, 1000])
+def test_converted_buckets_are_no_larger_than_asked_for(size):
+    half, rest = (
+        torch.arange(600.0).bfloat16().view(50, 12),
+        {"a": torch.arange(600.0).view(50, 12), "b": torch.ones(7)},
+    )
+    source = InDtype(Weights.of({"half": half, **rest, "scalar": torch.tensor(1.0)}), torch.float32)
+    buckets = list(source.buckets(size))
+    assert all(sum(chunk.values.nbytes for chunk in bucket) <= size for bucket in buckets)
+    assert all(chunk.values.dtype == torch.float32 for bucket in buckets for chunk in bucket)
+    assert sum(chunk.values.numel() for bucket in buckets for chunk in bucket) == sum(
+        spec.nbytes // 4 for spec in source.specs
+    )
