@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
@@ -18,7 +20,7 @@ from .channel import ADAPTERS, MERGED, WHOLE, End, SenderFailed, prompt, receive
 from .cut import Cut, check_cuts
 from .intake import IncompleteWeights
 from .source import in_dtype
-from .staging import CannotOpen, Place, opened
+from .staging import CannotOpen, Place, opened, places
 
 
 class _Sender(End):
@@ -66,14 +68,14 @@ class _Sender(End):
         kind, *rest = self.next()
         if kind == "end":
             return None
-        number, nbytes, entries = rest
+        number, dtype, entries = rest
         assert self._staging is not None
+        tensors, nbytes = places(self._staging.slot(number), dtype, [math.prod(shape) for _, _, shape, _ in entries])
         if nbytes:
             self._staging.flush(number, nbytes)
-        whole = self._staging.slot(number)
         chunks = []
-        for name, start, shape, dtype, at, size, checksum in entries:
-            chunk = Chunk(name, start, whole[at : at + size].view(dtype).view(shape), checksum)
+        for t, (name, start, shape, checksum) in zip(tensors, entries, strict=True):
+            chunk = Chunk(name, start, t.view(shape), checksum)
             if cut is not None:
                 first, last = cut.rows(name)
                 end = start + len(chunk.values)
@@ -214,7 +216,7 @@ class _Arriving:
     dtype: torch.dtype
     device: torch.device
 
-    @property
+    @functools.cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors, in the engine's dtype."""
         return in_dtype(self.senders[0].offers[self.kind][0], self.dtype)

@@ -124,22 +124,30 @@ def _check_chunk(chunk: Chunk, spec: TensorSpec, done: int, checked: bool) -> No
         raise IncompleteWeights(f"rows {chunk.start} to {end} of {name!r} differ from what was sent")
 
 
-def checksum(values: Tensor) -> int:
+def checksum(values: Tensor, dtype: torch.dtype | None = None) -> int:
     """Returns a 64-bit hash of a tensor's bytes, which changes also where rows or elements are swapped.
+
+    Args:
+        values: the tensor.
+        dtype: hash the tensor as if it were converted; None for its own dtype.
 
     Example:
         >>> a = torch.arange(6.0)
         >>> checksum(a) == checksum(a.clone()), checksum(a) == checksum(a.flip(0))
         (True, False)
+        >>> checksum(a, torch.bfloat16) == checksum(a.bfloat16())
+        True
     """
-    data = values.detach().reshape(-1).contiguous().view(torch.uint8)
-    if data.storage_offset() % WORD:
-        data = data.clone()  # words have to be aligned
-    end = len(data) // WORD * WORD
-    total = _weighted(data[end:].long())
-    # Slice by slice, since mixing copies the words.
-    for words in data[:end].view(torch.int64).split(SLICE):
-        total = total * MULTIPLIER + _of_slice(words)
+    flat = values.detach().reshape(-1)
+    dtype = dtype or flat.dtype
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    # Slice by slice, since converting and mixing copy the elements.
+    for part in flat.split(SLICE * WORD // dtype.itemsize):
+        data = part.to(dtype).contiguous().view(torch.uint8)
+        if data.storage_offset() % WORD:
+            data = data.clone()  # words have to be aligned
+        end = len(data) // WORD * WORD
+        total = total * MULTIPLIER + _of_slice(data[:end].view(torch.int64)) + _weighted(data[end:].long())
     return int(total)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Client
 
@@ -15,12 +14,9 @@ from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, WeightSource
 from .apart import apart_of
 from .channel import ADAPTERS, MERGED, WHOLE, End, SenderFailed, prompt, receive_message, send_message
 from .cut import Cut
-from .source import InDtype, Weights, in_dtype
-from .staging import SLOTS, Place, kinds, offered
-
-ALIGNMENT = 256
-# The bytes of a bucket are shared by the slots and the tensors that are converted for the next one.
-PARTS = SLOTS + 1
+from .intake import checksum
+from .source import Weights, in_dtype
+from .staging import SLOTS, Place, kinds, offered, places, room_for
 
 
 def part_bytes(max_bytes: int) -> int:
@@ -28,13 +24,9 @@ def part_bytes(max_bytes: int) -> int:
 
     Example:
         >>> part_bytes(96)
-        31
+        46
     """
-    return (max_bytes - max_bytes // 32) // PARTS
-
-
-def _aligned(nbytes: int) -> int:
-    return math.ceil(nbytes / ALIGNMENT) * ALIGNMENT
+    return (max_bytes - max_bytes // 32) // SLOTS
 
 
 @attrs.frozen
@@ -70,6 +62,7 @@ class Outlet(End):
         super().__init__()
         self._address, self._secret, self._device, self._allowed = address, secret, device, allowed
         self._room = 0
+        self._dtype = torch.float32
         self._busy: list[int] = []
         self.kind = ""
 
@@ -105,7 +98,8 @@ class Outlet(End):
                 rows = [spec.nbytes // max(1, spec.rows) for spec in specs]
                 most = part_bytes(wish.max_bytes) // (1 if cut is None else cut.of)
                 room = max(min(most, sum(spec.nbytes for spec in specs)), max(rows, default=0))
-                self._make_room(_aligned(room + ALIGNMENT * (len(specs) + 1)), receiver)
+                self._make_room(room_for(room, len(specs)), receiver)
+                self._dtype = wish.dtype
                 send_message(self._connection, ("ready",))
                 return wish
         self.close()
@@ -134,27 +128,22 @@ class Outlet(End):
         self.close()
 
     def _write(self, number: int, bucket: Sequence[Chunk]) -> None:
-        """Copies a bucket into a slot, and tells the engine where each chunk lies."""
+        """Copies a bucket into a slot, in the engine's dtype, and tells the engine what it holds."""
         assert self._staging is not None
-        whole, at, entries = self._staging.slot(number), 0, []
-        targets: list[torch.Tensor] = []
-        for chunk in bucket:
-            t = chunk.values
-            targets.append(whole[at : at + t.nbytes].view(t.dtype).view(t.shape))
-            entries.append((chunk.name, chunk.start, tuple(t.shape), t.dtype, at, t.nbytes, chunk.checksum))
-            at += _aligned(t.nbytes)
-        message = ("bucket", number, at, entries)
+        targets, nbytes = places(self._staging.slot(number), self._dtype, [c.values.numel() for c in bucket])
+        entries = [(chunk.name, chunk.start, tuple(chunk.values.shape), chunk.checksum) for chunk in bucket]
+        message = ("bucket", number, self._dtype, entries)
         if not bucket:
             send_message(self.open, message)
             self._busy.append(number)
             return
-        torch._foreach_copy_(targets, [chunk.values for chunk in bucket])
+        torch._foreach_copy_(targets, [chunk.values.reshape(-1) for chunk in bucket])
         if self.kind in ("group", "socket"):
             # Both sides take part in the transfer, so the message has to come first.
             send_message(self.open, message)
-            self._staging.flush(number, at)
+            self._staging.flush(number, nbytes)
         else:
-            self._staging.flush(number, at)
+            self._staging.flush(number, nbytes)
             send_message(self.open, message)
         self._busy.append(number)
 
@@ -223,13 +212,18 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
         wanted = {outlet: wish for outlet, wish in replies if wish is not None}
         chosen = _one_source(sources, list(wanted.values()))
         size = min((wish.max_bytes for wish in wanted.values()), default=BUCKET_BYTES)
+        dtype = next((wish.dtype for wish in wanted.values()), None)
         checked = any(wish.checked for wish in wanted.values())
         adapters = {spec.name for spec in apart.adapters.specs} if apart else set()
         accepting = list(wanted)
-        for bucket in chosen.buckets(part_bytes(size), checked=checked):
+        # The size counts once tensors are converted.
+        growth = max((dtype.itemsize / of.itemsize for of in {s.dtype for s in chosen.specs} if dtype), default=1.0)
+        for bucket in chosen.buckets(int(part_bytes(size) / growth)):
+            if checked:
+                bucket = tuple(attrs.evolve(c, checksum=checksum(c.values, dtype)) for c in bucket)
             alone = tuple(chunk for chunk in bucket if chunk.name in adapters)
             accepting = [o for o in accepting if o.put(alone if wanted[o].kind == ADAPTERS else bucket)]
-            # Before the source converts the next one.
+            # Before the source makes the next one.
             del bucket, alone
         for outlet in accepting:
             outlet.end()
@@ -243,15 +237,14 @@ def _one_source(sources: Mapping[str, WeightSource], wishes: Sequence[Wish]) -> 
     """Returns the source that has what all engines ask for.
 
     Raises:
-        ValueError: engines ask for weights that no one source has.
+        ValueError: engines ask for weights that no one source has, or in different dtypes.
     """
     kinds, dtypes = {wish.kind for wish in wishes} or {MERGED}, {wish.dtype for wish in wishes}
     if len(dtypes) > 1:
         raise ValueError(f"engines of one publication have different dtypes: {sorted(map(str, dtypes))}")
     if MERGED in kinds and len(kinds) > 1:
         raise ValueError("some engines of one publication take adapters alone, and others take them merged")
-    source = sources[WHOLE if WHOLE in kinds else kinds.pop()]
-    return InDtype(source, dtypes.pop()) if dtypes else source
+    return sources[WHOLE if WHOLE in kinds else kinds.pop()]
 
 
 def _cut_of(source: WeightSource) -> Cut | None:

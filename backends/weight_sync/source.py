@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
+from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec
 
 from .apart import Apart
 from .cut import Cut
@@ -93,7 +93,7 @@ class Weights:
                         bucket, room = [], [size] * of
                     end = min(last, start + max(1, room[sender] // each))
                     if sender == number:
-                        part = rows[start - first : end - first]
+                        part = rows if end - start == len(rows) else rows[start - first : end - first]
                         bucket.append(Chunk(name, start, part, checksum(part) if checked else None))
                     room[sender] -= (end - start) * each
                     start = end
@@ -156,34 +156,6 @@ def in_dtype(specs: Iterable[TensorSpec], dtype: torch.dtype) -> tuple[TensorSpe
         4
     """
     return tuple(attrs.evolve(spec, dtype=dtype) for spec in specs)
-
-
-@attrs.frozen(eq=False)
-class InDtype:
-    """A source whose tensors are converted as they are read, a ``WeightSource``.
-
-    Attributes:
-        inner: the source.
-        dtype: the dtype of all tensors.
-    """
-
-    inner: WeightSource
-    dtype: torch.dtype
-
-    @property
-    def specs(self) -> tuple[TensorSpec, ...]:
-        """The specifications of the converted tensors."""
-        return in_dtype(self.inner.specs, self.dtype)
-
-    def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
-        """Yields all tensors, in buckets of at most ``max_bytes`` or of one row; see ``WeightSource``."""
-        # The size counts once chunks are converted.
-        growth = max((self.dtype.itemsize / spec.dtype.itemsize for spec in self.inner.specs), default=1.0)
-        for bucket in self.inner.buckets(int(max_bytes / growth)):
-            chunks = [(chunk, chunk.values.to(self.dtype)) for chunk in bucket]
-            yield tuple(Chunk(c.name, c.start, t, checksum(t) if checked else None) for c, t in chunks)
-            # Before the next bucket is converted.
-            del chunks
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import mmap
 import os
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 from verl_fn.backends.rendezvous import open_store, use_loopback
 
 SLOTS = 2
+ALIGNMENT = 256  # bytes, of each tensor in a slot
 GROUP_SECONDS = 600
 
 
@@ -143,6 +144,30 @@ class _Socket(_Slots):
             self._connection.send_bytes(part)
         else:
             self._connection.recv_bytes_into(part)
+
+
+def room_for(nbytes: int, count: int) -> int:
+    """Returns the size of a slot for so many bytes in so many tensors.
+
+    Example:
+        >>> room_for(1000, 2)
+        1792
+    """
+    return -(-(nbytes + ALIGNMENT * (count + 1)) // ALIGNMENT) * ALIGNMENT
+
+
+def places(slot: Tensor, dtype: torch.dtype, counts: Sequence[int]) -> tuple[list[Tensor], int]:
+    """Returns where tensors with so many elements lie in a slot, one after the other, and how many bytes they take.
+
+    Example:
+        >>> tensors, nbytes = places(torch.zeros(1024, dtype=torch.uint8), torch.float32, [3, 100])
+        >>> [len(t) for t in tensors], nbytes
+        ([3, 100], 768)
+    """
+    unit = ALIGNMENT // dtype.itemsize
+    sizes = [size for count in counts for size in (count, -count % unit)]
+    nbytes = sum(sizes) * dtype.itemsize
+    return list(slot[:nbytes].view(dtype).split(sizes)[::2]), nbytes
 
 
 def offered(

@@ -1,12 +1,10 @@
 """How tensors are cut into buckets: each row once, within the size, and whole where they fit."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_fn.backends.weight_sync import Cut, Weights
-from verl_fn.backends.weight_sync.source import InDtype
 
 SHAPES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=6)
 
@@ -45,18 +43,3 @@ def test_a_tensor_that_fits_is_in_one_bucket(shapes, size, senders, data):
     for bucket in (bucket for buckets in sent for bucket in buckets):
         alone = len(bucket) == 1 and len(bucket[0].values) == 1
         assert alone or sum(chunk.values.nbytes for chunk in bucket) <= share
-
-
-@pytest.mark.parametrize("size", [100, 240, 1000])
-def test_converted_buckets_are_no_larger_than_asked_for(size):
-    half, rest = (
-        torch.arange(600.0).bfloat16().view(50, 12),
-        {"a": torch.arange(600.0).view(50, 12), "b": torch.ones(7)},
-    )
-    source = InDtype(Weights.of({"half": half, **rest, "scalar": torch.tensor(1.0)}), torch.float32)
-    buckets = list(source.buckets(size))
-    assert all(sum(chunk.values.nbytes for chunk in bucket) <= size for bucket in buckets)
-    assert all(chunk.values.dtype == torch.float32 for bucket in buckets for chunk in bucket)
-    assert sum(chunk.values.numel() for bucket in buckets for chunk in bucket) == sum(
-        spec.nbytes // 4 for spec in source.specs
-    )

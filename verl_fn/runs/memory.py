@@ -12,7 +12,7 @@ import attrs
 
 from verl_fn.backends.hf.sizes import Footprint, parameter_counts, width_of
 from verl_fn.backends.protocol import BUCKET_BYTES
-from verl_fn.backends.weight_sync.outlet import PARTS
+from verl_fn.backends.weight_sync.staging import SLOTS
 from verl_fn.config import ConfigError, Plan
 
 from .role_memory import Part, RoleMemory
@@ -225,7 +225,7 @@ def _staging(plan: Plan) -> tuple[Part, ...]:
     """Returns the buckets through which weights go to engines of other processes."""
     if plan.driver.kind == "local":
         return ()
-    return (Part("buckets of a publication", min(BUCKET_BYTES, PARTS * _weights(plan))),)
+    return (Part("buckets of a publication", min(BUCKET_BYTES, SLOTS * _weights(plan))),)
 
 
 def _contexts(plan: Plan, ranks: int) -> tuple[Part, ...]:
