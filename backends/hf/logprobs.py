@@ -29,6 +29,7 @@ def logprobs_and_entropy(
     entropy: bool = False,
     chunk: int | None = None,
     plain: bool = False,
+    weight_grad: Float[Tensor, "V H"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
 
@@ -44,6 +45,7 @@ def logprobs_and_entropy(
         chunk: how many tokens are computed at a time; by default as many as keep a chunk's logits within a fixed
             size.
         plain: use torch's own functions on all logits at once, which every ``torch.func`` transformation accepts.
+        weight_grad: in fp32; the backward pass adds the gradient of ``weight`` to it, instead of returning one.
 
     Example:
         >>> lp, h = logprobs_and_entropy(torch.zeros(1, 2), torch.zeros(4, 2), None, torch.tensor([1]), entropy=True)
@@ -53,7 +55,7 @@ def logprobs_and_entropy(
     if plain:
         return _plain(hidden, weight, bias, targets, temperature, entropy)
     chunk = chunk or default_chunk(hidden, weight)
-    logprobs, entropies, _ = _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy, chunk)
+    logprobs, entropies, _ = _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy, chunk, weight_grad)
     return logprobs, entropies if entropy else None
 
 
@@ -119,6 +121,7 @@ class _LogProbs(torch.autograd.Function):
         temperature: Tensor | None,
         entropy: bool,
         chunk: int,
+        weight_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         log_z = torch.empty_like(logprobs)
@@ -133,7 +136,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        hidden, weight, bias, targets, temperature, ctx.entropy, ctx.chunk = inputs
+        hidden, weight, bias, targets, temperature, ctx.entropy, ctx.chunk, ctx.weight_grad = inputs
         _, entropies, log_z = output
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_z, entropies)
         ctx.mark_non_differentiable(*([log_z] if ctx.entropy else [log_z, entropies]))
@@ -143,9 +146,9 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, temperature, log_z, entropies = ctx.saved_tensors
         grads = gradients(
             hidden, weight, bias, targets, temperature, log_z, d_logprobs, entropies if ctx.entropy else None,
-            d_entropies, needed=ctx.needs_input_grad[:3], size=ctx.chunk * len(weight),
+            d_entropies, needed=ctx.needs_input_grad[:3], size=ctx.chunk * len(weight), weight_grad=ctx.weight_grad,
         )  # fmt: skip
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 def gradients(
@@ -161,6 +164,7 @@ def gradients(
     *,
     needed: Sequence[bool],
     size: int,
+    weight_grad: Float[Tensor, "V H"] | None = None,
 ) -> tuple[Float[Tensor, "N H"] | None, Float[Tensor, "V H"] | None, Float[Tensor, " V"] | None]:
     """Returns the gradients of hidden states, weight and bias, from those of log-probabilities and entropies.
 
@@ -176,6 +180,7 @@ def gradients(
         d_entropies: the gradient of the entropies.
         needed: which of the three gradients are computed; the others are None.
         size: the most logits at a time.
+        weight_grad: in fp32; the gradient of ``weight`` is added to it, and None is returned for it.
 
     Example:
         >>> hidden, weight, log_z, d = torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([2.0]).log(), torch.ones(1)
@@ -186,7 +191,7 @@ def gradients(
     """
     for_hidden, for_weight, for_bias = needed
     d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
-    d_weight = torch.empty_like(weight) if for_weight else None
+    d_weight = torch.empty_like(weight) if for_weight and weight_grad is None else None
     d_bias = torch.empty_like(bias) if bias is not None and for_bias else None
     d_logprobs, d_entropies = d_logprobs.contiguous(), d_entropies.contiguous()
     for block in slices(len(weight), _block(size, len(hidden))):
@@ -199,6 +204,8 @@ def gradients(
             _add_product(d_hidden, logits, rows)
         if d_weight is not None:
             torch.mm(logits.t(), hidden, out=d_weight[block])
+        elif for_weight and weight_grad is not None:
+            _add_product(weight_grad[block], logits.t(), hidden)
         if d_bias is not None:
             d_bias[block] = logits.sum(0)
         # Before the next block's are made.

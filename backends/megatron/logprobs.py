@@ -27,6 +27,7 @@ def shared_logprobs_and_entropy(
     group: Any,
     entropy: bool = False,
     chunk: int | None = None,
+    weight_grad: Float[Tensor, "v H"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
 
@@ -42,12 +43,13 @@ def shared_logprobs_and_entropy(
         group: the ranks that have the other rows.
         entropy: also compute entropies, which are None otherwise.
         chunk: how many tokens are computed at a time.
+        weight_grad: in fp32; the backward pass adds the gradient of ``weight`` to it, instead of returning one.
     """
     chunk = chunk or default_chunk(hidden, weight)
     own = targets - first
     # A kernel writes the gradient of the target where the number of a column is its id; -1 is none.
     own = torch.where((own >= 0) & (own < len(weight)), own, -1)
-    logprobs, entropies = _SharedLogProbs.apply(hidden, weight, own, temperature, group, entropy, chunk)
+    logprobs, entropies = _SharedLogProbs.apply(hidden, weight, own, temperature, group, entropy, chunk, weight_grad)
     return logprobs, entropies if entropy else None
 
 
@@ -99,6 +101,7 @@ class _SharedLogProbs(torch.autograd.Function):
         group: Any,
         entropy: bool,
         chunk: int,
+        weight_grad: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         log_z, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
@@ -120,7 +123,7 @@ class _SharedLogProbs(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         logprobs, entropies = sums[0] - whole_z, sums[1]
         ctx.save_for_backward(hidden, weight, targets, temperature, whole_z, entropies)
-        ctx.entropy, ctx.chunk = entropy, chunk
+        ctx.entropy, ctx.chunk, ctx.weight_grad = entropy, chunk, weight_grad
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -131,5 +134,6 @@ class _SharedLogProbs(torch.autograd.Function):
         d_hidden, d_weight, _ = gradients(
             hidden, weight, None, targets, temperature, log_z, d_logprobs, entropies if ctx.entropy else None,
             d_entropies, needed=(*ctx.needs_input_grad[:2], False), size=ctx.chunk * len(weight),
+            weight_grad=ctx.weight_grad,
         )  # fmt: skip
-        return d_hidden, d_weight, None, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None, None

@@ -120,15 +120,20 @@ def outputs_of(
     at, tokens = hidden.index_select(0, micro_batch.seen), micro_batch.batch.tokens[micro_batch.targets]
     weight, entropy = built.output_weight, "entropy" in wanted
     first = layout.tp_rank * weight.shape[0]
-    if first + weight.shape[0] > built.config.vocab_size:
-        # The vocabulary was padded. Otherwise a slice would cost one more gradient of the output layer.
-        weight = weight[: max(0, built.config.vocab_size - first)]
+    rows = slice(max(0, built.config.vocab_size - first))  # the vocabulary may be padded
+    # Megatron adds gradients up in a buffer, and one more of the output layer would be the largest of its tensors.
+    summed = torch.is_grad_enabled() and weight.requires_grad and not built.fully_sharded
+    weight_grad = weight.main_grad[rows] if summed else None  # type: ignore[attr-defined]
+    weight = weight[rows]
     if sizes.tp == 1:
-        logprobs, entropies = logprobs_and_entropy(at, weight, None, tokens, micro_batch.temperature, entropy=entropy)
+        logprobs, entropies = logprobs_and_entropy(
+            at, weight, None, tokens, micro_batch.temperature, entropy=entropy, weight_grad=weight_grad
+        )
     else:
         logprobs, entropies = shared_logprobs_and_entropy(
-            at, weight, tokens, micro_batch.temperature, first=first, group=group, entropy=entropy
-        )
+            at, weight, tokens, micro_batch.temperature, first=first, group=group, entropy=entropy,
+            weight_grad=weight_grad,
+        )  # fmt: skip
     outputs = {"logprobs": micro_batch.spread(logprobs)}
     if entropies is not None:
         outputs["entropy"] = micro_batch.spread(entropies)

@@ -67,24 +67,50 @@ def test_no_temperature_is_temperature_one():
     assert torch.equal(plain, ones)
 
 
-def test_memory_never_holds_all_logits():
-    """The largest tensor made in forward and backward is one chunk's, not all tokens'."""
+def _sizes(run):
+    """The elements of each tensor that a function makes."""
     sizes = []
 
     class Spy(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            sizes.extend(t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor))
+            new = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t._base is None]
+            sizes.extend(t.numel() for t in new)
             return out
 
+    with Spy():
+        run()
+    return sizes
+
+
+def test_memory_never_holds_all_logits():
+    """The largest tensor made in forward and backward is one chunk's, not all tokens'."""
     hidden = torch.randn(512, H, requires_grad=True)
     weight = torch.randn(400, H, requires_grad=True)
-    with Spy():
+
+    def run():
         lp, entropy = logprobs_and_entropy(
             hidden, weight, None, torch.randint(0, 400, (512,)), entropy=True, chunk=16
         )
         (lp.sum() + entropy.sum()).backward()
+
+    sizes = _sizes(run)
     assert max(sizes) <= max(16 * 400, hidden.numel(), weight.numel())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [5, 1000])
+def test_a_gradient_can_be_added_to_a_sum(dtype, chunk):
+    hidden, weight, _, targets, temperature = inputs(False)
+    ours = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
+    plain, _ = logprobs_and_entropy(*ours, None, targets, temperature.float(), chunk=chunk)
+    want = torch.autograd.grad(plain.sum(), ours)
+    total = torch.ones(V, H)
+    summed, _ = logprobs_and_entropy(*ours, None, targets, temperature.float(), chunk=chunk, weight_grad=total)
+    sizes = _sizes(lambda: summed.sum().backward())
+    assert ours[1].grad is None and torch.equal(ours[0].grad, want[0])
+    assert torch.allclose(total - 1.0, want[1].float(), atol=1e-5 if dtype == torch.float32 else 5e-2)
+    assert chunk > N or max(sizes) < V * H
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
