@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_fn.backends.hf.logprobs import at, default_chunk, scaled, slices
+from verl_fn.backends.hf.logits import at, default_chunk, scaled, slices
 
 
 def candidate_logprobs(

@@ -11,7 +11,7 @@ from pathlib import Path
 import attrs
 
 from verl_fn.backends.hf.config import read_config
-from verl_fn.backends.hf.logprobs import CUDA_CHUNK
+from verl_fn.backends.hf.logits import CUDA_CHUNK
 from verl_fn.backends.hf.skeleton import DTYPES
 from verl_fn.state import Key
 

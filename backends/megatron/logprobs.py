@@ -1,4 +1,4 @@
-"""Log-probabilities, entropy and collision probability of a shared vocabulary, a chunk of tokens at a time.
+"""Log-probabilities, entropy and collision probability of a shared vocabulary, with few logits at a time.
 
 No rank ever has logits of the whole vocabulary, or of its part for all tokens. With logits of this rank's part r and
 their log-normaliser z_r, the log-normaliser of all is z = log sum_r exp(z_r), and the entropy is
@@ -14,7 +14,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_fn.backends.hf.logprobs import default_chunk, gradients, reduce_rows, slices
+from verl_fn.backends.hf.head_gradients import gradients
+from verl_fn.backends.hf.logits import default_chunk, reduce_rows, slices
 
 
 def shared_logprobs_and_entropy(
@@ -27,7 +28,7 @@ def shared_logprobs_and_entropy(
     group: Any,
     entropy: bool = False,
     chunk: int | None = None,
-    weight_grad: Float[Tensor, "v H"] | None = None,
+    grad_buffer: Float[Tensor, "v H"] | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
 
@@ -42,14 +43,14 @@ def shared_logprobs_and_entropy(
         first: the token id of the first of these rows.
         group: the ranks that have the other rows.
         entropy: also compute entropies, which are None otherwise.
-        chunk: how many tokens are computed at a time.
-        weight_grad: in fp32; the backward pass adds the gradient of ``weight`` to it, instead of returning one.
+        chunk: how many tokens the forward pass computes at a time; the backward pass has as many logits at a time.
+        grad_buffer: in fp32; each backward pass adds the gradient of ``weight`` to it, instead of returning one.
     """
     chunk = chunk or default_chunk(hidden, weight)
     own = targets - first
     # A kernel writes the gradient of the target where the number of a column is its id; -1 is none.
     own = torch.where((own >= 0) & (own < len(weight)), own, -1)
-    logprobs, entropies = _SharedLogProbs.apply(hidden, weight, own, temperature, group, entropy, chunk, weight_grad)
+    logprobs, entropies = _SharedLogProbs.apply(hidden, weight, own, temperature, group, entropy, chunk, grad_buffer)
     return logprobs, entropies if entropy else None
 
 
@@ -101,7 +102,7 @@ class _SharedLogProbs(torch.autograd.Function):
         group: Any,
         entropy: bool,
         chunk: int,
-        weight_grad: Tensor | None,
+        grad_buffer: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         log_z, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
@@ -123,7 +124,7 @@ class _SharedLogProbs(torch.autograd.Function):
         dist.all_reduce(sums, group=group)
         logprobs, entropies = sums[0] - whole_z, sums[1]
         ctx.save_for_backward(hidden, weight, targets, temperature, whole_z, entropies)
-        ctx.entropy, ctx.chunk, ctx.weight_grad = entropy, chunk, weight_grad
+        ctx.entropy, ctx.chunk, ctx.grad_buffer = entropy, chunk, grad_buffer
         if not entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -133,7 +134,6 @@ class _SharedLogProbs(torch.autograd.Function):
         hidden, weight, targets, temperature, log_z, entropies = ctx.saved_tensors
         d_hidden, d_weight, _ = gradients(
             hidden, weight, None, targets, temperature, log_z, d_logprobs, entropies if ctx.entropy else None,
-            d_entropies, needed=(*ctx.needs_input_grad[:2], False), size=ctx.chunk * len(weight),
-            weight_grad=ctx.weight_grad,
+            d_entropies, (*ctx.needs_input_grad[:2], False), ctx.chunk * len(weight), ctx.grad_buffer,
         )  # fmt: skip
         return d_hidden, d_weight, None, None, None, None, None, None

@@ -69,9 +69,21 @@ class Built:
         """Whether Megatron-FSDP has the place of DDP."""
         return self.ddp.ddp_config.use_megatron_fsdp
 
+    def output(self, tp_rank: int) -> tuple[int, Tensor, Tensor | None]:
+        """Returns the rows of the output layer that a rank of tensor parallelism has, on the last stage.
+
+        Returns:
+            The token id of the first row, the rows without padding, and Megatron's buffer for their gradients where
+            the backward pass may add to it.
+        """
+        weight: Any = self._output_weight
+        first = tp_rank * weight.shape[0]
+        rows = slice(max(0, self.config.vocab_size - first))
+        buffered = torch.is_grad_enabled() and weight.requires_grad and not self.fully_sharded
+        return first, weight[rows], weight.main_grad[rows] if buffered else None
+
     @property
-    def output_weight(self) -> Tensor:
-        """The rows of the output layer that this rank has, on the last stage."""
+    def _output_weight(self) -> Tensor:
         if self.model.share_embeddings_and_output_weights:
             weight = self.model.shared_embedding_or_output_weight()
         else:

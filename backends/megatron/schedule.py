@@ -118,30 +118,25 @@ def outputs_of(
             by_name["row_values"] = micro_batch.spread(last, rows=True)
         return TokenOutputs(by_name)
     at, tokens = hidden.index_select(0, micro_batch.seen), micro_batch.batch.tokens[micro_batch.targets]
-    weight, entropy = built.output_weight, "entropy" in wanted
-    first = layout.tp_rank * weight.shape[0]
-    rows = slice(max(0, built.config.vocab_size - first))  # the vocabulary may be padded
-    # Megatron adds gradients up in a buffer, and one more of the output layer would be the largest of its tensors.
-    summed = torch.is_grad_enabled() and weight.requires_grad and not built.fully_sharded
-    weight_grad = weight.main_grad[rows] if summed else None  # type: ignore[attr-defined]
-    weight = weight[rows]
+    heat, entropy = micro_batch.temperature, "entropy" in wanted
+    # A gradient of the output layer beside the buffer would be the largest of all gradients.
+    first, weight, grad_buffer = built.output(layout.tp_rank)
     if sizes.tp == 1:
         logprobs, entropies = logprobs_and_entropy(
-            at, weight, None, tokens, micro_batch.temperature, entropy=entropy, weight_grad=weight_grad
+            at, weight, None, tokens, heat, entropy=entropy, grad_buffer=grad_buffer
         )
     else:
         logprobs, entropies = shared_logprobs_and_entropy(
-            at, weight, tokens, micro_batch.temperature, first=first, group=group, entropy=entropy,
-            weight_grad=weight_grad,
-        )  # fmt: skip
+            at, weight, tokens, heat, first=first, group=group, entropy=entropy, grad_buffer=grad_buffer
+        )
     outputs = {"logprobs": micro_batch.spread(logprobs)}
     if entropies is not None:
         outputs["entropy"] = micro_batch.spread(entropies)
     if "sum_pi_squared" in wanted:
         squares = (
-            sum_pi_squared(at, weight, None, micro_batch.temperature)
+            sum_pi_squared(at, weight, None, heat)
             if sizes.tp == 1
-            else shared_sum_pi_squared(at, weight, micro_batch.temperature, group=group)
+            else shared_sum_pi_squared(at, weight, heat, group=group)
         )
         outputs["sum_pi_squared"] = micro_batch.spread(squares)
     return TokenOutputs({name: t for name, t in outputs.items() if name in wanted})

@@ -45,7 +45,7 @@ class Chunk:
         name: the tensor's name.
         start: the number of the first of these rows; a scalar has one row.
         values: the rows.
-        checksum: a hash of ``values`` in the receiver's dtype, where the receiver asked for it.
+        checksum: a hash of ``values``, in the receiver's dtype, where the receiver asked for it.
     """
 
     name: str
@@ -69,8 +69,8 @@ class WeightSource(Protocol):
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
         """Yields all tensors, in buckets of at most ``max_bytes`` or of one row.
 
-        A tensor that fits into a bucket is whole in one. The tensors of a bucket may be overwritten by the next one,
-        so copy what you keep.
+        A tensor is cut only if a sender's rows of it exceed the sender's part of a bucket. The tensors of a bucket
+        may be overwritten by the next one, so copy what you keep.
 
         Args:
             max_bytes: the most bytes of a bucket.

@@ -156,7 +156,7 @@ def whole(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields whole tensors under the names of vLLM's loaders, which are valid until the next one is taken.
 
-    A tensor that is larger than a bucket is put together in its place, if there is one, or in memory of its own.
+    A tensor that comes in several chunks is put together in its place, if there is one, or in memory of its own.
 
     Args:
         source: the weights.

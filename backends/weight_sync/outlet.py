@@ -62,7 +62,7 @@ class Outlet(End):
         super().__init__()
         self._address, self._secret, self._device, self._allowed = address, secret, device, allowed
         self._room = 0
-        self._dtype = torch.float32
+        self._dtype: torch.dtype | None = None
         self._busy: list[int] = []
         self.kind = ""
 
@@ -129,15 +129,22 @@ class Outlet(End):
 
     def _write(self, number: int, bucket: Sequence[Chunk]) -> None:
         """Copies a bucket into a slot, in the engine's dtype, and tells the engine what it holds."""
-        assert self._staging is not None
-        targets, nbytes = places(self._staging.slot(number), self._dtype, [c.values.numel() for c in bucket])
+        assert self._staging is not None and self._dtype is not None
+        slot = self._staging.slot(number)
+        targets, nbytes = places(slot, self._dtype, [chunk.values.numel() for chunk in bucket])
+        targets = [t.view(chunk.values.shape) for t, chunk in zip(targets, bucket, strict=True)]
         entries = [(chunk.name, chunk.start, tuple(chunk.values.shape), chunk.checksum) for chunk in bucket]
         message = ("bucket", number, self._dtype, entries)
-        if not bucket:
+        if not nbytes:
             send_message(self.open, message)
             self._busy.append(number)
             return
-        torch._foreach_copy_(targets, [chunk.values.reshape(-1) for chunk in bucket])
+        if slot.device == bucket[0].values.device:
+            torch._foreach_copy_(targets, [chunk.values for chunk in bucket])
+        else:
+            for target, chunk in zip(targets, bucket, strict=True):
+                # Converted where it lies; otherwise torch copies the source's dtype to the CPU and converts it there.
+                target.copy_(chunk.values.to(self._dtype))
         if self.kind in ("group", "socket"):
             # Both sides take part in the transfer, so the message has to come first.
             send_message(self.open, message)

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import gt
 
 import attrs
 import torch
@@ -81,8 +80,9 @@ class Weights:
             each = max(1, math.prod(rows.shape[1:]) * rows.element_size())
             edges = (0, len(rows)) if self.cut is None else self.cut.edges[name]
             parts = [(last - first) * each for first, last in itertools.pairwise(edges)]
-            if all(part <= size for part in parts) and any(map(gt, parts, room)):
-                # An engine may need memory of its own for a tensor that comes in several buckets.
+            fits = all(part <= size for part in parts)
+            if fits and any(part > free for part, free in zip(parts, room, strict=False)):
+                # Rather than cut a tensor, for which an engine may need memory of its own.
                 yield tuple(bucket)
                 bucket, room = [], [size] * of
             for sender, (first, last) in enumerate(itertools.pairwise(edges)):
@@ -93,7 +93,7 @@ class Weights:
                         bucket, room = [], [size] * of
                     end = min(last, start + max(1, room[sender] // each))
                     if sender == number:
-                        part = rows if end - start == len(rows) else rows[start - first : end - first]
+                        part = rows[start - first : end - first]
                         bucket.append(Chunk(name, start, part, checksum(part) if checked else None))
                     room[sender] -= (end - start) * each
                     start = end

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from verl_fn.backends.weight_sync import Cut, Weights
 
-SHAPES = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 6)), min_size=1, max_size=6)
+SHAPES = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 6)), min_size=1, max_size=6)
 
 
 @settings(derandomize=True, deadline=None)
@@ -34,12 +34,13 @@ def test_a_tensor_that_fits_is_in_one_bucket(shapes, size, senders, data):
             if chunk.name == name
         ]
         ordered = sorted(parts, key=lambda part: part[2].start)
-        assert torch.equal(torch.cat([chunk.values for *_, chunk in ordered]), t)
+        assert torch.equal(torch.cat([t[:0], *[chunk.values for *_, chunk in ordered]]), t)
         assert [i for i, *_ in ordered] == sorted(i for i, *_ in parts)
         if all(
-            (last - first) * t[0].nbytes <= share for first, last in zip(edges[name], edges[name][1:], strict=False)
+            (last - first) * t.shape[1] * 4 <= share
+            for first, last in zip(edges[name], edges[name][1:], strict=False)
         ):
-            assert len({i for i, *_ in parts}) == 1
+            assert len({i for i, *_ in parts}) <= 1
     for bucket in (bucket for buckets in sent for bucket in buckets):
         alone = len(bucket) == 1 and len(bucket[0].values) == 1
         assert alone or sum(chunk.values.nbytes for chunk in bucket) <= share

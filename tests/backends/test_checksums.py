@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from made_tensors import made
 
 from verl_fn.backends.weight_sync import intake
 from verl_fn.backends.weight_sync.intake import checksum
@@ -47,6 +48,15 @@ def test_swapped_slices_count():
     values = drawn(2048 * 8, torch.int8).view(torch.int64)
     values = torch.cat([values, values + 1])
     assert checksum(values) != checksum(torch.cat([values[2048:], values[:2048]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES)
+def test_of_another_dtype(dtype, size):
+    values = drawn(size, torch.float32) / 3
+    assert checksum(values, dtype) == checksum(values.to(dtype))
+    slices = made(lambda: checksum(values, dtype))
+    assert max(numel * of.itemsize for numel, of in slices) <= max(intake.SLICE * intake.WORD, 8 * intake.WIDTH)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from made_tensors import made
 
 from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
+from verl_fn.state import NotDifferentiable
 
 N, H, V = 23, 8, 31
 
@@ -67,22 +69,6 @@ def test_no_temperature_is_temperature_one():
     assert torch.equal(plain, ones)
 
 
-def _sizes(run):
-    """The elements of each tensor that a function makes."""
-    sizes = []
-
-    class Spy(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            new = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t._base is None]
-            sizes.extend(t.numel() for t in new)
-            return out
-
-    with Spy():
-        run()
-    return sizes
-
-
 def test_memory_never_holds_all_logits():
     """The largest tensor made in forward and backward is one chunk's, not all tokens'."""
     hidden = torch.randn(512, H, requires_grad=True)
@@ -94,7 +80,7 @@ def test_memory_never_holds_all_logits():
         )
         (lp.sum() + entropy.sum()).backward()
 
-    sizes = _sizes(run)
+    sizes = [size for size, _ in made(run)]
     assert max(sizes) <= max(16 * 400, hidden.numel(), weight.numel())
 
 
@@ -106,11 +92,68 @@ def test_a_gradient_can_be_added_to_a_sum(dtype, chunk):
     plain, _ = logprobs_and_entropy(*ours, None, targets, temperature.float(), chunk=chunk)
     want = torch.autograd.grad(plain.sum(), ours)
     total = torch.ones(V, H)
-    summed, _ = logprobs_and_entropy(*ours, None, targets, temperature.float(), chunk=chunk, weight_grad=total)
-    sizes = _sizes(lambda: summed.sum().backward())
+    summed, _ = logprobs_and_entropy(*ours, None, targets, temperature.float(), chunk=chunk, grad_buffer=total)
+    sizes = made(lambda: summed.sum().backward())
     assert ours[1].grad is None and torch.equal(ours[0].grad, want[0])
     assert torch.allclose(total - 1.0, want[1].float(), atol=1e-5 if dtype == torch.float32 else 5e-2)
-    assert chunk > N or max(sizes) < V * H
+    assert chunk > N or max(size for size, _ in sizes) < V * H
+
+
+@pytest.mark.parametrize("refused", [{"plain": True}, {"grad_buffer": torch.zeros(V, H).bfloat16()}])
+def test_a_sum_of_gradients_is_in_fp32(refused):
+    hidden, weight, _, targets, _ = inputs(False)
+    with pytest.raises(ValueError, match="grad_buffer must be float32"):
+        logprobs_and_entropy(hidden, weight, None, targets, **{"grad_buffer": torch.zeros(V, H), **refused})
+
+
+@pytest.mark.parametrize(("vocab", "chunk"), [(600, 10), (4096, 1)])
+def test_blocks_of_a_vocabulary(vocab, chunk):
+    """Blocks of many rows, with a rest, and many blocks of a few: the sum over them keeps the precision of fp32."""
+    rng = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(N, 64, generator=rng).bfloat16(),
+        (torch.randn(vocab, 64, generator=rng) / 5).bfloat16(),
+    )
+    targets = torch.randint(0, vocab, (N,), generator=rng)
+    exact = [t.double().requires_grad_() for t in (hidden, weight)]
+    want = torch.autograd.grad(reference(*exact, None, targets, torch.ones(N))[0].sum(), exact)
+    ours = [t.requires_grad_() for t in (hidden, weight)]
+    lp, _ = logprobs_and_entropy(*ours, None, targets, chunk=chunk)
+    for got, expected in zip(torch.autograd.grad(lp.sum(), ours), want, strict=True):
+        assert (got.double() - expected).norm() < 4e-3 * expected.norm()
+
+
+def test_a_frozen_output_layer_needs_no_sum():
+    hidden, weight, bias, targets, temperature = (t.float() for t in inputs(True))
+    leaf = hidden.requires_grad_()
+    lp, entropy = logprobs_and_entropy(leaf, weight, bias, targets.long(), temperature, entropy=True, chunk=5)
+    tensors = made(lambda: (lp.sum() + entropy.sum()).backward())
+    assert max(size for size, _ in tensors) <= max(5 * V, N * H)
+    assert sum(size == N * H for size, _ in tensors) == 1
+    want = sum(t.sum() for t in reference(leaf, weight, bias, targets.long(), temperature))
+    assert torch.allclose(leaf.grad, torch.autograd.grad(want, leaf)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_first_derivatives_of_torch_func_and_no_second(frozen, entropy):
+    hidden, weight, _, targets, _ = inputs(False)
+    hidden, weight = hidden.float(), weight.float()
+
+    def total(hidden, weight, **options):
+        lp, h = logprobs_and_entropy(hidden, weight, None, targets, entropy=entropy, **options)
+        return (lp * lp).sum() + (h.sum() if entropy else 0.0)
+
+    places = 0 if frozen else (0, 1)
+    got = torch.func.grad(total, places)(hidden, weight)
+    want = torch.func.grad(lambda *args: total(*args, plain=True), places)(hidden, weight)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    leaf = hidden.clone().requires_grad_()
+    (first,) = torch.autograd.grad(total(leaf, weight.requires_grad_(not frozen)), leaf, create_graph=True)
+    with pytest.raises(NotDifferentiable, match="plain=True"):
+        torch.autograd.grad(first.square().sum(), leaf)
+    with pytest.raises(NotDifferentiable, match="plain=True"):
+        torch.func.grad(lambda h: torch.func.grad(total)(h, weight.detach()).sum())(hidden)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -118,7 +161,8 @@ def test_a_gradient_can_be_added_to_a_sum(dtype, chunk):
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("heated", [False, True])
 def test_kernels_agree_with_plain_torch(dtype, entropy, heated):
-    from verl_fn.backends.hf import kernels, logprobs
+    from verl_fn.backends.hf import kernels
+    from verl_fn.backends.hf import logits as plain_torch
 
     generator = torch.Generator().manual_seed(0)
     rows, vocab = 37, 9001
@@ -142,7 +186,7 @@ def test_kernels_agree_with_plain_torch(dtype, entropy, heated):
     if entropy:
         kept[0] = False  # plain torch has 0 * inf there
     mine, ours = run(kernels, ("reduce_rows", "gradient_in_place"), "cuda")
-    plain, theirs = run(logprobs, ("reduce_rows", "gradient_in_place"), "cpu")
+    plain, theirs = run(plain_torch, ("reduce_rows", "gradient_in_place"), "cpu")
     assert torch.isfinite(mine).all() and torch.isfinite(ours).all()
     torch.testing.assert_close(mine[:, kept], plain[:, kept], rtol=5e-5, atol=1e-5)
     tolerance = 1e-4 if dtype == torch.float32 else 1e-2

@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
+from made_tensors import made
 
 from verl_fn.backends.weight_sync import Cut, IncompleteWeights, Weights, apart, receive
 from verl_fn.backends.weight_sync.channel import SenderFailed
 from verl_fn.backends.weight_sync.inlet import Inlet
-from verl_fn.backends.weight_sync.outlet import Outlet, send
+from verl_fn.backends.weight_sync.outlet import Outlet, part_bytes, send
 from verl_fn.backends.weight_sync.staging import ALIGNMENT, SLOTS
 from verl_fn.state import tree
 
@@ -29,6 +30,8 @@ def tensors(scale=1.0):
         "embed": scale * torch.arange(600.0).view(50, 12),
         "half": (scale * torch.arange(30.0)).bfloat16().view(5, 6),
         "scalar": torch.tensor(scale),
+        "strided": scale * torch.arange(12.0).view(3, 4).t(),
+        "empty": torch.zeros(0, 3),
         "bias": scale * torch.ones(7),
     }
 
@@ -84,30 +87,39 @@ def arrived(pipe, expected):
 
 
 def test_every_transport_to_another_process(engine):
-    """Also with other weights over the same staging area, in many buckets and in one."""
-    sizes = [(1, 100), (2, 100), (3, 2**20)]
+    """Also with other weights over the same staging area, in many buckets and in one, and without any bytes."""
+    sizes = [(1, 100), (2, 100), (3, 2**20), (4, 100)]
     pipe, address = engine(*sizes, *sizes, *sizes)
     for kind in ("memory", "group", "socket"):
         outlet = Outlet(address, SECRET, CPU, [kind])
         for version, _ in sizes:
-            send([outlet], version, Weights.of(tensors(version)))
-            arrived(pipe, tensors(version))
+            weights = tensors(version) if version < 4 else {"rows without columns": torch.zeros(3, 0)}
+            send([outlet], version, Weights.of(weights))
+            arrived(pipe, weights)
         assert outlet.kind == kind
         outlet.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_slots_together_take_one_bucket(engine, dtype):
-    """Tensors are converted into the slots: nothing else is as large."""
-    size = 2**17
-    weights = {"a": torch.arange(4e5).view(4000, 100).to(dtype)}
+    """Tensors are converted into the slots, which are full: nothing else is as large, checksums included."""
+    size, count = 2**24, []
+    weights = {"a": torch.arange(6e6).view(6000, 1000).to(dtype)}
     pipe, address = engine((1, size))
-    outlet = Outlet(address, SECRET, CPU)
-    send([outlet], 1, Weights.of(weights))
+
+    class Counted(Outlet):
+        def put(self, bucket):
+            count.append(len(bucket))
+            return super().put(bucket)
+
+    outlet = Counted(address, SECRET, CPU)
+    tensors_made = made(lambda: send([outlet], 1, Weights.of(weights)))
     arrived(pipe, weights)
     slots = [outlet._staging.slot(i).nbytes for i in range(SLOTS)]
     # Places in a slot are aligned.
     assert 0.9 * size < sum(slots) <= size + 4 * SLOTS * ALIGNMENT
+    assert len(count) == -(-6000 // (part_bytes(size) // 4000))
+    assert all(numel * of.itemsize < size // 4 or of == torch.uint8 for numel, of in tensors_made)
 
 
 def test_what_fails_leaves_both_ends_ready(engine):
@@ -162,7 +174,7 @@ def test_a_stranger_is_sent_away():
     names = []
     inlet.receive(1, lambda source: receive(source, lambda chunk: names.append(chunk.name)))
     sending.join()
-    assert names == list(tensors())
+    assert names == [name for name, t in tensors().items() if t.numel()]
 
 
 @pytest.mark.parametrize("how", ["dropped", "repeated", "altered"])
