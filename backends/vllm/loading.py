@@ -181,6 +181,8 @@ def _assembled(
     chunk: Chunk, spec: TensorSpec, parts: dict[str, Tensor], places: Mapping[str, Tensor]
 ) -> Tensor | None:
     """Returns the whole tensor that a chunk completes; None if more is to come."""
+    if chunk.values.shape == spec.shape:
+        return chunk.values
     if len(chunk.values) == spec.rows:
         return chunk.values.reshape(spec.shape)
     if chunk.name not in parts:

@@ -87,10 +87,15 @@ def arriving(
     done = dict.fromkeys(specs, 0)
     for bucket in source.buckets(max_bytes, checked=checked):
         for chunk in bucket:
-            if chunk.name not in specs:
+            spec, rows = specs.get(chunk.name), chunk.values.shape[0]
+            if spec is None:
                 raise IncompleteWeights(f"{chunk.name!r} arrived, which was not announced")
-            _check_chunk(chunk, specs[chunk.name], done[chunk.name], checked)
-            done[chunk.name] += len(chunk.values)
+            _check_chunk(chunk, spec, done[chunk.name], rows)
+            if checked and checksum(chunk.values) != chunk.checksum:
+                raise IncompleteWeights(
+                    f"rows {chunk.start} to {chunk.start + rows} of {chunk.name!r} differ from what was sent"
+                )
+            done[chunk.name] += rows
         yield bucket
     if short := [spec for spec in specs.values() if done[spec.name] < spec.rows]:
         first = short[0]
@@ -100,28 +105,26 @@ def arriving(
         )
 
 
-def _check_chunk(chunk: Chunk, spec: TensorSpec, done: int, checked: bool) -> None:
+def _check_chunk(chunk: Chunk, spec: TensorSpec, done: int, rows: int) -> None:
     """Raises an error for a chunk that is not the next of its tensor.
 
     Args:
         chunk: the chunk.
         spec: announces its tensor.
         done: how many rows of the tensor have arrived.
-        checked: compare the checksum.
+        rows: how many rows the chunk has.
     """
-    name, end = chunk.name, chunk.start + len(chunk.values)
+    name, end, values = chunk.name, chunk.start + rows, chunk.values
     if chunk.start != done or end > spec.rows:
         raise IncompleteWeights(
             f"rows {chunk.start} to {end} of {name!r} arrived after {done} of its {spec.rows} rows: a bucket was "
             "lost or sent twice"
         )
-    if tuple(chunk.values.shape[1:]) != spec.shape[1:] or chunk.values.dtype != spec.dtype:
+    if values.shape[1:] != spec.shape[1:] or values.dtype != spec.dtype:
         raise IncompleteWeights(
             f"{name!r} was announced as {spec.dtype} rows of shape {spec.shape[1:]}, and arrived as "
-            f"{chunk.values.dtype} of {tuple(chunk.values.shape[1:])}"
+            f"{values.dtype} of {tuple(values.shape[1:])}"
         )
-    if checked and checksum(chunk.values) != chunk.checksum:
-        raise IncompleteWeights(f"rows {chunk.start} to {end} of {name!r} differ from what was sent")
 
 
 def checksum(values: Tensor, dtype: torch.dtype | None = None) -> int:
