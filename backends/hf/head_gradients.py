@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import attrs
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -62,9 +63,8 @@ def gradients(
         tensor([[-0.5000],
                 [ 0.5000]])
     """
-    compute = _by_block if any(needed[1:]) else _by_chunk
     found: Gradients = _Once.apply(
-        compute, hidden, weight, bias, targets, temperature, log_z, d_logprobs.contiguous(), entropies,
+        hidden, weight, bias, targets, temperature, log_z, d_logprobs.contiguous(), entropies,
         d_entropies.contiguous(), needed, size, grad_buffer,
     )  # fmt: skip
     return found
@@ -74,9 +74,9 @@ class _Once(torch.autograd.Function):
     """Gradients without derivatives, in which log-normalisers and entropies would be constants."""
 
     @staticmethod
-    def forward(compute: Any, *args: Any) -> Gradients:
-        gradients: Gradients = compute(*args)
-        return gradients
+    def forward(*given: Any) -> Gradients:
+        head = _Head(*given)
+        return head.by_block() if any(head.needed[1:]) else head.by_chunk()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -87,66 +87,63 @@ class _Once(torch.autograd.Function):
         raise NotDifferentiable("these log-probs have no second derivatives; logprobs_and_entropy(plain=True) has")
 
 
-def _by_block(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: Tensor | None,
-    log_z: Tensor,
-    d_logprobs: Tensor,
-    entropies: Tensor | None,
-    d_entropies: Tensor,
-    needed: Sequence[bool],
-    size: int,
-    grad_buffer: Tensor | None,
-) -> Gradients:
-    for_hidden, for_weight, for_bias = needed
-    d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
-    d_weight = torch.empty_like(weight) if for_weight and grad_buffer is None else None
-    d_bias = torch.empty_like(bias) if bias is not None and for_bias else None
-    for block in slices(len(weight), _block(size, len(hidden))):
-        rows = weight[block]
-        logits = torch.nn.functional.linear(hidden, rows, None if bias is None else bias[block])
-        own = targets - block.start
-        own = torch.where((own >= 0) & (own < len(rows)), own, -1)
-        gradient_in_place(logits, own, temperature, log_z, d_logprobs, entropies, d_entropies)
-        if d_hidden is not None:
-            _add_product(d_hidden, logits, rows)
-        if d_weight is not None:
-            torch.mm(logits.t(), hidden, out=d_weight[block])
-        elif for_weight and grad_buffer is not None:
-            _add_product(grad_buffer[block], logits.t(), hidden)
-        if d_bias is not None:
-            d_bias[block] = logits.sum(0)
-        # Before the next block's are made.
-        del logits
-    return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias
+@attrs.frozen(eq=False)
+class _Head:
+    """The arguments of ``gradients``."""
 
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    temperature: Tensor | None
+    log_z: Tensor
+    d_logprobs: Tensor
+    entropies: Tensor | None
+    d_entropies: Tensor
+    needed: Sequence[bool]
+    size: int
+    grad_buffer: Tensor | None
 
-def _by_chunk(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: Tensor | None,
-    log_z: Tensor,
-    d_logprobs: Tensor,
-    entropies: Tensor | None,
-    d_entropies: Tensor,
-    needed: Sequence[bool],
-    size: int,
-    grad_buffer: Tensor | None,
-) -> Gradients:
-    d_hidden = torch.empty_like(hidden)
-    for part in slices(len(hidden), max(1, size // max(1, len(weight)))):
-        logits = torch.nn.functional.linear(hidden[part], weight, bias)
-        of_part = None if entropies is None else entropies[part]
-        heat = at(temperature, part)
-        gradient_in_place(logits, targets[part], heat, log_z[part], d_logprobs[part], of_part, d_entropies[part])
-        torch.mm(logits, weight, out=d_hidden[part])
-        del logits
-    return d_hidden, None, None
+    def by_block(self) -> Gradients:
+        hidden, weight, bias, grad_buffer = self.hidden, self.weight, self.bias, self.grad_buffer
+        for_hidden, for_weight, for_bias = self.needed
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
+        d_weight = torch.empty_like(weight) if for_weight and grad_buffer is None else None
+        d_bias = torch.empty_like(bias) if bias is not None and for_bias else None
+        for block in slices(len(weight), _block(self.size, len(hidden))):
+            rows = weight[block]
+            own = self.targets - block.start
+            own = torch.where((own >= 0) & (own < len(rows)), own, -1)
+            d_logits = self._d_logits(hidden, rows, None if bias is None else bias[block], own, slice(None))
+            if d_hidden is not None:
+                _add_product(d_hidden, d_logits, rows)
+            if d_weight is not None:
+                torch.mm(d_logits.t(), hidden, out=d_weight[block])
+            elif for_weight and grad_buffer is not None:
+                _add_product(grad_buffer[block], d_logits.t(), hidden)
+            if d_bias is not None:
+                d_bias[block] = d_logits.sum(0)
+            # Before the next block's are made.
+            del d_logits
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias
+
+    def by_chunk(self) -> Gradients:
+        d_hidden = torch.empty_like(self.hidden)
+        for part in slices(len(self.hidden), max(1, self.size // max(1, len(self.weight)))):
+            d_logits = self._d_logits(self.hidden[part], self.weight, self.bias, self.targets[part], part)
+            torch.mm(d_logits, self.weight, out=d_hidden[part])
+            del d_logits
+        return d_hidden, None, None
+
+    def _d_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, part: slice) -> Tensor:
+        """Returns the gradient of the logits of a part of the tokens, for these rows of the output layer."""
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        entropies = None if self.entropies is None else self.entropies[part]
+        gradient_in_place(
+            logits, targets, at(self.temperature, part), self.log_z[part], self.d_logprobs[part], entropies,
+            self.d_entropies[part],
+        )  # fmt: skip
+        return logits
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
