@@ -120,7 +120,7 @@ class Footprint:
     A layer keeps for its backward pass, per token, the inputs and outputs of its two norms, queries, keys, values
     and the output of attention, and the gate, the input and the output of its MLP. FlashAttention keeps no scores.
     The peaks that were measured on an H200 are those of these counts within 6 %
-    (``benchmarks/results/throughput_h200_*.json``).
+    (``benchmarks/results/throughput_megatron_h200_*_fused.json``).
 
     Attributes:
         layers, hidden, vocab: sizes of the model.

@@ -55,7 +55,7 @@ def test_a_small_model_by_hand(tmp_path):
     gpu, sizes = 4 * GIB, parts(plan_of(tmp_path, *more, *limits), gpu=4 * GIB)
     assert list(sizes) == ["update_weights", "gen", "old_log_prob", "update_actor"]
     state = {"actor parameters": 4 * n, "actor moments": 8 * n, "actor bfloat16 copy": 2 * n}
-    always = {"buckets of a publication": 3 * 2 * n, "CUDA itself": 2 * CONTEXT}
+    always = {"buckets of a publication": 2 * 2 * n, "CUDA itself": 2 * CONTEXT}
     layer = 2 * (4 * 64 + 2 * 64 + 2 * 32 + 3 * 192)
     assert sizes["update_weights"] == state | {"engine weights": 2 * n} | always
     cache = {"engine cache and computation": gpu // 4 - 2 * n}
@@ -64,7 +64,7 @@ def test_a_small_model_by_hand(tmp_path):
     tokens = {"activations of 512 tokens": 512 * layer, "logits": 512 * 50 * 2}
     assert sizes["old_log_prob"] == state | tokens | always
     tokens = {"activations of 128 tokens": 128 * 2 * layer, "logits": 128 * 50 * 2}
-    gradients = {"actor gradients": 4 * n, "gradient of the output layer": 4 * 50 * 64}
+    gradients = {"actor gradients": 4 * n, "gradient of the output layer": 2 * 50 * 64}
     assert sizes["update_actor"] == state | gradients | tokens | always
     awake = parts(attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, free_cache_engine=False)), gpu=gpu)
     engine = {"engine weights": 2 * n} | cache
@@ -82,14 +82,13 @@ def test_a_changed_config_is_counted_anew(folder):
     assert parameter_counts(model, "lm")[0] > before[0]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("shape", ["0.5b", "1.5b"])
-def test_measured_peaks(shape, checkpointing, folder):
-    """Those of an H200, where one process trains and nothing else is on the GPU."""
-    name = f"throughput_h200_{shape}{'_checkpointing' if checkpointing else ''}.json"
+def test_measured_peaks(shape, folder):
+    """Those of an H200, where one process trains on Megatron, whose buffer is as large as the gradients here."""
+    name = f"throughput_megatron_h200_{shape}_fused.json"
     measured = json.loads((RESULTS / name).read_text())["results"][shape]["ours"]
-    more = [f"actor.enable_gradient_checkpointing={checkpointing}".lower(), "rollout.n=8", "algorithm.name=grpo"]
-    for part in phases(plan_of(folder(shape), *more, "rollout.placement=apart"), 1):
+    more = ["rollout.n=8", "algorithm.name=grpo", "rollout.placement=apart"]
+    for part in phases(plan_of(folder(shape), *more), 1):
         others = sum(p.nbytes for p in part.parts if p.name in ("CUDA itself", "buckets of a publication"))
         if part.name in ("old_log_prob", "update_actor"):
             peak = measured["update" if part.name == "update_actor" else "logprobs"]["peak_gib"] * GIB
@@ -158,7 +157,7 @@ def test_a_run_that_cannot_fit_is_refused_and_one_that_may_not_is_told(folder):
     with pytest.raises(ConfigError, match=r"rollout\.free_cache_engine=true"):
         check_memory(awake, 1, int(139.8 * GIB))
     note = check_memory(plan_of(model), 1, 70 * GIB)
-    assert note.startswith("the update of the actor may need 81.41 GiB, and the GPU has 70.00")
+    assert note.startswith("the update of the actor may need 80.22 GiB, and the GPU has 70.00")
     assert "lower actor.ppo_max_token_len_per_gpu (16,384 now)" in note
     assert check_memory(plan_of(model), 1, 90 * GIB) == "" == check_memory(plan_of(model), 1, None)
     small = plan_of(model, "rollout.gpu_memory_utilization=0.01")

@@ -140,8 +140,10 @@ class RoleMemory:
         yield Part(f"{self.role.name} gradients", self.own_trained * FLOAT32, self._lower)
         tokens, checkpointing = self.tokens[0], self.role.checkpointing
         yield from self._activations(tokens, self.footprint.kept(tokens, self.width, checkpointing=checkpointing))
-        if self.role.head == "lm" and not self.role.lora:
-            nbytes = self.footprint.vocab * self.footprint.hidden * FLOAT32 // self._vocabulary_parts
+        # DDP of Megatron gets it in its buffer.
+        buffered = self.role.strategy == "megatron" and not self.role.megatron.use_megatron_fsdp
+        if self.role.head == "lm" and not self.role.lora and not buffered:
+            nbytes = self.footprint.vocab * self.footprint.hidden * self.width
             yield Part("gradient of the output layer", nbytes, exact=False)
 
     def _weights(self) -> Iterator[Part]:
