@@ -53,7 +53,9 @@ def logprobs_and_entropy(
         (-1.3863, 1.3863)
     """
     if grad_buffer is not None and (plain or grad_buffer.dtype != torch.float32):
-        raise ValueError(f"grad_buffer must be float32, not {grad_buffer.dtype}, and goes with plain=False alone")
+        raise ValueError(
+            "plain=True has no grad_buffer" if plain else f"grad_buffer is {grad_buffer.dtype}, not float32"
+        )
     if plain:
         return _plain(hidden, weight, bias, targets, temperature, entropy)
     chunk = chunk or default_chunk(hidden, weight)

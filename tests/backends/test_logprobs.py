@@ -99,10 +99,16 @@ def test_a_gradient_can_be_added_to_a_sum(dtype, chunk):
     assert chunk > N or max(size for size, _ in sizes) < V * H
 
 
-@pytest.mark.parametrize("refused", [{"plain": True}, {"grad_buffer": torch.zeros(V, H).bfloat16()}])
-def test_a_sum_of_gradients_is_in_fp32(refused):
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        ({"plain": True}, "plain=True has no grad_buffer"),
+        ({"grad_buffer": torch.zeros(V, H).bfloat16()}, "grad_buffer is torch.bfloat16, not float32"),
+    ],
+)
+def test_a_sum_of_gradients_is_in_fp32(refused, words):
     hidden, weight, _, targets, _ = inputs(False)
-    with pytest.raises(ValueError, match="grad_buffer must be float32"):
+    with pytest.raises(ValueError, match=words):
         logprobs_and_entropy(hidden, weight, None, targets, **{"grad_buffer": torch.zeros(V, H), **refused})
 
 
