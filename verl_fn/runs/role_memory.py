@@ -137,9 +137,19 @@ class RoleMemory:
     def backward(self) -> Iterator[Part]:
         """Yields what an update adds."""
         yield from self._weights()
-        yield Part(f"{self.role.name} gradients", self.own_trained * FLOAT32, self._lower)
+        gradients = Part(f"{self.role.name} gradients", self.own_trained * FLOAT32, self._lower)
         tokens, checkpointing = self.tokens[0], self.role.checkpointing
-        yield from self._activations(tokens, self.footprint.kept(tokens, self.width, checkpointing=checkpointing))
+        kept = self.footprint.kept(tokens, self.width, checkpointing=checkpointing)
+        activations = [*self._activations(tokens, kept), *self._head_gradient()]
+        if self.role.strategy != "megatron":
+            yield from (gradients, *activations)
+        elif gradients.nbytes > sum(part.nbytes for part in activations):
+            yield gradients
+        else:
+            # Megatron's buffer is copied once the backward pass has freed them.
+            yield from activations
+
+    def _head_gradient(self) -> Iterator[Part]:
         # DDP of Megatron gets it in its buffer.
         buffered = self.role.strategy == "megatron" and not self.role.megatron.use_megatron_fsdp
         if self.role.head == "lm" and not self.role.lora and not buffered:
