@@ -224,7 +224,8 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
         adapters = {spec.name for spec in apart.adapters.specs} if apart else set()
         accepting = list(wanted)
         # The size counts once tensors are converted.
-        growth = max((dtype.itemsize / of.itemsize for of in {s.dtype for s in chosen.specs} if dtype), default=1.0)
+        narrowest = min((spec.dtype.itemsize for spec in chosen.specs), default=1)
+        growth = dtype.itemsize / narrowest if dtype else 1.0
         for bucket in chosen.buckets(int(part_bytes(size) / growth)):
             if checked:
                 bucket = tuple(attrs.evolve(c, checksum=checksum(c.values, dtype)) for c in bucket)

@@ -1,5 +1,7 @@
 """How tensors are cut into buckets: each row once, within the size, and whole where they fit."""
 
+from itertools import pairwise
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,21 +28,12 @@ def test_a_tensor_that_fits_is_in_one_bucket(shapes, size, senders, data):
     assert len({len(buckets) for buckets in sent}) == 1
     share = size // senders
     for name, t in tensors.items():
-        parts = [
-            (i, number, chunk)
-            for number, buckets in enumerate(sent)
-            for i, bucket in enumerate(buckets)
-            for chunk in bucket
-            if chunk.name == name
-        ]
-        ordered = sorted(parts, key=lambda part: part[2].start)
-        assert torch.equal(torch.cat([t[:0], *[chunk.values for *_, chunk in ordered]]), t)
-        assert [i for i, *_ in ordered] == sorted(i for i, *_ in parts)
-        if all(
-            (last - first) * t.shape[1] * 4 <= share
-            for first, last in zip(edges[name], edges[name][1:], strict=False)
-        ):
-            assert len({i for i, *_ in parts}) <= 1
+        numbered = [(i, c) for buckets in sent for i, bucket in enumerate(buckets) for c in bucket if c.name == name]
+        ordered = sorted(numbered, key=lambda one: one[1].start)
+        assert torch.equal(torch.cat([t[:0], *[chunk.values for _, chunk in ordered]]), t)
+        assert [i for i, _ in ordered] == sorted(i for i, _ in numbered)
+        if all((last - first) * t.shape[1] * 4 <= share for first, last in pairwise(edges[name])):
+            assert len({i for i, _ in numbered}) <= 1
     for bucket in (bucket for buckets in sent for bucket in buckets):
         alone = len(bucket) == 1 and len(bucket[0].values) == 1
         assert alone or sum(chunk.values.nbytes for chunk in bucket) <= share
