@@ -39,7 +39,6 @@ from verl_fn.state import Batch, Grads, Key, Params
 from verl_fn.steps import (
     Loss,
     adamw,
-    aggregate,
     chain,
     clip_by_global_norm,
     constant,
@@ -50,6 +49,8 @@ from verl_fn.steps import (
 
 from . import first_step_chart as chart
 from . import measure
+from .first_step_batch import MARGIN, ragged_batch, with_old
+from .first_step_errors import compare_numbers, compare_tensors
 from .together import run_together
 
 CLIP = 0.3
@@ -62,6 +63,9 @@ BARS = {
     "float32": {"loss": 1e-6, "grad_norm": 1e-6, "gradient": 1e-5, "update_from_reference": 1e-5},
     "bfloat16": {"loss": 1e-3, "grad_norm": 5e-3},
 }
+# Of the loss and the gradient norm of a layout in bf16 against ``local:bf16``.
+BESIDE_BF16 = {"fsdp": 1e-3, "megatron": 2e-3}
+REFERENCE, COMPARED = "reference", "compared"
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 64, "num_hidden_layers": 2},
     "experts": {
@@ -151,24 +155,6 @@ def _megatron(*args: Any, **kwargs: Any) -> Any:
 BACKENDS: dict[str, Callable[..., Any]] = {"local": Local, "fsdp": _fsdp, "megatron": _megatron}
 
 
-def ragged_batch(vocab: int, rows: int, longest: int) -> Batch:
-    """Rows of 4 to ``longest`` tokens, half prompt, with everything that the losses read."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(low: int, high: int, n: int) -> torch.Tensor:
-        return torch.randint(low, high, (n,), generator=generator)
-
-    def normal(n: int) -> torch.Tensor:
-        return torch.randn(n, generator=generator)
-
-    lengths = draw(4, longest + 1, rows).tolist()
-    tokens = [draw(4, vocab, n) for n in lengths]
-    mask = [[0.0] * max(1, n // 3) + [1.0] * (n - max(1, n // 3)) for n in lengths]
-    fields = {"advantages": [normal(n) for n in lengths], "returns": [normal(n) for n in lengths]}
-    batch = Batch.from_rows(tokens, {"response_mask": mask, **fields})
-    return aggregate(batch, "token-mean")
-
-
 def prepare(folder: Path, shape: str, text: str, losses: Sequence[str], batch: Batch, device: str) -> None:
     """For a reference, its batch, and for each head a state with moments."""
     (folder / text).mkdir()
@@ -183,17 +169,27 @@ def prepare(folder: Path, shape: str, text: str, losses: Sequence[str], batch: B
             state, _ = backend.apply_update(state, grads)
         need = "values" if head == "value" else "logprobs"
         output = backend.forward(state.params, batch, [need]).by_name[need]
-        # Ratios on both sides of the clip's bounds, and values off by about its range.
-        name, scale = ("values", 0.5) if head == "value" else ("old_log_probs", 0.4)
-        batch = batch.with_tokens(**{name: output + scale * noise * batch["response_mask"]})
+        batch = with_old(batch, head, output, noise)
         backend.save(state, folder / text / head)
     torch.save(batch, folder / text / "batch.pt")
 
 
 def first_step(
-    folder: Path, shape: str, layout: Layout, loss_name: str, device: str
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a layout makes of the first step; all its ranks run it."""
+    folder: Path, shape: str, layout: Layout, loss_name: str, device: str, wanted: Mapping[str, torch.Tensor] | None
+) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What a layout makes of the first step; all its ranks run it.
+
+    Args:
+        folder: has the model, and the reference's batch and states.
+        shape: of the model.
+        layout: the layout.
+        loss_name: one of ``LOSSES``.
+        device: of the layout.
+        wanted: what the reference made; None for the reference itself.
+
+    Returns:
+        Numbers; for the first rank the gradient and the updates, and the parameters that they begin with.
+    """
     head, make_loss = LOSSES[loss_name]
     held, loss = folder / layout.reference, make_loss()
     batch: Batch = torch.load(held / "batch.pt", weights_only=False)
@@ -209,18 +205,15 @@ def first_step(
     result: dict[str, Any] = {"loss": metrics["loss"].value, "seconds": time.perf_counter() - began}
     gradient = _whole(backend, grads)
     tensors = {f"gradient.{n}": t for n, t in gradient.items()}
-    reference = held / f"gradient_{loss_name}.safetensors"
-    if layout.text == layout.reference:
-        save_file(gradient, reference)
-        tensors |= {f"before.{n}": before[n] for n in gradient}
-    given = _as_given(backend, load_file(reference), state)
+    reference = {n.partition(".")[2]: t for n, t in (wanted or tensors).items() if n.startswith("gradient.")}
+    given = _as_given(backend, reference, state)
 
     def changed(new: Any) -> dict[str, torch.Tensor]:
         return {n: t - before[n] for n, t in _whole(backend, new.params).items() if n in gradient}
 
     from_reference, _ = backend.apply_update(state, given, donate=False)
     tensors |= {f"from_reference.{n}": t for n, t in changed(from_reference).items()}
-    del from_reference
+    del from_reference, given
     per_token, _ = loss(backend.forward(state.params, batch, loss.needs), batch)
     result["scale"] = float((batch["loss_weight"] * per_token).abs().sum())
     state, updated = backend.apply_update(state, grads)
@@ -230,7 +223,7 @@ def first_step(
     result["clipped"] = metrics["actor/pg_clipfrac"].value if "actor/pg_clipfrac" in metrics else None
     if device == "cuda":
         result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    return result, tensors
+    return result, tensors, before
 
 
 def _whole(backend: Any, value: Params | Grads) -> dict[str, torch.Tensor]:
@@ -250,57 +243,27 @@ def _as_given(backend: Any, gradient: dict[str, torch.Tensor], state: Any) -> Gr
     return Grads({n: shard(gradient[n], state.params[n].device) for n in state.params.trained()})
 
 
-def run_layout(folder: Path, shape: str, text: str, losses: Sequence[str], device: str) -> list[dict[str, Any]]:
+def run_layout(
+    folder: Path, shape: str, text: str, losses: Sequence[str], device: str, role: str = COMPARED
+) -> list[dict[str, Any]]:
     """Start a layout's ranks, wait, and read what the first one wrote, for each loss.
+
+    Args:
+        folder: has the model, and the reference's batch and states.
+        shape: of the model.
+        text: the layout.
+        losses: names in ``LOSSES``.
+        device: of the ranks.
+        role: ``REFERENCE`` keeps gradients and updates in the folder; ``COMPARED`` adds their errors to the numbers.
 
     Raises:
         RuntimeError: a rank failed; its own output is in the message, and the other ranks are ended.
     """
-    layout, out = Layout.parse(text), folder / "out"
+    layout = Layout.parse(text)
     measure.say(f"{text}: {layout.ranks} processes")
-    command = [sys.executable, "-m", "verl_fn.benchmarks.first_step", str(folder), shape, text, device, *losses]
+    command = [sys.executable, "-m", "verl_fn.benchmarks.first_step", str(folder), shape, text, device, role, *losses]
     run_together(command, layout.ranks, text)
-    return [
-        json.loads((out / f"{loss}.json").read_text()) | {"tensors": load_file(out / f"{loss}.safetensors")}
-        for loss in losses
-    ]
-
-
-def compare(result: dict[str, Any], wanted: dict[str, Any], device: str) -> dict[str, float]:
-    """Errors of a layout against the reference, computed on a device."""
-    scale = wanted["scale"]
-    errors = {
-        "loss": abs(result["loss"] - wanted["loss"]) / scale,
-        "grad_norm": abs(result["grad_norm"] / wanted["grad_norm"] - 1),
-        "second_loss": abs(result["second_loss"] - wanted["second_loss"]) / scale,
-    }
-    for kind, name in (("gradient", "gradient"), ("update", "update"), ("from_reference", "update_from_reference")):
-        ours, theirs = (
-            {n: t.to(device).double() for n, t in run["tensors"].items() if n.startswith(f"{kind}.")}
-            for run in (result, wanted)
-        )
-        # A parameter whose gradient is rounding alone has no relative error of its own.
-        floor = 1e-6 * float(sum(t.square().sum() for t in theirs.values())) ** 0.5
-        gaps = {n: ours[n] - t for n, t in theirs.items()}
-        if kind != "gradient":
-            errors[f"{name}_to_the_last_bit"] = max(
-                float(gaps[n].norm()) / max(float(t.norm()), floor) for n, t in theirs.items()
-            )
-            gaps = {n: t.where(t.abs() > 2**-23 * _size(wanted, theirs, n), 0.0) for n, t in gaps.items()}
-        errors[name] = max(float(gaps[n].norm()) / max(float(t.norm()), floor) for n, t in theirs.items())
-        if kind == "gradient":
-            errors["cosine"] = min(
-                float((ours[n] * t).sum() / (ours[n].norm() * t.norm()))
-                for n, t in theirs.items()
-                if float(t.norm()) > floor
-            )
-    return errors
-
-
-def _size(wanted: dict[str, Any], updates: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """How large a parameter is, before or after its update."""
-    before = wanted["tensors"][f"before.{name.split('.', 1)[1]}"].to(updates[name].device).double().abs()
-    return before + updates[name].abs()
+    return [json.loads((folder / f"{loss}.json").read_text()) for loss in losses]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -327,13 +290,19 @@ def main(argv: Sequence[str]) -> int:
         for reference in dict.fromkeys(layout.reference for layout in layouts):
             measure.say(f"{reference}: making a state with moments")
             prepare(folder, args.shape, reference, args.losses, batch, args.device)
-            wanted = run_layout(folder, args.shape, reference, args.losses, args.device)
+            wanted = run_layout(folder, args.shape, reference, args.losses, args.device, REFERENCE)
             _check_hard(dict(zip(args.losses, wanted, strict=True)))
+            bf16: dict[str, dict[str, Any]] = {}
             for layout in (one for one in layouts if one.reference == reference):
                 measured = run_layout(folder, args.shape, layout.text, args.losses, args.device)
                 for loss, ours, theirs in zip(args.losses, measured, wanted, strict=True):
-                    results.append(_row(layout, loss, ours, compare(ours, theirs, args.device)))
-    about = {"lr": RATES[args.shape], "clip": CLIP, "shape": args.shape, "rows": args.rows, "bars": BARS}
+                    results.append(_row(layout, loss, ours, theirs, bf16.get(loss)))
+                if layout.text == f"{reference}:bf16":
+                    bf16 = dict(zip(args.losses, measured, strict=True))
+    about = {
+        "lr": RATES[args.shape], "clip": CLIP, "shape": args.shape, "rows": args.rows, "margin": MARGIN, "bars": BARS,
+        "bars_beside_local_bf16": BESIDE_BF16,
+    }  # fmt: skip
     measure.write(args.json, "first-step", args.device, {**about, "results": results})
     if args.png:
         chart.draw(results, BARS, {layout.text: layout.dtype for layout in layouts}, Path(args.png))
@@ -349,9 +318,17 @@ def _check_hard(wanted: Mapping[str, dict[str, Any]]) -> None:
         raise RuntimeError(f"no gradient is longer than {CLIP}, to which it would be clipped: {norms}")
 
 
-def _row(layout: Layout, loss: str, result: dict[str, Any], errors: dict[str, float]) -> dict[str, Any]:
-    """A result, which is also printed."""
+def _row(
+    layout: Layout, loss: str, result: dict[str, Any], wanted: dict[str, Any], bf16: dict[str, Any] | None
+) -> dict[str, Any]:
+    """A result, which is also printed; ``bf16`` is that of ``local:bf16``, where it came before."""
+    errors = compare_numbers(result, wanted) | result.pop("errors")
     missed = [k for k, bar in BARS[layout.dtype].items() if not errors[k] <= bar]
+    if bf16 is not None and layout.dtype == "bfloat16":
+        beside = compare_numbers(result, bf16)
+        errors |= {f"{name}_beside_local_bf16": beside[name] for name in ("loss", "grad_norm")}
+        bar = BESIDE_BF16.get(layout.name, 0.0)
+        missed += [k for k, error in errors.items() if k.endswith("_bf16") and not error <= bar]
     print(
         f"{layout.text:<32}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
         f"{1 - errors['cosine']:12.1e}{errors['update']:10.1e}{errors['update_from_reference']:11.1e}"
@@ -359,13 +336,13 @@ def _row(layout: Layout, loss: str, result: dict[str, Any], errors: dict[str, fl
         f"{'MISSED ' + ', '.join(missed) if missed else 'held'}",
         flush=True,
     )
-    numbers = {k: v for k, v in result.items() if k not in ("tensors", "scale")}
+    numbers = {k: v for k, v in result.items() if k != "scale"}
     return {"layout": layout.text, "loss": loss, "errors": errors, "found": numbers, "missed": missed}
 
 
 def rank_main(arguments: Sequence[str]) -> None:
     """One rank of one layout."""
-    name, shape, text, device, *losses = arguments
+    name, shape, text, device, role, *losses = arguments
     folder, layout, rank = Path(name), Layout.parse(text), int(os.environ["RANK"])
     torch.set_num_threads(1)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
@@ -376,11 +353,15 @@ def rank_main(arguments: Sequence[str]) -> None:
 
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     for loss in losses:
-        result, tensors = first_step(folder, shape, layout, loss, device)
+        kept = folder / layout.reference / f"{loss}.safetensors"
+        wanted = None if role == REFERENCE else load_file(kept)
+        result, tensors, before = first_step(folder, shape, layout, loss, device, wanted)
+        if rank == 0 and wanted is None:
+            save_file(tensors, kept)
+        elif rank == 0 and wanted is not None:
+            result["errors"] = compare_tensors(tensors, wanted, before, device)
         if rank == 0:
-            (folder / "out").mkdir(exist_ok=True)
-            save_file(tensors, folder / "out" / f"{loss}.safetensors")
-            (folder / "out" / f"{loss}.json").write_text(json.dumps(result))
+            (folder / f"{loss}.json").write_text(json.dumps(result))
     if layout.name != "local":
         dist.barrier()
         dist.destroy_process_group()

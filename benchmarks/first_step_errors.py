@@ -1,0 +1,79 @@
+"""How far the first step of a layout is from that of a reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+LAST_BIT = 2**-23  # of a parameter in fp32
+
+
+def compare_numbers(result: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, float]:
+    """Errors of losses and of the gradient norm.
+
+    Args:
+        result: ``loss``, ``second_loss`` and ``grad_norm`` of the layout.
+        wanted: these of the reference, and the ``scale`` of its loss.
+
+    Example:
+        >>> result, wanted = {"loss": 1.5, "second_loss": 1.0, "grad_norm": 3.0}, {"loss": 1.0, "second_loss": 1.0}
+        >>> compare_numbers(result, {**wanted, "grad_norm": 2.0, "scale": 4.0})
+        {'loss': 0.125, 'grad_norm': 0.5, 'second_loss': 0.0}
+    """
+    return {
+        "loss": abs(result["loss"] - wanted["loss"]) / wanted["scale"],
+        "grad_norm": abs(result["grad_norm"] / wanted["grad_norm"] - 1),
+        "second_loss": abs(result["second_loss"] - wanted["second_loss"]) / wanted["scale"],
+    }
+
+
+def compare_tensors(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], before: Mapping[str, Tensor], device: str
+) -> dict[str, float]:
+    """The worst relative error of any parameter's gradient and updates, and the worst cosine of its gradient.
+
+    Args:
+        tensors: ``gradient.NAME``, ``update.NAME`` and ``from_reference.NAME`` of the layout.
+        wanted: these of the reference.
+        before: the parameters that the updates begin with.
+        device: computes the errors.
+
+    Example:
+        >>> import torch
+        >>> kinds, w = ("gradient", "update", "from_reference"), torch.ones(4)
+        >>> wanted = {f"{kind}.w": w for kind in kinds}
+        >>> errors = compare_tensors({**wanted, "update.w": w * (1 + 2**-23)}, wanted, {"w": w}, "cpu")
+        >>> errors["gradient"], errors["cosine"], errors["update"], errors["update_to_the_last_bit"] > 0
+        (0.0, 1.0, 0.0, True)
+    """
+    errors = {"gradient": 0.0, "cosine": 1.0}
+    for _, ours, theirs, size in _pairs("gradient", tensors, wanted, device):
+        errors["gradient"] = max(errors["gradient"], float((ours - theirs).norm()) / size)
+        if float(theirs.norm()) == size:
+            errors["cosine"] = min(errors["cosine"], float((ours * theirs).sum() / ours.norm()) / size)
+    for kind, error in (("update", "update"), ("from_reference", "update_from_reference")):
+        errors |= {error: 0.0, f"{error}_to_the_last_bit": 0.0}
+        for name, ours, theirs, size in _pairs(kind, tensors, wanted, device):
+            gap = ours - theirs
+            exact = float(gap.norm()) / size
+            # How large the parameter is, before or after its update.
+            large = before[name].to(device).double().abs() + theirs.abs()
+            counted = float(gap.where(gap.abs() > LAST_BIT * large, 0.0).norm()) / size
+            errors[f"{error}_to_the_last_bit"] = max(errors[f"{error}_to_the_last_bit"], exact)
+            errors[error] = max(errors[error], counted)
+    return errors
+
+
+def _pairs(
+    kind: str, tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], device: str
+) -> Iterator[tuple[str, Tensor, Tensor, float]]:
+    """Yields each parameter's name, its tensors of a kind in float64, and the size that errors are relative to."""
+    names = [name.partition(".")[2] for name in wanted if name.startswith(f"{kind}.")]
+    norms = {name: float(wanted[f"{kind}.{name}"].to(device).double().norm()) for name in names}
+    # A parameter whose gradient is rounding alone has no relative error of its own.
+    floor = 1e-6 * math.hypot(*norms.values())
+    for name in names:
+        ours, theirs = (tensors_of[f"{kind}.{name}"].to(device).double() for tensors_of in (tensors, wanted))
+        yield name, ours, theirs, max(norms[name], floor)
