@@ -64,7 +64,14 @@ class Sizes:
             config: the config of a Hugging Face model.
 
         Raises:
-            LayoutError: they do not divide its heads, layers or experts.
+            LayoutError: they do not divide its heads, layers or experts, or leave a rank without a part of its
+                vocabulary.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> Sizes(tp=4).check_model(SimpleNamespace(num_attention_heads=4, num_hidden_layers=2, vocab_size=5))
+            Traceback (most recent call last):
+            verl_fn.backends.hf.ulysses.LayoutError: tp = 4 is too much for a vocabulary of 5: a rank has no token
         """
         heads = config.num_attention_heads
         kv = getattr(config, "num_key_value_heads", None) or heads
@@ -76,6 +83,9 @@ class Sizes:
         ):
             if count % size:
                 raise LayoutError(f"{name} = {size} does not divide the model's {count} {what}")
+        rows = -(-config.vocab_size // self.tp)
+        if rows * (self.tp - 1) >= config.vocab_size:
+            raise LayoutError(f"tp = {self.tp} is too much for a vocabulary of {config.vocab_size}: a rank has no token")
         if self.ep > 1 and not experts:
             raise LayoutError(f"ep = {self.ep}, and the model has no experts")
         if experts and experts % self.ep:
