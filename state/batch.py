@@ -70,7 +70,9 @@ class Batch(Node):
         if not len(packed) or bool((lengths == 0).any()):
             raise ValueError("a batch needs at least one row, and every row at least one token")
         cu_seqlens = offsets_of(lengths, torch.zeros(0, dtype=torch.int32))
-        batch = cls(torch.cat(packed), torch.cat([torch.arange(n) for n in lengths.tolist()]), cu_seqlens)
+        tokens = torch.cat(packed)
+        starts = torch.repeat_interleave(cu_seqlens[:-1].long(), lengths)
+        batch = cls(tokens, torch.arange(len(tokens)) - starts, cu_seqlens)
         fields = {}
         for name, values in (per_token or {}).items():
             parts = [torch.as_tensor(row_values) for row_values in values]

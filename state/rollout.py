@@ -229,16 +229,19 @@ def pack(samples: Sequence[Sample]) -> Batch:
     """
     if not samples:
         raise ValueError("there are no samples to pack")
-    prompts = [s.prompt for s in samples]
+    batch = Batch.from_rows([torch.cat([s.prompt, s.tokens]) for s in samples])
+    prompt_length = torch.tensor([len(s.prompt) for s in samples])
+    of_response = batch.positions >= batch.spread(prompt_length)
 
     def after(parts: Sequence[Tensor], before: float = 0.0) -> Tensor:
         """Returns a per-token field: ``parts`` for the responses and ``before`` for the prompts."""
-        pairs = [(part.new_full((len(p),), before), part) for p, part in zip(prompts, parts, strict=True)]
-        return torch.cat([t for pair in pairs for t in pair])
+        flat = torch.cat(list(parts))
+        field = flat.new_full((batch.num_tokens,), before)
+        field[of_response] = flat
+        return field
 
-    rows = [torch.cat([s.prompt, s.tokens]) for s in samples]
     fields = {
-        "response_mask": after([s.mask.float() for s in samples]),
+        "response_mask": after([s.mask for s in samples]).float(),
         "rollout_log_probs": after([s.log_probs for s in samples]),
         "versions": after([s.versions for s in samples], -1),
     }
@@ -247,17 +250,14 @@ def pack(samples: Sequence[Sample]) -> Batch:
         fields["rollout_full_log_probs"] = after(full)
     if any(s.routed_experts is not None for s in samples):
         fields["routed_experts"] = torch.cat(_routes(samples))
-    batch = (
-        Batch.from_rows(rows)
-        .with_tokens(**fields)
-        .with_rows(
-            group=torch.tensor([s.request for s in samples]),
-            prompt_length=torch.tensor([len(p) for p in prompts]),
-            temperature=torch.tensor([s.temperature for s in samples]),
-            finished=torch.tensor([float(s.finish_reason == "stop") for s in samples]),
-            version=torch.tensor([_oldest(s) for s in samples]),
-            near_ties=torch.tensor([s.near_ties for s in samples]),
-        )
+    batch = batch.with_tokens(**fields)
+    batch = batch.with_rows(
+        group=torch.tensor([s.request for s in samples]),
+        prompt_length=prompt_length,
+        temperature=torch.tensor([s.temperature for s in samples]),
+        finished=torch.tensor([float(s.finish_reason == "stop") for s in samples]),
+        version=_oldest(batch, of_response),
+        near_ties=torch.tensor([s.near_ties for s in samples]),
     )
     outcomes = [s.outcome for s in samples if s.outcome is not None]
     if len(outcomes) not in (0, len(samples)):
@@ -368,7 +368,10 @@ def unpack(batch: Batch) -> list[Sample]:
     return samples
 
 
-def _oldest(sample: Sample) -> int:
-    """Returns the oldest version that drew a token of this sample, or of all its tokens if the model drew none."""
-    drawn = sample.versions[sample.mask.bool()]
-    return int((drawn if len(drawn) else sample.versions).min())
+def _oldest(batch: Batch, of_response: Tensor) -> Tensor:
+    """Returns the oldest version that drew a token of each row, or of all its response if the model drew none."""
+    drawn = batch["response_mask"].bool()
+    undrawn = batch.sum_rows(batch["response_mask"]) == 0
+    counted = torch.where(batch.spread(undrawn), of_response, drawn)
+    versions = torch.where(counted, batch["versions"].long(), torch.iinfo(torch.int64).max)
+    return versions.new_zeros(len(batch)).scatter_reduce(0, batch.row_ids, versions, "amin", include_self=False)

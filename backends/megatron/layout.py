@@ -85,7 +85,9 @@ class Sizes:
                 raise LayoutError(f"{name} = {size} does not divide the model's {count} {what}")
         rows = -(-config.vocab_size // self.tp)
         if rows * (self.tp - 1) >= config.vocab_size:
-            raise LayoutError(f"tp = {self.tp} is too much for a vocabulary of {config.vocab_size}: a rank has no token")
+            raise LayoutError(
+                f"tp = {self.tp} is too much for a vocabulary of {config.vocab_size}: a rank has no token"
+            )
         if self.ep > 1 and not experts:
             raise LayoutError(f"ep = {self.ep}, and the model has no experts")
         if experts and experts % self.ep:
