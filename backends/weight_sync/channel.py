@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -50,6 +51,12 @@ def prompt(connection: Connection) -> Connection:
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
+
+
+def limit_waiting(connection: Connection, seconds: int) -> None:
+    """Makes it an ``OSError`` where the other end says nothing for so many seconds; with 0, waits for ever."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def send_message(connection: Connection, message: Any) -> None:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
 from typing import Any
 
 import attrs
@@ -16,11 +16,24 @@ import torch
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
 from .apart import Apart
-from .channel import ADAPTERS, MERGED, WHOLE, End, SenderFailed, prompt, receive_message, send_message
+from .channel import (
+    ADAPTERS,
+    MERGED,
+    WHOLE,
+    End,
+    SenderFailed,
+    limit_waiting,
+    prompt,
+    receive_message,
+    send_message,
+)
 from .cut import Cut, check_cuts
 from .intake import IncompleteWeights
 from .source import in_dtype
 from .staging import CannotOpen, Place, opened, places
+
+# To whoever connects, for each of the messages by which it shows that it knows the secret.
+SECONDS_TO_ANSWER = 10
 
 
 class _Sender(End):
@@ -116,8 +129,8 @@ class Inlet:
 
     def __init__(self, host: str, secret: bytes, device: torch.device, dtype: torch.dtype) -> None:
         # All ranks of a trainer connect at the same time.
-        self._listener = Listener((host, 0), backlog=1024, authkey=secret)
-        self._device, self._dtype = device, dtype
+        self._listener = Listener((host, 0), backlog=1024)
+        self._secret, self._device, self._dtype = secret, device, dtype
         self._senders: list[_Sender] = []
 
     @property
@@ -175,10 +188,17 @@ class Inlet:
             sender.announced(receive_message(sender.open))
 
     def _accepted(self) -> Connection:
-        """Waits for a sender that knows the secret; others are sent away."""
+        """Waits for a sender that knows the secret; others are sent away, also those that say nothing."""
         while True:
-            with contextlib.suppress(AuthenticationError, EOFError, ConnectionError):
-                return prompt(self._listener.accept())
+            connection = self._listener.accept()
+            try:
+                limit_waiting(connection, SECONDS_TO_ANSWER)
+                deliver_challenge(connection, self._secret)
+                answer_challenge(connection, self._secret)
+                limit_waiting(connection, 0)
+                return prompt(connection)
+            except (AuthenticationError, EOFError, OSError):
+                connection.close()
 
 
 def _count(sender: _Sender) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Client
+from multiprocessing.connection import Client, Connection
 
 import attrs
 import torch
@@ -17,6 +17,8 @@ from .cut import Cut
 from .intake import checksum
 from .source import Weights, in_dtype
 from .staging import SLOTS, Place, kinds, offered, places, room_for
+
+TRIES = 3  # to connect to an engine
 
 
 def part_bytes(max_bytes: int) -> int:
@@ -77,12 +79,10 @@ class Outlet(End):
         Returns:
             What the engine asks for; None if it refuses the weights.
         """
+        self._connection = self._connection or self._connected()
         if self._connection is None:
-            try:
-                self._connection = prompt(Client(self._address, authkey=self._secret))
-            except (ConnectionError, EOFError):
-                # The engine has ended, which whoever waits for its call notices.
-                return None
+            # The engine has ended, which whoever waits for its call notices.
+            return None
         with self._refusable():
             offers = {kind: (source.specs, _cut_of(source)) for kind, source in sources.items()}
             send_message(self._connection, ("specs", version, offers))
@@ -103,6 +103,14 @@ class Outlet(End):
                 send_message(self._connection, ("ready",))
                 return wish
         self.close()
+        return None
+
+    def _connected(self) -> Connection | None:
+        """Connects to the engine; returns None if it has ended."""
+        # An engine gives up one that does not answer in time, as after a pause of this process.
+        for _ in range(TRIES):
+            with contextlib.suppress(ConnectionError, EOFError):
+                return prompt(Client(self._address, authkey=self._secret))
         return None
 
     def put(self, bucket: Sequence[Chunk]) -> bool:
