@@ -1,7 +1,7 @@
 """Publications between two processes: a connection for messages, and a staging area for the weights.
 
 Both ends last as long as the run. When a publication fails, both sides close their end, and the next one starts with
-a new connection, so that it cannot receive messages of the failed one.
+a new connection.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import contextlib
 import os
 import socket
 import struct
-from multiprocessing.connection import Connection
+from collections.abc import Callable
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
 from .intake import IncompleteWeights
@@ -18,6 +19,9 @@ from .staging import Staging
 
 # What a sender can send: the model with its adapters merged in, the model and its adapters, or the adapters alone.
 MERGED, WHOLE, ADAPTERS = "merged", "whole", "adapters"
+
+# For each of the messages by which both ends show that they know the secret.
+SECONDS_TO_ANSWER = 10
 
 
 class SenderFailed(IncompleteWeights):
@@ -46,17 +50,58 @@ class End:
         self._connection = self._staging = None
 
 
-def prompt(connection: Connection) -> Connection:
-    """Returns the connection set to send small messages at once; waiting for more takes 40 ms on Linux."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+def connected(address: tuple[str, int], secret: bytes, seconds: int = 0) -> Connection:
+    """Connects to an inlet.
+
+    Args:
+        address: of the inlet.
+        secret: its key.
+        seconds: how long to wait for each of its answers; 0 waits for as long as it takes.
+
+    Raises:
+        AuthenticationError: the inlet has another key.
+        OSError: it cannot be reached, or does not answer in time.
+        EOFError: it closed the connection.
+    """
+    with socket.create_connection(address, seconds or None) as end:
+        end.setblocking(True)
+        connection = Connection(end.detach())
+    return _authenticated(connection, secret, seconds, answer_challenge, deliver_challenge)
+
+
+def admitted(connection: Connection, secret: bytes, seconds: int) -> Connection:
+    """Returns a connection that an inlet has accepted, if the other end knows the key.
+
+    Raises:
+        AuthenticationError, OSError, EOFError: it does not, or says nothing for so many seconds.
+    """
+    return _authenticated(connection, secret, seconds, deliver_challenge, answer_challenge)
+
+
+def _authenticated(
+    connection: Connection, secret: bytes, seconds: int, *challenges: Callable[[Connection, bytes], None]
+) -> Connection:
+    try:
+        _limit_waiting(connection, seconds)
+        for challenge in challenges:
+            challenge(connection, secret)
+        _limit_waiting(connection, 0)
+        with socket.socket(fileno=os.dup(connection.fileno())) as end:
+            # Otherwise a small message may wait for 40 ms on Linux.
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        connection.close()
+        raise
     return connection
 
 
-def limit_waiting(connection: Connection, seconds: int) -> None:
-    """Makes it an ``OSError`` where the other end says nothing for so many seconds; with 0, waits for ever."""
+def _limit_waiting(connection: Connection, seconds: int) -> None:
+    """Makes a read raise ``OSError`` after so many seconds without data; 0 removes the limit."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+CLOSED = "the process at the other end of a publication closed its connection"
 
 
 def send_message(connection: Connection, message: Any) -> None:
@@ -69,7 +114,19 @@ def send_message(connection: Connection, message: Any) -> None:
         connection.send(message)
         return
     # Without the OSError, whose frames hold a view of the message: collecting the two in a cycle crashes Python 3.12.
-    raise SenderFailed("the process at the other end of a publication closed its connection")
+    raise SenderFailed(CLOSED)
+
+
+def transfer(staging: Staging, number: int, nbytes: int) -> None:
+    """Transfers the first bytes of a slot; see ``Staging.flush``.
+
+    Raises:
+        SenderFailed: the other process closed the connection.
+    """
+    with contextlib.suppress(OSError, EOFError):
+        staging.flush(number, nbytes)
+        return
+    raise SenderFailed(CLOSED)  # without the OSError, as above
 
 
 def receive_message(connection: Connection | None) -> Any:
@@ -82,4 +139,4 @@ def receive_message(connection: Connection | None) -> Any:
     try:
         return connection.recv()
     except (EOFError, OSError) as error:
-        raise SenderFailed("the process at the other end of a publication closed its connection") from error
+        raise SenderFailed(CLOSED) from error

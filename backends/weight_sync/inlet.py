@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import Connection, Listener
 from typing import Any
 
 import attrs
@@ -19,21 +19,19 @@ from .apart import Apart
 from .channel import (
     ADAPTERS,
     MERGED,
+    SECONDS_TO_ANSWER,
     WHOLE,
     End,
     SenderFailed,
-    limit_waiting,
-    prompt,
+    admitted,
     receive_message,
     send_message,
+    transfer,
 )
 from .cut import Cut, check_cuts
 from .intake import IncompleteWeights
 from .source import in_dtype
 from .staging import CannotOpen, Place, opened, places
-
-# To whoever connects, for each of the messages by which it shows that it knows the secret.
-SECONDS_TO_ANSWER = 10
 
 
 class _Sender(End):
@@ -85,7 +83,7 @@ class _Sender(End):
         assert self._staging is not None
         tensors, nbytes = places(self._staging.slot(number), dtype, [math.prod(shape) for _, _, shape, _ in entries])
         if nbytes:
-            self._staging.flush(number, nbytes)
+            transfer(self._staging, number, nbytes)
         chunks = []
         for t, (name, start, shape, checksum) in zip(tensors, entries, strict=True):
             chunk = Chunk(name, start, t.view(shape), checksum)
@@ -132,6 +130,8 @@ class Inlet:
         self._listener = Listener((host, 0), backlog=1024)
         self._secret, self._device, self._dtype = secret, device, dtype
         self._senders: list[_Sender] = []
+        # The versions whose publication has failed.
+        self._failed: set[int | None] = set()
 
     @property
     def address(self) -> tuple[str, int]:
@@ -152,11 +152,11 @@ class Inlet:
         """
         with contextlib.ExitStack() as failing:
             failing.callback(self.close)
-            self._announced()
-            _check(self._senders, version)
-            source = _Arriving(self._senders, MERGED, self._dtype, self._device)
+            failing.callback(self._failed.add, version)
             try:
-                publish(source)
+                self._announced(version)
+                _check(self._senders, version)
+                publish(_Arriving(self._senders, MERGED, self._dtype, self._device))
             except BaseException as error:
                 for sender in self._senders:
                     with contextlib.suppress(SenderFailed):
@@ -172,7 +172,7 @@ class Inlet:
             sender.close()
         self._senders = []
 
-    def _announced(self) -> None:
+    def _announced(self, version: int) -> None:
         """Receives the specifications of the next publication of all senders, over open connections or new ones."""
         try:
             messages = [receive_message(sender.open) for sender in self._senders]
@@ -182,23 +182,29 @@ class Inlet:
         else:
             for sender, message in zip(self._senders, messages, strict=True):
                 sender.announced(message)
+        self._drop_left_over(version)
         while len(self._senders) < max((_count(sender) for sender in self._senders), default=1):
             sender = _Sender(self._accepted())
             self._senders.append(sender)
             sender.announced(receive_message(sender.open))
+            self._drop_left_over(version)
+
+    def _drop_left_over(self, version: int) -> None:
+        """Sends those away who want to send what has failed before, since they waited while it failed."""
+        left_over = [s for s in self._senders if s.version != version and s.version in self._failed]
+        self._senders = [s for s in self._senders if s not in left_over]
+        for sender in left_over:
+            sender.close()
 
     def _accepted(self) -> Connection:
         """Waits for a sender that knows the secret; others are sent away, also those that say nothing."""
         while True:
-            connection = self._listener.accept()
             try:
-                limit_waiting(connection, SECONDS_TO_ANSWER)
-                deliver_challenge(connection, self._secret)
-                answer_challenge(connection, self._secret)
-                limit_waiting(connection, 0)
-                return prompt(connection)
-            except (AuthenticationError, EOFError, OSError):
-                connection.close()
+                connection = self._listener.accept()
+            except ConnectionError:
+                continue
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                return admitted(connection, self._secret, SECONDS_TO_ANSWER)
 
 
 def _count(sender: _Sender) -> int:

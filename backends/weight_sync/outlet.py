@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import Client, Connection
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from typing import Any
 
 import attrs
 import torch
@@ -12,7 +14,18 @@ import torch
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, WeightSource
 
 from .apart import apart_of
-from .channel import ADAPTERS, MERGED, WHOLE, End, SenderFailed, prompt, receive_message, send_message
+from .channel import (
+    ADAPTERS,
+    MERGED,
+    SECONDS_TO_ANSWER,
+    WHOLE,
+    End,
+    SenderFailed,
+    connected,
+    receive_message,
+    send_message,
+    transfer,
+)
 from .cut import Cut
 from .intake import checksum
 from .source import Weights, in_dtype
@@ -56,6 +69,10 @@ class Outlet(End):
         secret: the key of the inlet.
         device: the device of the weights.
         allowed: the kinds of staging to choose from; by default all.
+
+    Attributes:
+        kind: of the staging area.
+        announced: whether the engine knows of the publication that is being sent.
     """
 
     def __init__(
@@ -67,6 +84,7 @@ class Outlet(End):
         self._dtype: torch.dtype | None = None
         self._busy: list[int] = []
         self.kind = ""
+        self.announced = False
 
     def offer(self, version: int, sources: Mapping[str, WeightSource], identify: Callable[[], str]) -> Wish | None:
         """Announces weights to the engine.
@@ -79,17 +97,20 @@ class Outlet(End):
         Returns:
             What the engine asks for; None if it refuses the weights.
         """
-        self._connection = self._connection or self._connected()
-        if self._connection is None:
-            # The engine has ended, which whoever waits for its call notices.
+        offers = {kind: (source.specs, _cut_of(source)) for kind, source in sources.items()}
+        reused = self._connection is not None
+        reply = self._answered("specs", version, offers)
+        if reply is None and reused:
+            # The engine closed the connection after another rank had failed.
+            reply = self._answered("specs", version, offers)
+        if reply is None:
+            # The engine has ended, which whoever waits for its call notices, or this publication has failed before.
             return None
         with self._refusable():
-            offers = {kind: (source.specs, _cut_of(source)) for kind, source in sources.items()}
-            send_message(self._connection, ("specs", version, offers))
-            kind, *rest = receive_message(self._connection)
+            kind, *rest = reply
             if kind == "identify":
-                send_message(self._connection, ("base", identify()))
-                kind, *rest = receive_message(self._connection)
+                send_message(self.open, ("base", identify()))
+                kind, *rest = receive_message(self.open)
             if kind == "start":
                 *asked, receiver = rest
                 wish = Wish(*asked)
@@ -100,17 +121,37 @@ class Outlet(End):
                 room = max(min(most, sum(spec.nbytes for spec in specs)), max(rows, default=0))
                 self._make_room(room_for(room, len(specs)), receiver)
                 self._dtype = wish.dtype
-                send_message(self._connection, ("ready",))
+                send_message(self.open, ("ready",))
                 return wish
         self.close()
         return None
 
+    def _answered(self, *message: Any) -> tuple[Any, ...] | None:
+        """Returns the engine's answer to the first message; None if it has ended or closed the connection."""
+        self._connection = self._connection or self._connected()
+        with self._refusable():
+            if self._connection is not None:
+                send_message(self._connection, message)
+                self.announced = True
+                answer: tuple[Any, ...] = receive_message(self._connection)
+                return answer
+        self.close()
+        return None
+
     def _connected(self) -> Connection | None:
-        """Connects to the engine; returns None if it has ended."""
+        """Connects to the engine; returns None if it has ended.
+
+        Raises:
+            RuntimeError: its address cannot be reached.
+        """
         # An engine gives up one that does not answer in time, as after a pause of this process.
         for _ in range(TRIES):
-            with contextlib.suppress(ConnectionError, EOFError):
-                return prompt(Client(self._address, authkey=self._secret))
+            try:
+                return connected(self._address, self._secret)
+            except (ConnectionError, EOFError):
+                continue
+            except OSError as error:
+                raise RuntimeError(f"the rollout engine at {self._address} cannot be reached: {error}") from error
         return None
 
     def put(self, bucket: Sequence[Chunk]) -> bool:
@@ -156,9 +197,9 @@ class Outlet(End):
         if self.kind in ("group", "socket"):
             # Both sides take part in the transfer, so the message has to come first.
             send_message(self.open, message)
-            self._staging.flush(number, nbytes)
+            transfer(self._staging, number, nbytes)
         else:
-            self._staging.flush(number, nbytes)
+            transfer(self._staging, number, nbytes)
             send_message(self.open, message)
         self._busy.append(number)
 
@@ -169,7 +210,12 @@ class Outlet(End):
             yield
 
     def fail(self, error: BaseException) -> None:
-        """Tells the engine that the publication failed."""
+        """Tells the engine that the publication failed, also if it waits for the announcement."""
+        if not self.announced:
+            # The engine may have closed the old connection.
+            self.close()
+            with contextlib.suppress(AuthenticationError, OSError, EOFError):
+                self._connection = connected(self._address, self._secret, SECONDS_TO_ANSWER)
         if self._connection is not None:
             with contextlib.suppress(SenderFailed):
                 send_message(self._connection, ("failed", f"{type(error).__name__}: {error}"))
@@ -199,7 +245,11 @@ class Outlet(End):
         assert self._connection is not None
         reasons = []
         for kind in kinds(Place.of(self._device), receiver) if self._allowed is None else self._allowed:
-            description, start = offered(kind, nbytes, self._device, self._connection)
+            try:
+                description, start = offered(kind, nbytes, self._device, self._connection)
+            except (OSError, RuntimeError) as error:
+                reasons.append(f"{kind}: {error}")
+                continue
             send_message(self._connection, ("staging", description))
             staging = start()
             reply, *rest = receive_message(self._connection)
@@ -207,6 +257,8 @@ class Outlet(End):
                 self._staging, self._room, self.kind = staging, nbytes, kind
                 return
             staging.close()
+            if reply == "refused":
+                raise SenderFailed("the engine refuses the weights")
             reasons += rest
         raise RuntimeError(f"no kind of staging area reaches the rollout engine: {'; '.join(reasons)}")
 
@@ -222,6 +274,8 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
     apart = apart_of(source)
     sources = {MERGED: source} | ({WHOLE: apart.whole, ADAPTERS: apart.adapters} if apart else {})
     identify = apart.identify if apart else str
+    for outlet in outlets:
+        outlet.announced = False
     try:
         replies = [(outlet, outlet.offer(version, sources, identify)) for outlet in outlets]
         wanted = {outlet: wish for outlet, wish in replies if wish is not None}

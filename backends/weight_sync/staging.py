@@ -191,8 +191,12 @@ def offered(
     if kind == "memory":
         # Memory without a name in any file system disappears with the processes, however they end.
         fd = os.memfd_create("verl_fn_weights")
-        os.ftruncate(fd, size)
-        memory = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        try:
+            os.ftruncate(fd, size)
+            memory = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        except BaseException:
+            os.close(fd)
+            raise
         mark = os.urandom(16)
         memory[:16] = torch.tensor(list(mark), dtype=torch.uint8)
         staging = _Slots(memory)

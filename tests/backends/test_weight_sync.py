@@ -12,7 +12,7 @@ import torch
 from made_tensors import made
 from published import CPU, SECRET, tensors
 
-from verl_fn.backends.weight_sync import IncompleteWeights, Weights, receive
+from verl_fn.backends.weight_sync import IncompleteWeights, Weights, channel, receive
 from verl_fn.backends.weight_sync.channel import SenderFailed
 from verl_fn.backends.weight_sync.inlet import Inlet
 from verl_fn.backends.weight_sync.outlet import Outlet, part_bytes, send
@@ -191,19 +191,19 @@ def test_a_sender_that_answers_too_late_connects_again(monkeypatch):
     """As after a pause of its process, in which the engine has given up waiting."""
     monkeypatch.setattr("verl_fn.backends.weight_sync.inlet.SECONDS_TO_ANSWER", 1)
     inlet, answers = Inlet("127.0.0.1", SECRET, CPU, torch.float32), []
-    answer = multiprocessing.connection.answer_challenge
+    answer = channel.answer_challenge
 
     def late(connection, secret):
-        answers.append(threading.current_thread())
-        if len(answers) == 1:
-            time.sleep(1.5)
+        if threading.current_thread() is sending:
+            answers.append(secret)
+            if len(answers) == 1:
+                time.sleep(1.5)
         answer(connection, secret)
 
-    # The inlet has a name of its own for the function, so it is the sender alone that is late.
-    monkeypatch.setattr(multiprocessing.connection, "answer_challenge", late)
+    monkeypatch.setattr(channel, "answer_challenge", late)
     sending = threading.Thread(target=send, args=([Outlet(inlet.address, SECRET, CPU)], 1, Weights.of(tensors())))
     sending.start()
     names = []
     inlet.receive(1, lambda source: receive(source, lambda chunk: names.append(chunk.name)))
     sending.join()
-    assert names == [name for name, t in tensors().items() if t.numel()] and answers == [sending] * 2
+    assert names == [name for name, t in tensors().items() if t.numel()] and len(answers) == 2
