@@ -297,6 +297,7 @@ class Vllm(Growing):
         if (bad := drawn.columns[1].isnan()).any():
             self._interrupt()
             self._engine.reset_prefix_cache()
+            self._call("clear_cache")
             raise not_finite(int(drawn.rows[bad][0]), n)
         answers.collect(drawn.rows, drawn.columns, versions)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from verl_fn.backends.draws import NOISE
 from verl_fn.backends.hf.lora import Lora
@@ -71,6 +72,12 @@ class Extension:
     def verl_fn_receive(self, version: int, checked: bool) -> None:
         """Loads the weights that the next sender sends."""
         self._verl_fn_inlet.receive(version, lambda source: self.verl_fn_load(source, checked))
+
+    @torch.inference_mode()
+    def verl_fn_clear_cache(self) -> None:
+        """Fills the cache with zeros; NaN in it would spread to later rows, also from places that they do not read."""
+        for cache in pytree.tree_leaves(self.model_runner.kv_caches):
+            cache.zero_()
 
     def verl_fn_begin(self, sampling: Sampling, seeds: list[int], rows: Mapping[str, int]) -> None:
         """Starts a run; see ``DrawingSampler.begin``."""
