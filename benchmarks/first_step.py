@@ -17,27 +17,22 @@ losses are relative to the sum of |weight x per-token loss|.
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
-import runpy
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 from safetensors.torch import load_file, save_file
 
-from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.local import Local
 from verl_fn.state import Batch, Grads, Key, Params
 from verl_fn.steps import (
     Loss,
+    Optimizer,
     adamw,
     chain,
     clip_by_global_norm,
@@ -51,6 +46,7 @@ from . import first_step_chart as chart
 from . import measure
 from .first_step_batch import MARGIN, ragged_batch, with_old
 from .first_step_errors import compare_numbers, compare_tensors
+from .first_step_layout import Layout
 from .together import run_together
 
 CLIP = 0.3
@@ -83,83 +79,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 RATES = {"tiny": 1e-3, "experts": 1e-3, "small": 1e-3, "0.5b": 1e-5}
 
 
-@attrs.frozen
-class Layout:
-    """A backend, its ranks and its options.
-
-    Example:
-        >>> Layout.parse("fsdp:4,sp=2,bf16")
-        Layout(text='fsdp:4,sp=2,bf16', name='fsdp', ranks=4, dtype='bfloat16', options={'sp': 2})
-        >>> Layout.parse("megatron:tp=2,pp=2").ranks
-        4
-        >>> Layout.parse("local,place=cpu,lora=8").reference
-        'local,lora=8'
-    """
-
-    text: str
-    name: str
-    ranks: int
-    dtype: str
-    options: dict[str, Any]
-
-    @classmethod
-    def parse(cls, text: str) -> Layout:
-        name, *parts = re.split("[:,]", text)
-        if name not in BACKENDS:
-            raise ValueError(f"layout {text!r}: there is no backend {name!r}; there are {', '.join(BACKENDS)}")
-        ranks, dtype, options = 1, "float32", {}
-        for part in parts:
-            key, equals, value = part.partition("=")
-            if equals:
-                options[key] = int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
-            elif part.isdigit():
-                ranks = int(part)
-            elif part == "bf16":
-                dtype = "bfloat16"
-            else:
-                raise ValueError(f"layout {text!r}: {part!r} is no number of ranks, bf16 or key=value")
-        if name == "megatron":
-            sizes = math.prod(int(options.get(key, 1)) for key in ("tp", "pp", "cp")) * int(options.pop("dp", 1))
-            ranks = max(ranks, sizes, int(options.get("ep", 1)))
-        return cls(text, name, ranks, dtype, options)
-
-    @property
-    def reference(self) -> str:
-        """The layout that it is compared with."""
-        return f"local,lora={self.options['lora']}" if "lora" in self.options else "local"
-
-    def make(self, folder: Path, shape: str, head: str, batch: Batch, device: str) -> Any:
-        """The backend for a head, with several micro-batches to the batch, whatever its lengths."""
-        options = {k: Lora(rank=v) if k == "lora" else v for k, v in self.options.items() if k != "place"}
-        optimizer = chain(clip_by_global_norm(CLIP), adamw(constant(RATES[shape]), weight_decay=0.01))
-        return BACKENDS[self.name](
-            folder / "model", optimizer, head=head, compute_dtype=self.dtype, device=device, deterministic=True,
-            max_tokens=max(256, 4 * int(batch.lengths.max())), **options,
-        )  # fmt: skip
-
-
-def _fsdp(*args: Any, **kwargs: Any) -> Any:
-    from verl_fn.backends.fsdp import Fsdp
-
-    return Fsdp(*args, **kwargs)
-
-
-def _megatron(*args: Any, **kwargs: Any) -> Any:
-    from verl_fn.backends.megatron import Megatron
-
-    if kwargs["device"] == "cpu":
-        runpy.run_path(str(Path(__file__).resolve().parents[1] / "tests/backends/megatron_on_cpu.py"))["install"]()
-    return Megatron(*args, **kwargs)
-
-
-BACKENDS: dict[str, Callable[..., Any]] = {"local": Local, "fsdp": _fsdp, "megatron": _megatron}
+def optimizer_of(shape: str) -> Optimizer:
+    """The optimizer of all layouts, which clips."""
+    return chain(clip_by_global_norm(CLIP), adamw(constant(RATES[shape]), weight_decay=0.01))
 
 
 def prepare(folder: Path, shape: str, text: str, losses: Sequence[str], batch: Batch, device: str) -> None:
     """For a reference, its batch, and for each head a state with moments."""
     (folder / text).mkdir()
     for head in {LOSSES[name][0] for name in losses}:
-        backend = Layout.parse(text).make(folder, shape, head, batch, device)
+        backend = Layout.parse(text).make(folder / "model", optimizer_of(shape), head, batch, device)
         state = backend.init(Key.from_seed(0))
         warm = cross_entropy() if head == "lm" else value_clip()
         noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
@@ -193,7 +122,7 @@ def first_step(
     head, make_loss = LOSSES[loss_name]
     held, loss = folder / layout.reference, make_loss()
     batch: Batch = torch.load(held / "batch.pt", weights_only=False)
-    backend = layout.make(folder, shape, head, batch, device)
+    backend = layout.make(folder / "model", optimizer_of(shape), head, batch, device)
     state = backend.restore(held / head)
     if (there := layout.options.get("place")) is not None:
         state = backend.place(state, params=there, optimizer=there)
@@ -260,7 +189,7 @@ def run_layout(
         RuntimeError: a rank failed; its own output is in the message, and the other ranks are ended.
     """
     layout = Layout.parse(text)
-    measure.say(f"{text}: {layout.ranks} processes")
+    measure.say(f"{text}{', the reference' if role == REFERENCE else ''}: ranks: {layout.ranks}")
     command = [sys.executable, "-m", "verl_fn.benchmarks.first_step", str(folder), shape, text, device, role, *losses]
     run_together(command, layout.ranks, text)
     return [json.loads((folder / f"{loss}.json").read_text()) for loss in losses]
@@ -276,6 +205,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--longest", type=int, default=64)
     parser.add_argument("--png", metavar="F", help="also draw the errors")
     args = parser.parse_args(argv)
+    if args.longest < 4:
+        parser.error("--longest must be at least 4")
     try:
         layouts = [Layout.parse(text) for text in args.layouts]
     except ValueError as error:
@@ -285,19 +216,19 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(name)
         new_model(folder / "model", chars="".join(map(chr, range(33, 93))), **SHAPES[args.shape])
         batch = ragged_batch(60, args.rows, args.longest)
-        print(f"{'layout':<32}{'loss':<7}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'cosine':>12}{'update':>10}"
-              f"{'from ref.':>11}{'2nd loss':>10}{'time':>9}   bars")  # fmt: skip
         for reference in dict.fromkeys(layout.reference for layout in layouts):
             measure.say(f"{reference}: making a state with moments")
             prepare(folder, args.shape, reference, args.losses, batch, args.device)
             wanted = run_layout(folder, args.shape, reference, args.losses, args.device, REFERENCE)
             _check_hard(dict(zip(args.losses, wanted, strict=True)))
+            dtypes = dict.fromkeys(layout.dtype for layout in layouts if layout.reference == reference)
+            _print_header(reference, dict(zip(args.losses, wanted, strict=True)), dtypes)
             bf16: dict[str, dict[str, Any]] = {}
             for layout in (one for one in layouts if one.reference == reference):
                 measured = run_layout(folder, args.shape, layout.text, args.losses, args.device)
                 for loss, ours, theirs in zip(args.losses, measured, wanted, strict=True):
                     results.append(_row(layout, loss, ours, theirs, bf16.get(loss)))
-                if layout.text == f"{reference}:bf16":
+                if layout.is_local_bf16:
                     bf16 = dict(zip(args.losses, measured, strict=True))
     about = {
         "lr": RATES[args.shape], "clip": CLIP, "shape": args.shape, "rows": args.rows, "margin": MARGIN, "bars": BARS,
@@ -318,6 +249,21 @@ def _check_hard(wanted: Mapping[str, dict[str, Any]]) -> None:
         raise RuntimeError(f"no gradient is longer than {CLIP}, to which it would be clipped: {norms}")
 
 
+def _print_header(reference: str, wanted: Mapping[str, dict[str, Any]], dtypes: Iterable[str]) -> None:
+    """Prints the table's header, the bars of these dtypes, and what the reference made."""
+    print(f"{'':<50}values   relative errors against {reference} in fp32")
+    print(f"{'layout':<32}{'loss':<7}{'loss':>10}{'grad norm':>11}{'loss':>10}{'grad norm':>11}{'gradient':>10}"
+          f"{'1-cosine':>10}{'update':>10}{'from ref.':>11}{'2nd loss':>10}{'time':>9}   bars")  # fmt: skip
+    for dtype in dtypes:
+        loss, norm, gradient, update = (
+            f"{BARS[dtype][kind]:.0e}" if kind in BARS[dtype] else "" for kind in BARS["float32"]
+        )
+        print(f"{'bars, ' + dtype:<60}{loss:>10}{norm:>11}{gradient:>10}{'':>20}{update:>11}")
+    for loss, result in wanted.items():
+        values = f"{result['loss']:10.4f}{result['grad_norm']:11.4f}{'':>72}{result['seconds']:8.2f}s"
+        print(f"{reference + ' (reference)':<32}{loss:<7}{values}", flush=True)
+
+
 def _row(
     layout: Layout, loss: str, result: dict[str, Any], wanted: dict[str, Any], bf16: dict[str, Any] | None
 ) -> dict[str, Any]:
@@ -330,9 +276,9 @@ def _row(
         bar = BESIDE_BF16.get(layout.name, 0.0)
         missed += [k for k, error in errors.items() if k.endswith("_bf16") and not error <= bar]
     print(
-        f"{layout.text:<32}{loss:<7}{errors['loss']:9.1e}{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}"
-        f"{1 - errors['cosine']:12.1e}{errors['update']:10.1e}{errors['update_from_reference']:11.1e}"
-        f"{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
+        f"{layout.text:<32}{loss:<7}{result['loss']:10.4f}{result['grad_norm']:11.4f}{errors['loss']:10.1e}"
+        f"{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}{1 - errors['cosine']:10.1e}{errors['update']:10.1e}"
+        f"{errors['update_from_reference']:11.1e}{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
         f"{'MISSED ' + ', '.join(missed) if missed else 'held'}",
         flush=True,
     )

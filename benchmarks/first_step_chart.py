@@ -29,12 +29,14 @@ def draw(results: list[dict[str, Any]], bars: dict[str, dict[str, float]], dtype
         for i, loss in enumerate(losses):
             rows = [r for r in results if r["loss"] == loss]
             at = [layouts.index(r["layout"]) + 0.24 * (i - (len(losses) - 1) / 2) for r in rows]
-            axis.plot([max(r["errors"][kind], least) for r in rows], at, f"C{i}o", ms=5, label=loss)
+            # At the right edge: 1 and more, and what is not finite.
+            shown = [max(r["errors"][kind], least) if r["errors"][kind] < 1 else 1 for r in rows]
+            axis.plot(shown, at, f"C{i}o", ms=5, label=loss, clip_on=False)
         for dtype in set(dtypes.values()):
             if (bar := bars[dtype].get(kind)) is not None:
                 axis.axvline(bar, color="C3", lw=1.2, ls="-" if dtype == "float32" else "--", label=f"bar, {dtype}")
         axis.set(xscale="log", xlim=(least / 3, 1), title=kind.replace("_", " "), xlabel="relative error")
-        axis.set_xticks([least, 1e-8, 1e-6, 1e-4, 1e-2, 1], ["≤1e-10", "1e-8", "1e-6", "1e-4", "1e-2", "1"])
+        axis.set_xticks([least, 1e-8, 1e-6, 1e-4, 1e-2, 1], ["≤1e-10", "1e-8", "1e-6", "1e-4", "1e-2", "≥1"])
         axis.minorticks_off()
         axis.grid(axis="x", alpha=0.25)
         for line in range(len(layouts) - 1):

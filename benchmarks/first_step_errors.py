@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -48,22 +48,25 @@ def compare_tensors(
         >>> errors["gradient"], errors["cosine"], errors["update"], errors["update_to_the_last_bit"] > 0
         (0.0, 1.0, 0.0, True)
     """
-    errors = {"gradient": 0.0, "cosine": 1.0}
+    every: dict[str, list[float]] = {"gradient": [], "cosine": []}
     for _, ours, theirs, size in _pairs("gradient", tensors, wanted, device):
-        errors["gradient"] = max(errors["gradient"], float((ours - theirs).norm()) / size)
+        every["gradient"].append(float((ours - theirs).norm()) / size)
         if float(theirs.norm()) == size:
-            errors["cosine"] = min(errors["cosine"], float((ours * theirs).sum() / ours.norm()) / size)
+            every["cosine"].append(float((ours * theirs).sum() / ours.norm()) / size)
     for kind, error in (("update", "update"), ("from_reference", "update_from_reference")):
-        errors |= {error: 0.0, f"{error}_to_the_last_bit": 0.0}
+        every |= {error: [], f"{error}_to_the_last_bit": []}
         for name, ours, theirs, size in _pairs(kind, tensors, wanted, device):
             gap = ours - theirs
-            exact = float(gap.norm()) / size
+            every[f"{error}_to_the_last_bit"].append(float(gap.norm()) / size)
             # How large the parameter is, before or after its update.
             large = before[name].to(device).double().abs() + theirs.abs()
-            counted = float(gap.where(gap.abs() > LAST_BIT * large, 0.0).norm()) / size
-            errors[f"{error}_to_the_last_bit"] = max(errors[f"{error}_to_the_last_bit"], exact)
-            errors[error] = max(errors[error], counted)
-    return errors
+            every[error].append(float(gap.masked_fill(gap.abs() <= LAST_BIT * large, 0.0).norm()) / size)
+    return {name: _worst(values, min if name == "cosine" else max) for name, values in every.items()}
+
+
+def _worst(values: Sequence[float], of: Callable[[Sequence[float]], float]) -> float:
+    """Returns the worst value; min and max pass over NaN."""
+    return math.nan if any(map(math.isnan, values)) else of(values)
 
 
 def _pairs(

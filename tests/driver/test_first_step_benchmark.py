@@ -1,10 +1,14 @@
-"""Ranks of the first step's benchmark end together, whatever they print."""
+"""The first step's benchmark: its ranks end together, and nothing that is wrong counts as held."""
 
+import math
 import os
 import sys
 
 import pytest
+import torch
 
+from verl_fn.benchmarks.first_step_errors import compare_tensors
+from verl_fn.benchmarks.first_step_layout import Layout
 from verl_fn.benchmarks.together import run_together
 
 FAILS = """
@@ -41,3 +45,26 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path):
 def test_a_rank_that_prints_much_lets_none_wait(tmp_path):
     run(TALKS, tmp_path / "done")
     assert (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("kind", ["gradient", "update", "from_reference"])
+def test_tensors_that_are_not_finite_miss_every_bar(kind):
+    wanted = {f"{name}.w": torch.ones(4) for name in ("gradient", "update", "from_reference")}
+    spoilt = {**wanted, f"{kind}.w": torch.tensor([math.nan, 1.0, 1.0, 1.0])}
+    errors = compare_tensors(spoilt, wanted, {"w": torch.ones(4)}, "cpu")
+    assert not errors["update_from_reference" if kind == "from_reference" else kind] < math.inf
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("fspd:2", "there is no backend 'fspd'"),
+        ("fsdp:x", "'x' is no number of ranks, bf16 or key=value"),
+        ("megatron:tp=2,foo=1", "megatron takes no option 'foo'"),
+        ("local:head=value", "local takes no option 'head'"),
+        ("local:2", "local is one process; fsdp:2 has so many ranks"),
+    ],
+)
+def test_layouts_that_are_refused(layout, message):
+    with pytest.raises(ValueError, match=message):
+        Layout.parse(layout)

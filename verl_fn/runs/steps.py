@@ -11,6 +11,7 @@ later, while engines draw what was asked for before. Which token is the first of
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from .state import RunState
 
 RANKS = "perf/ranks"
 ROWS_WAITING = "rollout/rows_waiting"
+NOT_RETURNED = "rollout/rows_dropped/engine"
 
 
 @attrs.frozen
@@ -87,7 +89,7 @@ def advance(
         raise RuntimeError(
             f"learn returned a state of step {after.step} after step {state.step}; it must add 1 to step"
         )
-    report |= _ledger(drawn, waiting, state.step, w)
+    report |= rows_of(drawn, waiting, state.step, w)
     if pace.in_flight:
         report |= w.get(w.call(before_update, experience.batch))
     # The config does not hold torchrun's number of processes, and a replay with another number rounds differently.
@@ -179,13 +181,26 @@ class _Ahead(Through):
         return None if version is None else version - self._steps
 
 
-def _ledger(drawn: Drawn, waiting: Sequence[Drawn], step: int, w: Workers) -> Report:
+def rows_of(drawn: Drawn, waiting: Sequence[Drawn], step: int, w: Workers) -> Report:
     """Returns the counts of rows that were asked for, and what became of them; empty where nothing was sampled."""
     if not drawn.samples:
         return {}
-    # The reward may return fewer rows than it was given.
-    returned = drawn.scored or tuple(w.call(pack, samples) for samples in drawn.samples)
-    counts = w.get([w.call(counts_of, batch) for batch in returned])
     dropped = w.get({reason: w.call(counts_of, rest) for reason, rest in drawn.experience.dropped.items()})
-    report: Report = w.get(w.call(ledger, counts, drawn.experience.batch, step, drawn.asked, dropped))
+
+    def counted(batches: Sequence[Any]) -> list[Counter[str]]:
+        counts: list[Counter[str]] = w.get([w.call(counts_of, batch) for batch in batches])
+        return counts
+
+    def report_of(returned: Sequence[Counter[str]]) -> Report:
+        report: Report = w.get(w.call(ledger, returned, drawn.experience.batch, step, drawn.asked, dropped))
+        return report
+
+    scored = counted(drawn.scored)
+    report = report_of(scored) if scored else {}
+    if not scored or report.get(NOT_RETURNED):
+        # Batches with scores exist already. Where rows lack, the samples tell the engine's from the reward's.
+        returned = counted([w.call(pack, samples) for samples in drawn.samples])
+        if len(scored) == len(returned) and (left_out := sum(returned, Counter()) - sum(scored, Counter())):
+            dropped["reward"] = left_out
+        report = report_of(returned)
     return report | {"rollout/rows_asked": drawn.asked, ROWS_WAITING: sum(other.asked for other in waiting)}

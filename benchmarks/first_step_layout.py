@@ -1,0 +1,102 @@
+"""The layouts of the first step's benchmark: a backend, its ranks and its options."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.rewards.worker import nearest
+from verl_fn.state import Batch
+from verl_fn.steps import Optimizer
+
+BACKENDS = {"local": "Local", "fsdp": "Fsdp", "megatron": "Megatron"}
+# The option that moves the state first, and the arguments of a backend that are no options of a layout.
+PLACE = "place"
+DECIDED = {"folder", "optimizer", "head", "compute_dtype", "device", "deterministic", "max_tokens"}
+
+
+def _class(name: str) -> Any:
+    return getattr(importlib.import_module(f"verl_fn.backends.{name}"), BACKENDS[name])
+
+
+@attrs.frozen
+class Layout:
+    """A backend, its ranks and its options.
+
+    Example:
+        >>> Layout.parse("fsdp:4,sp=2,bf16")
+        Layout(text='fsdp:4,sp=2,bf16', name='fsdp', ranks=4, dtype='bfloat16', options={'sp': 2})
+        >>> Layout.parse("megatron:tp=2,pp=2").ranks
+        4
+        >>> Layout.parse("local,place=cpu,lora=8").reference
+        'local,lora=8'
+        >>> Layout.parse("fsdp:2,spp=2")
+        Traceback (most recent call last):
+        ValueError: layout 'fsdp:2,spp=2': fsdp takes no option 'spp'; did you mean sp?
+    """
+
+    text: str
+    name: str
+    ranks: int
+    dtype: str
+    options: dict[str, Any]
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """Reads a layout.
+
+        Raises:
+            ValueError: there is no such backend, or it takes no such option.
+        """
+        name, *parts = re.split("[:,]", text)
+        if name not in BACKENDS:
+            raise ValueError(f"layout {text!r}: there is no backend {name!r}; there are {', '.join(BACKENDS)}")
+        taken = {PLACE, *inspect.signature(_class(name)).parameters} | ({"dp"} if name == "megatron" else set())
+        ranks, dtype, options = 1, "float32", {}
+        for part in parts:
+            key, equals, value = part.partition("=")
+            if equals and key not in taken - DECIDED:
+                raise ValueError(f"layout {text!r}: {name} takes no option {key!r}{nearest(key, taken - DECIDED)}")
+            elif equals:
+                options[key] = int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
+            elif part.isdigit():
+                ranks = int(part)
+            elif part == "bf16":
+                dtype = "bfloat16"
+            else:
+                raise ValueError(f"layout {text!r}: {part!r} is no number of ranks, bf16 or key=value")
+        if name == "local" and ranks > 1:
+            raise ValueError(f"layout {text!r}: local is one process; fsdp:{ranks} has so many ranks")
+        if name == "megatron":
+            sizes = math.prod(int(options.get(key, 1)) for key in ("tp", "pp", "cp")) * int(options.pop("dp", 1))
+            ranks = max(ranks, sizes, int(options.get("ep", 1)))
+        return cls(text, name, ranks, dtype, options)
+
+    @property
+    def reference(self) -> str:
+        """The layout that it is compared with."""
+        return f"local,lora={self.options['lora']}" if "lora" in self.options else "local"
+
+    @property
+    def is_local_bf16(self) -> bool:
+        """Whether layouts in bf16 are also compared with it."""
+        return (self.name, self.dtype) == ("local", "bfloat16") and set(self.options) <= {"lora"}
+
+    def make(self, model: Path, optimizer: Optimizer, head: str, batch: Batch, device: str) -> Any:
+        """The backend for a head, with several micro-batches to the batch, whatever its lengths."""
+        options = {k: Lora(rank=v) if k == "lora" else v for k, v in self.options.items() if k != PLACE}
+        if self.name == "megatron" and device == "cpu":
+            tests = Path(__file__).resolve().parents[1] / "tests"
+            runpy.run_path(str(tests / "backends/megatron_on_cpu.py"))["install"]()
+        return _class(self.name)(
+            model, optimizer, head=head, compute_dtype=self.dtype, device=device, deterministic=True,
+            max_tokens=max(256, 4 * int(batch.lengths.max())), **options,
+        )  # fmt: skip
