@@ -15,7 +15,7 @@ from verl_fn.state import check_ids, isolated
 More: TypeAlias = Callable[[list[Sample]], Sequence[Request] | None]
 """Gets the samples that have ended since the last call; returns requests to add, or None at the end."""
 
-# How long an engine that has nothing to draw lets go of its weights before it looks for new requests.
+# How long an engine without requests releases its weights before it looks for new ones.
 REST_SECONDS = 0.001
 
 
@@ -43,7 +43,7 @@ class Growing(Serving):
             requests = more(samples)
             if requests is None and drawing:
                 raise ValueError(
-                    f"more returned None while {len(drawing)} requests are drawn; return [] until they end"
+                    f"more returned None while {len(drawing)} requests are still drawn; return [] until they end"
                 )
             if requests:
                 self._check(requests)

@@ -8,6 +8,7 @@ parallelism and of all stages, and Megatron-Bridge's mappings make whole tensors
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -153,9 +154,13 @@ def _names(hub: str | Mapping[str, str]) -> list[str]:
     return [hub] if isinstance(hub, str) else list(hub.values())
 
 
+# Of Bridge's class of mappings, which all threads share.
+_EXCHANGE = threading.RLock()
+
+
 @contextlib.contextmanager
 def _without_exchange(shards: list[Tensor]) -> Iterator[None]:
-    """Gives Bridge's mappings what they would ask other ranks for: ``shards``, of which they are given the first."""
+    """Makes Bridge's mappings use ``shards``, of which they are given the first, instead of asking other ranks."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
     def from_tp(mapping: Any, tensor: Tensor) -> list[Tensor]:
@@ -168,11 +173,12 @@ def _without_exchange(shards: list[Tensor]) -> Iterator[None]:
         "gather_from_tp_ranks": from_tp,
         "gather_from_ep_ranks": lambda mapping, tensor, module, name: {str(name): tensor},
     }
-    before = {name: getattr(MegatronParamMapping, name) for name in given}
-    for name, function in given.items():
-        setattr(MegatronParamMapping, name, function)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
+    with _EXCHANGE:
+        before = {name: getattr(MegatronParamMapping, name) for name in given}
+        for name, function in given.items():
             setattr(MegatronParamMapping, name, function)
+        try:
+            yield
+        finally:
+            for name, function in before.items():
+                setattr(MegatronParamMapping, name, function)

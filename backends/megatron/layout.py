@@ -160,7 +160,7 @@ class Layout:
         from megatron.core import parallel_state
 
         module = vars(parallel_state)
-        # By the names that are known, since to look for them takes longer, and every tensor of a value comes here.
+        # By known names: a search would take longer, and this runs for every tensor.
         before = {name: module[name] for name in self.globals}
         _set(parallel_state, self.globals)
         try:

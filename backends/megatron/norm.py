@@ -9,9 +9,11 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Root mean square normalisation in fp32, scaled in the model's dtype; a zero-centred weight is scaled by 1 more.
+    """Root mean square normalisation in fp32, scaled in the model's dtype.
 
-    Megatron-Bridge takes a module of this name for a norm, whose weight every rank has.
+    A zero-centred weight w scales by 1 + w, in fp32.
+
+    Megatron-Bridge knows norms by the name of this class, and that every rank has their weights.
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467).
     """
@@ -26,5 +28,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Returns the normalised tensor, of the same shape and dtype."""
         wide = x.float()
-        scale = self.weight + 1 if self.centred else self.weight
-        return scale * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.centred:
+            return ((1 + self.weight.float()) * normed).to(x.dtype)
+        return self.weight * normed.to(x.dtype)

@@ -62,7 +62,7 @@ def run(
             if built.fully_sharded and total.requires_grad:
                 # Otherwise it begins with the hidden states, and would lose the gradient of the output layer.
                 total.register_hook(lambda g: built.ddp.module.pre_backward(skip_backward_hook=False))
-            # A number of tokens: Megatron then divides by nothing, and adds it up.
+            # A number of tokens, with which Megatron adds losses up and does not divide.
             return total, torch.zeros((), dtype=torch.int, device=hidden.device), reported
 
         return hidden, loss

@@ -44,7 +44,7 @@ STEPS_BETWEEN = 8
 
 
 class EngineError(RuntimeError):
-    """vLLM returned something else than it drew, or failed."""
+    """vLLM returned other tokens than were drawn, or failed."""
 
 
 class AsleepError(StaleWeightsError):
@@ -54,7 +54,7 @@ class AsleepError(StaleWeightsError):
 class Vllm(Growing):
     """A rollout engine on vLLM; see ``RolloutBackend``.
 
-    vLLM changes settings of the whole process, so the engine wants a process of its own. A tensor-parallel engine
+    vLLM changes settings of the whole process, so the engine needs a process of its own. A tensor-parallel engine
     starts one more for each GPU.
 
     Draws are those of the embedded engine, ``Sampler``: for the same weights and keys both give the same tokens,

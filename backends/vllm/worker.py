@@ -75,7 +75,7 @@ class Extension:
 
     @torch.inference_mode()
     def verl_fn_clear_cache(self) -> None:
-        """Fills the cache with zeros; NaN in it would spread to later rows, also from places that they do not read."""
+        """Fills the cache with zeros, since NaN spreads from it, also from places that no row reads."""
         for cache in pytree.tree_leaves(self.model_runner.kv_caches):
             cache.zero_()
 

@@ -58,7 +58,7 @@ def check_cuts(specs: Iterable[TensorSpec], cuts: Sequence[Cut]) -> None:
     if any(cut.edges != cuts[0].edges for cut in cuts):
         raise IncompleteWeights("ranks disagree about the rows that each of them sends")
     if (numbers := sorted(cut.number for cut in cuts)) != list(range(len(cuts))):
-        raise IncompleteWeights(f"weights were sent by the ranks {numbers}, and there are {len(cuts)} ranks")
+        raise IncompleteWeights(f"weights came from the ranks {numbers}, not from each of 0 to {len(cuts) - 1} once")
     for spec in specs:
         edges = cuts[0].edges.get(spec.name, ())
         whole = len(edges) == len(cuts) + 1 and (edges[0], edges[-1]) == (0, spec.rows)

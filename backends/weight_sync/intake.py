@@ -98,10 +98,10 @@ def arriving(
             done[chunk.name] += rows
         yield bucket
     if short := [spec for spec in specs.values() if done[spec.name] < spec.rows]:
-        first = short[0]
+        first, others = short[0], len(short) - 1
         raise IncompleteWeights(
-            f"the publication ended early: {first.name!r} has {done[first.name]} of {first.rows} rows, and "
-            f"{len(short) - 1} more tensors are not whole"
+            f"the publication ended early: {first.name!r} has {done[first.name]} of {first.rows} rows"
+            + (f", and {others} more tensors are not whole" if others else "")
         )
 
 

@@ -226,7 +226,7 @@ def requests_that_arrive():
     parts = iter([asked[:1], [attrs.evolve(asked[1], sampling=Sampling(5, temperature=0.5))]])
     with pytest.raises(ValueError, match="differ in max_tokens alone"):
         made.grow(lambda samples: next(parts), version=0)
-    for second, problem in ((None, "while 1 requests are drawn"), (asked[3:], "the id 3")):
+    for second, problem in ((None, "while 1 requests are still drawn"), (asked[3:], "the id 3")):
         parts = iter([asked[3:], second])
         with in_flight(made):
             with pytest.raises(ValueError, match=problem):

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -10,6 +11,7 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver import build
+from verl_fn.driver.remote_rollout import RemoteRollout
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.memory import phases
@@ -104,3 +106,23 @@ def test_vllm_takes_turns(ray_cluster, tmp_path, monkeypatch):
     assert calls() == ORDER
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 3 and max(row.get("training/rollout_probs_diff_max", 0.0) for row in rows) < 1e-4
+
+
+def test_an_engine_that_is_restarted_sleeps_and_wakes_like_the_others():
+    """With a part awake, that part is woken before weights of meanwhile are sent again."""
+    group = SimpleNamespace(members=[1], calls=[], run=lambda *args: None, scatter=lambda method, calls, beside: calls)
+    engines = RemoteRollout(SimpleNamespace(get=lambda ref: None), group, "rollout")
+
+    def restored():
+        return [call[2:3] + call[5:] if call[0] == "invoke" else call for call in engines.restore(0, ()).calls]
+
+    assert restored() == []
+    engines.sleep(2)
+    assert restored() == [("sleep", 2)]
+    engines.wake(["weights"])
+    assert restored() == [("sleep", 2), ("wake", ("weights",))]
+    engines.wake(["cache"])
+    assert restored() == []
+    engines.sleep(1)
+    engines.wake()
+    assert restored() == []

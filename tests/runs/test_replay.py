@@ -51,7 +51,7 @@ def test_the_first_value_that_differs_is_named(copy):
     change(copy / "metrics.jsonl", 3, lambda row: row.update({"actor/pg_loss": row["actor/pg_loss"] + 1e-9}))
     assert replay(copy, 3, say=SILENT).difference.startswith("metric actor/pg_loss: logged")
     change(copy / "journal.jsonl", 3, lambda row: row["samples"].update({".tokens": "0"}))
-    assert replay(copy, 3, say=SILENT).difference == "samples .tokens: another value than in the journal"
+    assert replay(copy, 3, say=SILENT).difference == "samples .tokens: differs from the journal"
 
 
 def test_a_step_of_several_processes_is_not_replayed_in_one(copy):
@@ -70,7 +70,7 @@ def test_a_run_over_several_processes_is_evaluated_in_one(copy, capsys):
 def test_a_state_that_differs_is_named_by_its_leaf(copy):
     name = ".params['model.norm.weight']"
     change(copy / "journal.jsonl", 3, lambda row: row["state"]["critic"].update({name: "0"}))
-    assert replay(copy, 3, say=SILENT).difference == f"state critic{name}: another value than in the journal"
+    assert replay(copy, 3, say=SILENT).difference == f"state critic{name}: differs from the journal"
 
 
 def test_another_learning_rate_is_seen_at_the_step_where_it_first_acts(copy):

@@ -18,6 +18,8 @@ from .remote import RemoteWeights
 from .restarts import Restoration
 from .sharing import in_order, shares
 
+PARTS = frozenset({"weights", "cache"})  # of an engine, which can sleep
+
 
 @attrs.define(eq=False)
 class _Publication:
@@ -60,7 +62,8 @@ class RemoteRollout:
         self._addresses: list[tuple[str, int]] = []
         # What engines that are restarted need again.
         self._publications: list[_Publication] = []
-        self._level = 0
+        # How deep they sleep, and what of them is awake nevertheless.
+        self._level, self._awake = 0, set(PARTS)
         if max_restarts:
             cluster.restart(group, max_restarts, self)
             cluster.before_update.append(self._keep_weights)
@@ -124,7 +127,7 @@ class RemoteRollout:
 
     def sleep(self, level: int = 2) -> Any:
         """See ``RolloutBackend``."""
-        self._level = level
+        self._level, self._awake = level, set()
         if level > 1:
             self._version = self._publishing = None
             self._publications.clear()
@@ -132,7 +135,8 @@ class RemoteRollout:
 
     def wake(self, tags: Sequence[str] = ()) -> Any:
         """See ``RolloutBackend``."""
-        self._level = 0
+        self._awake |= set(tags) or PARTS
+        self._level *= self._awake != PARTS
         return self._all("invoke", "wake", (), {}, tuple(tags))
 
     def _all(self, method: str, *args: Any, beside: bool = False) -> list[Any]:
@@ -191,7 +195,10 @@ class RemoteRollout:
                 # Whoever draws next publishes weights first, since the version is unknown.
                 self._version = self._publishing = None
         if self._level:
-            calls.append(("invoke", self._component, "sleep", (), {}, self._level))
+            sleep: tuple[Any, ...] = ("invoke", self._component, "sleep", (), {}, self._level)
+            wake: tuple[Any, ...] = ("invoke", self._component, "wake", (), {}, tuple(sorted(self._awake)))
+            # What came while a part was awake needs that part.
+            calls = [sleep, wake, *calls] if self._awake else [*calls, sleep]
         return Restoration(calls, sender)
 
     def _draws_first(self, engine: int) -> bool:

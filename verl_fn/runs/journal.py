@@ -156,5 +156,5 @@ def first_difference(recorded: Mapping[str, Any], now: Mapping[str, Any], kind: 
     before, after = (flat(line[kind]) for line in (recorded, now))
     for name in (*before, *after):
         if before.get(name) != after.get(name):
-            return f"{kind} {name.replace('..', '.')}: another value than in the journal"
+            return f"{kind} {name.replace('..', '.')}: differs from the journal"
     return None

@@ -1,7 +1,6 @@
 """Records what passes through the rollout engine and the reward while an algorithm draws experience.
 
-An algorithm decides itself how it samples. So this is seen from outside: engine and reward are wrapped, and pass
-everything through.
+An algorithm samples as it likes. So its engine and its reward are wrapped, and the wrappers record each call.
 """
 
 from __future__ import annotations
