@@ -22,6 +22,7 @@ from .correction import correct_advantages, importance_weights, rollout_gap, rol
 from .kl import AdaptiveKL, FixedKL, apply_kl_in_reward, kl_penalty
 from .losses import (
     Loss,
+    LossError,
     Term,
     bradley_terry,
     cdpo,
@@ -101,6 +102,7 @@ __all__ = [
     "GradTransform",
     "Linear",
     "Loss",
+    "LossError",
     "Optimizer",
     "SGDState",
     "Schedule",

@@ -84,7 +84,7 @@ class DrawingSampler(Sampler):
         partial = self.runner.discard_request_mask.np[:count]
         self._rows.append([-1 if skip else row for row, skip in zip(self._present_rows, partial, strict=True)])
         self._places.append(places)
-        # Where no logit is finite, the draw lies beyond the vocabulary, and its log-prob is NaN: an error once collected.
+        # Without a finite logit the draw is beyond the vocabulary, and its log-prob NaN: an error once collected.
         drawn = tokens.clamp(max=self.vocab - 1).to(torch.int32)
         return SamplerOutput(sampled_token_ids=drawn[:, None], logprobs_tensors=None)
 

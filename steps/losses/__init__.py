@@ -3,6 +3,7 @@
 from .contract import (
     Level,
     Loss,
+    LossError,
     Term,
     check_weights,
     loss,
@@ -26,6 +27,7 @@ from .value import value_clip
 __all__ = [
     "Level",
     "Loss",
+    "LossError",
     "Term",
     "bradley_terry",
     "cdpo",

@@ -10,7 +10,7 @@ averages and does not depend on micro-batches or ranks, and any two losses can b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeAlias
 
 import attrs
@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from verl_fn.errors import ArgumentError
+from verl_fn.errors import ArgumentError, UserError
 from verl_fn.state import PER_ROW, Batch, Metrics, Sum, TokenOutputs, Weighted, metrics
+from verl_fn.state.metrics import Metric
 
 from .guard import without_nan_gradients
 
@@ -28,6 +29,10 @@ LossFn: TypeAlias = Callable[[TokenOutputs, Batch], tuple[Float[Tensor, " N"], M
 
 WEIGHTS: dict[str, str] = {"token": "loss_weight", "row": "row_weight"}
 WRITERS: dict[str, str] = {"token": "steps.aggregate", "row": "steps.aggregate_rows"}
+
+
+class LossError(UserError, ValueError):
+    """A loss returned something else than one value for each token, or row, and metrics."""
 
 
 @attrs.frozen(eq=False)
@@ -53,9 +58,24 @@ class Term:
             raise ValueError(f"level is {self.level!r}; it must be {' or '.join(WEIGHTS)}")
 
     def values(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Returns the values times the factor, and the metrics, which are not multiplied."""
-        values, metrics = self.fn(outputs, batch)
-        return values if self.factor == 1.0 else self.factor * values, metrics
+        """Returns the values times the factor, and the metrics, which are not multiplied.
+
+        Raises:
+            LossError: the function returns something else.
+        """
+        returned, name = self.fn(outputs, batch), described(self.fn)
+        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor)):
+            raise LossError(f"{name} returns {_kind(returned)}; a loss returns its values and its metrics")
+        values, reported = returned
+        if not isinstance(reported, Mapping):
+            raise LossError(f"{name} returns {_kind(reported)} as its metrics; they are a dict by name")
+        for key, metric in reported.items():
+            if not isinstance(metric, Metric):
+                raise LossError(
+                    f"{name} returns {_kind(metric)} as the metric {key!r}, which does not add up over "
+                    "micro-batches; verl_fn.state has Weighted, Sum, Max, Min and Moments"
+                )
+        return values if self.factor == 1.0 else self.factor * values, reported
 
 
 @attrs.frozen(eq=False)
@@ -156,7 +176,8 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
 
     Raises:
         ArgumentError: ``loss`` is not a ``Loss``.
-        ValueError: a term does not return one value per token, or per row, or the batch has no weights for it.
+        LossError: a term does not return one value per token, or per row, and its metrics.
+        ValueError: the batch has no weights for a term.
 
     Example:
         >>> batch = Batch.from_rows([[1, 2]], {"loss_weight": [[0.0, 0.5]]})
@@ -171,7 +192,7 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
     for term in loss.terms:
         values, of_term = term.values(outputs, batch)
         # Adding before weighting rounds like a single loss function that computes all terms of the level.
-        _check_shape(values, batch, term.level)
+        _check_shape(values, batch, term)
         sums[term.level] = sums[term.level] + values if term.level in sums else values
         reported.append(of_term)
     totals = [_weighted(batch, values, level) for level, values in sums.items()]
@@ -291,10 +312,27 @@ def _weightless_rows(loss: Loss, batch: Batch) -> Tensor:
     return torch.stack(masks).all(0)
 
 
-def _check_shape(values: Tensor, batch: Batch, level: Level) -> None:
-    count, unit = (batch.num_tokens, "token") if level == "token" else (len(batch), "row")
+def _check_shape(values: Tensor, batch: Batch, term: Term) -> None:
+    count, unit = (batch.num_tokens, "token") if term.level == "token" else (len(batch), "row")
     if values.shape != (count,):
-        raise ValueError(
-            f"the loss has the shape {tuple(values.shape)} where the batch has {count} {unit}s; a {unit} loss "
-            f"returns one value per {unit}, and {WEIGHTS[level]} makes it a sum or a mean"
+        raise LossError(
+            f"{described(term.fn)} has the shape {tuple(values.shape)} where the batch has {count} {unit}s; a {unit} "
+            f"loss returns one value per {unit}, and {WEIGHTS[term.level]} makes it a sum or a mean"
         )
+
+
+def described(fn: Callable[..., object]) -> str:
+    """Returns the name and the place of a function, for errors.
+
+    Example:
+        >>> described(len), described(described)
+        ('the loss len', 'the loss described (...contract.py:...)')
+    """
+    name, code = getattr(fn, "__name__", type(fn).__name__), getattr(fn, "__code__", None)
+    return f"the loss {name}" + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in value)}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -23,7 +23,7 @@ from verl_fn.runs.prepare import prepare
 from verl_fn.runs.state import algorithm_of, initial_state
 from verl_fn.runs.steps import Pace, advance
 from verl_fn.state import DonatedError, Key, requests_for, tree
-from verl_fn.steps import aggregate, cross_entropy, frozen
+from verl_fn.steps import LossError, aggregate, cross_entropy, frozen
 
 OVERRIDES = [
     "data.train_batch_size=8", "data.val_size=16", "algorithm.ppo_mini_batch_size=4", "rollout.n=2",
@@ -68,6 +68,39 @@ def test_ray_and_one_process_are_the_same_run(ray_cluster, model, tmp_path):
     found = [p.relative_to(mine) for p in mine.rglob("*") if p.is_file()]
     assert len(found) > 10
     assert [str(p) for p in found if (mine / p).read_bytes() != (theirs / p).read_bytes()] == []
+
+
+def test_losses_and_estimators_of_files_travel_with_what_they_import(ray_cluster, model, tmp_path):
+    """Actors cannot import these files by name."""
+    (tmp_path / "beside.py").write_text("def doubled(x):\n    return 2.0 * x\n")
+    (tmp_path / "own.py").write_text(
+        "from beside import doubled\n"
+        "from verl_fn.steps import loss, token_mean\n"
+        "@loss(needs=['logprobs'])\n"
+        "def reinforce(outputs, batch):\n"
+        "    values = doubled(-batch['advantages'] * outputs.logprobs)\n"
+        "    return values, {'actor/mine': token_mean(batch, outputs.logprobs)}\n"
+        "@loss(needs=['logprobs'])\n"
+        "def wrong(outputs, batch):\n"
+        "    return outputs.logprobs.mean(), {}\n"
+        "def signs(batch):\n"
+        "    a = doubled(batch['response_mask'])\n"
+        "    return batch.with_tokens(advantages=a, returns=a)\n"
+    )
+    settings = [
+        "algorithm.name=grpo", "rollout.n=2", "data.train_batch_size=4", "data.val_size=4", "driver.kind=ray",
+        "actor.optim.lr=1e-3", "driver.num_threads=1", "algorithm.ppo_mini_batch_size=4", f"model.path={model}",
+        "trainer.total_training_steps=1", f"algorithm.adv_estimator={tmp_path}/own.py:signs", "driver.device=cpu",
+    ]  # fmt: skip
+
+    def run(name):
+        more = [f"algorithm.policy_loss={tmp_path}/own.py:{name}", f"trainer.dir={tmp_path / name}"]
+        train(make_plan(load(overrides=[*settings, *more])), lambda line: None)
+
+    run("reinforce")
+    assert read_metrics(tmp_path / "reinforce")[-1]["actor/mine"] < 0
+    with pytest.raises(LossError, match=r"the loss wrong \(.*own.py:7\) has the shape \(\)"):
+        run("wrong")
 
 
 def batch_of(w):

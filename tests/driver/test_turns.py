@@ -110,7 +110,7 @@ def test_vllm_takes_turns(ray_cluster, tmp_path, monkeypatch):
 
 def test_an_engine_that_is_restarted_sleeps_and_wakes_like_the_others():
     """With a part awake, that part is woken before weights of meanwhile are sent again."""
-    group = SimpleNamespace(members=[1], calls=[], run=lambda *args: None, scatter=lambda method, calls, beside: calls)
+    group = SimpleNamespace(members=[1], calls=[], run=lambda *_: None, scatter=lambda method, calls, beside: calls)
     engines = RemoteRollout(SimpleNamespace(get=lambda ref: None), group, "rollout")
 
     def restored():

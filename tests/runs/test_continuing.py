@@ -7,7 +7,9 @@ import shutil
 import pytest
 from run_configs import tiny_run
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError
+from verl_fn.data.tasks import TASKS
 from verl_fn.runs import inputs
 from verl_fn.runs.checkpoints import checkpoints, crc_of
 from verl_fn.runs.errors import RunError
@@ -52,8 +54,22 @@ def numbers(folder):
 def test_a_finished_run_says_so_before_it_loads_anything(tiny, copy, monkeypatch):
     for name in ("prepare", "workers"):
         monkeypatch.setattr(loop, name, lambda *args: pytest.fail("there is nothing to prepare"))
-    lines = said(tiny, copy)
-    assert lines == ["finished before: 2 steps of 2; nothing was done or changed"]
+    lines = said(tiny, copy, "data.train_batch_size=2")
+    assert lines[0] == "finished before, after 2 steps; nothing was done or changed"
+    assert "not used: another setting: data.train_batch_size: 4 -> 2" in lines
+    assert lines[-1] == f"for a run with these settings, choose another trainer.dir than {copy / 'a'}"
+
+
+def test_another_algorithm_or_model_in_the_folder_of_a_run(tiny, copy, tmp_path):
+    with pytest.raises(RunError, match=r"is of sft, and the config asks for grpo: choose another trainer.dir"):
+        train(tiny_run(tiny, copy / "a", "algorithm.name=grpo", "rollout.n=2"), SILENT)
+    longer, lines = "trainer.total_training_steps=3", []
+    moved = shutil.copytree(tiny, tmp_path / "moved")
+    train(plan(tiny, copy, f"model.path={moved}", longer), lines.append)
+    assert any("with the weights of the checkpoint, although model.path is another one" in line for line in lines)
+    deeper = new_model(tmp_path / "deeper", chars=TASKS["reverse"].alphabet, num_hidden_layers=3)
+    with pytest.raises(RunError, match=r"'hidden_size'.* differ. The tables model and data decide on the model"):
+        train(plan(tiny, copy, f"model.path={deeper}", "trainer.total_training_steps=4"), SILENT)
 
 
 def test_an_evaluation_that_fails_costs_nothing(tiny, copy, run, monkeypatch):
@@ -129,7 +145,7 @@ def test_lost_lines_of_the_log_are_reported(tiny, copy, kept, lost):
 
 def test_nothing_is_said_of_a_run_that_is_refused(tiny, copy):
     lines = []
-    with pytest.raises(RunError, match="is of sft with actor"):
+    with pytest.raises(RunError, match="is of sft, and the config asks for ppo"):
         train(plan(tiny, copy, "algorithm.name=ppo", "trainer.total_training_steps=3"), lines.append)
     assert not any("continuing" in line for line in lines)
 

@@ -115,6 +115,12 @@ def reinforce(outputs, batch):
 def by_group(outputs, batch):
     return -batch.sum_rows(outputs.logprobs), {}
 
+def alone(batch):
+    return batch["token_level_rewards"], batch["token_level_rewards"]
+
+def half(batch):
+    return batch.with_tokens(advantages=batch["token_level_rewards"])
+
 def signs(batch):
     rows = batch.sum_rows(batch["token_level_rewards"]) - 0.25
     advantages = batch.spread(rows.sign()) * batch["response_mask"]
@@ -138,4 +144,13 @@ def test_a_loss_and_an_estimator_of_ones_own(tiny, tmp_path):
     ):
         wrong = [*TINY, *more, f"algorithm.policy_loss={tmp_path}/parts.py:{name}", f"trainer.dir={tmp_path}/wrong"]
         with pytest.raises(ConfigError, match=rf"algorithm.policy_loss: .*{message}"):
+            train(make_plan(load(overrides=wrong)), silent)
+    for name, message in (("alone", "returns a tuple; an estimator returns"), ("half", "does not write returns")):
+        wrong = [
+            *TINY,
+            *more,
+            f"algorithm.adv_estimator={tmp_path}/parts.py:{name}",
+            f"trainer.dir={tmp_path}/{name}",
+        ]
+        with pytest.raises(ConfigError, match=rf"algorithm.adv_estimator: .*{message}"):
             train(make_plan(load(overrides=wrong)), silent)

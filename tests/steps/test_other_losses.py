@@ -8,7 +8,17 @@ import torch
 from step_builders import MULTI_TURN, assert_rows, flat, pack, ragged
 
 from verl_fn.state import Batch, TokenOutputs
-from verl_fn.steps import cross_entropy, entropy, kl_penalty, kl_to_reference, loss, ppo_clip, total_loss, value_clip
+from verl_fn.steps import (
+    LossError,
+    cross_entropy,
+    entropy,
+    kl_penalty,
+    kl_to_reference,
+    loss,
+    ppo_clip,
+    total_loss,
+    value_clip,
+)
 
 
 def run(term, batch, **outputs):
@@ -191,3 +201,26 @@ def test_a_loss_of_ones_own_names_its_needs():
     assert loss()(lambda outputs, batch: (outputs.logprobs, {})).needs == {"logprobs"}
     with pytest.raises(AttributeError, match=r"no 'values', only \['logprobs'\]"):
         product(TokenOutputs({"logprobs": torch.zeros(1)}), pack([[1]], 0)[0])
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda x: (x.mean(), {}), r"has the shape \(\) where the batch has 2 tokens"),
+        (lambda x: x, "returns a Tensor; a loss returns its values and its metrics"),
+        (lambda x: (x, {}, 1), "returns a tuple of Tensor, dict, int;"),
+        (lambda x: None, "returns None;"),
+        (lambda x: (x, None), "returns None as its metrics"),
+        (lambda x: (x, {"n": 3.0}), "returns a float as the metric 'n', which does not add up over micro-batches"),
+        (lambda x: (x, {"n": x.mean()}), "returns a Tensor as the metric 'n'"),
+    ],
+)
+def test_what_is_no_loss_is_named_with_its_place(returned, message):
+    @loss(needs=["logprobs"])
+    def mine(outputs, batch):
+        return returned(outputs.logprobs)
+
+    batch = Batch.from_rows([[1, 2]], {"loss_weight": [[0.5, 0.5]]})
+    for whole in (mine, mine + mine, 2.0 * mine):
+        with pytest.raises(LossError, match=rf"the loss mine \({__file__}:\d+\) {message}"):
+            total_loss(whole, TokenOutputs({"logprobs": torch.zeros(2)}), batch)

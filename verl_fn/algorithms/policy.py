@@ -178,13 +178,28 @@ def _corrected(batch: Batch, estimate: Callable[[Batch], Batch], options: Policy
     return correct_advantages(estimate(batch), options.rollout_is, **bounds)
 
 
+def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str) -> Batch:
+    """Returns the result of an estimator of the user.
+
+    Raises:
+        ConfigError: it is no batch, or lacks a field.
+    """
+    estimated = estimate(batch)
+    how = "an estimator returns batch.with_tokens(advantages=..., returns=...)"
+    if not isinstance(estimated, Batch):
+        raise ConfigError(f"algorithm.adv_estimator: {name} returns a {type(estimated).__name__}; {how}")
+    if missing := [field for field in ("advantages", "returns") if field not in estimated]:
+        raise ConfigError(f"algorithm.adv_estimator: {name} does not write {' and '.join(missing)}; {how}")
+    return estimated
+
+
 def _estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
     name = options.adv_estimator
     if is_reference(name):
         function = load_object(name, "algorithm.adv_estimator")
         if not callable(function):
             raise ConfigError(f"algorithm.adv_estimator: {name} is not a function from batch to batch")
-        return function
+        return functools.partial(_checked, estimate=function, name=name)
     if isinstance(options, PPO):
         return functools.partial(gae, gamma=options.gamma, lam=options.lam)
     by_std: dict[str, Any] = {"norm_adv_by_std": options.norm_adv_by_std_in_grpo}

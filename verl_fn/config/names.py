@@ -58,10 +58,21 @@ def load_object(reference: str, key: str) -> Any:
         ConfigError: the file or module cannot be imported, or has no such name.
     """
     module, _, name = reference.rpartition(":")
-    loaded = _load_module(module, key)
+    loaded = module_of(reference, key)
     if not hasattr(loaded, name):
         raise ConfigError(f"{key}: {module} has no {name!r}")
     return getattr(loaded, name)
+
+
+def module_of(reference: str, key: str) -> ModuleType:
+    """Imports the module of a reference; see ``load_object``."""
+    module = reference.rpartition(":")[0]
+    try:
+        return _load_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{key}: there is no file {error.filename}") from error
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(f"{key}: {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def source_file(reference: str) -> Path | None:
@@ -96,15 +107,6 @@ def options_class(factory: Callable[..., Any], key: str) -> type[Any]:
             "with an attrs class, its options: def mine(options: MyOptions) -> Algorithm"
         )
     return parameters[0]
-
-
-def _load_module(module: str, key: str) -> ModuleType:
-    try:
-        return _load_file(Path(module)) if module.endswith(".py") else importlib.import_module(module)
-    except FileNotFoundError as error:
-        raise ConfigError(f"{key}: there is no file {error.filename}") from error
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"{key}: {module} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def _load_file(file: Path) -> ModuleType:

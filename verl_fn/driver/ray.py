@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 
 import attrs
@@ -20,7 +21,7 @@ from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
-from verl_fn.config.names import is_reference, load_object
+from verl_fn.config.names import is_reference, module_of
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import RayConfig
 
@@ -113,12 +114,26 @@ def _about(cluster: Cluster, plan: Plan, device: str) -> str:
 
 
 def send_code(code: Sequence[str]) -> None:
-    """Makes functions of the user's own files travel as source, since actors cannot import those files by name."""
+    """Makes functions of the user's own files travel as source, since actors cannot import those files by name.
+
+    So do those of modules and packages beside such a file, which it may import.
+    """
     for reference in code:
         if is_reference(reference) and reference.rpartition(":")[0].endswith(".py"):
-            module = sys.modules.get(getattr(load_object(reference, "algorithm"), "__module__", ""))
-            if module is not None:
-                ray.cloudpickle.register_pickle_by_value(module)
+            module = module_of(reference, "algorithm")
+            for one in (module, *_beside(module)):
+                ray.cloudpickle.register_pickle_by_value(one)
+
+
+def _beside(module: ModuleType) -> list[ModuleType]:
+    """Returns the imported modules and packages that lie in the folder of a module."""
+    folder, found = Path(str(module.__file__)).parent, []
+    for name, one in list(sys.modules.items()):
+        file = Path(getattr(one, "__file__", None) or "/")
+        place = file.parent.parent if file.name == "__init__.py" else file.parent
+        if place == folder and "." not in name and name not in ("__main__", __name__.partition(".")[0]):
+            found.append(one)
+    return found
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ import attrs
 
 from verl_fn.algorithms import Workers
 from verl_fn.backends.checkpoint.state_folder import TENSORS, CheckpointError
+from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.tensor_file import sync
 from verl_fn.config import Plan
 from verl_fn.state import serial
@@ -116,6 +117,11 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
             raise RunError(f"{folder} is of a run with other settings of its algorithm: {error}") from error
         state = attrs.evolve(state, waiting=read_waiting(manifest.get("waiting", ()), folder))
         return state.with_roles({name: w.trainers[name].restore(folder / name) for name in plan.roles})
+    except ModelError as error:
+        raise RunError(
+            f"{error}. The tables model and data decide on the model: set them as they were, or choose another "
+            "trainer.dir"
+        ) from error
     except CheckpointError as error:
         raise RunError(f"{error}; {_intact_alternative(folder, Path(plan.trainer.dir))}") from error
 

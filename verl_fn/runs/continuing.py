@@ -98,7 +98,8 @@ def changes(run: Run, plan: Plan) -> list[str]:
     """Returns sentences about what has changed since the run was last trained: settings, inputs and logs.
 
     Raises:
-        RunError: a changed setting is part of the saved state, so changing it would have no effect.
+        RunError: a changed setting is part of the saved state, so changing it would have no effect, or the algorithm
+            is another one.
     """
     newest = run.latest()
     if newest is None or plan.trainer.resume_mode != "auto":
@@ -106,11 +107,17 @@ def changes(run: Run, plan: Plan) -> list[str]:
     changed = changed_keys(run.folder, plan.table)
     if changed:
         _refuse_parts_of_state(run, plan, changed)
-    sentences = [f"continuing with another setting: {key}: {values}" for key, values in changed.items()]
+    sentences = [_of_setting(key, values) for key, values in changed.items()]
     if isinstance(run, Follower):
         return sentences
     sentences += [f"continuing with another content of {file}" for file in changed_inputs(run.folder, run.inputs)]
     return sentences + _lost_lines(run, newest)
+
+
+def _of_setting(key: str, values: str) -> str:
+    if key == "model.path":
+        return f"continuing with the weights of the checkpoint, although model.path is another one: {values}"
+    return f"continuing with another setting: {key}: {values}"
 
 
 def _lost_lines(run: Run, newest: Path) -> list[str]:
@@ -127,6 +134,11 @@ def _lost_lines(run: Run, newest: Path) -> list[str]:
 
 def _refuse_parts_of_state(run: Run, plan: Plan, changed: dict[str, str]) -> None:
     before = make_plan(run_config(run.folder)[0])
+    if before.algorithm != plan.algorithm:
+        raise RunError(
+            f"the run in {run.folder} is of {before.algorithm}, and the config asks for {plan.algorithm}: choose "
+            f"another trainer.dir. The trained model is in {run.latest()}/{next(iter(before.roles))}"
+        )
     stored = _part_of_state(before, plan, list(changed))
     for key, values in changed.items():
         if key in stored:
@@ -147,7 +159,7 @@ def _refuse_parts_of_state(run: Run, plan: Plan, changed: dict[str, str]) -> Non
 
 def _part_of_state(before: Plan, now: Plan, changed: list[str]) -> list[str]:
     """Returns the changed keys that are part of the algorithm's state: the seed, and options that it stores."""
-    if before.algorithm != now.algorithm or before.roles.keys() != now.roles.keys():
+    if before.roles.keys() != now.roles.keys():
         return []
     stored = [SEED] if SEED in changed else []
     same_seed = attrs.evolve(now, trainer=attrs.evolve(now.trainer, seed=before.trainer.seed))

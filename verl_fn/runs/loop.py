@@ -65,8 +65,11 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
             origin = find_origin(plan, run)
             changed = changes(run, plan)
             if (ended := finished(plan, origin)) is not None:
-                steps = plan.trainer.total_training_steps
-                say(f"finished before: {ended.step} steps of {steps}; nothing was done or changed")
+                say(f"finished before, after {ended.step} steps; nothing was done or changed")
+                for sentence in changed:
+                    say(sentence.replace("continuing with", "not used:", 1))
+                if changed:
+                    say(f"for a run with these settings, choose another trainer.dir than {run.folder}")
                 return ended.evaluation
             source = prepare(plan, say)
         say(f"{_headline(plan)}; folder {run.folder}")
