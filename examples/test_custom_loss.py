@@ -46,7 +46,7 @@ def formula(outputs, row):
     """The loss once more, for one row and as plainly as possible."""
     values = []
     for t in range(len(row.tokens)):
-        ratio = (outputs.logprobs[t] - row["old_log_probs"][t]).exp()
+        ratio = (outputs.logprobs[t].detach() - row["old_log_probs"][t]).exp()
         values.append(-min(float(ratio), 2.0) * row["advantages"][t] * outputs.logprobs[t])
     return torch.stack(values)
 

@@ -33,7 +33,7 @@ def expect(function: str, kind: type, value: object) -> None:
     """
     if not isinstance(value, kind):
         hint = _INSTEAD.get((kind, type(value)))
-        wanted = _NAMES.get(kind, f"a {kind.__name__}")
+        wanted = _NAMES.get(kind, f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}")
         raise ArgumentError(
             f"{function} takes {wanted}, not a {type(value).__name__}" + (f": {hint}" if hint else "")
         )
@@ -49,6 +49,26 @@ def expect_state(function: str, state: object, batch: object) -> None:
     """Checks the arguments of ``forward_backward``."""
     expect(function, TrainState, state)
     expect(function, Batch, batch)
+
+
+def expect_tokens(batch: Batch, vocab: int) -> None:
+    """Checks that a model knows the tokens of a batch, which a GPU would only report long after.
+
+    Raises:
+        ValueError: it does not.
+
+    Example:
+        >>> expect_tokens(Batch.from_rows([[1], [2, 9]]), vocab=8)
+        Traceback (most recent call last):
+        ValueError: row 1 of the batch has the token id 9, and the model's are 0 to 7
+    """
+    # One on a GPU would have to be waited for.
+    if not batch.tokens.is_cpu:
+        return
+    unknown = (batch.tokens < 0) | (batch.tokens >= vocab)
+    if bool(unknown.any()):
+        row, token = int(batch.row_ids[unknown][0]), int(batch.tokens[unknown][0])
+        raise ValueError(f"row {row} of the batch has the token id {token}, and the model's are 0 to {vocab - 1}")
 
 
 def expect_update(state: object, grads: object) -> None:

@@ -115,7 +115,7 @@ def requests_for(
         ids: identify the prompts; by default 0, 1, 2 and so on.
 
     Raises:
-        ArgumentError: a prompt is not a sequence of integers.
+        ArgumentError: a prompt is not a sequence of integers, or the key is not a ``Key``.
         ValueError: the numbers of prompts and ids differ, or two prompts have the same id.
 
     Example:
@@ -124,6 +124,8 @@ def requests_for(
     """
     if isinstance(prompts, (str, bytes)):
         raise ArgumentError("prompts is a sequence of prompts, each a sequence of token ids; it is a string")
+    if not isinstance(key, Key):
+        raise ArgumentError(f"key is a Key, such as Key.from_seed(0), not a {type(key).__name__}")
     ids = range(len(prompts)) if ids is None else [operator.index(i) for i in ids]
     if len(ids) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts with {len(ids)} ids: there must be one id per prompt")

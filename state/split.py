@@ -208,7 +208,8 @@ def _units(batch: Batch, max_tokens: int, together: str | None) -> _Units:
     if sizes[longest] > max_tokens:
         raise ValueError(
             f"{_description(batch, groups[longest], together)} has {sizes[longest]} tokens, more than the budget of "
-            f"{max_tokens} per micro-batch; raise ppo_max_token_len_per_gpu or shorten prompts and responses"
+            f"{max_tokens} per micro-batch; raise the backend's max_tokens (ppo_max_token_len_per_gpu), or shorten "
+            "prompts and responses"
         )
     return _Units(groups, sizes)
 

@@ -205,6 +205,8 @@ def check_finished(folder: str | Path) -> None:
     Raises:
         CheckpointError: no save was finished there.
     """
+    if not Path(folder).is_dir():
+        raise CheckpointError(f"there is no folder {folder}")
     if not (Path(folder) / SCALARS).is_file():
         raise CheckpointError(
             f"{folder} does not hold this training state: it has no {SCALARS}, so its save was not finished, or it "

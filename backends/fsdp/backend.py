@@ -60,7 +60,7 @@ from verl_fn.state import (
     taken,
     tree,
 )
-from verl_fn.state.arguments import expect_params, expect_state, expect_update
+from verl_fn.state.arguments import expect, expect_params, expect_state, expect_update
 from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, check_weights, total_loss
 
@@ -116,6 +116,7 @@ class Fsdp:
         options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
         require_same(settings(Path(folder), optimizer, options))
         self.folder = Path(folder)
+        expect("Fsdp", Optimizer, optimizer)
         self.optimizer = optimizer
         self.layout = Layout.of(device, replicate=replicate, sp=sp)
         self.head = check_head(head)
@@ -393,7 +394,7 @@ class Fsdp:
     ) -> Share[Staged]:
         """Returns this rank's micro-batches, after comparing the call with those of the other ranks."""
         agree_on_call(self.layout, batch, wanted, state, together)
-        self._built().check_longest(int(batch.lengths.max()))
+        self._built().check_batch(batch)
         with one_thread():
             stage = functools.partial(Staged.of, device=self.device, group=self.layout.sequence)
             return share_out(self.layout, batch, self.max_tokens, stage, together)

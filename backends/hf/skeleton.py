@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.lora import Adapters, Lora, canonical, inject
-from verl_fn.state import Key, Params, SharedSetting
+from verl_fn.state import Batch, Key, Params, SharedSetting
+from verl_fn.state.arguments import expect_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -168,6 +169,15 @@ class Skeleton(nn.Module):
                 "attrs.evolve(state, params=attrs.evolve(state.params, trainable=...)), and choose again after "
                 "restore"
             )
+
+    def check_batch(self, batch: Batch) -> None:
+        """Raises an error for a batch that this model cannot compute.
+
+        Raises:
+            ValueError: a row is too long, or has a token that the model does not know.
+        """
+        self.check_longest(int(batch.lengths.max()))
+        expect_tokens(batch, self.config.get_text_config().vocab_size)
 
     def check_longest(self, tokens: int) -> None:
         """Raises an error for a row that is too long to be computed as it would be alone.

@@ -92,6 +92,7 @@ class Local:
         deterministic: bool = False,
     ) -> None:
         self.folder = Path(folder)
+        expect("Local", Optimizer, optimizer)
         self.optimizer = optimizer
         self.head = check_head(head)
         self.dtype = dtype_of(compute_dtype, "compute_dtype")
@@ -187,6 +188,7 @@ class Local:
         """
         expect_params("forward", params, batch)
         refuse_derivatives("forward", params, batch)
+        self._built().check_batch(batch)
         wanted = check_needs(self.head, needs, forward=True)
         with self._one_call():
             tensors = self._compute_tensors(params)
@@ -215,6 +217,7 @@ class Local:
         """
         expect_state("forward_backward", state, batch)
         refuse_derivatives("forward_backward", state, batch)
+        self._built().check_batch(batch)
         check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
         reported: Metrics = {}

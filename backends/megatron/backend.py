@@ -4,8 +4,7 @@ All ranks call each method together, with the same batch, and get the same metri
 backends, ``init_process_group("cpu:gloo,cuda:nccl")``: metrics and tensors on the CPU travel over gloo.
 
 A state is made of ordinary tensors: the elements that this rank owns of each parameter, in fp32, and their moments.
-Megatron's buffers hold a copy of them in the compute dtype, which is made anew where a call is given other values
-than the last one was.
+Megatron's buffers hold a copy of them in the compute dtype, made anew where a call gets other values than the last.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from verl_fn.state import (
     taken,
     tree,
 )
-from verl_fn.state.arguments import expect_params, expect_state, expect_update
+from verl_fn.state.arguments import expect, expect_params, expect_state, expect_update
 from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
 
 _BUSY = "another thread computes with this backend; ranks make its calls in one order, so make them from one thread"
@@ -120,6 +119,7 @@ class Megatron:
         options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
         require_same(settings(Path(folder), optimizer, options))
         self.folder = Path(folder)
+        expect("Megatron", Optimizer, optimizer)
         self.optimizer = optimizer
         self.layout = Layout.of(Sizes(tp, pp, cp, ep, sp))
         self.head = check_head(head)
@@ -128,9 +128,9 @@ class Megatron:
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
         check_updates_by(updates_by, optimizer)
+        fields = dict(provider or {})
         if fsdp:
             check_fully_sharded(self.layout.sizes, adapters=lora is not None, updates_by=updates_by)
-        fields = dict(provider or {})
         self._how = How(head, self.dtype, self.device, checkpointing, fields, lora, router_replay, updates_by, fsdp)
         self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
         self._model: Executor | None = None
@@ -385,7 +385,7 @@ class Megatron:
     ) -> Share[MicroBatch]:
         """Returns this rank's micro-batches, after comparing the call with those of the other ranks."""
         agree_on_call(self.layout, batch, wanted, state, together)
-        self._built().hollow.skeleton.check_longest(int(batch.lengths.max()))
+        self._built().hollow.skeleton.check_batch(batch)
         sizes, routers = self.layout.sizes, self._built().routers
         if routers is not None:
             routers.check(batch)

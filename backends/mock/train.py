@@ -38,7 +38,7 @@ from verl_fn.state import (
     split_by_tokens,
     tree,
 )
-from verl_fn.state.arguments import expect, expect_params, expect_state
+from verl_fn.state.arguments import expect, expect_params, expect_state, expect_tokens
 from verl_fn.state.serial import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
 from verl_fn.steps.losses.contract import check_fields
@@ -174,6 +174,7 @@ class Mock:
         self._called("forward")
         expect_params("forward", params, batch)
         refuse_derivatives("forward", params, batch)
+        expect_tokens(batch, self.vocab_size)
         wanted = _check_needs(needs, NEEDS | CONSTANT_NEEDS)
         split = split_by_tokens(batch, self.max_tokens)
         return split.join_outputs([TokenOutputs(_Lookup.of(params, part).outputs(wanted)) for part in split])
@@ -190,6 +191,7 @@ class Mock:
         self._called("forward_backward")
         expect_state("forward_backward", state, batch)
         refuse_derivatives("forward_backward", state, batch)
+        expect_tokens(batch, self.vocab_size)
         check_weights(loss, batch)
         wanted = _check_needs(loss.needs, NEEDS)
         params = tree.map_tensors(Tensor.detach, state.params)

@@ -63,7 +63,12 @@ class Term:
         Raises:
             LossError: the function returns something else.
         """
-        returned, name = self.fn(outputs, batch), described(self.fn)
+        name = described(self.fn)
+        try:
+            returned = self.fn(outputs, batch)
+        except Exception as error:
+            error.add_note(f"raised in {name}")
+            raise
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor)):
             raise LossError(f"{name} returns {_kind(returned)}; a loss returns its values and its metrics")
         values, reported = returned
@@ -129,6 +134,8 @@ class Loss:
         return total, metrics.merge(*(reported for _, reported in parts))
 
     def __add__(self, other: Loss) -> Loss:
+        if not isinstance(other, Loss):
+            return NotImplemented
         return Loss((*self.terms, *other.terms))
 
     def __mul__(self, factor: float) -> Loss:

@@ -265,6 +265,12 @@ def refused(folder, options):
     return error_of(lambda: megatron(folder, options).init(KEY))
 
 
+def refused_token(folder, options):
+    backend, batch = megatron(folder, options), tiny_batch()
+    batch = attrs.evolve(batch, tokens=batch.tokens - 100)
+    return error_of(lambda: backend.forward(backend.init(KEY).params, batch))
+
+
 def refused_need(folder, options, need):
     backend = megatron(folder, options)
     params = backend.init(KEY).params

@@ -233,6 +233,12 @@ def refused(folder, options):
         return f"{type(error).__name__}: {error}"
 
 
+def refused_token(folder):
+    backend, batch = Fsdp(folder, optimizer()), tiny_batch()
+    batch = attrs.evolve(batch, tokens=batch.tokens - 100)
+    return error_of(lambda: backend.forward(backend.init(KEY).params, batch))
+
+
 def save(folder, into, options):
     """A trained state, written; its digests by the whole."""
     backend, batch = Fsdp(folder, optimizer(), max_tokens=24, **options), tiny_batch()

@@ -189,6 +189,8 @@ def test_arguments_of_other_kinds_are_named(tiny, name):
         "forward_backward takes a TrainState, not a Params: pass the whole state": lambda: backend.forward_backward(
             state.params, batch, LOSS
         ),
+        "Local takes an Optimizer, not a type": lambda: Local(tiny, torch.optim.AdamW),
+        "key is a Key, such as .*, not a int": lambda: requests_for([[1]], Sampling(1), 0),
         "a loss is a Loss, not a function": lambda: backend.forward_backward(state, batch, ppo_clip),
         "apply_update takes .*Grads.*, not a dict": lambda: backend.apply_update(state, {}),
         "apply_update takes .*Grads.*, not a tuple": lambda: backend.apply_update(state, grads),
@@ -198,6 +200,21 @@ def test_arguments_of_other_kinds_are_named(tiny, name):
         with pytest.raises(ArgumentError, match=message):
             call()
     assert not is_donated(state) and not is_donated(grads[0])
+
+
+@pytest.mark.parametrize("name", ["local", "mock"])
+@pytest.mark.parametrize("token", [-100, 10**6])
+def test_tokens_that_the_model_does_not_know_are_named(tiny, name, token):
+    backend, batch = BACKENDS[name](tiny), tiny_batch()
+    tokens = batch.tokens.clone()
+    tokens[int(batch.cu_seqlens[1])] = token
+    state, batch = backend.init(Key.from_seed(0)), attrs.evolve(batch, tokens=tokens)
+    for call in (
+        lambda: backend.forward(state.params, batch),
+        lambda: backend.forward_backward(state, batch, LOSS),
+    ):
+        with pytest.raises(ValueError, match=rf"row 1 of the batch has the token id {token}, and the model's"):
+            call()
 
 
 def test_a_class_that_derives_from_the_kind_is_accepted():

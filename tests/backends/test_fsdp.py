@@ -193,6 +193,10 @@ def test_layouts_that_do_not_fit_are_refused(four, folder, options, message):
     assert all(message in error for error in four.run("refused", folder, options))
 
 
+def test_tokens_that_the_model_does_not_know_are_named(four, folder):
+    assert all("row 0 of the batch has the token id -" in error for error in four.run("refused_token", folder))
+
+
 def test_sequence_parallelism_wants_heads_to_share(four, tmp_path):
     three = new_model(tmp_path, chars="abcd", hidden_size=24, num_attention_heads=6, num_key_value_heads=3)
     assert all("does not divide the model's 6 attention heads" in t for t in four.run("refused", three, {"sp": 4}))

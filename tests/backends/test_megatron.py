@@ -360,6 +360,7 @@ def test_what_does_not_fit_is_refused(four, folder, options, message):
 
 def test_outputs_of_another_head_are_refused(two, folder):
     assert all("a lm model gives" in error for error in call(two, "refused_need", folder, {}, "values"))
+    assert all("row 0 of the batch has the token id -" in error for error in call(two, "refused_token", folder, {}))
 
 
 def test_a_family_that_bridge_does_not_know_is_refused(two, tmp_path):
