@@ -42,7 +42,7 @@ def test_recipes_load_and_round_trip(recipe):
         ("actor.optim.lr=true", "actor.optim.lr: expected a number, got True"),
         ("rollout.n=1.5", "rollout.n: expected a whole number, got 1.5"),
         ("rollout.n=0", "rollout.n: must be >= 1: 0"),
-        ("driver.kind=slurm", "driver.kind: must be in"),
+        ("driver.kind=slurm", "driver.kind: must be local or ray"),
         ("driver.deterministic=1", "driver.deterministic: expected true or false, got 1"),
         ("actor.optim.betas=[0.9]", "actor.optim.betas"),
         (
@@ -55,7 +55,7 @@ def test_recipes_load_and_round_trip(recipe):
         ("trainer.dir=~nosuchuser/x", "trainer.dir: '~nosuchuser/x' names the home of a user who does not exist"),
         ('data.train_files=["a", "b\\u0000"]', "data.train_files: 'b\\x00' has a null byte"),
         ("trainer.experiment_name=\udcff", "trainer.experiment_name: expected Unicode"),
-        ("trainer.stop_metric=loss", "trainer.stop_metric: must be in"),
+        ("trainer.stop_metric=loss", "trainer.stop_metric: must be acc or reward"),
     ],
 )
 def test_every_mistake_names_its_key(override, message):

@@ -40,7 +40,7 @@ def source(tokenizer, *overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.task=reasoning_gim:chain_sum"], r"data\.task: must be in .*reasoning_gym:SET"),
+        (["data.task=reasoning_gim:chain_sum"], r"data\.task: must be .*reasoning_gym:SET"),
         (["data.task=reasoning_gym:"], "different names of sets"),
         (["data.task=reasoning_gym:a,a"], "different names of sets"),
         ([TASK, "data.weights=[1.0]"], "data.weights has 1 values for the 2 sources of data.task"),

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
-from attrs.validators import ge, gt, in_, le
+from attrs.validators import ge, gt, le
 
 from .aggregation import Aggregation
 from .catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
-from .fields import MOST, ConfigError, opt, paths, sub
+from .fields import MOST, ConfigError, nearest, one_of, opt, paths, sub
 from .learners import Distill, Rejection
 from .names import is_reference
 from .preferences import DPO, RewardModel
@@ -25,7 +25,10 @@ def one_of_or_own(*choices: str) -> Callable[[Any, Any, str], None]:
     def check(instance: Any, attribute: Any, value: str) -> None:
         if value not in choices and not is_reference(value):
             known = ", ".join(choices)
-            raise ValueError(f"must be {known}, or an object of yours as FILE.py:NAME or MODULE:NAME (got {value!r})")
+            raise ValueError(
+                f"must be {known}, or an object of yours as FILE.py:NAME or MODULE:NAME (got {value!r})"
+                f"{nearest(value, choices)}"
+            )
 
     return check
 
@@ -40,7 +43,7 @@ def has_its_options(instance: Any, attribute: Any, value: str) -> None:
 class KLCtrl:
     """Options of the controller that sets the coefficient of the KL penalty in the reward."""
 
-    type: str = opt("fixed", "fixed or adaptive", in_(("fixed", "adaptive")))
+    type: str = opt("fixed", "fixed or adaptive", one_of("fixed", "adaptive"))
     kl_coef: float = opt(0.001, "coefficient of the KL penalty; the initial one if adaptive", ge(0), le(MOST))
     target_kl: float = opt(0.1, "KL that the adaptive controller aims at, in nats", gt(0), le(MOST))
     horizon: int = opt(10000, "rows over which the adaptive controller reacts", ge(1))
@@ -108,23 +111,25 @@ class PolicyOptimization(Aggregation):
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
     kl_loss_coef: float = opt(0.001, "weight of the KL in the loss", ge(0), le(MOST))
     kl_loss_type: str = opt(
-        "low_var_kl", "estimator of the KL in the loss: k1, k2, k3 (low_var_kl), abs, or one with +", in_(KL_TYPES)
+        "low_var_kl",
+        "estimator of the KL in the loss: k1, k2, k3 (low_var_kl), abs, or one with +",
+        one_of(*KL_TYPES),
     )
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = opt("kl", "estimator of the KL in the reward", in_(KL_TYPES))
+    kl_penalty: str = opt("kl", "estimator of the KL in the reward", one_of(*KL_TYPES))
     kl_ctrl: KLCtrl = sub(KLCtrl)
     rollout_is: str | None = opt(
         None,
         "importance weights of the advantages for samples that the rollout engine drew with other probabilities: "
         "token, sequence, geometric or off; by default token with driver.max_lag, otherwise off",
-        in_(("token", "sequence", "geometric", "off")),
+        one_of("token", "sequence", "geometric", "off"),
     )
     rollout_is_threshold: float = opt(2.0, "the largest importance weight", ge(1), le(MOST))
     rollout_is_threshold_lower: float = opt(0.0, "the smallest importance weight", ge(0), le(1))
     rollout_is_outside: str = opt(
         "truncate",
         "what becomes of weights outside the thresholds: truncate moves them to the threshold, mask makes them 0",
-        in_(("truncate", "mask")),
+        one_of("truncate", "mask"),
     )
     reward_model: str = paths(
         "", "model folder of a reward model, whose score is then the only reward of training responses"
@@ -243,7 +248,7 @@ class FilterGroups:
     enable: bool = opt(
         True, "leave out groups whose responses all have the same metric, and sample new prompts in their place"
     )
-    metric: str = opt("score", "what the responses of a group must differ in: score or acc", in_(("score", "acc")))
+    metric: str = opt("score", "what the responses of a group must differ in: score or acc", one_of("score", "acc"))
     max_num_gen_batches: int = opt(
         10,
         "most calls for samples in a step, the first included; it then goes on with the groups that there are",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
@@ -97,13 +98,35 @@ def all_or_some(instance: Any, attribute: Any, value: int) -> None:
         raise ValueError(f"must be -1, which keeps all, or at least 1 (got {value})")
 
 
+def nearest(value: object, known: Iterable[str]) -> str:
+    """Returns a suggestion of the name that was probably meant, or an empty string.
+
+    Example:
+        >>> nearest("bf16", ["float32", "bfloat16"]), nearest("x", ["cpu"])
+        ('; did you mean bfloat16?', '')
+    """
+    matches = difflib.get_close_matches(str(value), list(known), 1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def one_of(*choices: str) -> Callable[[Any, Any, str], None]:
+    """Returns a validator that checks that a string is one of ``choices``."""
+
+    def check(instance: Any, attribute: Any, value: str) -> None:
+        if value not in choices:
+            *first, last = choices
+            raise ValueError(f"must be {', '.join(first)} or {last} (got {value!r}){nearest(value, choices)}")
+
+    return check
+
+
 def each_in(*choices: str) -> Callable[..., Any]:
     """Returns a validator that checks that each of several strings is one of ``choices``."""
 
     def check(instance: Any, attribute: Any, values: tuple[str, ...]) -> None:
         for value in values:
             if value not in choices:
-                raise ValueError(f"must be of {choices} (got {value!r})")
+                raise ValueError(f"must be of {', '.join(choices)} (got {value!r}){nearest(value, choices)}")
 
     return check
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
-from attrs.validators import ge, in_, le
+from attrs.validators import ge, le
 
 from .aggregation import Aggregation
-from .fields import MOST, opt, paths
+from .fields import MOST, one_of, opt, paths
 from .roles import LearnsFrom, Role, one_a_step
 
 
@@ -18,7 +18,7 @@ class Distill(Aggregation):
 
     teacher: str = paths("", "model folder of the teacher; its tokenizer must be the student's")
     kl: str = opt(
-        "reverse", "reverse: KL(student || teacher); forward: KL(teacher || student)", in_(("reverse", "forward"))
+        "reverse", "reverse: KL(student || teacher); forward: KL(teacher || student)", one_of("reverse", "forward")
     )
     top_k: int = opt(
         0,

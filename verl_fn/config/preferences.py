@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import attrs
-from attrs.validators import ge, gt, in_, le, lt
+from attrs.validators import ge, gt, le, lt
 
-from .fields import MOST, opt
+from .fields import MOST, one_of, opt
 from .roles import LearnsFrom, Role, one_a_step
 
 LOSS_TYPES = ("dpo", "cdpo", "ipo", "simpo", "orpo", "kto")
@@ -24,7 +24,7 @@ OF_LOSS_TYPE: Mapping[str, tuple[str, ...]] = {
 class DPO:
     """Options of direct preference optimization and its family."""
 
-    loss_type: str = opt("dpo", "dpo, cdpo, ipo, simpo, orpo, or kto, which needs no pairs", in_(LOSS_TYPES))
+    loss_type: str = opt("dpo", "dpo, cdpo, ipo, simpo, orpo, or kto, which needs no pairs", one_of(*LOSS_TYPES))
     beta: float | None = opt(
         None,
         "scale of implicit rewards; orpo's weight of the odds ratio; by default 0.1, for simpo 2",

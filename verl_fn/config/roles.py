@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Literal, Protocol, TypeAlias
 
 import attrs
-from attrs.validators import in_
 
 LearnsFrom: TypeAlias = Literal["samples", "answers", "pairs", "labels"]
 """What an algorithm learns from: responses that it samples, the answers in the data, pairs of a preferred and another
@@ -30,7 +29,7 @@ class Role:
         True
     """
 
-    head: str = attrs.field(default="lm", validator=in_(("lm", "value")))
+    head: str = attrs.field(default="lm", validator=attrs.validators.in_(("lm", "value")))
     trained: bool = True
     copy_of: str | None = None
     path: str = ""

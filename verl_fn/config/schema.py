@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from attrs.validators import ge, gt, in_, le
+from attrs.validators import ge, gt, le
 
 from .algorithms import PPO, OverlongBuffer, PolicyOptimization
-from .fields import MOST, ConfigError, all_or_some, each_in, free, opt, paths, sub
+from .fields import MOST, ConfigError, all_or_some, each_in, free, one_of, opt, paths, sub
 from .names import is_reference
 from .scoring import EnvConfig, RewardConfig
 from .tasks import each_above_zero, is_task, reasoning_names, verifiers_name
@@ -33,7 +33,9 @@ class ValConfig:
 class RolloutConfig:
     """The rollout engine, and sampling in training."""
 
-    name: str = opt("sampler", "the rollout engine: sampler, which needs nothing else, or vllm", in_(ROLLOUT_ENGINES))
+    name: str = opt(
+        "sampler", "the rollout engine: sampler, which needs nothing else, or vllm", one_of(*ROLLOUT_ENGINES)
+    )
     n: int = opt(1, "responses per prompt", ge(1))
     temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST))
     top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some)
@@ -43,13 +45,13 @@ class RolloutConfig:
     placement: str = opt(
         "colocated",
         "colocated: engines share the training ranks' GPUs; apart: each has a GPU of its own if there are GPUs",
-        in_(("colocated", "apart")),
+        one_of("colocated", "apart"),
     )
-    dtype: str = opt("float32", "dtype of the engine", in_(("float32", "bfloat16")))
+    dtype: str = opt("float32", "dtype of the engine", one_of("float32", "bfloat16"))
     verify: str = opt(
         "first",
         "compare checksums of published weights: first, in the first publication of a run, or always",
-        in_(("first", "always")),
+        one_of("first", "always"),
     )
     in_flight_weight_updates: bool = opt(
         False,
@@ -76,7 +78,7 @@ class RolloutConfig:
         "merged",
         "vllm, with actor.lora_rank: publish adapters merged into the weights, or alone after one publication of "
         "the model",
-        in_(("merged", "alone")),
+        one_of("merged", "alone"),
     )
     engine_kwargs: Mapping[str, Any] = free("vllm: a table of further arguments of its EngineArgs")
     val_kwargs: ValConfig = sub(ValConfig)
@@ -166,7 +168,7 @@ class DriverConfig:
     """How the parts of a run are distributed over processes."""
 
     kind: str = opt(
-        "local", "local: this process; ray: rollout, reward and training as actors", in_(("local", "ray"))
+        "local", "local: this process; ray: rollout, reward and training as actors", one_of("local", "ray")
     )
     num_threads: int = opt(
         0,
@@ -174,7 +176,7 @@ class DriverConfig:
         ge(0),
         le(4096),
     )
-    device: str = opt("auto", "cpu, cuda, or auto", in_(("auto", "cpu", "cuda")))
+    device: str = opt("auto", "cpu, cuda, or auto", one_of("auto", "cpu", "cuda"))
     deterministic: bool = opt(True, "use only kernels whose results repeat bitwise")
     max_lag: int = opt(
         0,
@@ -198,7 +200,7 @@ class RayConfig:
     address: str = opt("", "a running cluster to use: auto, or host:port; if empty, one is started")
     runtime_env: str = paths("", "YAML file with Ray's runtime environment for the workers")
     placement: str = opt(
-        "PACK", "how Ray places the ranks on nodes", in_(("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"))
+        "PACK", "how Ray places the ranks on nodes", one_of("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
     )
     timeout: float = opt(600.0, "seconds after which a rank that others wait for counts as hung", gt(0), le(MOST))
 
@@ -215,12 +217,12 @@ class TrainerConfig:
     save_freq: int = opt(50, "steps between checkpoints; -1 only at the end", ge(-1))
     max_ckpt_to_keep: int = opt(2, "newest checkpoints to keep", ge(1))
     resume_mode: str = opt(
-        "auto", "auto continues the folder's last checkpoint; disable starts over", in_(("auto", "disable"))
+        "auto", "auto continues the folder's last checkpoint; disable starts over", one_of("auto", "disable")
     )
     resume_from_path: str | None = paths(None, "checkpoint of this or another run to start from (a fork)")
     stop_at: float | None = opt(None, "end the run when the held-out stop_metric reaches this", ge(-MOST), le(MOST))
     stop_metric: str = opt(
-        "acc", "acc, the share of right answers, or reward; means over all held-out answers", in_(("acc", "reward"))
+        "acc", "acc, the share of right answers, or reward; means over all held-out answers", one_of("acc", "reward")
     )
     log_freq: int = opt(1, "steps between lines on the screen", ge(1))
     logger: tuple[str, ...] = opt(
@@ -232,7 +234,7 @@ class TrainerConfig:
     journal: str = opt(
         "off",
         "record for replay: off; digests of each step's samples and state; or samples, which adds the samples",
-        in_(("off", "digests", "samples")),
+        one_of("off", "digests", "samples"),
     )
     max_skipped_steps: int = opt(
         5, "end the run after so many steps in a row without a finite gradient of a role", ge(1)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from attrs.validators import ge, gt, in_, le
+from attrs.validators import ge, gt, le
 
-from .fields import MOST, ConfigError, free, opt, paths
+from .fields import MOST, ConfigError, free, one_of, opt, paths
 from .judging import PATTERN, PROMPT, has_a_group, has_response, is_address
 
 
@@ -28,7 +28,7 @@ class RewardConfig:
         "chat",
         "judge: what is at its address: chat, a language model that is asked; pooling, a reward model that vLLM "
         "serves and that scores the tokens of a response with its prompt",
-        in_(("chat", "pooling")),
+        one_of("chat", "pooling"),
     )
     model: str = opt("", "judge: the name of its model")
     prompt: str = opt(

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from .fields import MOST
+from .fields import MOST, nearest
 from .names import absolute
 from .scoring import EnvConfig, RewardConfig
 
@@ -48,7 +48,10 @@ def is_task(instance: Any, attribute: Any, value: str) -> None:
     if verifiers_name(value):
         return
     if value not in TASK_NAMES and not names:
-        raise ValueError(f"must be in {TASK_NAMES}, {REASONING_GYM}SET or {VERIFIERS}NAME (got {value!r})")
+        known = ", ".join(TASK_NAMES)
+        raise ValueError(
+            f"must be {known}, {REASONING_GYM}SET or {VERIFIERS}NAME (got {value!r}){nearest(value, TASK_NAMES)}"
+        )
     if not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
         raise ValueError(f"must be {REASONING_GYM} and different names of sets, with commas between (got {value!r})")
 

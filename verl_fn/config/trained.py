@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
-from attrs.validators import ge, gt, in_, le
+from attrs.validators import ge, gt, le
 
-from .fields import MOST, each_below_one, free, opt, paths, sub
+from .fields import MOST, each_below_one, free, one_of, opt, paths, sub
 
 
 @attrs.frozen(kw_only=True)
@@ -20,7 +20,7 @@ class OptimConfig:
     eps: float = opt(1e-8, "AdamW's epsilon", gt(0), le(MOST))
     weight_decay: float = opt(0.01, "decoupled weight decay", ge(0), le(MOST))
     clip_grad: float = opt(1.0, "global gradient norm above which gradients are clipped", gt(0), le(1e30))
-    lr_scheduler_type: str = opt("constant", "constant, linear or cosine", in_(("constant", "linear", "cosine")))
+    lr_scheduler_type: str = opt("constant", "constant, linear or cosine", one_of("constant", "linear", "cosine"))
     lr_warmup_steps: int = opt(
         0,
         "updates of linear warm-up from 0; a step has ppo_epochs * ceil(train_batch_size / ppo_mini_batch_size) of "
@@ -55,7 +55,7 @@ class MegatronConfig:
     optimizer: str = opt(
         "verl_fn",
         "who computes updates from the optim table: verl_fn, or megatron, whose distributed optimizer does",
-        in_(("verl_fn", "megatron")),
+        one_of("verl_fn", "megatron"),
     )
 
 
@@ -70,7 +70,7 @@ class RouterReplayConfig:
         "disabled",
         "in updates, tokens go to the experts of the pass for old log-probs (R2), or in both to those of the rollout "
         "engine (R3); for megatron",
-        in_(("disabled", "R2", "R3")),
+        one_of("disabled", "R2", "R3"),
     )
 
 
@@ -79,11 +79,11 @@ class TrainedConfig:
     """What the tables of the actor and of the critic have in common."""
 
     optim: OptimConfig = sub(OptimConfig)
-    strategy: str | None = opt("local", "local: one process; fsdp and megatron: over all ranks", in_(STRATEGIES))
+    strategy: str | None = opt("local", "local: one process; fsdp and megatron: over all ranks", one_of(*STRATEGIES))
     fsdp_config: FsdpConfig = sub(FsdpConfig)
     megatron: MegatronConfig = sub(MegatronConfig)
     ppo_max_token_len_per_gpu: int = opt(16384, "most tokens of a micro-batch; no row may be longer", ge(1))
-    dtype: str = opt("float32", "compute dtype; masters are fp32", in_(("float32", "bfloat16")))
+    dtype: str = opt("float32", "compute dtype; masters are fp32", one_of("float32", "bfloat16"))
     enable_gradient_checkpointing: bool = opt(False, "recompute each layer in the backward pass")
     lora_rank: int = opt(0, "rank of the LoRA adapters; 0 trains all parameters", ge(0), le(2**16))
     lora_alpha: float = opt(16.0, "adapters are scaled by lora_alpha / lora_rank", gt(0), le(MOST))
@@ -110,6 +110,6 @@ class CriticConfig(TrainedConfig):
 
     optim: CriticOptimConfig = sub(CriticOptimConfig)
     strategy: str | None = opt(
-        None, "local, fsdp or megatron; by default the actor's, with the actor's layout", in_(STRATEGIES)
+        None, "local, fsdp or megatron; by default the actor's, with the actor's layout", one_of(*STRATEGIES)
     )
     path: str | None = paths(None, "model folder of the critic, by default the actor's")

@@ -27,8 +27,12 @@ def numbers(report: Mapping[str, float]) -> str:
     Example:
         >>> numbers({"critic/score/mean": 0.51234, "perf/throughput": 12345.6})
         'reward 0.512  tok/s 12,346'
+        >>> numbers({"actor/grad_norm": float("nan"), "actor/update_skipped": 1.0})
+        'grad nan  updates skipped'
     """
-    return "  ".join(f"{label} {report[name]:{form}}" for name, label, form in NUMBERS if name in report)
+    parts = [f"{label} {report[name]:{form}}" for name, label, form in NUMBERS if name in report]
+    skipped = any(name.endswith("/update_skipped") and value for name, value in report.items())
+    return "  ".join([*parts, *["updates skipped"] * skipped])
 
 
 def duration(seconds: float) -> str:
