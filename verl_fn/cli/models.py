@@ -8,12 +8,18 @@ from pathlib import Path
 
 
 def model_of(path: str) -> tuple[Path, Path | None]:
-    """Returns the model folder that a path stands for, and the run that it belongs to, if any."""
+    """Returns the model folder that a path stands for, and the run that it belongs to, if any.
+
+    Raises:
+        RunError: there is no such folder, or it is a run that has saved nothing yet.
+    """
     from verl_fn.runs.checkpoints import MANIFEST, checkpoints
     from verl_fn.runs.errors import RunError
     from verl_fn.runs.state import run_of
 
     folder = Path(path)
+    if not folder.is_dir():
+        raise RunError(f"there is no folder {folder}; name a run, a checkpoint or a model")
     if (folder / "config.toml").is_file():
         saved = checkpoints(folder)
         if not saved:

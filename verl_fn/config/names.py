@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from .fields import ConfigError, check_path, home
+from .fields import ConfigError, check_path, home, nearest
 
 
 def is_reference(value: str) -> bool:
@@ -60,7 +60,8 @@ def load_object(reference: str, key: str) -> Any:
     module, _, name = reference.rpartition(":")
     loaded = module_of(reference, key)
     if not hasattr(loaded, name):
-        raise ConfigError(f"{key}: {module} has no {name!r}")
+        names = [known for known in vars(loaded) if not known.startswith("_")]
+        raise ConfigError(f"{key}: {module} has no {name!r}{nearest(name, names)}")
     return getattr(loaded, name)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .fields import ConfigError
+from .fields import ConfigError, nearest
 
 Table: typing.TypeAlias = dict[str, Any]
 
@@ -24,7 +24,8 @@ def read_table(path: str | Path | None) -> Table:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        beside = {str(file) for file in Path(path).parent.glob("*.toml")}
+        raise ConfigError(f"{path} cannot be read: {error.strerror}{nearest(path, sorted(beside))}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 
