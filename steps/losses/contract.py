@@ -10,6 +10,7 @@ averages and does not depend on micro-batches or ranks, and any two losses can b
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeAlias
 
@@ -205,6 +206,9 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
     totals = [_weighted(batch, values, level) for level, values in sums.items()]
     total = sum(totals[1:], totals[0])
     if not total.requires_grad:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in outputs.by_name.values()):
+            names = " and ".join(described(term.fn) for term in loss.terms)
+            warnings.warn(f"the gradient is zero: no output with a gradient reaches {names}", stacklevel=2)
         # The gradient of a loss that does not depend on the outputs is zero, and not an error of autograd.
         total = total + sum(t[:0].sum() for t in outputs.by_name.values())
     return total, metrics.merge(*reported)

@@ -1,6 +1,7 @@
 """Value loss, entropy, KL to the reference and cross-entropy, and how losses combine."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -224,3 +225,17 @@ def test_what_is_no_loss_is_named_with_its_place(returned, message):
     for whole in (mine, mine + mine, 2.0 * mine):
         with pytest.raises(LossError, match=rf"the loss mine \({__file__}:\d+\) {message}"):
             total_loss(whole, TokenOutputs({"logprobs": torch.zeros(2)}), batch)
+
+
+def test_a_loss_without_a_gradient_warns():
+    @loss(needs=["logprobs"])
+    def mine(outputs, batch):
+        return -outputs.logprobs.detach(), {}
+
+    batch = Batch.from_rows([[1, 2]], {"loss_weight": [[0.5, 0.5]]})
+    outputs = TokenOutputs({"logprobs": torch.zeros(2, requires_grad=True)})
+    with pytest.warns(UserWarning, match=r"the gradient is zero: no output with a gradient reaches the loss mine"):
+        total_loss(mine, outputs, batch)[0].backward()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        total_loss(mine, outputs, batch)
