@@ -287,8 +287,10 @@ def test_what_has_no_adapters_is_not_exported_as_some(tiny, tmp_path):
 
 
 def test_a_folder_without_a_state_is_told_before_its_adapters(tiny, tmp_path):
-    with pytest.raises(CheckpointError, match=r"no train_state\.json"):
-        Local(tiny, TX, lora=LORA).restore(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    for name, message in (("empty", r"no train_state\.json"), ("nowhere", "there is no folder")):
+        with pytest.raises(CheckpointError, match=message):
+            Local(tiny, TX, lora=LORA).restore(tmp_path / name)
 
 
 def test_a_batch_of_one_token_rows_has_gradients_of_zero(tiny):

@@ -92,7 +92,7 @@ def test_the_guilty_rank_is_told(case, model):
         ranks.get(found)
     told = str(caught.value)
     if kind == "raise":
-        assert "only here" in told and caught.value.__notes__ == ["raised in trainer rank 1"]
+        assert "only here" in told and caught.value.__notes__[-1] == "raised in trainer rank 1"
     else:
         verb = "died" if kind == "kill" else "hangs"
         assert told.startswith(f"trainer rank 1 (pid {second.pid}) {verb}")
