@@ -188,9 +188,9 @@ class Local:
         """
         expect_params("forward", params, batch)
         refuse_derivatives("forward", params, batch)
-        self._built().check_batch(batch)
         wanted = check_needs(self.head, needs, forward=True)
         with self._one_call():
+            self._built().check_batch(batch)
             tensors = self._compute_tensors(params)
             split = split_by_tokens(batch, self.max_tokens)
             parts: list[TokenOutputs] = []
@@ -217,11 +217,11 @@ class Local:
         """
         expect_state("forward_backward", state, batch)
         refuse_derivatives("forward_backward", state, batch)
-        self._built().check_batch(batch)
         check_weights(loss, batch)
         wanted = check_needs(self.head, loss.needs)
         reported: Metrics = {}
         with self._one_call(gradients=True):
+            self._built().check_batch(batch)
             tensors = self._compute_tensors(state.params)
             leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
             tensors |= leaves
