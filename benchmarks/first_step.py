@@ -191,6 +191,8 @@ def run_layout(
     layout = Layout.parse(text)
     measure.say(f"{text}{', the reference' if role == REFERENCE else ''}: ranks: {layout.ranks}")
     command = [sys.executable, "-m", "verl_fn.benchmarks.first_step", str(folder), shape, text, device, role, *losses]
+    for loss in losses:
+        (folder / f"{loss}.json").unlink(missing_ok=True)
     run_together(command, layout.ranks, text)
     return [json.loads((folder / f"{loss}.json").read_text()) for loss in losses]
 

@@ -20,6 +20,7 @@ from verl_fn.steps import Optimizer
 BACKENDS = {"local": "Local", "fsdp": "Fsdp", "megatron": "Megatron"}
 # The option that moves the state first, and the arguments of a backend that are no options of a layout.
 PLACE = "place"
+COUNTS = {"tp", "pp", "cp", "dp", "ep", "replicate", "lora"}
 DECIDED = {"folder", "optimizer", "head", "compute_dtype", "device", "deterministic", "max_tokens"}
 
 
@@ -65,6 +66,8 @@ class Layout:
             key, equals, value = part.partition("=")
             if equals and key not in taken - DECIDED:
                 raise ValueError(f"layout {text!r}: {name} takes no option {key!r}{nearest(key, taken - DECIDED)}")
+            elif equals and key in COUNTS and not (value.isdigit() and int(value)):
+                raise ValueError(f"layout {text!r}: {key} is {value!r}; it must be a number from 1")
             elif equals:
                 options[key] = int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
             elif part.isdigit():
@@ -72,9 +75,9 @@ class Layout:
             elif part == "bf16":
                 dtype = "bfloat16"
             else:
-                raise ValueError(f"layout {text!r}: {part!r} is no number of ranks, bf16 or key=value")
-        if name == "local" and ranks > 1:
-            raise ValueError(f"layout {text!r}: local is one process; fsdp:{ranks} has so many ranks")
+                raise ValueError(f"layout {text!r}: {part!r} is neither a number of ranks nor bf16 nor key=value")
+        if ranks < 1 or (name == "local" and ranks > 1):
+            raise ValueError(f"layout {text!r}: local has one rank, and fsdp:2 has two")
         if name == "megatron":
             sizes = math.prod(int(options.get(key, 1)) for key in ("tp", "pp", "cp")) * int(options.pop("dp", 1))
             ranks = max(ranks, sizes, int(options.get("ep", 1)))

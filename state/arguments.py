@@ -9,9 +9,10 @@ from .train import Grads, Params, TrainState
 
 _NAMES: dict[type, str] = {Grads: "the Grads that forward_backward returned"}
 _INSTEAD = {
-    (Params, TrainState): "pass state.params",
-    (TrainState, Params): "pass the whole state, which has the parameters",
-    (Grads, tuple): "it also returned metrics; pass the first of the two",
+    ("Params", "TrainState"): "pass state.params",
+    ("TrainState", "Params"): "pass the whole state, which has the parameters",
+    ("Grads", "tuple"): "it also returned metrics; pass the first of the two",
+    ("Optimizer", "NoneType"): "frozen() is one that trains nothing",
 }
 
 
@@ -32,7 +33,7 @@ def expect(function: str, kind: type, value: object) -> None:
         verl_fn.errors.ArgumentError: forward takes a Batch, not a list
     """
     if not isinstance(value, kind):
-        hint = _INSTEAD.get((kind, type(value)))
+        hint = _INSTEAD.get((kind.__name__, type(value).__name__))
         wanted = _NAMES.get(kind, f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}")
         raise ArgumentError(
             f"{function} takes {wanted}, not a {type(value).__name__}" + (f": {hint}" if hint else "")

@@ -220,7 +220,8 @@ def pack(samples: Sequence[Sample]) -> Batch:
     reason in ``END_REASONS``), ``env_score``, ``env_acc`` and ``env_turns``.
 
     Raises:
-        ValueError: there are no samples, or only some of them are of conversations or have ``routed_experts``.
+        ValueError: there are no samples, one has no tokens, or only some of them are of conversations or have
+            ``routed_experts``.
 
     Example:
         >>> one = Sample(7, 0, torch.tensor([5]), torch.tensor([6, 2]), torch.tensor([-0.5, -0.1]), None,
@@ -231,6 +232,8 @@ def pack(samples: Sequence[Sample]) -> Batch:
     """
     if not samples:
         raise ValueError("there are no samples to pack")
+    if empty := [s for s in samples if not len(s.tokens)]:
+        raise ValueError(f"sample {empty[0].number} of request {empty[0].request} has no tokens")
     batch = Batch.from_rows([torch.cat([s.prompt, s.tokens]) for s in samples])
     prompt_length = torch.tensor([len(s.prompt) for s in samples])
     of_response = batch.positions >= batch.spread(prompt_length)

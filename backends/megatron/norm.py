@@ -13,7 +13,7 @@ class RMSNorm(nn.Module):
 
     A zero-centred weight w scales by 1 + w, in fp32.
 
-    Megatron-Bridge knows norms by the name of this class, and that every rank has their weights.
+    By the name of this class Megatron-Bridge knows that it is a norm, whose weights every rank has whole.
 
     Source: Zhang and Sennrich 2019 (arXiv 1910.07467).
     """

@@ -62,7 +62,7 @@ def run(
             if built.fully_sharded and total.requires_grad:
                 # Otherwise it begins with the hidden states, and would lose the gradient of the output layer.
                 total.register_hook(lambda g: built.ddp.module.pre_backward(skip_backward_hook=False))
-            # A number of tokens, with which Megatron adds losses up and does not divide.
+            # With a number of tokens Megatron adds the losses up without dividing.
             return total, torch.zeros((), dtype=torch.int, device=hidden.device), reported
 
         return hidden, loss

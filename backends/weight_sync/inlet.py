@@ -111,7 +111,7 @@ class _Sender(End):
 
 def _checked(message: tuple[Any, ...]) -> tuple[Any, ...]:
     if message[0] == "failed":
-        raise SenderFailed(f"the sender failed: {message[1]}")
+        raise SenderFailed(f"the sender failed: {message[2]}")
     return message
 
 
@@ -143,7 +143,8 @@ class Inlet:
         """Receives the next source and passes it to ``publish``.
 
         Args:
-            version: the version that the weights must have.
+            version: the version that the weights must have. One that failed should not be sent again, since a sender
+                that is late cannot be told from one that repeats it.
             publish: reads the source.
 
         Raises:
@@ -180,21 +181,24 @@ class Inlet:
             # They were closed between two publications, after which senders connect again.
             self.close()
         else:
-            for sender, message in zip(self._senders, messages, strict=True):
-                sender.announced(message)
-        self._drop_left_over(version)
+            arrived = list(zip(self._senders, messages, strict=True))
+            self._senders = [sender for sender, message in arrived if not self._left_over(sender, message, version)]
+            for sender, message in arrived:
+                if sender in self._senders:
+                    sender.announced(message)
         while len(self._senders) < max((_count(sender) for sender in self._senders), default=1):
             sender = _Sender(self._accepted())
-            self._senders.append(sender)
-            sender.announced(receive_message(sender.open))
-            self._drop_left_over(version)
+            message = receive_message(sender.open)
+            if not self._left_over(sender, message, version):
+                self._senders.append(sender)
+                sender.announced(message)
 
-    def _drop_left_over(self, version: int) -> None:
-        """Sends those away who want to send what has failed before, since they waited while it failed."""
-        left_over = [s for s in self._senders if s.version != version and s.version in self._failed]
-        self._senders = [s for s in self._senders if s not in left_over]
-        for sender in left_over:
+    def _left_over(self, sender: _Sender, message: tuple[Any, ...], version: int) -> bool:
+        """Closes the connection of a sender whose first message is of a publication that has failed before."""
+        left_over = message[1] != version and message[1] in self._failed
+        if left_over:
             sender.close()
+        return left_over
 
     def _accepted(self) -> Connection:
         """Waits for a sender that knows the secret; others are sent away, also those that say nothing."""

@@ -209,16 +209,16 @@ class Outlet(End):
         with contextlib.suppress(SenderFailed):
             yield
 
-    def fail(self, error: BaseException) -> None:
-        """Tells the engine that the publication failed, also if it waits for the announcement."""
-        if not self.announced:
-            # The engine may have closed the old connection.
+    def fail(self, version: int, error: BaseException) -> None:
+        """Tells the engine that a publication failed, also if it waits for the announcement."""
+        # An engine says nothing before the announcement, so what can be read then is that it closed the connection.
+        if not self.announced and (self._connection is None or self._connection.poll()):
             self.close()
             with contextlib.suppress(AuthenticationError, OSError, EOFError):
                 self._connection = connected(self._address, self._secret, SECONDS_TO_ANSWER)
         if self._connection is not None:
             with contextlib.suppress(SenderFailed):
-                send_message(self._connection, ("failed", f"{type(error).__name__}: {error}"))
+                send_message(self._connection, ("failed", version, f"{type(error).__name__}: {error}"))
         self.close()
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ def send(outlets: Sequence[Outlet], version: int, source: WeightSource) -> None:
             outlet.end()
     except BaseException as error:
         for outlet in outlets:
-            outlet.fail(error)
+            outlet.fail(version, error)
         raise
 
 

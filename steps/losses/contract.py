@@ -10,6 +10,7 @@ averages and does not depend on micro-batches or ranks, and any two losses can b
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeAlias
@@ -33,7 +34,7 @@ WRITERS: dict[str, str] = {"token": "steps.aggregate", "row": "steps.aggregate_r
 
 
 class LossError(UserError, ValueError):
-    """A loss returned something else than one value for each token, or row, and metrics."""
+    """A loss did not return one value for each token, or row, and metrics."""
 
 
 @attrs.frozen(eq=False)
@@ -208,7 +209,7 @@ def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[T
     if not total.requires_grad:
         if torch.is_grad_enabled() and any(t.requires_grad for t in outputs.by_name.values()):
             names = " and ".join(described(term.fn) for term in loss.terms)
-            warnings.warn(f"the gradient is zero: no output with a gradient reaches {names}", stacklevel=2)
+            warnings.warn(f"the gradient of {names} is zero: it depends on no output of the model", stacklevel=2)
         # The gradient of a loss that does not depend on the outputs is zero, and not an error of autograd.
         total = total + sum(t[:0].sum() for t in outputs.by_name.values())
     return total, metrics.merge(*reported)
@@ -339,6 +340,7 @@ def described(fn: Callable[..., object]) -> str:
         >>> described(len), described(described)
         ('the loss len', 'the loss described (...contract.py:...)')
     """
+    fn = inspect.unwrap(getattr(fn, "func", fn))
     name, code = getattr(fn, "__name__", type(fn).__name__), getattr(fn, "__code__", None)
     return f"the loss {name}" + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
 

@@ -125,14 +125,45 @@ def test_a_kind_of_staging_that_cannot_be_made_is_passed_over(monkeypatch):
     assert published([one], outlets, 1) and outlets[0].kind == "socket"
 
 
+class Fails:
+    """A source that fails before it is announced."""
+
+    @property
+    def specs(self):
+        raise RuntimeError("this rank died")
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+@pytest.mark.parametrize("engine", ["first", "last"])
+def test_a_rank_that_fails_before_the_announcement_ends_the_publication_for_all(failing, engine):
+    """Over connections that are open, whether the engine waits already or only comes later."""
+    one = inlet()
+    outlets = outlets_to(one, one, one)
+    assert published_by_ranks(one, outlets, 1)
+    receiving = Call(one.receive, 2, take) if engine == "first" else None
+    assert isinstance(Call(send, [outlets[failing]], 2, Fails()).end(), RuntimeError)
+    others = [Call(send, [outlets[rank]], 2, thirds(rank)) for rank in range(3) if rank != failing]
+    receiving = receiving or Call(one.receive, 2, take)
+    assert isinstance(receiving.end(), SenderFailed) and "this rank died" in str(receiving.result)
+    assert [call.end() for call in others] == [None, None]
+    assert published_by_ranks(one, outlets, 3)
+
+
+def test_ranks_that_all_fail_do_not_spoil_the_next_publication():
+    one = inlet()
+    outlets = outlets_to(one, one, one)
+    receiving = Call(one.receive, 1, take)
+    failing = [Call(send, [of_rank], 1, Fails()) for of_rank in outlets]
+    assert isinstance(receiving.end(), SenderFailed)
+    receiving = Call(one.receive, 2, take)
+    assert all(isinstance(call.end(), RuntimeError) for call in failing)
+    calls = [Call(send, [of_rank], 2, thirds(rank)) for rank, of_rank in enumerate(outlets)]
+    assert [call.end() for call in (receiving, *calls)] == [None] * 4
+
+
 def test_a_rank_that_waits_to_connect_while_a_publication_fails_does_not_spoil_the_next():
     one = inlet()
     outlets = outlets_to(one, one, one)
-
-    class Fails:
-        @property
-        def specs(self):
-            raise RuntimeError("this rank died")
 
     receiving = Call(one.receive, 1, take)
     assert isinstance(Call(send, outlets[:1], 1, Fails()).end(), RuntimeError)

@@ -59,10 +59,13 @@ def test_tensors_that_are_not_finite_miss_every_bar(kind):
     ("layout", "message"),
     [
         ("fspd:2", "there is no backend 'fspd'"),
-        ("fsdp:x", "'x' is no number of ranks, bf16 or key=value"),
+        ("fsdp:x", "'x' is neither a number of ranks nor bf16 nor key=value"),
+        ("fsdp:0", "local has one rank, and fsdp:2 has two"),
+        ("megatron:tp=x", "tp is 'x'; it must be a number from 1"),
+        ("fsdp:2,lora=0", "lora is '0'; it must be a number from 1"),
         ("megatron:tp=2,foo=1", "megatron takes no option 'foo'"),
         ("local:head=value", "local takes no option 'head'"),
-        ("local:2", "local is one process; fsdp:2 has so many ranks"),
+        ("local:2", "local has one rank, and fsdp:2 has two"),
     ],
 )
 def test_layouts_that_are_refused(layout, message):

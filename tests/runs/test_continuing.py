@@ -55,13 +55,13 @@ def test_a_finished_run_says_so_before_it_loads_anything(tiny, copy, monkeypatch
     for name in ("prepare", "workers"):
         monkeypatch.setattr(loop, name, lambda *args: pytest.fail("there is nothing to prepare"))
     lines = said(tiny, copy, "data.train_batch_size=2")
-    assert lines[0] == "finished before, after 2 steps; nothing was done or changed"
-    assert "not used: another setting: data.train_batch_size: 4 -> 2" in lines
+    assert lines[0] == "this run has finished, after 2 steps; nothing was done or changed"
+    assert "not used: data.train_batch_size: 4 -> 2" in lines
     assert lines[-1] == f"for a run with these settings, choose another trainer.dir than {copy / 'a'}"
 
 
 def test_another_algorithm_or_model_in_the_folder_of_a_run(tiny, copy, tmp_path):
-    with pytest.raises(RunError, match=r"is of sft, and the config asks for grpo: choose another trainer.dir"):
+    with pytest.raises(RunError, match=r"was trained with sft, and the config asks for grpo: choose another"):
         train(tiny_run(tiny, copy / "a", "algorithm.name=grpo", "rollout.n=2"), SILENT)
     longer, lines = "trainer.total_training_steps=3", []
     moved = shutil.copytree(tiny, tmp_path / "moved")
@@ -145,7 +145,7 @@ def test_lost_lines_of_the_log_are_reported(tiny, copy, kept, lost):
 
 def test_nothing_is_said_of_a_run_that_is_refused(tiny, copy):
     lines = []
-    with pytest.raises(RunError, match="is of sft, and the config asks for ppo"):
+    with pytest.raises(RunError, match="was trained with sft, and the config asks for ppo"):
         train(plan(tiny, copy, "algorithm.name=ppo", "trainer.total_training_steps=3"), lines.append)
     assert not any("continuing" in line for line in lines)
 

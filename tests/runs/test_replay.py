@@ -127,7 +127,7 @@ def test_a_finished_run_is_left_as_it_is(run, tiny, copy):
     lines = []
     more = ["algorithm.name=ppo", "trainer.journal=samples", "algorithm.use_kl_in_reward=true", "trainer.save_freq=2"]
     train(tiny_run(tiny, copy, *more, "actor.optim.lr=0.5"), lines.append)
-    assert "finished before, after 3 steps; nothing was done or changed" in lines[0]
+    assert "this run has finished, after 3 steps; nothing was done or changed" in lines[0]
     assert {p: p.read_bytes() for p in copy.rglob("*") if p.is_file() and p.name != ".lock"} == {
         p: data for p, data in before.items() if p.name != ".lock"
     }

@@ -151,7 +151,7 @@ def test_a_folder_of_another_run_is_not_written_over(model, tmp_path):
     before = (tmp_path / "config.toml").read_text()
     for more, message in (
         (["trainer.resume_mode=disable"], "checkpoints of another run"),
-        ([], "is of sft, and the config asks for grpo"),
+        ([], "was trained with sft, and the config asks for grpo"),
     ):
         with pytest.raises(RunError, match=message):
             train(config(model, tmp_path, "grpo", "trainer.total_training_steps=2", *more), lambda line: None)

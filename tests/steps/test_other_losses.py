@@ -234,7 +234,7 @@ def test_a_loss_without_a_gradient_warns():
 
     batch = Batch.from_rows([[1, 2]], {"loss_weight": [[0.5, 0.5]]})
     outputs = TokenOutputs({"logprobs": torch.zeros(2, requires_grad=True)})
-    with pytest.warns(UserWarning, match=r"the gradient is zero: no output with a gradient reaches the loss mine"):
+    with pytest.warns(UserWarning, match=r"the gradient of the loss mine"):
         total_loss(mine, outputs, batch)[0].backward()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")

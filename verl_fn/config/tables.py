@@ -24,8 +24,9 @@ def read_table(path: str | Path | None) -> Table:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        beside = {str(file) for file in Path(path).parent.glob("*.toml")}
-        raise ConfigError(f"{path} cannot be read: {error.strerror}{nearest(path, sorted(beside))}") from error
+        beside = sorted({str(file) for file in Path(path).parent.glob("*.toml")} - {str(path)})
+        hint = nearest(path, beside) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{path} cannot be read: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
 

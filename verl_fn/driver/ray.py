@@ -131,7 +131,8 @@ def _beside(module: ModuleType) -> list[ModuleType]:
     for name, one in list(sys.modules.items()):
         file = Path(getattr(one, "__file__", None) or "/")
         place = file.parent.parent if file.name == "__init__.py" else file.parent
-        if place == folder and "." not in name and name not in ("__main__", __name__.partition(".")[0]):
+        top = "." not in name and name == getattr(one, "__name__", "") and name != __name__.partition(".")[0]
+        if place == folder and top and name != "__main__":
             found.append(one)
     return found
 

@@ -62,7 +62,7 @@ class RemoteRollout:
         self._addresses: list[tuple[str, int]] = []
         # What engines that are restarted need again.
         self._publications: list[_Publication] = []
-        # How deep they sleep, and what of them is awake nevertheless.
+        # Their level of sleep, and the parts that are awake.
         self._level, self._awake = 0, set(PARTS)
         if max_restarts:
             cluster.restart(group, max_restarts, self)
@@ -197,8 +197,9 @@ class RemoteRollout:
         if self._level:
             sleep: tuple[Any, ...] = ("invoke", self._component, "sleep", (), {}, self._level)
             wake: tuple[Any, ...] = ("invoke", self._component, "wake", (), {}, tuple(sorted(self._awake)))
-            # What came while a part was awake needs that part.
-            calls = [sleep, wake, *calls] if self._awake else [*calls, sleep]
+            states = [sleep, wake] if self._awake else [sleep]
+            # What came while the weights were awake needs them so.
+            calls = [*states, *calls] if "weights" in self._awake else [*calls, *states]
         return Restoration(calls, sender)
 
     def _draws_first(self, engine: int) -> bool:

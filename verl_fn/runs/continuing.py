@@ -101,10 +101,9 @@ def changes(run: Run, plan: Plan) -> list[str]:
         RunError: a changed setting is part of the saved state, so changing it would have no effect, or the algorithm
             is another one.
     """
-    newest = run.latest()
+    newest, changed = run.latest(), other_settings(run, plan)
     if newest is None or plan.trainer.resume_mode != "auto":
         return []
-    changed = changed_keys(run.folder, plan.table)
     if changed:
         _refuse_parts_of_state(run, plan, changed)
     sentences = [_of_setting(key, values) for key, values in changed.items()]
@@ -112,6 +111,13 @@ def changes(run: Run, plan: Plan) -> list[str]:
         return sentences
     sentences += [f"continuing with another content of {file}" for file in changed_inputs(run.folder, run.inputs)]
     return sentences + _lost_lines(run, newest)
+
+
+def other_settings(run: Run, plan: Plan) -> dict[str, str]:
+    """Returns, by key, how settings differ from those that the run was last trained with."""
+    if run.latest() is None or plan.trainer.resume_mode != "auto":
+        return {}
+    return changed_keys(run.folder, plan.table)
 
 
 def _of_setting(key: str, values: str) -> str:
@@ -136,8 +142,8 @@ def _refuse_parts_of_state(run: Run, plan: Plan, changed: dict[str, str]) -> Non
     before = make_plan(run_config(run.folder)[0])
     if before.algorithm != plan.algorithm:
         raise RunError(
-            f"the run in {run.folder} is of {before.algorithm}, and the config asks for {plan.algorithm}: choose "
-            f"another trainer.dir. The trained model is in {run.latest()}/{next(iter(before.roles))}"
+            f"the run in {run.folder} was trained with {before.algorithm}, and the config asks for {plan.algorithm}: "
+            f"choose another trainer.dir. The trained model is in {run.latest()}/{next(iter(before.roles))}"
         )
     stored = _part_of_state(before, plan, list(changed))
     for key, values in changed.items():

@@ -31,6 +31,17 @@ def counts_of(batch: Batch) -> Counter[str]:
     return counts
 
 
+def without_failures(counts: Sequence[Counter[str]]) -> Counter[str]:
+    """Returns the numbers of rows and of sampled tokens but for those of conversations whose environment failed.
+
+    Example:
+        >>> without_failures([Counter({"rows": 3, "tokens": 9, "rows/env_crashed": 1, "tokens/env_crashed": 2})])
+        Counter({'tokens': 7, 'rows': 2})
+    """
+    whole: Counter[str] = sum(counts, Counter())
+    return Counter({k: whole[k] - sum(whole[f"{k}/{reason}"] for reason in FAILURES) for k in ("rows", "tokens")})
+
+
 def ledger(
     returned: Sequence[Counter[str]],
     learned: Batch,

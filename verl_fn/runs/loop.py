@@ -14,7 +14,7 @@ from verl_fn.driver import ranks
 from verl_fn.state import Params
 
 from .checkpoints import restore, step_of
-from .continuing import changes, find_origin, finished, goal_reached
+from .continuing import changes, find_origin, finished, goal_reached, other_settings
 from .errors import RunError
 from .evaluate import check_goal, evaluation_line, validate
 from .folder import Follower, Run, run_config
@@ -65,10 +65,10 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
             origin = find_origin(plan, run)
             changed = changes(run, plan)
             if (ended := finished(plan, origin)) is not None:
-                say(f"finished before, after {ended.step} steps; nothing was done or changed")
-                for sentence in changed:
-                    say(sentence.replace("continuing with", "not used:", 1))
-                if changed:
+                say(f"this run has finished, after {ended.step} steps; nothing was done or changed")
+                if unused := other_settings(run, plan):
+                    for key, values in unused.items():
+                        say(f"not used: {key}: {values}")
                     say(f"for a run with these settings, choose another trainer.dir than {run.folder}")
                 return ended.evaluation
             source = prepare(plan, say)

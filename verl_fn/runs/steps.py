@@ -27,7 +27,7 @@ from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
 from verl_fn.state import Key, pack
 
-from .ledger import before_update, counts_of, ledger
+from .ledger import before_update, counts_of, ledger, without_failures
 from .recorder import Drawn, draw
 from .state import RunState
 
@@ -200,7 +200,7 @@ def rows_of(drawn: Drawn, waiting: Sequence[Drawn], step: int, w: Workers) -> Re
     if not scored or report.get(NOT_RETURNED):
         # Batches with scores exist already. Where rows lack, the samples tell the engine's from the reward's.
         returned = counted([w.call(pack, samples) for samples in drawn.samples])
-        if len(scored) == len(returned) and (left_out := sum(returned, Counter()) - sum(scored, Counter())):
-            dropped["reward"] = left_out
+        if len(scored) == len(returned) and (left_out := without_failures(returned) - without_failures(scored)):
+            dropped["reward"] = dropped.get("reward", Counter()) + left_out
         report = report_of(returned)
     return report | {"rollout/rows_asked": drawn.asked, ROWS_WAITING: sum(other.asked for other in waiting)}
