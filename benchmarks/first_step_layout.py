@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.rewards.worker import nearest
+from verl_fn.config.fields import nearest
 from verl_fn.state import Batch
 from verl_fn.steps import Optimizer
 
