@@ -274,6 +274,7 @@ def test_a_forward_pass_can_be_a_constant_of_a_derivative(tiny):
     assert torch.equal(derived, logprobs)
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of the loss constant")
 @pytest.mark.parametrize("name", ["local", "mock"])
 def test_fields_of_a_batch_are_constants(tiny, name):
     """A graph behind a field is neither used, nor freed by the first micro-batch."""

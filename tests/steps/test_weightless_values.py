@@ -121,6 +121,7 @@ def test_a_gradient_that_is_nan_where_there_is_weight_stays_so():
     assert [math.isnan(g) for g in found] == [False, True, True, False, True]
 
 
+@pytest.mark.filterwarnings("ignore:the gradient of the loss constant")
 def test_a_loss_that_ignores_the_outputs_has_a_zero_gradient():
     @loss(needs=["logprobs"])
     def constant(outputs, batch):
