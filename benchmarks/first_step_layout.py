@@ -76,7 +76,9 @@ class Layout:
                 dtype = "bfloat16"
             else:
                 raise ValueError(f"layout {text!r}: {part!r} is neither a number of ranks nor bf16 nor key=value")
-        if ranks < 1 or (name == "local" and ranks > 1):
+        if ranks < 1:
+            raise ValueError(f"layout {text!r}: it must have at least one rank")
+        if name == "local" and ranks > 1:
             raise ValueError(f"layout {text!r}: local has one rank, and fsdp:2 has two")
         if name == "megatron":
             sizes = math.prod(int(options.get(key, 1)) for key in ("tp", "pp", "cp")) * int(options.pop("dp", 1))

@@ -143,8 +143,8 @@ class Inlet:
         """Receives the next source and passes it to ``publish``.
 
         Args:
-            version: the version that the weights must have. One that failed should not be sent again, since a sender
-                that is late cannot be told from one that repeats it.
+            version: the version that the weights must have. After a failure the next publication needs another
+                version: a late sender of the one that failed would be taken for a sender of the next.
             publish: reads the source.
 
         Raises:
@@ -182,23 +182,23 @@ class Inlet:
             self.close()
         else:
             arrived = list(zip(self._senders, messages, strict=True))
-            self._senders = [sender for sender, message in arrived if not self._left_over(sender, message, version)]
+            self._senders = [sender for sender, message in arrived if not self._sent_away(sender, message, version)]
             for sender, message in arrived:
                 if sender in self._senders:
                     sender.announced(message)
         while len(self._senders) < max((_count(sender) for sender in self._senders), default=1):
             sender = _Sender(self._accepted())
             message = receive_message(sender.open)
-            if not self._left_over(sender, message, version):
+            if not self._sent_away(sender, message, version):
                 self._senders.append(sender)
                 sender.announced(message)
 
-    def _left_over(self, sender: _Sender, message: tuple[Any, ...], version: int) -> bool:
-        """Closes the connection of a sender whose first message is of a publication that has failed before."""
-        left_over = message[1] != version and message[1] in self._failed
-        if left_over:
+    def _sent_away(self, sender: _Sender, message: tuple[Any, ...], version: int) -> bool:
+        """Sends away a sender whose first message is of a publication that has failed, and returns whether it did."""
+        late = message[1] != version and message[1] in self._failed
+        if late:
             sender.close()
-        return left_over
+        return late
 
     def _accepted(self) -> Connection:
         """Waits for a sender that knows the secret; others are sent away, also those that say nothing."""

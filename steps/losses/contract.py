@@ -65,24 +65,26 @@ class Term:
         Raises:
             LossError: the function returns something else.
         """
-        name = described(self.fn)
         try:
             returned = self.fn(outputs, batch)
         except Exception as error:
-            error.add_note(f"raised in {name}")
+            error.add_note(f"raised in {described(self.fn)}")
             raise
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor)):
-            raise LossError(f"{name} returns {_kind(returned)}; a loss returns its values and its metrics")
+            raise self._error(f"{_kind(returned)}; a loss returns its values and its metrics")
         values, reported = returned
         if not isinstance(reported, Mapping):
-            raise LossError(f"{name} returns {_kind(reported)} as its metrics; they are a dict by name")
-        for key, metric in reported.items():
+            raise self._error(f"{_kind(reported)} as its metrics; they are a dict by name")
+        for name, metric in reported.items():
             if not isinstance(metric, Metric):
-                raise LossError(
-                    f"{name} returns {_kind(metric)} as the metric {key!r}, which does not add up over "
-                    "micro-batches; verl_fn.state has Weighted, Sum, Max, Min and Moments"
+                raise self._error(
+                    f"{_kind(metric)} as the metric {name!r}, which does not add up over micro-batches; "
+                    "verl_fn.state has Weighted, Sum, Max, Min and Moments"
                 )
         return values if self.factor == 1.0 else self.factor * values, reported
+
+    def _error(self, what: str) -> LossError:
+        return LossError(f"{described(self.fn)} returns {what}")
 
 
 @attrs.frozen(eq=False)

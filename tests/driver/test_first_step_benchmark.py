@@ -60,7 +60,7 @@ def test_tensors_that_are_not_finite_miss_every_bar(kind):
     [
         ("fspd:2", "there is no backend 'fspd'"),
         ("fsdp:x", "'x' is neither a number of ranks nor bf16 nor key=value"),
-        ("fsdp:0", "local has one rank, and fsdp:2 has two"),
+        ("fsdp:0", "it must have at least one rank"),
         ("megatron:tp=x", "tp is 'x'; it must be a number from 1"),
         ("fsdp:2,lora=0", "lora is '0'; it must be a number from 1"),
         ("megatron:tp=2,foo=1", "megatron takes no option 'foo'"),

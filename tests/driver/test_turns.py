@@ -126,3 +126,11 @@ def test_an_engine_that_is_restarted_sleeps_and_wakes_like_the_others():
     engines.sleep(1)
     engines.wake()
     assert restored() == []
+    published = SimpleNamespace(
+        version=3, weights="weights", done=lambda engine=None: True, refs=[SimpleNamespace(task_id=lambda: 1)]
+    )
+    for tag, order in (("weights", ["sleep", "wake", "publish"]), ("cache", ["publish", "sleep", "wake"])):
+        engines.sleep(1)
+        engines.wake([tag])
+        engines._publications = [published]
+        assert [call[2] for call in engines.restore(0, ()).calls] == order
