@@ -1,9 +1,10 @@
 """Publishing weights from training actors to a rollout engine over Ray.
 
 Timed in the driver, from the call to the moment at which the engine holds the version. A colocated engine, on the GPU
-of the training actor, is compared with one copy of the published bytes on that device. An engine apart is compared
-with the time that NCCL takes to send the same bytes in buckets of the same size between two processes. The two take
-turns. The engine's memory is measured before the first publication and after the last.
+of the first training actor, is compared with one copy of the published bytes on that device. An engine apart is
+compared with the time that NCCL takes to send the same bytes in buckets of the same size between two processes. The
+two take turns. With ``--ranks 2``, two actors hold a part of the model each, on a GPU of their own, and send it at
+the same time. The memory that a publication adds is measured in the first actor and in the engine.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 
+from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.hf.sizes import parameter_counts
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import BUCKET_BYTES
@@ -34,9 +37,9 @@ from . import measure, workload
 COPIES, SECONDS = {"colocated": 3.0, "apart": 1.5}, 0.05
 
 
-def trainer(folder: str, device: str) -> Local:
-    """A backend that only holds weights."""
-    return Local(folder, frozen(), device=device)
+def trainer(folder: str, device: str, ranks: int = 1) -> Local | Fsdp:
+    """A backend that only holds weights, in shards where there are several ranks."""
+    return (Local if ranks == 1 else Fsdp)(folder, frozen(), device=device)
 
 
 def rollout_plan(
@@ -92,27 +95,26 @@ def peak_memory(device: str) -> int:
     return torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
-def compare(shape: str, device: str, dtype: str, engine: str, placement: str, rounds: int) -> dict[str, Any]:
+def compare(shape: str, placement: str, args: Any) -> dict[str, Any]:
     """Seconds of both, and what was sent."""
-    from verl_fn.driver.cluster import Cluster, Seat
-    from verl_fn.driver.ray import ROLLOUT_SHARE, ROOM, TRAINER_SHARE, connected
+    from verl_fn.driver.cluster import Cluster
+    from verl_fn.driver.group import Group
+    from verl_fn.driver.ray import ROOM, connected
     from verl_fn.driver.remote import RemoteTrain
     from verl_fn.driver.remote_rollout import RemoteRollout
 
-    gpu, apart = float(device == "cuda"), placement == "apart"
-    bundle = {"CPU": ROOM, "GPU": 1.0} if gpu else {"CPU": ROOM}
+    device, ranks, apart = args.device, args.ranks, placement == "apart"
+    bundle = {"CPU": ROOM, "GPU": 1.0} if device == "cuda" else {"CPU": ROOM}
     cluster = Cluster(600.0)
     with tempfile.TemporaryDirectory() as name, connected(RayConfig()):
         folder = str(workload.write_model(Path(name), shape, device))
         try:
-            cluster.reserve([bundle] * (1 + apart), "PACK")
-            seats = {
-                "trainer": [Seat(0, gpu if apart else TRAINER_SHARE * gpu)],
-                "rollout": [Seat(1, gpu) if apart else Seat(0, ROLLOUT_SHARE * gpu)],
-            }
-            cluster.start(seats, DriverConfig(device=device), 1)
-            cluster.build("trainer", "actor", trainer, folder, device)
-            plan = rollout_plan(folder, engine, dtype, placement)
+            cluster.reserve([bundle] * (ranks + apart), "PACK")
+            cluster.start(_seats(ranks, device, apart), DriverConfig(device=device), ranks)
+            if ranks > 1:
+                cluster.join(cluster.groups["trainer"], device)
+            cluster.build("trainer", "actor", trainer, folder, device, ranks)
+            plan = rollout_plan(folder, args.engine, args.dtype, placement)
             cluster.build("rollout", "rollout", build.rollout, plan, device)
             backend = RemoteTrain(cluster, cluster.groups["trainer"], "actor")
             rollout = RemoteRollout(cluster, cluster.groups["rollout"], "rollout")
@@ -124,26 +126,41 @@ def compare(shape: str, device: str, dtype: str, engine: str, placement: str, ro
                 return time.perf_counter() - began
 
             def copy() -> float:
-                seconds: float = cluster.get(backend.map(copy_seconds, state.params, dtype_of(dtype, "dtype")))
+                seconds: float = cluster.get(backend.map(copy_seconds, state.params, dtype_of(args.dtype, "dtype")))
                 return seconds
 
-            nbytes = cluster.get(backend.map(total_bytes, state.params, dtype_of(dtype, "dtype")))
+            nbytes = parameter_counts(folder, "lm")[0] * dtype_of(args.dtype, "dtype").itemsize
 
             def in_both(fn: Callable[[str], int]) -> dict[str, int]:
-                groups = {name: cluster.groups[name] for name in ("trainer", "rollout")}
-                return {name: cluster.get(group.run("map", fn, None, device)) for name, group in groups.items()}
+                firsts = {name: Group(name, cluster.groups[name].members[:1]) for name in ("trainer", "rollout")}
+                return {name: cluster.get(group.run("map", fn, None, device)) for name, group in firsts.items()}
 
             before = in_both(measure_peak)
             first, _ = publish(0), publish(1)
             peaks = in_both(peak_memory)
             # The copies that follow allocate memory of their own.
-            result = _rounds(publish, copy if not apart else lambda: sent_seconds(nbytes, device), rounds, placement)
+            result = _rounds(
+                publish, copy if not apart else lambda: sent_seconds(nbytes, device), args.rounds, placement
+            )
             added = {name: peaks[name] - before[name] for name in peaks}
-            if engine == "sampler":
+            if args.engine == "sampler":
                 added["rollout"] -= nbytes
             return result | {"first": first, "bytes": nbytes} | _memory(added, device)
         finally:
             cluster.stop()
+
+
+def _seats(ranks: int, device: str, apart: bool) -> dict[str, list[Any]]:
+    """Where the training ranks and the engine are; a colocated engine shares the first rank's GPU."""
+    from verl_fn.driver.cluster import Seat
+    from verl_fn.driver.ray import ROLLOUT_SHARE, TRAINER_SHARE
+
+    gpu = float(device == "cuda")
+    shares = [gpu if apart or rank else TRAINER_SHARE * gpu for rank in range(ranks)]
+    return {
+        "trainer": [Seat(rank, share) for rank, share in enumerate(shares)],
+        "rollout": [Seat(ranks, gpu) if apart else Seat(0, ROLLOUT_SHARE * gpu)],
+    }
 
 
 def _rounds(
@@ -208,11 +225,6 @@ def _send(rank: int, port: int, nbytes: int, device: str, pipe: Any) -> None:
     dist.destroy_process_group()
 
 
-def total_bytes(params: Params, dtype: torch.dtype) -> int:
-    """Bytes of all parameters in a dtype."""
-    return sum(t.numel() for t in params.values()) * dtype.itemsize
-
-
 def main(argv: Sequence[str]) -> int:
     """``verl-fn bench weight-sync``: a line a shape and placement; exit status 1 where a bar is missed on a GPU."""
     parser = measure.parser("weight-sync", __doc__)
@@ -220,13 +232,14 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--engine", choices=("sampler", "vllm"), default="vllm")
     parser.add_argument("--placements", nargs="+", choices=tuple(COPIES), default=["colocated"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the engine")
+    parser.add_argument("--ranks", type=int, default=1, help="training actors that share the model")
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args(argv)
     results: dict[str, Any] = {}
     held = True
     for shape in args.shapes:
         for placement in args.placements:
-            r = compare(shape, args.device, args.dtype, args.engine, placement, args.rounds)
+            r = compare(shape, placement, args)
             results[f"{shape} {placement}"] = r
             held = held and r["held"] and r.get("memory_held", True)
             copy = statistics.median(r["seconds"]["copy"])
@@ -244,6 +257,9 @@ def main(argv: Sequence[str]) -> int:
                     f"{'held' if r['memory_held'] else 'MISSED'}",
                     flush=True,
                 )
-    about = {"bar": {"copies": COPIES, "seconds": SECONDS}, "engine": args.engine, "dtype": args.dtype}
+    about = {
+        "bar": {"copies": COPIES, "seconds": SECONDS},
+        "engine": args.engine, "dtype": args.dtype, "ranks": args.ranks,
+    }  # fmt: skip
     measure.write(args.json, "weight-sync", args.device, about | {"results": results})
     return 0 if args.device == "cpu" or held else 1
