@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -48,49 +49,122 @@ class PackedAttention(nn.Module):
         **options: Any,
     ) -> Float[Tensor, "t width"]:
         """Computes causal attention within each row."""
-        rows, group = packed_seq_params.cu_seqlens_q, packed_seq_params.cp_group
+        rows, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
+        pieces, group = Pieces(rows, rows, longest, longest), packed_seq_params.cp_group
         if group is not None and group.size() > 1:
-            out = _shared(query, key, value, rows, group, self.scale)
-        elif query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-            out = _flash(query, key, value, rows, packed_seq_params.max_seqlen_q, self.scale)
-        else:
-            ends = rows.tolist()
-            parts = [(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(ends)]
-            out = torch.cat([_row(q, k, v, self.scale) for q, k, v in parts])
-        return out.flatten(1)
+            index, pieces = shared_pieces(rows, longest, len(query), group.size(), group.rank())
+            key, value = (_Gathered.apply(x, group).flatten(0, 1).index_select(0, index) for x in (key, value))
+        return _attend(query, key, value, pieces, self.scale).flatten(1)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, longest: int, scale: float | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+def with_packed_attention(chunks: list[Any], replaced: type[nn.Module]) -> list[Any]:
+    """Puts ``PackedAttention`` in the place of transformer-engine's attention, where it computes the same.
 
-    out = varlen_attn(query, key, value, rows, rows, longest, longest, scale=scale, window_size=(-1, 0))
-    assert isinstance(out, Tensor)
-    return out
+    The backward pass of transformer-engine's attention over packed rows, where it must repeat bitwise, asks cuDNN for
+    2 x heads x rows x tokens² bytes, with the rows and tokens of a whole micro-batch.
+
+    Args:
+        chunks: the models.
+        replaced: the class of transformer-engine's attention.
+    """
+    for module in itertools.chain.from_iterable(model.modules() for model in chunks):
+        core = getattr(module, "core_attention", None)
+        if isinstance(core, replaced):
+            module.core_attention = _packed(core)
+    return chunks
 
 
-def _row(query: Tensor, key: Tensor, value: Tensor, scale: float | None, mask: Tensor | None = None) -> Tensor:
-    """Computes the attention of the queries of one row."""
+def _packed(core: Any) -> nn.Module:
+    """Returns ``PackedAttention`` for an attention without sinks and windows whose keys are as wide as its values."""
+    same_width = core.hidden_size_per_attention_head_k == core.hidden_size_per_attention_head_v
+    if core.softmax_type != "vanilla" or core.config.window_size is not None or not same_width:
+        return core  # type: ignore[no-any-return]
+    return PackedAttention(
+        core.config, core.layer_number, core.attn_mask_type, "self", softmax_scale=core.softmax_scale
+    )
+
+
+@attrs.frozen(eq=False)
+class Pieces:
+    """Sequences of queries, and for each the keys that end with its last query.
+
+    Attributes:
+        queries: where each begins, with the end of the last.
+        keys: likewise.
+        most_queries: the most queries of a sequence.
+        most_keys: the most keys.
+    """
+
+    queries: Int[Tensor, " n"]
+    keys: Int[Tensor, " n"]
+    most_queries: int
+    most_keys: int
+
+
+def shared_pieces(
+    rows: Int[Tensor, " n"], longest: int, tokens: int, cp: int, rank: int
+) -> tuple[Int[Tensor, " k"], Pieces]:
+    """Returns the pieces of a rank of context parallelism, two for each row.
+
+    Chunk i of a row lies on rank min(i, 2 cp - 1 - i), as its first or second one.
+
+    Args:
+        rows: where each padded row begins, with the end of the last.
+        longest: the most tokens of a row.
+        tokens: how many a rank has.
+        cp: how many ranks share the rows.
+        rank: of these.
+
+    Returns:
+        The indices of the keys among those of all ranks, one rank after the other, and the pieces.
+
+    Example:
+        >>> index, pieces = shared_pieces(torch.tensor([0, 4]), 4, 2, cp=2, rank=1)
+        >>> index, pieces.queries, pieces.keys  # chunks 1 and 2, after chunks 0 and 0 to 1
+        (tensor([0, 2, 0, 2, 3]), tensor([0, 1, 2]), tensor([0, 2, 5]))
+    """
+    chunks = rows.diff() // (2 * cp)
+    keys = torch.stack([(rank + 1) * chunks, (2 * cp - rank) * chunks], 1).flatten()
+    starts = _starts(keys)
+    size = tokens // 2 * (2 * cp + 1)
+    piece = torch.arange(len(keys), device=rows.device).repeat_interleave(keys, output_size=size)
+    row, within = piece // 2, torch.arange(size, device=rows.device) - starts[piece]
+    number, place = within // chunks[row], within % chunks[row]
+    second = number >= cp
+    owner = torch.where(second, 2 * cp - 1 - number, number)
+    index = owner * tokens + rows[row] // cp + second * chunks[row] + place
+    most = longest // (2 * cp)
+    queries = _starts(chunks.repeat_interleave(2, output_size=len(keys)))
+    return index, Pieces(queries.to(rows.dtype), starts.to(rows.dtype), most, (2 * cp - rank) * most)
+
+
+def _starts(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Tensor:
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn
+
+        sizes = pieces.queries, pieces.keys, pieces.most_queries, pieces.most_keys
+        out = varlen_attn(query, key, value, *sizes, scale=scale, window_size=(-1, 0))
+        assert isinstance(out, Tensor)
+        return out
+    ends = itertools.pairwise(zip(pieces.queries.tolist(), pieces.keys.tolist(), strict=True))
+    parts = [(query[q:q_end], key[k:k_end], value[k:k_end]) for (q, k), (q_end, k_end) in ends]
+    return torch.cat([_piece(q, k, v, scale) for q, k, v in parts])
+
+
+def _piece(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Computes the attention of one sequence of queries."""
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    mask = None
+    if len(key) > len(query):
+        seen = torch.ones(len(query), len(key), dtype=torch.bool, device=query.device)
+        mask = seen.tril(len(key) - len(query))
     gqa = query.shape[1] != key.shape[1]
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa)
     return out[0].transpose(0, 1)
-
-
-def _shared(query: Tensor, key: Tensor, value: Tensor, rows: Tensor, group: Any, scale: float | None) -> Tensor:
-    """Computes the attention of this rank's queries to the keys of all ranks that share the rows."""
-    cp, rank = group.size(), group.rank()
-    keys, values = (_Gathered.apply(x, group) for x in (key, value))
-    outputs = []
-    for a, b in zip((rows // cp).tolist()[:-1], (rows // cp).tolist()[1:], strict=True):
-        chunk = (b - a) // 2
-        # Chunk i of a row lies on rank min(i, 2 cp - 1 - i), as its first or second one.
-        order = [(i, 0) if i < cp else (2 * cp - 1 - i, 1) for i in range(2 * cp)]
-        k, v = (torch.cat([x[r, a + h * chunk : a + (h + 1) * chunk] for r, h in order]) for x in (keys, values))
-        within = torch.arange(chunk, device=query.device)
-        at = torch.cat([rank * chunk + within, (2 * cp - 1 - rank) * chunk + within])
-        mask = at[:, None] >= torch.arange(2 * cp * chunk, device=query.device)
-        outputs.append(_row(query[a:b], k, v, scale, mask))
-    return torch.cat(outputs)
 
 
 class _Gathered(torch.autograd.Function):

@@ -17,6 +17,7 @@ from verl_fn.backends.hf.config import ModelError, read_config, refused
 from verl_fn.backends.hf.experts import experts_of
 from verl_fn.backends.hf.lora import Adapters, Lora
 from verl_fn.backends.megatron import adapters as lora_adapters
+from verl_fn.backends.megatron.attention import PackedAttention, with_packed_attention
 from verl_fn.backends.megatron.fully_sharded import SETTINGS, unwrapped
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
 from verl_fn.backends.megatron.layout import Layout
@@ -121,6 +122,7 @@ class How:
         router_replay: whether routers can record and replay the experts of each token.
         updates_by: who computes updates, ``verl_fn`` or ``megatron``.
         fsdp: whether Megatron-FSDP takes the place of Megatron's DDP.
+        deterministic: whether backward passes repeat bitwise.
     """
 
     head: str
@@ -132,6 +134,7 @@ class How:
     router_replay: bool = False
     updates_by: str = "verl_fn"
     fsdp: bool = False
+    deterministic: bool = False
 
     @property
     def recorded(self) -> tuple[str, ...]:
@@ -163,14 +166,7 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
     if how.head == "value":
         settings["share_embeddings_and_output_weights"] = False
     bridge, provider = _provider(config, folder, settings, how.provider)
-    padding = getattr(config, "pad_token_id", None)
-    hooks: list[Any] = [functools.partial(_without_padding_gradient, layout=layout, padding=padding)]
-    if how.head == "value":
-        hooks.insert(0, _with_value_head)
-    if adapters.lora is not None:
-        hooks.append(
-            functools.partial(_with_adapters, bridge=bridge, config=config, adapters=adapters, tp=layout.sizes.tp)
-        )
+    hooks = _hooks(bridge, config, layout, how, adapters)
     cuda = [how.device] if how.device.type == "cuda" else []
     # DDP hangs its hooks on the graph of autograd.
     with layout.active(), torch.random.fork_rng(devices=cuda), torch.enable_grad(), quiet():
@@ -197,6 +193,23 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
     ):
         tied = model.shared_embedding_or_output_weight()
     return Built(bridge, config, ddp, model, tied)
+
+
+def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapters) -> list[Any]:
+    """Returns what changes the model before DDP has it, in order."""
+    padding = getattr(config, "pad_token_id", None)
+    hooks: list[Any] = [functools.partial(_without_padding_gradient, layout=layout, padding=padding)]
+    if how.head == "value":
+        hooks.insert(0, _with_value_head)
+    if how.deterministic and not _plain(how.dtype):
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        hooks.append(functools.partial(with_packed_attention, replaced=TEDotProductAttention))
+    if adapters.lora is not None:
+        hooks.append(
+            functools.partial(_with_adapters, bridge=bridge, config=config, adapters=adapters, tp=layout.sizes.tp)
+        )
+    return hooks
 
 
 def _provider(
@@ -315,7 +328,6 @@ def plain_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Returns the layers of a model without transformer-engine, with attention and norms of our own."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
-    from verl_fn.backends.megatron.attention import PackedAttention
     from verl_fn.backends.megatron.norm import RMSNorm
 
     block = get_gpt_decoder_block_spec(

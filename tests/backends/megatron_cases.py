@@ -96,6 +96,18 @@ def first_step(folder, options, rows, name="Megatron"):
     return worst
 
 
+def repeats(folder, options, rows):
+    """Whether two gradients of many rows are the same bitwise, and the most bytes that they take on the GPU."""
+    if DEVICE == "cpu":
+        megatron_on_cpu.install()
+    batch = tiny_batch(rows=rows)
+    backend = Megatron(folder, optimizer(), max_tokens=batch.num_tokens, device=DEVICE, **options)
+    state = backend.init(KEY)
+    first, again = (dict(backend.forward_backward(state, batch, ppo_clip())[0]) for _ in range(2))
+    same = all(torch.equal(t, again[name]) for name, t in first.items())
+    return same, torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
+
+
 def holds(folder, options):
     """How often Megatron's buffers are filled: once for a state, however many calls, and again for another."""
     backend, batch = megatron(folder, options), tiny_batch()

@@ -64,6 +64,11 @@ def test_the_first_steps_are_those_of_one_process(two, folder, untied, embedding
     check_first_step(call(two, "first_step", folder if embeddings == "tied" else untied, options, 9)[0])
 
 
+@pytest.mark.parametrize("options", [{"tp": 2}, {"cp": 2, "deterministic": True}], ids=str)
+def test_gradients_of_many_rows_repeat(two, folder, options):
+    assert all(same for same, _ in call(two, "repeats", folder, options, 60))
+
+
 LORA = Lora(rank=4, alpha=8.0)
 
 

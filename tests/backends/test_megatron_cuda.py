@@ -114,6 +114,24 @@ def test_replay_in_bf16(ranks, experts, size):
     ranks(size).run("megatron_cases.replay_splits", experts, options, 0.05)
 
 
+REPEATABLE = [(1, {}), (1, {"checkpointing": True}), *((2, more) for more in ({"tp": 2}, {"pp": 2}, {"cp": 2}))]
+
+
+@pytest.mark.parametrize(("size", "options"), REPEATABLE, ids=str)
+def test_the_first_steps_of_repeatable_backends(ranks, folder, size, options):
+    options = options | {"compute_dtype": "bfloat16", "deterministic": True}
+    worst = ranks(size).run("megatron_cases.first_step", folder, options, 9)[0]
+    assert worst["loss"] <= 1e-3 and worst["grad_norm"] <= 5e-3 and worst["gradient"] <= 0.1, worst
+
+
+@pytest.mark.parametrize(("size", "options"), REPEATABLE, ids=str)
+def test_gradients_of_many_rows_repeat(ranks, folder, size, options):
+    """Some 16,000 tokens at once, for which transformer-engine's own attention would need terabytes."""
+    options = options | {"compute_dtype": "bfloat16", "deterministic": True}
+    for same, peak in ranks(size).run("megatron_cases.repeats", folder, options, 2000):
+        assert same and peak < 8 * 2**30
+
+
 def test_laws_in_bf16(ranks, folder):
     ranks(1).run("megatron_cases.laws", folder, {"compute_dtype": "bfloat16"}, 0.05)
 
