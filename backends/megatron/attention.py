@@ -78,7 +78,7 @@ def _packed(core: Any) -> nn.Module:
     """Returns ``PackedAttention`` for an attention without sinks and windows whose keys are as wide as its values."""
     same_width = core.hidden_size_per_attention_head_k == core.hidden_size_per_attention_head_v
     if core.softmax_type != "vanilla" or core.config.window_size is not None or not same_width:
-        return core  # type: ignore[no-any-return]
+        return core
     return PackedAttention(
         core.config, core.layer_number, core.attn_mask_type, "self", softmax_scale=core.softmax_scale
     )
