@@ -48,6 +48,8 @@ def prepare_smollm2(out: str | Path) -> Path:
             source.parent, gguf_file=source.name, dtype=torch.bfloat16, **LOCAL
         )
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.generation_config.eos_token_id)
+        # transformers ignores a True here for this kind of tokenizer, and warns of it whenever it is read.
+        tokenizer.clean_up_tokenization_spaces = False
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
     return out

@@ -41,6 +41,7 @@ def test_two_steps_of_grpo_from_the_recipe(tmp_path):
     tokenizer = read_tokenizer(folder)
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert end_tokens(folder, tokenizer) == (end,) and tokenizer.eos_token_id == end
+    assert not tokenizer.clean_up_tokenization_spaces
     before, answer = greedy(folder, tokenizer, "What is the capital of France?")
     assert "Paris" in answer
     run = tmp_path / "run"
