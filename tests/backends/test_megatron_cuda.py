@@ -124,12 +124,13 @@ def test_the_first_steps_of_repeatable_backends(ranks, folder, size, options):
     assert worst["loss"] <= 1e-3 and worst["grad_norm"] <= 5e-3 and worst["gradient"] <= 0.1, worst
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize(("size", "options"), REPEATABLE, ids=str)
-def test_gradients_of_many_rows_repeat(ranks, folder, size, options):
-    """Some 16,000 tokens at once, for which transformer-engine's own attention would need terabytes."""
-    options = options | {"compute_dtype": "bfloat16", "deterministic": True}
+def test_gradients_of_many_rows(ranks, folder, size, options, deterministic):
+    """Some 16,000 tokens at once, for which transformer-engine's own repeatable attention would need terabytes."""
+    options = options | {"compute_dtype": "bfloat16", "deterministic": deterministic}
     for same, peak in ranks(size).run("megatron_cases.repeats", folder, options, 2000):
-        assert same and peak < 8 * 2**30
+        assert (same or not deterministic) and peak < 8 * 2**30
 
 
 def test_laws_in_bf16(ranks, folder):

@@ -49,5 +49,5 @@ def test_countdown_takes_any_right_expression():
 
 
 def test_unknown_characters_in_a_prompt_are_refused():
-    with pytest.raises(ValueError, match=r"every character of the prompt 'xyz>'"):
+    with pytest.raises(ValueError, match=r"every character of the prompt 'xyz>': it lacks 'x', 'y', 'z'$"):
         encode_prompts([Problem("xyz>", "")], char_tokenizer("abc>"))

@@ -123,7 +123,7 @@ def _check_prompt(problem: Problem, ids: list[int], tokenizer: Any, max_length: 
     if not ids:
         raise DataError(f"{label_of(problem)}: the tokenizer makes no token of the prompt {problem.prompt!r:.80}")
     if has_unknown(ids, tokenizer):
-        raise DataError(f"the tokenizer does not know every character of the prompt {problem.prompt!r}")
+        raise DataError(f"{label_of(problem)}: {lost_from('prompt', problem.prompt, tokenizer)}")
     if max_length is not None and len(ids) > max_length:
         raise DataError(
             f"{label_of(problem)}: the prompt has {len(ids)} tokens, more than {max_length}; "
@@ -150,9 +150,7 @@ def encode_answers(problems: Sequence[Problem], tokenizer: Any, end_token: int) 
     answers = token_ids([problem.answer for problem in problems], tokenizer)
     for problem, ids in zip(problems, answers, strict=True):
         if has_unknown(ids, tokenizer):
-            raise DataError(
-                f"{label_of(problem)}: the tokenizer does not know every character of the answer {problem.answer!r}"
-            )
+            raise DataError(f"{label_of(problem)}: {lost_from('answer', problem.answer, tokenizer)}")
     return [[*ids, end_token] for ids in answers]
 
 
@@ -160,6 +158,27 @@ def has_unknown(ids: Sequence[int], tokenizer: Any) -> bool:
     """Returns whether token ids contain the unknown token, which stands for characters that are lost."""
     # Byte-level tokenizers can encode every string, and some of them (GPT-2's) use bos or eos as the unknown token.
     return tokenizer.unk_token_id in set(ids) - {tokenizer.bos_token_id, tokenizer.eos_token_id}
+
+
+def lost_from(what: str, text: Any, tokenizer: Any) -> str:
+    """Returns what an error says of a text with unknown characters, and names the first few of them.
+
+    Args:
+        what: kind of the text.
+        text: a string, or chat messages.
+        tokenizer: the tokenizer.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> lost_from("prompt", "cab!", char_tokenizer("abc"))
+        "the tokenizer does not know every character of the prompt 'cab!': it lacks '!'"
+    """
+    parts = [text] if isinstance(text, str) else [str(message.get("content")) for message in text]
+    characters = sorted(set().union(*parts))
+    encoded = zip(characters, token_ids(characters, tokenizer), strict=True)
+    lost = [character for character, ids in encoded if has_unknown(ids, tokenizer)]
+    lacks = f": it lacks {', '.join(map(repr, lost[:10]))}" if lost else ""
+    return f"the tokenizer does not know every character of the {what} {text!r:.80}{lacks}"
 
 
 def _encode_messages(problem: Problem, tokenizer: Any) -> list[int]:
