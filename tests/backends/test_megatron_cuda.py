@@ -133,6 +133,12 @@ def test_gradients_of_many_rows(ranks, folder, size, options, deterministic):
         assert (same or not deterministic) and peak < 8 * 2**30
 
 
+@pytest.mark.parametrize(("size", "options"), EXPERTS, ids=str)
+def test_gradients_of_experts_repeat(ranks, experts, size, options):
+    options = options | {"compute_dtype": "bfloat16", "deterministic": True}
+    assert all(same for same, _ in ranks(size).run("megatron_cases.repeats", experts, options, 200))
+
+
 def test_laws_in_bf16(ranks, folder):
     ranks(1).run("megatron_cases.laws", folder, {"compute_dtype": "bfloat16"}, 0.05)
 
