@@ -97,6 +97,10 @@ def test_a_goal_for_the_reward_may_be_any_number():
     ("overrides", "noted"),
     [
         (["algorithm.critic_warmup=100"], "algorithm.critic_warmup = 100 leaves no step to the actor"),
+        (
+            ["driver.kind=ray", "ray.ranks=4", "rollout.name=vllm"],
+            "rollout.engines = 1 leaves 3 of the GPUs of 4 ranks without an engine",
+        ),
         (["actor.optim.lr=0"], "actor.optim.lr is 0: the weights of the actor stay as they are"),
         (["critic.optim.lr=0.0"], "critic.optim.lr is 0: the weights of the critic stay as they are"),
         (["algorithm.name=sft", "trainer.journal=samples"], "keeps digests alone"),

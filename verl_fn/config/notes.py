@@ -57,6 +57,10 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
         table, settings = ("critic", cfg.critic) if uses_critic(name, role) else ("actor", cfg.actor)
         if role.trained and settings.optim.lr == 0:
             yield f"{table}.optim.lr is 0: the weights of the {name} stay as they are"
+    ranks, engines = cfg.ray.ranks, cfg.rollout.engines
+    colocated = cfg.driver.kind == "ray" and cfg.rollout.name == "vllm" and cfg.rollout.placement == "colocated"
+    if colocated and engines < ranks and outline(cfg).learns_from == "samples" and cfg.driver.device != "cpu":
+        yield f"rollout.engines = {engines} leaves {ranks - engines} of the GPUs of {ranks} ranks without an engine"
     if outline(cfg).learns_from != "samples" and cfg.trainer.journal == "samples":
         with_name = f'with algorithm.name = "{cfg.algorithm.name}"'
         yield f'trainer.journal = "samples" keeps digests alone {with_name}, which samples nothing'
