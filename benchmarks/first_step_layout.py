@@ -21,7 +21,7 @@ BACKENDS = {"local": "Local", "fsdp": "Fsdp", "megatron": "Megatron"}
 # The option that moves the state first, and the arguments of a backend that are no options of a layout.
 PLACE = "place"
 COUNTS = {"tp", "pp", "cp", "dp", "ep", "replicate", "lora"}
-DECIDED = {"folder", "optimizer", "head", "compute_dtype", "device", "deterministic", "max_tokens"}
+DECIDED = {"folder", "optimizer", "head", "compute_dtype", "device", "max_tokens"}
 
 
 def _class(name: str) -> Any:
@@ -102,6 +102,6 @@ class Layout:
             tests = Path(__file__).resolve().parents[1] / "tests"
             runpy.run_path(str(tests / "backends/megatron_on_cpu.py"))["install"]()
         return _class(self.name)(
-            model, optimizer, head=head, compute_dtype=self.dtype, device=device, deterministic=True,
-            max_tokens=max(256, 4 * int(batch.lengths.max())), **options,
+            model, optimizer, head=head, compute_dtype=self.dtype, device=device,
+            max_tokens=max(256, 4 * int(batch.lengths.max())), **{"deterministic": True, **options},
         )  # fmt: skip

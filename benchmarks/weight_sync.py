@@ -3,8 +3,8 @@
 Timed in the driver, from the call to the moment at which the engine holds the version. A colocated engine, on the GPU
 of the first training actor, is compared with one copy of the published bytes on that device. An engine apart is
 compared with the time that NCCL takes to send the same bytes in buckets of the same size between two processes. The
-two take turns. With ``--ranks 2``, two actors hold a part of the model each, on a GPU of their own, and send it at
-the same time. The memory that a publication adds is measured in the first actor and in the engine.
+two take turns. With ``--ranks N``, N actors hold a part of the model each, on a GPU of their own, and send it at the
+same time. The memory that a publication adds is measured in the first actor and in the engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl_fn.backends.protocol import BUCKET_BYTES
 from verl_fn.config.plan import RolloutPlan, make_plan
 from verl_fn.config.schema import DriverConfig, RayConfig
 from verl_fn.driver import build
-from verl_fn.state import Key, Params
+from verl_fn.state import Key
 from verl_fn.steps import frozen
 
 from . import measure, workload
@@ -62,18 +62,17 @@ def rollout_plan(
     return make_plan(load(overrides=[f"{key}={value}" for key, value in settings.items()])).rollout
 
 
-def copy_seconds(params: Params, dtype: torch.dtype) -> float:
-    """Seconds that one copy of the published bytes takes on the device where they lie."""
-    sources = [t.to(dtype) for t in params.leaves.values()]
-    targets = [torch.empty_like(t) for t in sources]
-    for wait in (True, False):
-        _synchronize(sources[0])
+def copy_seconds(nbytes: int, device: str) -> float:
+    """Seconds that one copy of so many bytes takes on a device, the second time."""
+    source, target = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    seconds = 0.0
+    for _ in range(2):
+        _synchronize(source)
         began = time.perf_counter()
-        torch._foreach_copy_(targets, sources)
-        _synchronize(sources[0])
-        if not wait:
-            return time.perf_counter() - began
-    raise AssertionError
+        target.copy_(source)
+        _synchronize(source)
+        seconds = time.perf_counter() - began
+    return seconds
 
 
 def _synchronize(t: torch.Tensor) -> None:
@@ -126,7 +125,7 @@ def compare(shape: str, placement: str, args: Any) -> dict[str, Any]:
                 return time.perf_counter() - began
 
             def copy() -> float:
-                seconds: float = cluster.get(backend.map(copy_seconds, state.params, dtype_of(args.dtype, "dtype")))
+                seconds: float = cluster.get(backend.map(copy_seconds, nbytes, device))
                 return seconds
 
             nbytes = parameter_counts(folder, "lm")[0] * dtype_of(args.dtype, "dtype").itemsize
@@ -235,6 +234,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", type=int, default=1, help="training actors that share the model")
     parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args(argv)
+    if args.ranks < 1:
+        parser.error(f"--ranks must be at least 1, not {args.ranks}")
     results: dict[str, Any] = {}
     held = True
     for shape in args.shapes:
@@ -252,8 +253,9 @@ def main(argv: Sequence[str]) -> int:
             if "added_bytes" in r:
                 trainer_mib, engine_mib = (r["added_bytes"][name] / 2**20 for name in ("trainer", "rollout"))
                 print(
-                    f"  memory added by publication: {trainer_mib:,.0f} MiB in the trainer, {engine_mib:,.0f} MiB in "
-                    f"the engine; allowed on a GPU is one bucket of {BUCKET_BYTES / 2**20:,.0f} MiB: "
+                    f"  memory added by publication: {trainer_mib:,.0f} MiB in the first training actor, "
+                    f"{engine_mib:,.0f} MiB in the engine; allowed on a GPU is one bucket of "
+                    f"{BUCKET_BYTES / 2**20:,.0f} MiB: "
                     f"{'held' if r['memory_held'] else 'MISSED'}",
                     flush=True,
                 )

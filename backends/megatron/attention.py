@@ -49,19 +49,18 @@ class PackedAttention(nn.Module):
         **options: Any,
     ) -> Float[Tensor, "t width"]:
         """Computes causal attention within each row."""
-        rows, longest = packed_seq_params.cu_seqlens_q, packed_seq_params.max_seqlen_q
-        pieces, group = Pieces(rows, rows, longest, longest), packed_seq_params.cp_group
-        if group is not None and group.size() > 1:
-            index, pieces = shared_pieces(rows, longest, len(query), group.size(), group.rank())
-            key, value = (_Gathered.apply(x, group).flatten(0, 1).index_select(0, index) for x in (key, value))
-        return _attend(query, key, value, pieces, self.scale).flatten(1)
+        pieces, group = packed_seq_params.pieces, packed_seq_params.cp_group
+        if pieces.index is not None:
+            key, value = (_Gathered.apply(x, group).flatten(0, 1).index_select(0, pieces.index) for x in (key, value))
+        flash = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        return (_flash if flash else _by_piece)(query, key, value, pieces, self.scale).flatten(1)
 
 
 def with_packed_attention(chunks: list[Any], replaced: type[nn.Module]) -> list[Any]:
-    """Puts ``PackedAttention`` in the place of transformer-engine's attention, where it computes the same.
+    """Replaces transformer-engine's attention with ``PackedAttention``, where both compute the same.
 
-    The backward pass of transformer-engine's attention over packed rows, where it must repeat bitwise, asks cuDNN for
-    2 x heads x rows x tokens² bytes, with the rows and tokens of a whole micro-batch.
+    Where the backward pass of transformer-engine's attention must repeat bitwise, it asks cuDNN for
+    2 x heads x rows x tokens² bytes, with the rows and tokens of a micro-batch.
 
     Args:
         chunks: the models.
@@ -69,16 +68,25 @@ def with_packed_attention(chunks: list[Any], replaced: type[nn.Module]) -> list[
     """
     for module in itertools.chain.from_iterable(model.modules() for model in chunks):
         core = getattr(module, "core_attention", None)
-        if isinstance(core, replaced):
+        if isinstance(core, replaced) and _is_plain(core, replaced):
             module.core_attention = _packed(core)
     return chunks
 
 
-def _packed(core: Any) -> nn.Module:
-    """Returns ``PackedAttention`` for an attention without sinks and windows whose keys are as wide as its values."""
-    same_width = core.hidden_size_per_attention_head_k == core.hidden_size_per_attention_head_v
-    if core.softmax_type != "vanilla" or core.config.window_size is not None or not same_width:
-        return core
+def _is_plain(core: Any, replaced: Any) -> bool:
+    """Returns whether this is causal self-attention without sinks and windows, with keys as wide as values."""
+    return (
+        type(core).forward is replaced.forward
+        and core.attention_type == "self"
+        and "causal" in core.attn_mask_type
+        and core.softmax_type == "vanilla"
+        and core.config.window_size is None
+        and core.hidden_size_per_attention_head_k == core.hidden_size_per_attention_head_v
+    )
+
+
+def _packed(core: Any) -> PackedAttention:
+    """Returns the packed attention that computes what one of transformer-engine does."""
     return PackedAttention(
         core.config, core.layer_number, core.attn_mask_type, "self", softmax_scale=core.softmax_scale
     )
@@ -89,67 +97,74 @@ class Pieces:
     """Sequences of queries, and for each the keys that end with its last query.
 
     Attributes:
-        queries: where each begins, with the end of the last.
-        keys: likewise.
+        queries: where the queries of each sequence begin, with the end of the last.
+        keys: where the keys of each sequence begin, with the end of the last.
         most_queries: the most queries of a sequence.
-        most_keys: the most keys.
+        most_keys: the most keys of a sequence.
+        index: where several ranks share rows, the indices of the keys among those of all ranks, one rank after the
+            other; otherwise None.
     """
 
     queries: Int[Tensor, " n"]
     keys: Int[Tensor, " n"]
     most_queries: int
     most_keys: int
+    index: Int[Tensor, " k"] | None = None
 
+    @classmethod
+    def of(cls, rows: Int[Tensor, " n"], cp: int, rank: int) -> Pieces:
+        """Returns the pieces of a rank of context parallelism, two for each row if several ranks share rows.
 
-def shared_pieces(
-    rows: Int[Tensor, " n"], longest: int, tokens: int, cp: int, rank: int
-) -> tuple[Int[Tensor, " k"], Pieces]:
-    """Returns the pieces of a rank of context parallelism, two for each row.
+        Chunk i of a row lies on rank min(i, 2 cp - 1 - i), as its first or second one.
 
-    Chunk i of a row lies on rank min(i, 2 cp - 1 - i), as its first or second one.
+        Args:
+            rows: where each padded row begins, with the end of the last.
+            cp: the number of ranks that share the rows.
+            rank: the rank's number among them.
 
-    Args:
-        rows: where each padded row begins, with the end of the last.
-        longest: the most tokens of a row.
-        tokens: how many a rank has.
-        cp: how many ranks share the rows.
-        rank: of these.
+        Example:
+            >>> pieces = Pieces.of(torch.tensor([0, 4]), cp=2, rank=1)
+            >>> pieces.queries, pieces.keys, pieces.index  # chunks 1 and 2, after chunks 0 and 0 to 1
+            (tensor([0, 1, 2], dtype=torch.int32), tensor([0, 2, 5], dtype=torch.int32), tensor([0, 2, 0, 2, 3]))
+        """
+        lengths, tokens = rows.diff(), int(rows[-1]) // cp
+        longest = int(lengths.max())
+        if cp == 1:
+            return cls(rows.int(), rows.int(), longest, longest)
+        chunks = lengths // (2 * cp)
+        keys = torch.stack([(rank + 1) * chunks, (2 * cp - rank) * chunks], 1).flatten()
+        starts = _starts(keys)
+        piece = torch.arange(len(keys)).repeat_interleave(keys)
+        row, within = piece // 2, torch.arange(len(piece)) - starts[piece]
+        number, place = within // chunks[row], within % chunks[row]
+        second = number >= cp
+        owner = torch.where(second, 2 * cp - 1 - number, number)
+        index = owner * tokens + rows[row] // cp + second * chunks[row] + place
+        most = longest // (2 * cp)
+        queries = _starts(chunks.repeat_interleave(2))
+        return cls(queries.int(), starts.int(), most, (2 * cp - rank) * most, index)
 
-    Returns:
-        The indices of the keys among those of all ranks, one rank after the other, and the pieces.
-
-    Example:
-        >>> index, pieces = shared_pieces(torch.tensor([0, 4]), 4, 2, cp=2, rank=1)
-        >>> index, pieces.queries, pieces.keys  # chunks 1 and 2, after chunks 0 and 0 to 1
-        (tensor([0, 2, 0, 2, 3]), tensor([0, 1, 2]), tensor([0, 2, 5]))
-    """
-    chunks = rows.diff() // (2 * cp)
-    keys = torch.stack([(rank + 1) * chunks, (2 * cp - rank) * chunks], 1).flatten()
-    starts = _starts(keys)
-    size = tokens // 2 * (2 * cp + 1)
-    piece = torch.arange(len(keys), device=rows.device).repeat_interleave(keys, output_size=size)
-    row, within = piece // 2, torch.arange(size, device=rows.device) - starts[piece]
-    number, place = within // chunks[row], within % chunks[row]
-    second = number >= cp
-    owner = torch.where(second, 2 * cp - 1 - number, number)
-    index = owner * tokens + rows[row] // cp + second * chunks[row] + place
-    most = longest // (2 * cp)
-    queries = _starts(chunks.repeat_interleave(2, output_size=len(keys)))
-    return index, Pieces(queries.to(rows.dtype), starts.to(rows.dtype), most, (2 * cp - rank) * most)
+    def to(self, device: torch.device) -> Pieces:
+        """Returns the same pieces with their tensors on a device."""
+        index = None if self.index is None else self.index.to(device)
+        return attrs.evolve(self, queries=self.queries.to(device), keys=self.keys.to(device), index=index)
 
 
 def _starts(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Tensor:
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        from torch.nn.attention.varlen import varlen_attn
+def _flash(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
 
-        sizes = pieces.queries, pieces.keys, pieces.most_queries, pieces.most_keys
-        out = varlen_attn(query, key, value, *sizes, scale=scale, window_size=(-1, 0))
-        assert isinstance(out, Tensor)
-        return out
+    sizes = pieces.queries, pieces.keys, pieces.most_queries, pieces.most_keys
+    # The last query of a sequence sees its last key.
+    out = varlen_attn(query, key, value, *sizes, scale=scale, window_size=(-1, 0))
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _by_piece(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scale: float | None) -> Tensor:
     ends = itertools.pairwise(zip(pieces.queries.tolist(), pieces.keys.tolist(), strict=True))
     parts = [(query[q:q_end], key[k:k_end], value[k:k_end]) for (q, k), (q_end, k_end) in ends]
     return torch.cat([_piece(q, k, v, scale) for q, k, v in parts])

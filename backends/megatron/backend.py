@@ -84,7 +84,7 @@ class Megatron:
         updates_by: ``verl_fn``, or ``megatron``, whose distributed optimizer then computes what ``optimizer`` says.
         fsdp: Megatron-FSDP takes the place of Megatron's DDP, so that ranks divide the parameters that compute, too.
         device: ``cuda``, where a rank computes on its current device; ``cpu`` works only in tests.
-        deterministic: use bitwise repeatable kernels on CUDA; those of the CPU always are.
+        deterministic: use bitwise repeatable kernels on CUDA, torch's attention too; those of the CPU always are.
 
     Raises:
         LayoutError: the sizes do not divide the ranks, or ranks were given different settings.
@@ -131,7 +131,7 @@ class Megatron:
         if fsdp:
             check_fully_sharded(self.layout.sizes, adapters=lora is not None, updates_by=updates_by)
         how = (head, self.dtype, self.device, checkpointing, dict(provider or {}), lora)
-        self._how = How(*how, router_replay, updates_by, fsdp, deterministic)
+        self._how = How(*how, router_replay, updates_by, fsdp)
         self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
         self._model: Executor | None = None
 

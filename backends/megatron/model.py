@@ -32,6 +32,11 @@ DECIDED = frozenset({
     "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
     "moe_enable_routing_replay",
 })  # fmt: skip
+# What only transformer-engine's attention reads.
+OF_ATTENTION = frozenset({
+    "attention_backend", "cp_comm_type", "fp8_dot_product_attention", "fp8_multi_head_attention",
+    "log_max_attention_logit", "qk_clip",
+})  # fmt: skip
 # Bridge's layers that do the same without transformer-engine, with attention and norms of our own.
 REPLACED = ("default_layer_spec", "get_gpt_decoder_block_spec")
 # Kernels that need transformer-engine or Apex.
@@ -122,7 +127,6 @@ class How:
         router_replay: whether routers can record and replay the experts of each token.
         updates_by: who computes updates, ``verl_fn`` or ``megatron``.
         fsdp: whether Megatron-FSDP takes the place of Megatron's DDP.
-        deterministic: whether backward passes repeat bitwise.
     """
 
     head: str
@@ -134,7 +138,6 @@ class How:
     router_replay: bool = False
     updates_by: str = "verl_fn"
     fsdp: bool = False
-    deterministic: bool = False
 
     @property
     def recorded(self) -> tuple[str, ...]:
@@ -196,14 +199,23 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
 
 
 def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapters) -> list[Any]:
-    """Returns what changes the model before DDP has it, in order."""
+    """Returns the functions that change the model before DDP wraps it, in order.
+
+    Raises:
+        ModelError: a field of the provider is about an attention that is replaced.
+    """
     padding = getattr(config, "pad_token_id", None)
     hooks: list[Any] = [functools.partial(_without_padding_gradient, layout=layout, padding=padding)]
     if how.head == "value":
         hooks.insert(0, _with_value_head)
-    if how.deterministic and not _plain(how.dtype):
+    if not _plain(how.dtype) and torch.are_deterministic_algorithms_enabled():
         from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
+        if given := sorted(OF_ATTENTION & how.provider.keys()):
+            raise ModelError(
+                f"the provider's field {given[0]} is about transformer-engine's attention, which has no part where "
+                "backward passes repeat bitwise; set driver.deterministic=false (deterministic=False)"
+            )
         hooks.append(functools.partial(with_packed_attention, replaced=TEDotProductAttention))
     if adapters.lora is not None:
         hooks.append(

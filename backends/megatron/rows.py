@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl_fn.backends.hf.outputs import check_targets
 from verl_fn.backends.hf.ulysses import Whole
+from verl_fn.backends.megatron.attention import Pieces
 from verl_fn.backends.megatron.layout import Layout
 from verl_fn.state import Batch
 
@@ -144,10 +145,13 @@ def _packed(ends: Tensor, layout: Layout, device: torch.device) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     cu, longest = ends.int().to(device), int(ends.diff().max())
-    return PackedSeqParams(
+    packed = PackedSeqParams(
         qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
         max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=layout.groups.cp,
     )  # fmt: skip
+    # For ``PackedAttention``, which needs them in each layer.
+    packed.pieces = Pieces.of(ends, layout.sizes.cp, layout.groups.cp.rank()).to(device)
+    return packed
 
 
 def _routed(batch: Batch, tokens: Tensor, experts: int) -> Tensor | None:

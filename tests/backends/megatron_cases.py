@@ -103,7 +103,10 @@ def repeats(folder, options, rows):
     batch = tiny_batch(rows=rows)
     backend = Megatron(folder, optimizer(), max_tokens=batch.num_tokens, device=DEVICE, **options)
     state = backend.init(KEY)
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     first, again = (dict(backend.forward_backward(state, batch, ppo_clip())[0]) for _ in range(2))
+    assert 0 < sum(float(t.norm()) for t in first.values()) < float("inf")
     same = all(torch.equal(t, again[name]) for name, t in first.items())
     return same, torch.cuda.max_memory_allocated() if DEVICE == "cuda" else 0
 

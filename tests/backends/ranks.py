@@ -20,7 +20,8 @@ def _rank(rank, size, port, pipe, folder, device, group):
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(group)
+    # On a GPU a backend's own option decides.
+    torch.use_deterministic_algorithms(group and device == "cpu")
     if device == "cuda":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.cuda.set_device(rank)

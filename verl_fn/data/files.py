@@ -173,7 +173,7 @@ def lost_from(what: str, text: Any, tokenizer: Any) -> str:
         >>> lost_from("prompt", "cab!", char_tokenizer("abc"))
         "the tokenizer does not know every character of the prompt 'cab!': it lacks '!'"
     """
-    parts = [text] if isinstance(text, str) else [str(message.get("content")) for message in text]
+    parts = [text] if isinstance(text, str) else [message.get("content") or "" for message in text]
     characters = sorted(set().union(*parts))
     encoded = zip(characters, token_ids(characters, tokenizer), strict=True)
     lost = [character for character, ids in encoded if has_unknown(ids, tokenizer)]

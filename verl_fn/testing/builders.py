@@ -240,5 +240,5 @@ def _groups(rows: int, dice: random.Random) -> list[int]:
     sizes = [1]
     while sum(sizes) < rows:
         sizes.append(min(dice.randint(2, 3), rows - sum(sizes)))
-    ids = dice.sample(range(10, 100), len(sizes))
+    ids = dice.sample(range(10, max(100, 10 + 2 * len(sizes))), len(sizes))
     return [name for name, size in zip(ids, sizes, strict=True) for _ in range(size)]
