@@ -90,10 +90,10 @@ def batch_of(rows: int, length: int, seed: int) -> Batch:
 def main(argv: Sequence[str]) -> int:
     """``verl-fn bench batches``: a line for each way."""
     parser = measure.parser("batches", __doc__)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rows", type=int, default=1024)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=measure.count, default=2)
+    parser.add_argument("--rows", type=measure.count, default=1024)
+    parser.add_argument("--length", type=measure.count, default=2048)
+    parser.add_argument("--rounds", type=measure.count, default=5)
     args = parser.parse_args(argv)
     results = compare(args.ranks, args.rows, args.length, args.rounds)
     measure.write(args.json, "batches", args.device, {"results": results})

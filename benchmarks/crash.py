@@ -131,7 +131,7 @@ def trials(folder: Path, kills: int, seed: int) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """``verl-fn bench crash``: exit status 1 where a resume failed or gave other bytes."""
     parser = measure.parser("crash", __doc__)
-    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--kills", type=measure.count, default=100)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

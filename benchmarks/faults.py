@@ -318,9 +318,9 @@ def trials(folder: Path, count: int, seed: int, per_run: int, timeout: float) ->
 def main(argv: Sequence[str]) -> int:
     """``verl-fn bench faults``: exit status 1 where a run failed or gave other bytes."""
     parser = measure.parser("faults", __doc__)
-    parser.add_argument("--count", type=int, default=50, help="faults")
+    parser.add_argument("--count", type=measure.count, default=50, help="faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--per-run", type=int, default=25, help="faults of one run")
+    parser.add_argument("--per-run", type=measure.count, default=25, help="faults of one run")
     parser.add_argument("--timeout", type=float, default=60.0, help="ray.timeout, after which an engine hangs")
     args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -203,8 +203,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--layouts", nargs="+", default=["local", "fsdp:2", "fsdp:2,sp=2"])
     parser.add_argument("--losses", nargs="+", choices=tuple(LOSSES), default=list(LOSSES))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny")
-    parser.add_argument("--rows", type=int, default=24)
-    parser.add_argument("--longest", type=int, default=64)
+    parser.add_argument("--rows", type=measure.count, default=24)
+    parser.add_argument("--longest", type=measure.count, default=64)
     parser.add_argument("--png", metavar="F", help="also draw the errors")
     args = parser.parse_args(argv)
     if args.longest < 4:

@@ -19,7 +19,7 @@ COMMANDS = {
 def main(argv: Sequence[str]) -> int:
     """``verl-fn bench imports``: seconds, interpreter start included; exit status 1 where a bar is missed."""
     parser = measure.parser("imports", __doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=measure.count, default=15)
     args = parser.parse_args(argv)
     results = {}
     for name, (command, bar) in COMMANDS.items():

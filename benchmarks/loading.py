@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs ``verl-fn bench loading``: a line a way; exit status 1 where the bar is missed."""
     parser = measure.parser("loading", __doc__)
     parser.add_argument("--shape", choices=tuple(workload.SHAPES), default="1.5b")
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=measure.count, default=4)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["load_pretrained"])
     parser.add_argument("--folder", help="a folder with the model, written if it is not there")
     args = parser.parse_args(argv)

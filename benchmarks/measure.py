@@ -113,8 +113,27 @@ def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     """An argument parser with the options that all benchmarks have."""
     made = argparse.ArgumentParser(prog=f"verl-fn bench {name}", description=doc)
     made.add_argument("--json", metavar="F", help="also write the result here")
-    made.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    made.add_argument("--device", type=_device, choices=("cpu", "cuda"), default=default)
     return made
+
+
+def count(text: str) -> int:
+    """A number above 0, for an option.
+
+    Example:
+        >>> count("3")
+        3
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it must be a whole number from 1 on, not {text}")
+    return int(text)
+
+
+def _device(text: str) -> str:
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("torch finds no GPU here")
+    return text
 
 
 def _synchronize(device: str) -> None:

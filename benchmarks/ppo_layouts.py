@@ -69,8 +69,8 @@ def recorded_run(plan: Plan, samples: Path) -> list[dict[str, float]]:
 def main(argv: Sequence[str]) -> int:
     """``verl-fn bench ppo-layouts``: a table; exit status 1 where the bar is missed."""
     parser = measure.parser("ppo-layouts", __doc__)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=measure.count, default=20)
+    parser.add_argument("--ranks", type=measure.count, default=2)
     args = parser.parse_args(argv)
     layout = ["driver.kind=ray", f"ray.ranks={args.ranks}", "actor.strategy=fsdp", f"driver.device={args.device}"]
     with tempfile.TemporaryDirectory() as name:

@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     """``verl-fn bench purity``: a table on the screen; exit status 1 where a bar is missed."""
     parser = measure.parser("purity", __doc__)
     parser.add_argument("--shape", choices=tuple(SHAPES), help="25m on a CPU, 0.5b on a GPU")
-    parser.add_argument("--rounds", type=int, default=40, help="interleaved pairs")
+    parser.add_argument("--rounds", type=measure.count, default=40, help="interleaved pairs")
     args = parser.parse_args(argv)
     shape = args.shape or ("0.5b" if args.device == "cuda" else "25m")
     result = run(SHAPES[shape], args.device, args.rounds)

@@ -179,8 +179,8 @@ def main(argv: Sequence[str]) -> int:
     parser = measure.parser("residency", __doc__)
     parser.add_argument("--backend", choices=("fsdp", "megatron"), default="fsdp")
     parser.add_argument("--shape", choices=tuple(workload.SHAPES), default="0.5b")
-    parser.add_argument("--rounds", type=int, default=20, help="interleaved pairs")
-    parser.add_argument("--rows", type=int, help="rows of the batch; by default all of the workload")
+    parser.add_argument("--rounds", type=measure.count, default=20, help="interleaved pairs")
+    parser.add_argument("--rows", type=measure.count, help="rows of the batch; by default all of the workload")
     parser.add_argument(
         "--sizes", nargs="+", type=option, default=[], help="megatron: tp=2 pp=2 sp=true and the like"
     )

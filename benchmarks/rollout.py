@@ -204,9 +204,11 @@ def main(argv: Sequence[str]) -> int:
     """``verl-fn bench rollout``: a line for each comparison; exit status 1 where a bar is missed on a GPU."""
     parser = measure.parser("rollout", __doc__)
     parser.add_argument("--shape", choices=tuple(workload.SHAPES), default="0.5b")
-    parser.add_argument("--prompts", type=int, default=512, help="prompts of an engine")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--engines", nargs="+", type=int, default=[], help="numbers of engines, the first is 1")
+    parser.add_argument("--prompts", type=measure.count, default=512, help="prompts of an engine")
+    parser.add_argument("--rounds", type=measure.count, default=5)
+    parser.add_argument(
+        "--engines", nargs="+", type=measure.count, default=[], help="numbers of engines, the first is 1"
+    )
     parser.add_argument("--engine", choices=("sampler", "vllm"), default="vllm", help="for --engines")
     args = parser.parse_args(argv)
     result: dict[str, Any] = {"shape": args.shape, "prompts": args.prompts, "response": RESPONSE_TOKENS}

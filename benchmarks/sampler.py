@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
 
     parser = measure.parser("sampler", __doc__)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
-    parser.add_argument("--pairs", type=int, help="interleaved pairs; by default each size's own number")
+    parser.add_argument("--pairs", type=measure.count, help="interleaved pairs; by default each size's own number")
     args = parser.parse_args(argv)
     with quiet():
         results = {name: compare(SIZES[name], args.pairs or SIZES[name].pairs) for name in args.sizes}

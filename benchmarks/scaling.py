@@ -218,9 +218,13 @@ def main(argv: Sequence[str]) -> int:
     """Runs ``verl-fn bench scaling``: a table; exit status 1 where the bar is missed."""
     parser = measure.parser("scaling", __doc__)
     parser.add_argument("--shapes", nargs="+", choices=tuple(workload.SHAPES), default=["0.5b", "1.5b"])
-    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 4], help="group sizes; the first is one rank")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rows", type=int, default=workload.ROWS, help="rows a rank; by default %(default)s")
+    parser.add_argument(
+        "--ranks", nargs="+", type=measure.count, default=[1, 2, 4], help="group sizes; the first is one rank"
+    )
+    parser.add_argument("--rounds", type=measure.count, default=7)
+    parser.add_argument(
+        "--rows", type=measure.count, default=workload.ROWS, help="rows a rank; by default %(default)s"
+    )
     args = parser.parse_args(argv)
     if args.device == "cuda" and max(args.ranks) > torch.cuda.device_count():
         parser.error(f"--ranks {max(args.ranks)} needs as many GPUs; there are {torch.cuda.device_count()}")

@@ -178,11 +178,13 @@ def _parsed(argv: Sequence[str]) -> Any:
     parser = measure.parser("step", __doc__)
     parser.add_argument("--shape", choices=tuple(workload.SHAPES), default="0.5b")
     parser.add_argument("--runs", nargs="+", choices=ENGINES, default=["ours", "verl", "ours", "verl"])
-    parser.add_argument("--steps", type=int, default=6, help=f"steps of each run, {WARM_UPS} of them to warm up")
-    parser.add_argument("--prompts", type=int, default=128)
-    parser.add_argument("--n", type=int, default=8, help="responses to each prompt")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--response", type=int, default=512, help="most tokens of a response")
+    parser.add_argument(
+        "--steps", type=measure.count, default=6, help=f"steps of each run, {WARM_UPS} of them to warm up"
+    )
+    parser.add_argument("--prompts", type=measure.count, default=128)
+    parser.add_argument("--n", type=measure.count, default=8, help="responses to each prompt")
+    parser.add_argument("--prompt", type=measure.count, default=128, help="tokens of a prompt")
+    parser.add_argument("--response", type=measure.count, default=512, help="most tokens of a response")
     parser.add_argument("--rollout", choices=("sampler", "vllm"), default="vllm", help="our rollout engine")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all runs; each gets its share")
     parser.add_argument("--verl-path", type=Path, help="a folder that verl imports from first, such as flash-attn's")

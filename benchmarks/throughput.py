@@ -243,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--shapes", nargs="+", choices=tuple(workload.SHAPES), default=["0.5b", "1.5b"])
     parser.add_argument("--engines", nargs="+", help="ours first; by default ours and verl")
     parser.add_argument("--checkpointing", action="store_true", help="recompute layers in the backward pass, in both")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=measure.count, default=5)
     args = parser.parse_args(argv)
     args.engines = args.engines or ["ours", "verl"]
     if unknown := set(args.engines) - ENGINES[args.backend].keys():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -54,4 +55,15 @@ def run_together(command: Sequence[str], ranks: int, name: str) -> None:
             ends = [logs[rank].read_text(errors="replace")[-3000:] for rank in failed]
             lines = [f"{name}: rank {rank} failed with status {statuses[rank]}\n{end}"
                      for rank, end in zip(failed, ends, strict=True)]  # fmt: skip
-            raise RuntimeError("\n".join(lines))
+            raise RuntimeError("\n".join([*lines, *(f"{name}: {cause}" for cause in _causes(ends)[-1:])]))
+
+
+def _causes(outputs: Sequence[str]) -> list[str]:
+    """Returns the last line of each traceback: the error and its message.
+
+    Example:
+        >>> _causes(["Traceback (most recent call last):\\n  ...\\nmine.LayoutError: tp = 3 does not divide\\n"])
+        ['LayoutError: tp = 3 does not divide']
+    """
+    found = (re.findall(r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*Error: .+)$", output, re.MULTILINE) for output in outputs)
+    return [errors[-1] for errors in found if errors]

@@ -229,13 +229,13 @@ def main(argv: Sequence[str]) -> int:
     """``verl-fn bench turns``: tokens a second of each; exit status 1 where the bar is missed on a GPU."""
     parser = measure.parser("turns", __doc__)
     parser.add_argument("--shape", choices=tuple(workload.SHAPES), default="0.5b")
-    parser.add_argument("--conversations", type=int, default=256)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--reply", type=int, default=256, help="tokens of a reply")
+    parser.add_argument("--conversations", type=measure.count, default=256)
+    parser.add_argument("--turns", type=measure.count, default=4)
+    parser.add_argument("--reply", type=measure.count, default=256, help="tokens of a reply")
     parser.add_argument(
         "--shortest", type=int, default=0, help="tokens of the shortest reply; by default the longest"
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=measure.count, default=5)
     parser.add_argument("--engine", choices=("sampler", "vllm"), default="vllm")
     args = parser.parse_args(argv)
     about = {name: getattr(args, name) for name in ("shape", "conversations", "turns", "reply", "shortest", "engine")}

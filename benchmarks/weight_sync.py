@@ -231,11 +231,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--engine", choices=("sampler", "vllm"), default="vllm")
     parser.add_argument("--placements", nargs="+", choices=tuple(COPIES), default=["colocated"])
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the engine")
-    parser.add_argument("--ranks", type=int, default=1, help="training actors that share the model")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--ranks", type=measure.count, default=1, help="training actors that share the model")
+    parser.add_argument("--rounds", type=measure.count, default=20)
     args = parser.parse_args(argv)
-    if args.ranks < 1:
-        parser.error(f"--ranks must be at least 1, not {args.ranks}")
     results: dict[str, Any] = {}
     held = True
     for shape in args.shapes:
@@ -245,7 +243,7 @@ def main(argv: Sequence[str]) -> int:
             held = held and r["held"] and r.get("memory_held", True)
             copy = statistics.median(r["seconds"]["copy"])
             print(
-                f"{shape} {placement}: {r['bytes'] / 2**20:,.0f} MiB published in {1e3 * r['taken']:.1f} ms (the "
+                f"{shape} {placement}: {r['bytes'] / 2**20:,.4g} MiB published in {1e3 * r['taken']:.1f} ms (the "
                 f"first time {1e3 * r['first']:.0f} ms); {'a copy' if placement == 'colocated' else 'NCCL'} takes "
                 f"{1e3 * copy:.2f} ms; allowed {1e3 * r['allowed']:.1f} ms: {'held' if r['held'] else 'MISSED'}",
                 flush=True,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_fn.backends.agreement import agreed
+from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.folder import Hollow, hollow
 from verl_fn.backends.hf.lora import Adapters
 from verl_fn.backends.hf.ulysses import LayoutError
@@ -70,12 +71,13 @@ class Executor:
         """Makes the model of a folder; all ranks call it together.
 
         Raises:
-            ModelError: Megatron-Bridge does not know this family or makes another model of it, or a field of its
-                provider does not exist.
+            ModelError: there is no CUDA device, Megatron-Bridge does not know this family or makes another model of
+                it, or a field of its provider does not exist.
             LayoutError: the model cannot be shared in this way.
             LoraError: the model cannot have such adapters.
         """
         with agreed():
+            check_cuda()
             empty = hollow(folder, how.head, key=Key.from_seed(0), lora=how.lora)
             adapters = empty.skeleton.adapters
             built = build(folder, layout, how, adapters)
@@ -210,3 +212,18 @@ class Executor:
         rest = {name: t for name, t in params.items() if name not in self.zeros}
         halves = dict(self.named(own)) if self.adapters.layers else {}
         return merged(self.named(rest), halves, self.adapters)
+
+
+def check_cuda() -> None:
+    """Checks that megatron-core can compute here.
+
+    Raises:
+        ModelError: there is no CUDA device.
+    """
+    try:
+        torch.cuda.current_device()
+    except (AssertionError, RuntimeError) as error:
+        raise ModelError(
+            "Megatron computes on CUDA devices, and torch finds none here; on CPUs it runs from a checkout alone "
+            "(docs/megatron.md, On CPUs)"
+        ) from error

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,22 +19,9 @@ from verl_fn.backends.megatron.attention import PackedAttention, with_packed_att
 from verl_fn.backends.megatron.fully_sharded import SETTINGS, unwrapped
 from verl_fn.backends.megatron.importing import has_transformer_engine, load_bridge, quiet
 from verl_fn.backends.megatron.layout import Layout
+from verl_fn.backends.megatron.overrides import OF_ATTENTION, checked
 from verl_fn.backends.megatron.rows import ROUTED
 
-# What this backend decides itself; a provider's override of these would break what it promises.
-DECIDED = frozenset({
-    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-    "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
-    "sequence_parallel", "params_dtype", "bf16", "fp16", "pipeline_dtype", "autocast_dtype", "hidden_dropout",
-    "attention_dropout", "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
-    "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
-    "moe_enable_routing_replay",
-})  # fmt: skip
-# What only transformer-engine's attention reads.
-OF_ATTENTION = frozenset({
-    "attention_backend", "cp_comm_type", "fp8_dot_product_attention", "fp8_multi_head_attention",
-    "log_max_attention_logit", "qk_clip",
-})  # fmt: skip
 # Bridge's layers that do the same without transformer-engine, with attention and norms of our own.
 REPLACED = ("default_layer_spec", "get_gpt_decoder_block_spec")
 # Kernels that need transformer-engine or Apex.
@@ -238,7 +223,7 @@ def _provider(
         provider = bridge.to_megatron_provider(load_weights=False)
     if not _plain(settings["params_dtype"]):
         settings = {**settings, **fused_kernels(provider)}
-    for name, value in {**settings, **_checked(provider, overrides, folder)}.items():
+    for name, value in {**settings, **checked(provider, overrides, folder)}.items():
         setattr(provider, name, value)
     if provider.position_embedding_type == "yarn":
         # Bridge leaves out what the config does.
@@ -317,23 +302,6 @@ def fused_kernels(provider: Any) -> dict[str, bool]:
 def _plain(dtype: torch.dtype) -> bool:
     """Returns whether layers of megatron-core are used instead of those of transformer-engine, which lack fp32."""
     return dtype == torch.float32 or not has_transformer_engine()
-
-
-def _checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> Mapping[str, Any]:
-    """Returns the overrides of a provider.
-
-    Raises:
-        ModelError: a field does not exist, or is decided by this backend.
-    """
-    fields = {field.name for field in dataclasses.fields(provider)}
-    for name in overrides:
-        if name in DECIDED:
-            raise ModelError(f"{folder}: the provider's field {name} cannot be set; this backend decides it")
-        if name not in fields:
-            near = difflib.get_close_matches(name, sorted(fields), 3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ModelError(f"{folder}: {type(provider).__name__} has no field {name}{hint}")
-    return overrides
 
 
 def plain_spec(config: Any, vp_stage: int | None = None) -> Any:

@@ -214,8 +214,8 @@ def test_columns_that_are_not_there(tmp_path, change, message):
     ("bad", "message"),
     [
         (row(None), "prompt must be a string or a list of messages"),
-        (row(""), "prompt must be a string or a list of messages"),
-        (row([]), "prompt must be a string or a list of messages"),
+        (row(""), "prompt is empty"),
+        (row([]), "prompt is empty"),
         (row(["ab"]), "prompt must be a string or a list of messages"),
         (row([{"role": "user"}]), "prompt must be a string or a list of messages"),
         (row([{"role": "user", "content": [{"type": "image"}]}]), "prompt must be a string or a list of messages"),

@@ -22,7 +22,7 @@ def test_it_measures_and_writes(ray_cluster, tmp_path, ranks, placement):
 def test_no_ranks_are_refused(ranks, capsys):
     with pytest.raises(SystemExit):
         weight_sync.main(["--ranks", ranks])
-    assert f"--ranks must be at least 1, not {ranks}" in capsys.readouterr().err
+    assert f"argument --ranks: it must be a whole number from 1 on, not {ranks}" in capsys.readouterr().err
 
 
 def test_bytes_are_sent_between_two_processes():

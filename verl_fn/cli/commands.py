@@ -43,8 +43,9 @@ def fork(args: argparse.Namespace) -> int:
     """Continues from a checkpoint of another run."""
     from verl_fn.runs.replay import fork_plan
 
-    plan = fork_plan(args.run, args.step, args.overrides)
-    return _train(plan, notes(Path(args.run) / "config.toml", args.overrides), args)
+    plan, file = fork_plan(args.run, args.step, args.overrides), Path(args.run) / "config.toml"
+    before = notes(file, ())
+    return _train(plan, [note for note in notes(file, args.overrides) if note not in before], args)
 
 
 def _train(plan: Plan, hints: Sequence[str], args: argparse.Namespace) -> int:

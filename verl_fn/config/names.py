@@ -60,7 +60,10 @@ def load_object(reference: str, key: str) -> Any:
     module, _, name = reference.rpartition(":")
     loaded = module_of(reference, key)
     if not hasattr(loaded, name):
-        names = [known for known in vars(loaded) if not known.startswith("_")]
+        own = (
+            known for known, value in vars(loaded).items() if getattr(value, "__module__", None) == loaded.__name__
+        )
+        names = [known for known in own if not known.startswith("_")]
         raise ConfigError(f"{key}: {module} has no {name!r}{nearest(name, names)}")
     return getattr(loaded, name)
 

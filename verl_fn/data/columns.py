@@ -34,6 +34,8 @@ def prompt_of(place: str, value: Any, column: str, padded: bool) -> str | Messag
         messages = _without_nulls(value) if padded else value
         # Templates look at the content of every message. Only tool calls can be without.
         return tuple(m if "content" in m else m | {"content": None} for m in messages)
+    if value in ("", []):
+        raise DataError(f"{place}: {column} is empty")
     raise DataError(
         f"{place}: {column} must be a string or a list of messages with strings as role and content (an "
         f"assistant's message with tool_calls needs no content), not {value!r:.80}"

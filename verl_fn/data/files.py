@@ -220,7 +220,8 @@ def read_problems(
     """
     problems: list[Problem] = []
     required, optional = ("data_source", prompt_key, "reward_model"), ("ability", "extra_info")
-    hint = f"required are {', '.join(required)}, and data.prompt_key names the prompts' column"
+    hint = f"required are {', '.join(required)}; data.prompt_key names the prompts' column, and functions of "
+    hint += "data.convert make these columns of others"
     for file in files:
         padded = is_padded(file)
         for place, row in entry_rows(file, required, optional, hint=hint, convert=convert):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -274,9 +275,12 @@ class Cluster:
         except ray.exceptions.GetTimeoutError:
             raise not_started(name, START_SECONDS) from None
         except ray.exceptions.RayError as error:
+            found = re.search(r"No module named '([^']+)'", str(error))
+            module = found[1] if found else "verl_fn"
             raise ActorDied(
-                f"{name} did not start: {error}\nIf it cannot import verl_fn, install it on every node, or send "
-                "it with the run: py_modules or working_dir in the file of ray.runtime_env"
+                f"{name} did not start: {error}\nIf it cannot import {module}, install it on every node, add its "
+                "folder to PYTHONPATH, or send it with the run: py_modules or working_dir in the file of "
+                "ray.runtime_env"
             ) from None
         self.code = self.code or identity.identity(self._code)
         if (difference := identity.difference(self.code, about["identity"], name)) is not None:

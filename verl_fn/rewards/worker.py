@@ -151,8 +151,8 @@ def judged(value: Any) -> Outcome:
             return f'returned {_shown(entry)} as "{key}"; it must be a number, or else a string, list or dict'
     if "score" not in numbers_by_key:
         return f"returned {_shown(dict(value))}; {EXPECTED}"
-    if value.get("acc") is not None and "acc" not in numbers_by_key:
-        return f'returned {_shown(value["acc"])} as "acc"; it must be a number'
+    if value.get("acc") is not None and not 0 <= numbers_by_key.get("acc", -1.0) <= 1:
+        return f'returned {_shown(value["acc"])} as "acc"; it must be a number from 0 to 1'
     for key, number in numbers_by_key.items():
         if key != "pred" and not _fits(number):
             return f'returned {number} as "{key}"; it must be finite and smaller than {LARGEST:g}'

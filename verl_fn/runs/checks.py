@@ -130,6 +130,23 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
     )
 
 
+def check_places(plan: Plan) -> None:
+    """Checks that the run's folder is no file, and that the files of the user's own code exist.
+
+    Raises:
+        ConfigError: the folder is a file or lies in one, or a file does not exist.
+    """
+    folder = Path(plan.trainer.dir)
+    if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
+        raise ConfigError(f"trainer.dir: {taken} is a file; choose a folder")
+    keys = dict.fromkeys(plan.reward.functions, "reward.functions") | dict.fromkeys(plan.code, "algorithm")
+    for reference, key in keys.items():
+        file = Path(reference.rpartition(":")[0])
+        # A cluster that runs already may have files that this machine lacks.
+        if file.suffix == ".py" and not file.is_file() and not plan.ray.address:
+            raise ConfigError(f"{key}: there is no file {file}")
+
+
 def check_model_folders(plan: Plan) -> None:
     """Checks that the folders of models exist; nothing is downloaded.
 
@@ -142,9 +159,12 @@ def check_model_folders(plan: Plan) -> None:
         if not Path(role.folder).is_dir():
             key = "critic.path" if role.table == "critic" and role.folder != plan.model else "model.path"
             key = f"algorithm.{role.name}" if role.name in OTHER_MODELS else key
+            if Path(role.folder).exists():
+                raise ConfigError(f"{key}: {role.folder} is a file; set the folder of a model")
             raise ConfigError(
-                f"{key}: there is no folder {role.folder}. A run downloads no models: for one of the Hugging Face "
-                "hub, run verl-fn prepare hub:OWNER/NAME --out FOLDER first and set the folder"
+                f"{key}: there is no folder {role.folder}. If another run makes it, do that one first. A run "
+                "downloads no models: for one of the Hugging Face hub, run verl-fn prepare hub:OWNER/NAME --out "
+                "FOLDER first and set the folder"
             )
 
 

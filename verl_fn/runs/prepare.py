@@ -17,7 +17,7 @@ from verl_fn.driver import build
 from verl_fn.environments.problems import environment_data
 
 from .checkpoints import check_model_folder
-from .checks import check, check_model_folders
+from .checks import check, check_model_folders, check_places
 from .progress import Say
 
 
@@ -29,6 +29,7 @@ def prepare(plan: Plan, say: Say) -> Source:
     Raises:
         UserError: something cannot be used; the message names it and the key.
     """
+    check_places(plan)
     from_files = plan.data.train_files or plan.data.val_files
     if from_files and plan.new_model is not None:
         # What is wrong with the data is worth more than a sentence about a model that is still to be chosen.
@@ -41,7 +42,10 @@ def prepare(plan: Plan, say: Say) -> Source:
                 held_out=held_out,
                 convert=converters(plan.data),
             )
-        raise ConfigError("data from files needs model.path: a random model knows only a task's characters")
+        raise ConfigError(
+            "data from files needs model.path, since a random model knows only a task's characters: verl-fn prepare "
+            "takes a model from the hub, and verl-fn new-model makes a tiny one for given --chars"
+        )
     if plan.new_model is not None and (reasoning_names(plan.data.task) or verifiers_name(plan.data.task)):
         raise ConfigError(f"data.task = {plan.data.task} needs model.path: a random model knows no language")
     check_model_folders(plan)

@@ -1,0 +1,58 @@
+"""Fields of Megatron-Bridge's provider that a user sets."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_fn.backends.hf.config import ModelError
+
+# What this backend decides itself; a provider's override of these would break what it promises.
+DECIDED = frozenset({
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
+    "sequence_parallel", "params_dtype", "bf16", "fp16", "pipeline_dtype", "autocast_dtype", "hidden_dropout",
+    "attention_dropout", "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
+    "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
+    "moe_enable_routing_replay",
+})  # fmt: skip
+# What the model's folder decides.
+OF_FOLDER = frozenset({
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk",
+})  # fmt: skip
+# What only transformer-engine's attention reads.
+OF_ATTENTION = frozenset({
+    "attention_backend", "cp_comm_type", "fp8_dot_product_attention", "fp8_multi_head_attention",
+    "log_max_attention_logit", "qk_clip",
+})  # fmt: skip
+
+
+def checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> Mapping[str, Any]:
+    """Returns the overrides of a provider.
+
+    Raises:
+        ModelError: a field does not exist, is decided by this backend or by the folder, or has a value of another
+            type.
+    """
+    fields = {field.name for field in dataclasses.fields(provider)}
+    for name in overrides:
+        if name in DECIDED:
+            raise ModelError(f"{folder}: the provider's field {name} cannot be set; this backend decides it")
+        if name in OF_FOLDER:
+            raise ModelError(f"{folder}: the provider's field {name} cannot be set; config.json decides it")
+        if name not in fields:
+            near = difflib.get_close_matches(name, sorted(fields), 3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ModelError(f"{folder}: {type(provider).__name__} has no field {name}{hint}")
+        default, value = getattr(provider, name), overrides[name]
+        if isinstance(default, bool) and not isinstance(value, bool):
+            raise ModelError(f"{folder}: the provider's field {name} is {value!r}; it must be true or false")
+        if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, str | bool):
+            raise ModelError(
+                f"{folder}: the provider's field {name} is {value!r}; it must be a number, as {default!r}"
+            )
+    return overrides
