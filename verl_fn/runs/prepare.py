@@ -21,6 +21,12 @@ from .checks import check, check_model_folders, check_places
 from .progress import Say
 
 
+NEEDS_MODEL = (
+    "data from files needs model.path, since a random model knows only a task's characters: verl-fn prepare takes a "
+    "model from the hub, and verl-fn new-model makes a tiny one for given --chars"
+)
+
+
 def prepare(plan: Plan, say: Say) -> Source:
     """Makes the model's folder if the plan asks for one, reads the problems, and checks plan, models and data.
 
@@ -42,10 +48,7 @@ def prepare(plan: Plan, say: Say) -> Source:
                 held_out=held_out,
                 convert=converters(plan.data),
             )
-        raise ConfigError(
-            "data from files needs model.path, since a random model knows only a task's characters: verl-fn prepare "
-            "takes a model from the hub, and verl-fn new-model makes a tiny one for given --chars"
-        )
+        raise ConfigError(NEEDS_MODEL)
     if plan.new_model is not None and (reasoning_names(plan.data.task) or verifiers_name(plan.data.task)):
         raise ConfigError(f"data.task = {plan.data.task} needs model.path: a random model knows no language")
     check_model_folders(plan)
