@@ -20,7 +20,6 @@ from .checkpoints import check_model_folder
 from .checks import check, check_model_folders, check_places
 from .progress import Say
 
-
 NEEDS_MODEL = (
     "data from files needs model.path, since a random model knows only a task's characters: verl-fn prepare takes a "
     "model from the hub, and verl-fn new-model makes a tiny one for given --chars"
