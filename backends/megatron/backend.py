@@ -128,10 +128,10 @@ class Megatron:
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
         check_updates_by(updates_by, optimizer)
+        fields = dict(provider or {})
         if fsdp:
             check_fully_sharded(self.layout.sizes, adapters=lora is not None, updates_by=updates_by)
-        how = (head, self.dtype, self.device, checkpointing, dict(provider or {}), lora)
-        self._how = How(*how, router_replay, updates_by, fsdp)
+        self._how = How(head, self.dtype, self.device, checkpointing, fields, lora, router_replay, updates_by, fsdp)
         self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
         self._model: Executor | None = None
 

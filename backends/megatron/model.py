@@ -187,7 +187,7 @@ def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapter
     """Returns the functions that change the model before DDP wraps it, in order.
 
     Raises:
-        ModelError: a field of the provider is about an attention that is replaced.
+        ModelError: a field of the provider is for the attention that is replaced.
     """
     padding = getattr(config, "pad_token_id", None)
     hooks: list[Any] = [functools.partial(_without_padding_gradient, layout=layout, padding=padding)]
@@ -198,8 +198,8 @@ def _hooks(bridge: Any, config: Any, layout: Layout, how: How, adapters: Adapter
 
         if given := sorted(OF_ATTENTION & how.provider.keys()):
             raise ModelError(
-                f"the provider's field {given[0]} is about transformer-engine's attention, which has no part where "
-                "backward passes repeat bitwise; set driver.deterministic=false (deterministic=False)"
+                f"the provider's field {given[0]} is for transformer-engine's attention, which is replaced where "
+                "backward passes repeat bitwise; set driver.deterministic=false (deterministic=False) to keep it"
             )
         hooks.append(functools.partial(with_packed_attention, replaced=TEDotProductAttention))
     if adapters.lora is not None:

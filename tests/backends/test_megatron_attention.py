@@ -15,6 +15,7 @@ from verl_fn.backends.hf.lora import Adapters
 from verl_fn.backends.hf.skeleton import repeatable
 from verl_fn.backends.megatron import attention, model
 from verl_fn.backends.megatron.attention import PackedAttention, Pieces, with_packed_attention
+from verl_fn.backends.megatron.executor import check_cuda
 
 SCALE = 0.25
 
@@ -43,9 +44,9 @@ def dense(query, key, value, rows, scale):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
 
 
-def forward(module, query, key, value, rows, pieces=None):
-    pieces = pieces or Pieces.of(rows, 1, 0)
-    return module(query, key, value, None, packed_seq_params=SimpleNamespace(pieces=pieces, cp_group=None))
+def forward(module, query, key, value, rows):
+    params = SimpleNamespace(pieces=Pieces.of(rows, 1, 0), cp_group=None)
+    return module(query, key, value, None, packed_seq_params=params)
 
 
 def packed(scale=SCALE):
@@ -171,3 +172,9 @@ def test_fields_of_an_attention_that_is_replaced_are_refused(transformer_engine)
     how = model.How("lm", torch.bfloat16, torch.device("cpu"), False, {"cp_comm_type": "a2a"})
     with repeatable(True), pytest.raises(ModelError, match=r"field cp_comm_type .* driver.deterministic=false"):
         model._hooks(None, SimpleNamespace(), None, how, Adapters())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA works here")
+def test_megatron_without_cuda_is_refused():
+    with pytest.raises(ModelError, match=r"CUDA devices, and torch finds none here.*On CPUs"):
+        check_cuda()

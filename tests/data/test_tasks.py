@@ -3,7 +3,7 @@
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.data.files import encode_prompts, lost_from
+from verl_fn.data.files import describe_unknown, encode_prompts
 from verl_fn.data.tasks import TASKS, Problem
 from verl_fn.state import Key
 
@@ -55,5 +55,5 @@ def test_unknown_characters_in_a_prompt_are_refused():
 
 def test_characters_of_messages_are_named():
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
-    said = lost_from("prompt", [{"role": "user", "content": "axb"}, called], char_tokenizer("abc"))
+    said = describe_unknown("prompt", [{"role": "user", "content": "axb"}, called], char_tokenizer("abc"))
     assert said.endswith(": it lacks 'x'")

@@ -319,6 +319,8 @@ def test_scores_may_be_any_kind_of_number(score):
         ({"score": 1, 7: 2}, "returned a dict with the key 7; keys must be strings"),
         ({"score": 1, "words": {"a"}}, "returned {'a'} as \"words\"; it must be a number, or else a string, list"),
         ({"score": 1, "acc": "yes"}, "returned 'yes' as \"acc\"; it must be a number"),
+        ({"score": 1, "acc": 2.0}, 'returned 2.0 as "acc"; it must be a number from 0 to 1'),
+        ({"score": 1, "acc": -0.5}, 'returned -0.5 as "acc"; it must be a number from 0 to 1'),
         ({"score": 1, "length": float("inf")}, 'returned inf as "length"; it must be finite'),
     ],
 )

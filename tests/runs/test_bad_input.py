@@ -57,6 +57,32 @@ def test_model_folders_that_cannot_be_used(refused, tiny, tmp_path):
     assert "set it to 0.0" in refused(*start(dropping, tmp_path / "run"))
 
 
+@pytest.mark.parametrize("check", [(), ("--check",)], ids=["run", "check"])
+@pytest.mark.parametrize("below", ["", "/deeper"])
+def test_a_file_in_the_place_of_the_folder(refused, tiny, tmp_path, check, below):
+    file = tmp_path / "file"
+    file.write_text("kept")
+    said = refused(*start(tiny, f"{file}{below}"), *check, status=2)
+    assert f"trainer.dir: {file} is a file; choose a folder" in said and file.read_text() == "kept"
+
+
+def test_a_file_in_the_place_of_the_model(refused, tiny, tmp_path):
+    file = tiny / "config.json"
+    said = refused(*start(file, tmp_path / "run"), status=2)
+    assert f"model.path: {file} is a file; set the folder of a model" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [('reward.functions=["{}:score"]', "reward.functions"), ("algorithm.policy_loss={}:mine", "algorithm")],
+)
+def test_files_of_code_that_do_not_exist(refused, tiny, tmp_path, setting, key):
+    lost = tmp_path / "lost.py"
+    command = start(tiny, tmp_path / "run", setting.format(lost), "--check")
+    command[1] = "recipes/grpo_count.toml"
+    assert f"{key}: there is no file {lost}" in refused(*command, status=2)
+
+
 def test_a_tokenizer_of_another_model(refused, tiny, tmp_path):
     other = shutil.copytree(tiny, tmp_path / "other")
     char_tokenizer("abcdefgh>ijklmnopq").save_pretrained(other)

@@ -6,7 +6,7 @@ import shutil
 import pytest
 from run_configs import tiny_run
 
-from verl_fn.cli import main
+from verl_fn.cli import commands, main
 from verl_fn.runs import checkpoints, journal
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.logs import read_lines, read_metrics
@@ -106,6 +106,17 @@ def test_a_fork_goes_on_from_the_state_under_another_config(run, tmp_path):
     assert (ours[3]["actor/lr"], theirs[3]["actor/lr"]) == (0.0, 0.001)
     with pytest.raises(RunError, match=r"no checkpoint of step 1; there are: 0, 2, 3"):
         fork_plan(run, 1)
+
+
+def test_a_fork_notes_what_its_own_settings_miss_alone(run, tmp_path, monkeypatch):
+    """The config of the run holds every key, and what has no effect there was said when it began."""
+    config = run / "config.toml"
+    before, given = [f"of {config}"], [f"of {config}", "of the fork"]
+    monkeypatch.setattr(commands, "notes", lambda file, overrides: given if overrides else before)
+    noted = []
+    monkeypatch.setattr(commands, "_train", lambda plan, hints, args: noted.extend(hints) or 0)
+    assert main(["fork", str(run), "--step", "2", f"trainer.dir={tmp_path / 'fork'}"]) == 0
+    assert noted == ["of the fork"]
 
 
 def test_a_fork_with_nothing_changed_is_the_run(run, tmp_path):

@@ -10,7 +10,7 @@ import torch
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.data.columns import Messages
 from verl_fn.data.conversations import Conversation, turn_tokens
-from verl_fn.data.files import encode_answers, encode_prompts, has_unknown, label_of, lost_from, token_ids
+from verl_fn.data.files import describe_unknown, encode_answers, encode_prompts, has_unknown, label_of, token_ids
 from verl_fn.data.judged import Judged
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
@@ -140,7 +140,7 @@ def _responses(problem: Judged, tokenizer: Any, end_token: int) -> list[Example]
             continue
         (ids,) = token_ids([response], tokenizer)
         if has_unknown(ids, tokenizer):
-            raise DataError(f"{label_of(problem)}: {lost_from('response', response, tokenizer)}")
+            raise DataError(f"{label_of(problem)}: {describe_unknown('response', response, tokenizer)}")
         rows.append(([*prompt, *ids, end_token], [0.0] * len(prompt) + [1.0] * (len(ids) + 1)))
     return rows
 
@@ -156,5 +156,5 @@ def _turns(problem: Problem, messages: Messages, start: int, tokenizer: Any, end
     except (DataError, ModelError) as error:
         raise DataError(f"{label_of(problem)}: {error}") from error
     if has_unknown(ids, tokenizer):
-        raise DataError(f"{label_of(problem)}: {lost_from('messages', messages, tokenizer)}")
+        raise DataError(f"{label_of(problem)}: {describe_unknown('messages', messages, tokenizer)}")
     return ids, mask

@@ -123,7 +123,7 @@ def _check_prompt(problem: Problem, ids: list[int], tokenizer: Any, max_length: 
     if not ids:
         raise DataError(f"{label_of(problem)}: the tokenizer makes no token of the prompt {problem.prompt!r:.80}")
     if has_unknown(ids, tokenizer):
-        raise DataError(f"{label_of(problem)}: {lost_from('prompt', problem.prompt, tokenizer)}")
+        raise DataError(f"{label_of(problem)}: {describe_unknown('prompt', problem.prompt, tokenizer)}")
     if max_length is not None and len(ids) > max_length:
         raise DataError(
             f"{label_of(problem)}: the prompt has {len(ids)} tokens, more than {max_length}; "
@@ -150,7 +150,7 @@ def encode_answers(problems: Sequence[Problem], tokenizer: Any, end_token: int) 
     answers = token_ids([problem.answer for problem in problems], tokenizer)
     for problem, ids in zip(problems, answers, strict=True):
         if has_unknown(ids, tokenizer):
-            raise DataError(f"{label_of(problem)}: {lost_from('answer', problem.answer, tokenizer)}")
+            raise DataError(f"{label_of(problem)}: {describe_unknown('answer', problem.answer, tokenizer)}")
     return [[*ids, end_token] for ids in answers]
 
 
@@ -160,17 +160,17 @@ def has_unknown(ids: Sequence[int], tokenizer: Any) -> bool:
     return tokenizer.unk_token_id in set(ids) - {tokenizer.bos_token_id, tokenizer.eos_token_id}
 
 
-def lost_from(what: str, text: Any, tokenizer: Any) -> str:
-    """Returns what an error says of a text with unknown characters, and names the first few of them.
+def describe_unknown(what: str, text: Any, tokenizer: Any) -> str:
+    """Returns an error message that names the first characters of a text that the tokenizer does not know.
 
     Args:
-        what: kind of the text.
+        what: the kind of text, such as ``prompt``.
         text: a string, or chat messages.
         tokenizer: the tokenizer.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
-        >>> lost_from("prompt", "cab!", char_tokenizer("abc"))
+        >>> describe_unknown("prompt", "cab!", char_tokenizer("abc"))
         "the tokenizer does not know every character of the prompt 'cab!': it lacks '!'"
     """
     parts = [text] if isinstance(text, str) else [message.get("content") or "" for message in text]
@@ -220,8 +220,10 @@ def read_problems(
     """
     problems: list[Problem] = []
     required, optional = ("data_source", prompt_key, "reward_model"), ("ability", "extra_info")
-    hint = f"required are {', '.join(required)}; data.prompt_key names the prompts' column, and functions of "
-    hint += "data.convert make these columns of others"
+    hint = (
+        f"required are {', '.join(required)}; data.prompt_key names the prompts' column, and functions of "
+        "data.convert make these columns of others"
+    )
     for file in files:
         padded = is_padded(file)
         for place, row in entry_rows(file, required, optional, hint=hint, convert=convert):

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_fn.backends.hf.chat import chat_texts, chat_tokens
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.data.files import has_unknown, lost_from
+from verl_fn.data.files import describe_unknown, has_unknown
 
 from .contract import Message
 from .interpreter import EnvError
@@ -127,7 +127,7 @@ class Renderer:
         for message in messages:
             content = message["content"]
             if has_unknown(self._tokenizer(content, add_special_tokens=False)["input_ids"], self._tokenizer):
-                raise EnvError(f"{label}: {lost_from('message of the environment', content, self._tokenizer)}")
+                raise EnvError(f"{label}: {describe_unknown('message of the environment', content, self._tokenizer)}")
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import FLOAT32, parameter_counts, width_of
@@ -10,7 +11,7 @@ from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import Plan, RolePlan
 from verl_fn.driver import ranks
 
-from .checks import row_lengths
+from .checks import check_run_folder, row_lengths
 from .memory import GIB, check_memory, largest, offloads, phases
 from .prepare import prepare
 from .role_memory import MOMENTS, megatron_parts
@@ -31,6 +32,7 @@ def check_run(plan: Plan, gpu: int | None = None) -> str:
     Raises:
         UserError: the run could not start, or needs more memory than the GPU has.
     """
+    check_run_folder(Path(plan.trainer.dir))
     source = prepare(plan, say)
     tokenizer = read_tokenizer(plan.model)
     size = ranks.training_ranks(plan)

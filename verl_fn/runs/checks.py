@@ -130,15 +130,22 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
     )
 
 
-def check_places(plan: Plan) -> None:
-    """Checks that the run's folder is no file, and that the files of the user's own code exist.
+def check_run_folder(folder: Path) -> None:
+    """Checks that a run's folder is no file and lies in none.
 
     Raises:
-        ConfigError: the folder is a file or lies in one, or a file does not exist.
+        ConfigError: it is, or does.
     """
-    folder = Path(plan.trainer.dir)
     if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
         raise ConfigError(f"trainer.dir: {taken} is a file; choose a folder")
+
+
+def check_code(plan: Plan) -> None:
+    """Checks that the files of the user's own code exist.
+
+    Raises:
+        ConfigError: one does not.
+    """
     keys = dict.fromkeys(plan.reward.functions, "reward.functions") | dict.fromkeys(plan.code, "algorithm")
     for reference, key in keys.items():
         file = Path(reference.rpartition(":")[0])

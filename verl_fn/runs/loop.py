@@ -14,6 +14,7 @@ from verl_fn.driver import ranks
 from verl_fn.state import Params
 
 from .checkpoints import restore, step_of
+from .checks import check_run_folder
 from .continuing import changes, find_origin, finished, goal_reached, other_settings
 from .errors import RunError
 from .evaluate import check_goal, evaluation_line, validate
@@ -55,6 +56,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
     """
     if plan.data.val_files and not plan.data.train_files:
         raise ConfigError("data.val_files is set without data.train_files, so there is nothing to train on")
+    check_run_folder(Path(plan.trainer.dir))
     # Under torchrun all processes run this same loop on the same values, and only the first one writes and prints.
     first = ranks.torchrun_rank() == 0
     if not first:

@@ -17,7 +17,7 @@ from verl_fn.driver import build
 from verl_fn.environments.problems import environment_data
 
 from .checkpoints import check_model_folder
-from .checks import check, check_model_folders, check_places
+from .checks import check, check_code, check_model_folders
 from .progress import Say
 
 NEEDS_MODEL = (
@@ -34,7 +34,7 @@ def prepare(plan: Plan, say: Say) -> Source:
     Raises:
         UserError: something cannot be used; the message names it and the key.
     """
-    check_places(plan)
+    check_code(plan)
     from_files = plan.data.train_files or plan.data.val_files
     if from_files and plan.new_model is not None:
         # What is wrong with the data is worth more than a sentence about a model that is still to be chosen.
