@@ -15,4 +15,4 @@ def test_examples(module):
 def test_engines_of_another_backend_are_refused(capsys):
     with pytest.raises(SystemExit):
         throughput.main(["--backend", "fsdp", "--engines", "ours", "verl-fused"])
-    assert "--backend fsdp has the engines ours, verl" in capsys.readouterr().err
+    assert "--backend fsdp has the engines ours, ours-deterministic, verl," in capsys.readouterr().err
