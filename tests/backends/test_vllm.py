@@ -71,6 +71,7 @@ def test_other_models(vllm_python, monkeypatch, arch):
         "vllm_update_cases.groups_of_conversations",
         "late_outputs",
         "vllm_update_cases.weights_in_flight",
+        "vllm_update_cases.sleeping_beside_others",
         "sleep_and_wake",
         "not_finite",
         "other_draws_are_an_error",

@@ -18,6 +18,7 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import Capabilities, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.vllm import Vllm
+from verl_fn.backends.vllm.worker import beside_others
 from verl_fn.backends.weight_sync import IncompleteWeights
 from verl_fn.environments.engine import Conversing, Limits
 from verl_fn.environments.interpreter import EnvError
@@ -332,3 +333,25 @@ def groups_of_conversations():
     for ours, theirs in zip(*both, strict=True):
         assert (ours.request, ours.number, ours.outcome) == (theirs.request, theirs.number, theirs.outcome)
         assert torch.equal(ours.tokens, theirs.tokens)
+
+
+def sleeping_beside_others():
+    """vLLM's own worker for GPUs, on one whose free memory shrinks while the worker frees its own."""
+    from vllm.v1.worker import gpu_worker
+
+    worker = mock.Mock(spec=gpu_worker.Worker, model_runner=mock.Mock(**{"model.named_buffers.return_value": []}))
+    allocator = mock.Mock()
+    sleep = functools.partial(gpu_worker.Worker.sleep, worker)
+    for free, level in itertools.product([(2, 3), (3, 2)], [1, 2]):
+        freed = mock.patch.object(torch.cuda, "mem_get_info", side_effect=[(one * 2**30, 4 * 2**30) for one in free])
+        with mock.patch.object(gpu_worker, "get_mem_allocator_instance", return_value=allocator), freed:
+            beside_others(sleep)(level=level)
+        assert allocator.sleep.call_count == 1
+        allocator.reset_mock()
+    allocator.sleep.side_effect = AssertionError("another one")
+    with (
+        mock.patch.object(gpu_worker, "get_mem_allocator_instance", return_value=allocator),
+        mock.patch.object(torch.cuda, "mem_get_info", return_value=(1, 2)),
+        pytest.raises(AssertionError, match="another one"),
+    ):
+        beside_others(sleep)(level=1)
