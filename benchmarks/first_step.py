@@ -47,7 +47,7 @@ from . import measure
 from .first_step_batch import MARGIN, ragged_batch, with_old
 from .first_step_errors import compare_numbers, compare_tensors
 from .first_step_layout import Layout
-from .together import run_together
+from .together import RanksFailed, run_together
 
 CLIP = 0.3
 LOSSES: dict[str, tuple[str, Callable[[], Loss]]] = {
@@ -186,7 +186,7 @@ def run_layout(
         role: ``REFERENCE`` keeps gradients and updates in the folder; ``COMPARED`` adds their errors to the numbers.
 
     Raises:
-        RuntimeError: a rank failed; its own output is in the message, and the other ranks are ended.
+        RanksFailed: a rank failed; its own output is in the message, and the other ranks are ended.
     """
     layout = Layout.parse(text)
     measure.say(f"{text}{', the reference' if role == REFERENCE else ''}: ranks: {layout.ranks}")
@@ -198,7 +198,7 @@ def run_layout(
 
 
 def main(argv: Sequence[str]) -> int:
-    """``verl-fn bench first-step``: a table; exit status 1 where a bar is missed."""
+    """``verl-fn bench first-step``: a table; exit status 1 where a bar is missed or a layout failed."""
     parser = measure.parser("first-step", __doc__)
     parser.add_argument("--layouts", nargs="+", default=["local", "fsdp:2", "fsdp:2,sp=2"])
     parser.add_argument("--losses", nargs="+", choices=tuple(LOSSES), default=list(LOSSES))
@@ -214,32 +214,44 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     results: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         new_model(folder / "model", chars="".join(map(chr, range(33, 93))), **SHAPES[args.shape])
-        batch = ragged_batch(60, args.rows, args.longest)
         for reference in dict.fromkeys(layout.reference for layout in layouts):
-            measure.say(f"{reference}: making a state with moments")
-            prepare(folder, args.shape, reference, args.losses, batch, args.device)
-            wanted = run_layout(folder, args.shape, reference, args.losses, args.device, REFERENCE)
-            _check_hard(dict(zip(args.losses, wanted, strict=True)))
-            dtypes = dict.fromkeys(layout.dtype for layout in layouts if layout.reference == reference)
-            _print_header(reference, dict(zip(args.losses, wanted, strict=True)), dtypes)
+            wanted = _reference(folder, args, reference, [one for one in layouts if one.reference == reference])
             bf16: dict[str, dict[str, Any]] = {}
             for layout in (one for one in layouts if one.reference == reference):
-                measured = run_layout(folder, args.shape, layout.text, args.losses, args.device)
-                for loss, ours, theirs in zip(args.losses, measured, wanted, strict=True):
-                    results.append(_row(layout, loss, ours, theirs, bf16.get(loss)))
+                try:
+                    measured = run_layout(folder, args.shape, layout.text, args.losses, args.device)
+                except RanksFailed as error:
+                    failed[layout.text] = error.cause
+                    print(error, file=sys.stderr)
+                    print(f"{layout.text:<32}FAILED {error.cause}", flush=True)
+                    continue
+                for loss, ours in zip(args.losses, measured, strict=True):
+                    results.append(_row(layout, loss, ours, wanted[loss], bf16.get(loss)))
                 if layout.is_local_bf16:
                     bf16 = dict(zip(args.losses, measured, strict=True))
     about = {
         "lr": RATES[args.shape], "clip": CLIP, "shape": args.shape, "rows": args.rows, "margin": MARGIN, "bars": BARS,
         "bars_beside_local_bf16": BESIDE_BF16,
     }  # fmt: skip
-    measure.write(args.json, "first-step", args.device, {**about, "results": results})
+    measure.write(args.json, "first-step", args.device, {**about, "results": results, "failed": failed})
     if args.png:
         chart.draw(results, BARS, {layout.text: layout.dtype for layout in layouts}, Path(args.png))
-    return 1 if any(r["missed"] for r in results) else 0
+    return 1 if failed or any(r["missed"] for r in results) else 0
+
+
+def _reference(folder: Path, args: Any, reference: str, layouts: Sequence[Layout]) -> dict[str, dict[str, Any]]:
+    """Makes what layouts are compared with, prints the head of their table, and returns the numbers by loss."""
+    measure.say(f"{reference}: making a state with moments")
+    prepare(folder, args.shape, reference, args.losses, ragged_batch(60, args.rows, args.longest), args.device)
+    numbers = run_layout(folder, args.shape, reference, args.losses, args.device, REFERENCE)
+    wanted = dict(zip(args.losses, numbers, strict=True))
+    _check_hard(wanted)
+    _print_header(reference, wanted, dict.fromkeys(layout.dtype for layout in layouts))
+    return wanted
 
 
 def _check_hard(wanted: Mapping[str, dict[str, Any]]) -> None:

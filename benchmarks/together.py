@@ -13,6 +13,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
+class RanksFailed(RuntimeError):
+    """Ranks failed.
+
+    Attributes:
+        cause: the last error that one of them printed, or else its exit status.
+    """
+
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
 def run_together(command: Sequence[str], ranks: int, name: str) -> None:
     """Runs a command in as many processes as there are ranks, with the environment of torchrun, until all have ended.
 
@@ -25,12 +37,12 @@ def run_together(command: Sequence[str], ranks: int, name: str) -> None:
         name: what they run, for the error.
 
     Raises:
-        RuntimeError: a rank failed; the end of its output is in the message.
+        RanksFailed: a rank failed; the end of its output is in the message.
 
     Example:
         >>> run_together(["false"], 1, "megatron:tp=2")
         Traceback (most recent call last):
-        RuntimeError: megatron:tp=2: rank 0 failed with status 1...
+        verl_fn.benchmarks.together.RanksFailed: megatron:tp=2: rank 0 failed with status 1...
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -55,7 +67,9 @@ def run_together(command: Sequence[str], ranks: int, name: str) -> None:
             ends = [logs[rank].read_text(errors="replace")[-3000:] for rank in failed]
             lines = [f"{name}: rank {rank} failed with status {statuses[rank]}\n{end}"
                      for rank, end in zip(failed, ends, strict=True)]  # fmt: skip
-            raise RuntimeError("\n".join([*lines, *(f"{name}: {cause}" for cause in _causes(ends)[-1:])]))
+            causes = _causes(ends)[-1:]
+            cause = [*causes, f"rank {failed[0]} failed with status {statuses[failed[0]]}"][0]
+            raise RanksFailed("\n".join([*lines, *(f"{name}: {cause}" for cause in causes)]), cause)
 
 
 def _causes(outputs: Sequence[str]) -> list[str]:

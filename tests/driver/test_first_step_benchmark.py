@@ -1,15 +1,18 @@
 """The first step's benchmark: its ranks end together, and nothing that is wrong counts as held."""
 
+import json
 import math
 import os
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
+from verl_fn.benchmarks import first_step
 from verl_fn.benchmarks.first_step_errors import compare_tensors
 from verl_fn.benchmarks.first_step_layout import Layout
-from verl_fn.benchmarks.together import run_together
+from verl_fn.benchmarks.together import RanksFailed, run_together
 
 FAILS = """
 import os, sys, time
@@ -36,8 +39,9 @@ def run(code, path):
 
 
 def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path):
-    with pytest.raises(RuntimeError, match=r"layout: rank 1 failed with status 1\nbroken on purpose"):
+    with pytest.raises(RanksFailed, match=r"layout: rank 1 failed with status 1\nbroken on purpose") as raised:
         run(FAILS, tmp_path / "pid")
+    assert raised.value.cause == "rank 1 failed with status 1"
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -45,6 +49,32 @@ def test_a_rank_that_fails_ends_those_that_wait_for_it(tmp_path):
 def test_a_rank_that_prints_much_lets_none_wait(tmp_path):
     run(TALKS, tmp_path / "done")
     assert (tmp_path / "done").exists()
+
+
+def test_layouts_after_one_that_fails_are_measured(tmp_path, monkeypatch, capsys):
+    inside = first_step.run_layout
+
+    def run_layout(folder, shape, text, *args):
+        if text == "fsdp:3":
+            raise RanksFailed("all that was printed", "ModelError: too large")
+        return inside(folder, shape, text, *args)
+
+    monkeypatch.setattr(first_step, "run_layout", run_layout)
+    monkeypatch.setattr(first_step, "run_together", lambda command, ranks, name: rank_here(command))
+    path = tmp_path / "result.json"
+    options = ["--losses", "sft", "--rows", "4", "--longest", "8", "--device", "cpu", "--json", str(path)]
+    assert first_step.main(["--layouts", "local", "fsdp:3", "local:bf16", *options]) == 1
+    result, shown = json.loads(path.read_text()), capsys.readouterr()
+    assert result["failed"] == {"fsdp:3": "ModelError: too large"}
+    assert [(r["layout"], r["missed"]) for r in result["results"]] == [("local", []), ("local:bf16", [])]
+    assert "fsdp:3                          FAILED ModelError: too large" in shown.out
+    assert "all that was printed" in shown.err
+
+
+def rank_here(command):
+    """The only rank of a layout, in this process."""
+    with mock.patch.dict(os.environ, RANK="0"), mock.patch.object(os, "_exit", lambda status: None):
+        first_step.rank_main(command[3:])
 
 
 @pytest.mark.parametrize("kind", ["gradient", "update", "from_reference"])
