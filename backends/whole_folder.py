@@ -48,6 +48,11 @@ def written_whole(folder: Path) -> Iterator[Path]:
     try:
         aside.mkdir(parents=True)
         yield aside
+        # The folder has what the umask allows.
+        for path in aside.rglob("*"):
+            if path.is_file():
+                # safetensors writes files that others cannot read.
+                path.chmod(path.stat().st_mode | aside.stat().st_mode & 0o666)
         for path in aside.iterdir():
             if path.is_dir():
                 shutil.rmtree(folder / path.name, ignore_errors=True)

@@ -21,7 +21,18 @@ BACKENDS = {"local": "Local", "fsdp": "Fsdp", "megatron": "Megatron"}
 # The option that moves the state first, and the arguments of a backend that are no options of a layout.
 PLACE = "place"
 COUNTS = {"tp", "pp", "cp", "dp", "ep", "replicate", "lora"}
+STRINGS = {PLACE, "updates_by"}
 DECIDED = {"folder", "optimizer", "head", "compute_dtype", "device", "max_tokens"}
+
+
+def _value(text: str, key: str, value: str) -> int | bool | str:
+    if value.isdigit():
+        return int(value)
+    if key in STRINGS:
+        return value
+    if value not in ("true", "false"):
+        raise ValueError(f"layout {text!r}: {key} is {value!r}; it must be true, false or a number")
+    return value == "true"
 
 
 def _class(name: str) -> Any:
@@ -68,8 +79,10 @@ class Layout:
                 raise ValueError(f"layout {text!r}: {name} takes no option {key!r}{nearest(key, taken - DECIDED)}")
             elif equals and key in COUNTS and not (value.isdigit() and int(value)):
                 raise ValueError(f"layout {text!r}: {key} is {value!r}; it must be a number from 1")
+            elif equals and key in options:
+                raise ValueError(f"layout {text!r}: {key} is given twice")
             elif equals:
-                options[key] = int(value) if value.isdigit() else {"true": True, "false": False}.get(value, value)
+                options[key] = _value(text, key, value)
             elif part.isdigit():
                 ranks = int(part)
             elif part == "bf16":

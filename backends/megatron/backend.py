@@ -202,9 +202,9 @@ class Megatron:
         """Returns the elements that this rank owns of whole tensors by canonical name; ``named`` is its inverse.
 
         Raises:
-            ValueError: they are not those of whole parameters of this model.
+            ValueError: they are not those of whole parameters of this model, or have other shapes.
         """
-        return self._built().read(lambda name, start, end: tensors[name][start:end], tensors.keys())
+        return self._built().of_whole(tensors)
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in; all ranks read them together.
@@ -369,8 +369,7 @@ class Megatron:
     def _holding(self, params: Params) -> Iterator[Executor]:
         """Fills Megatron's buffers with these parameters, and yields the model."""
         model = self._built()
-        with self.layout.active():
-            model.hold(params)
+        with self.layout.active(), model.holding(params):
             yield model
 
     def _run(

@@ -87,7 +87,7 @@ def tasks_of(
     by_rank = gathered(names)
     tasks = []
     for i, (mapping, module, param) in enumerate(parts):
-        if type(mapping).__name__ in _COMPUTING:
+        if _COMPUTING & {cls.__name__ for cls in type(mapping).__mro__}:
             raise ModelError(f"{mapping.hf_param}: {type(mapping).__name__} changes values, not only their places")
         anywhere = tuple(dict.fromkeys(name for of_rank in by_rank for name in of_rank[i]))
         tasks.append(Task("+".join(names[i]), mapping.hf_param, anywhere, mapping, again[i][0], module, param))
@@ -205,6 +205,7 @@ def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> d
         source: the whole tensors.
     """
     elements: dict[str, Tensor] = {}
+    sums: dict[str, tuple[int, int]] = {}
     with torch.no_grad():
         for task in tasks:
             own = _names(task.hub)
@@ -217,15 +218,63 @@ def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> d
             param, piece = task.param, pieces[task.leaf]
             tensors = {name: whole[name].to(param.device, torch.float32) for name in own}
             given = tensors[own[0]] if isinstance(task.hub, str) else {k: tensors[v] for k, v in task.hub.items()}
-            with _in_fp32(task.module):
-                converted = task.importing.hf_to_megatron(given, task.module)
-            if converted.shape != param.shape:
-                # Megatron pads the vocabulary with rows that no token has.
-                padded = converted.new_zeros(param.shape)
-                padded[: len(converted)] = converted
-                converted = padded
+            converted = _converted(task, given, param.shape)
             elements[task.leaf] = converted.reshape(-1)[piece.start : piece.stop].clone()
+            sums[task.leaf] = sum(map(_bits, tensors.values())), _bits(elements[task.leaf])
+    _check_moved(sums)
     return {leaf: elements[leaf] for leaf in pieces if leaf in elements}
+
+
+def _converted(task: Task, given: Any, shape: torch.Size) -> Tensor:
+    """Returns what Bridge makes of the hub's tensors, padded to the shape of Megatron's parameter.
+
+    Raises:
+        ModelError: the shapes do not fit.
+    """
+    assert task.module is not None
+    try:
+        with _in_fp32(task.module):
+            converted: Tensor = task.importing.hf_to_megatron(given, task.module)
+    except RuntimeError as error:
+        raise ModelError(f"{task.leaf}: {type(task.mapping).__name__} cannot convert it: {error}") from error
+    if converted.shape == shape:
+        return converted
+    if converted.shape[1:] != shape[1:] or len(converted) > shape[0]:
+        raise ModelError(
+            f"{task.leaf}: {type(task.mapping).__name__} makes the shape {list(converted.shape)} of it, and the "
+            f"parameter of Megatron's has {list(shape)}; the provider has another size than the model's folder"
+        )
+    # Megatron pads the vocabulary with rows that no token has.
+    padded = converted.new_zeros(shape)
+    padded[: len(converted)] = converted
+    return padded
+
+
+def _bits(t: Tensor) -> int:
+    """Returns the sum of the elements' bits, which no change of their order changes."""
+    return int(t.contiguous().view(torch.int32).sum(dtype=torch.int64))
+
+
+def _check_moved(sums: Mapping[str, tuple[int, int]]) -> None:
+    """Checks that mappings only moved elements; all ranks call it together.
+
+    Args:
+        sums: for each leaf of this rank, the sums of bits of the hub's tensors and of the elements that it owns.
+
+    Raises:
+        ModelError: a mapping changed them.
+    """
+    whole: dict[str, int] = {}
+    owned: dict[str, int] = {}
+    for of_rank in gathered(dict(sums)):
+        for leaf, (of_hub, of_piece) in of_rank.items():
+            whole[leaf] = of_hub
+            owned[leaf] = owned.get(leaf, 0) + of_piece
+    if changed := [leaf for leaf, total in whole.items() if owned[leaf] != total]:
+        raise ModelError(
+            f"Megatron-Bridge changes the values of {len(changed)} parameters, such as {changed[0]}, and not only "
+            "their places: gradients and moments cannot go the way of weights"
+        )
 
 
 @contextlib.contextmanager

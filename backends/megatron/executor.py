@@ -86,6 +86,7 @@ class Executor:
         with layout.active():
             tasks = tasks_of(built.bridge, built.config, built.model, how.head, canonical, adapters)
             by_param = (sharded_pieces if how.fsdp else pieces_of)(built.ddp, layout)
+        check_mapped(canonical, tasks, folder)
         pieces = {task.leaf: by_param[task.param] for task in tasks if task.param is not None}
         with agreed():
             own_optimizer = for_leaves(optimizer, pieces, canonical)
@@ -140,10 +141,10 @@ class Executor:
                     "trains adapters; leave params.trainable as the backend made it"
                 )
 
-    def hold(self, params: Params) -> None:
-        """Fills Megatron's buffers with these parameters, and with zeros for adapters that they lack."""
+    def holding(self, params: Params) -> AbstractContextManager[None]:
+        """Holds these parameters in Megatron's buffers for one pass, with zeros for adapters that they lack."""
         leaves = params.leaves
-        self.resident.hold({**leaves, **self.zeros} if self.zeros.keys().isdisjoint(leaves) else leaves)
+        return self.resident.held({**leaves, **self.zeros} if self.zeros.keys().isdisjoint(leaves) else leaves)
 
     def zero_gradients(self) -> None:
         """Fills Megatron's buffer of gradients with zeros."""
@@ -195,6 +196,17 @@ class Executor:
         """
         return self.divided(conversion.Read(self.canonical, rows), names)
 
+    def of_whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the same as ``divided``, of whole tensors that every rank has.
+
+        Raises:
+            ValueError: one has another shape than its parameter.
+        """
+        for name, t in tensors.items():
+            if (wanted := self.canonical.shapes.get(name)) is not None and t.shape != wanted.shape:
+                raise ValueError(f"{name} has the shape {list(t.shape)}, and the model's is {list(wanted.shape)}")
+        return self.read(lambda name, start, end: tensors[name][start:end], tensors.keys())
+
     def named(self, leaves: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors by canonical name; all ranks go through them together."""
         tensors = conversion.named(self.tasks, self.parts, self.canonical, leaves)
@@ -212,6 +224,20 @@ class Executor:
         rest = {name: t for name, t in params.items() if name not in self.zeros}
         halves = dict(self.named(own)) if self.adapters.layers else {}
         return merged(self.named(rest), halves, self.adapters)
+
+
+def check_mapped(canonical: Canonical, tasks: list[Task], folder: Path) -> None:
+    """Checks that Megatron-Bridge maps every parameter of transformers' model.
+
+    Raises:
+        ModelError: it lacks some, which the model that Bridge makes does not have or ties to others.
+    """
+    mapped = {canonical.place(hub).name for task in tasks for hub in task.hub_anywhere}
+    if lacking := sorted(canonical.shapes.keys() - mapped):
+        raise ModelError(
+            f"{folder}: Megatron-Bridge maps nothing to {len(lacking)} parameters of transformers' model, such as "
+            f"{lacking[0]}; correct the bridge or its provider, or set actor.strategy=fsdp"
+        )
 
 
 def check_cuda() -> None:

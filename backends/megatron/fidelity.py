@@ -13,10 +13,11 @@ from verl_fn.backends.hf.config import ModelError
 
 # Rotary embeddings with other frequencies differ by much more than rounding at one of so many positions.
 POSITIONS, ROUNDING = 1024, 1e-3
+ACTIVATION_ROUNDING = 1e-5
 
 
 def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Path) -> None:
-    """Checks the windows and the rotary embedding of Megatron's model, which no weight shows.
+    """Checks the windows, activation, norms and rotary embedding of Megatron's model, which no weight shows.
 
     Args:
         model: Megatron's.
@@ -35,6 +36,8 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
             f"{folder} has layers with a sliding window of {min(windows)} tokens, and Megatron-Bridge makes "
             "attention to all tokens of them; set actor.strategy=fsdp"
         )
+    _check_activation(model, transformers_model, folder)
+    _check_epsilon(model, transformers_model, folder)
     rope = getattr(text, "rope_parameters", None) or {}
     if model.config.multi_latent_attention and "mscale_all_dim" in rope:
         raise ModelError(
@@ -49,6 +52,31 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
             f"{folder} has the rotary embedding {rope}, and Megatron-Bridge makes "
             "one with other frequencies; set actor.strategy=fsdp"
         )
+
+
+@torch.no_grad()
+def _check_activation(model: Any, transformers_model: nn.Module, folder: str | Path) -> None:
+    at = torch.linspace(-4, 4, 65)
+    for module in transformers_model.modules():
+        ours: Any = getattr(module, "act_fn", None)
+        theirs: Any = model.config.activation_func
+        if callable(ours) and float((ours(at) - theirs(at)).abs().max()) > ACTIVATION_ROUNDING:
+            name = getattr(theirs, "__name__", repr(theirs))
+            raise ModelError(
+                f"{folder} has the activation {type(ours).__name__}, and Megatron-Bridge makes {name} of it; set "
+                "actor.strategy=fsdp"
+            )
+
+
+def _check_epsilon(model: Any, transformers_model: nn.Module, folder: str | Path) -> None:
+    theirs = model.config.layernorm_epsilon
+    for name, module in transformers_model.named_modules():
+        ours = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        if "Norm" in type(module).__name__ and isinstance(ours, float) and ours != theirs:
+            raise ModelError(
+                f"{folder} has the epsilon {ours} in {name}, and Megatron-Bridge makes it {theirs}; set "
+                "actor.strategy=fsdp"
+            )
 
 
 @torch.no_grad()

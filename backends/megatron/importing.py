@@ -15,6 +15,8 @@ import importlib.metadata
 import importlib.util
 import io
 import logging
+import os
+import re
 import sys
 import threading
 import types
@@ -28,6 +30,7 @@ import torch.storage
 from verl_fn.errors import UserError
 
 PACKAGES = {"megatron-core": "megatron.core", "megatron-bridge": "megatron.bridge"}
+UNTESTED = "VERL_FN_UNTESTED_MEGATRON"  # the environment variable that allows other versions, if it is 1
 TESTED = {"megatron-core": ("0.19.2",), "megatron-bridge": ("0.6.2",)}
 INSTALL = (
     "pip install --no-deps megatron-core==0.19.2 megatron-bridge==0.6.2 omegaconf==2.4.0 "
@@ -105,10 +108,10 @@ def check_installed() -> None:
             raise MegatronMissing(f"there is no package {module}; install it with `{INSTALL}`")
     for name, tested in TESTED.items():
         # A build for one platform has a suffix, such as 0.19.2+cu130.
-        if (version := _version(name)).partition("+")[0] not in tested:
+        if (version := _version(name)).partition("+")[0] not in tested and os.environ.get(UNTESTED) != "1":
             raise MegatronMissing(
                 f"{name} in {_folder(name)} is {version}, and this backend was tested with {' or '.join(tested)}; it "
-                f"uses private names, which change between versions: `{INSTALL}`"
+                f"uses private names, which change between versions: `{INSTALL}`, or set {UNTESTED}=1 to try this one"
             )
 
 
@@ -123,6 +126,12 @@ def about() -> dict[str, str]:
 
 
 def _version(name: str) -> str:
+    """Returns the version of a library, by its own file: another checkout may stand before what was installed."""
+    file = _folder(name) / "package_info.py"
+    text = file.read_text() if file.exists() else ""
+    numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) = \"?([^\"\n]*)", text, re.MULTILINE))
+    if {"MAJOR", "MINOR", "PATCH"} <= numbers.keys():
+        return "{MAJOR}.{MINOR}.{PATCH}".format_map(numbers) + numbers.get("PRE_RELEASE", "")
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

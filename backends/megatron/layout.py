@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import attrs
+import torch
 import torch.distributed as dist
 
 from verl_fn.backends.hf.experts import experts_of
@@ -146,6 +148,7 @@ class Layout:
                 context_parallel_size=sizes.cp,
                 expert_model_parallel_size=sizes.ep,
                 expert_tensor_parallel_size=1,
+                distributed_timeout_minutes=_timeout().total_seconds() / 60,
             )
             groups = ProcessGroupCollection.use_mpu_process_groups()
             made = cls(sizes, dist.get_rank(), size, dp, groups, _globals(parallel_state))
@@ -223,3 +226,11 @@ def _globals(module: Any) -> dict[str, Any]:
 
 def _set(module: Any, values: dict[str, Any]) -> None:
     vars(module).update(values)
+
+
+def _timeout() -> timedelta:
+    """Returns the timeout of the default process group; Megatron's groups would have 30 minutes."""
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    group: Any = dist.group.WORLD
+    timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+    return timeout

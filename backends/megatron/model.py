@@ -159,7 +159,10 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
     # DDP hangs its hooks on the graph of autograd.
     with layout.active(), torch.random.fork_rng(devices=cuda), torch.enable_grad(), quiet():
         model_parallel_cuda_manual_seed(0)
-        provider.finalize()
+        with refused(f"{folder}: Megatron makes no model of these fields of its provider"):
+            provider.finalize()
+        # Given hooks replace those that a bridge has registered.
+        hooks = [*([own] if (own := provider.pre_wrap_hook) else []), *hooks]
         (ddp,) = provider.provide_distributed_model(
             ddp_config=DistributedDataParallelConfig(
                 use_distributed_optimizer=True, grad_reduce_in_fp32=True, **(SETTINGS if how.fsdp else {})

@@ -17,13 +17,21 @@ DECIDED = frozenset({
     "sequence_parallel", "params_dtype", "bf16", "fp16", "pipeline_dtype", "autocast_dtype", "hidden_dropout",
     "attention_dropout", "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
     "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
-    "moe_enable_routing_replay",
+    "moe_enable_routing_replay", "mtp_num_layers", "use_mup",
 })  # fmt: skip
 # What the model's folder decides.
 OF_FOLDER = frozenset({
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk",
 })  # fmt: skip
+# What makes a step depend on more than its arguments, or differ each time.
+IMPURE = {
+    "moe_router_enable_expert_bias": "changes a buffer of the model between calls, which no state holds",
+    "moe_router_bias_update_rate": "changes a buffer of the model between calls, which no state holds",
+    "moe_input_jitter_eps": "draws random numbers in each pass",
+}
+# Fields of losses that a router adds, which need its type.
+ROUTER_LOSS, ROUTER_LOSS_TYPE = "moe_aux_loss_coeff", "moe_router_load_balancing_type"
 # What only transformer-engine's attention reads.
 OF_ATTENTION = frozenset({
     "attention_backend", "cp_comm_type", "fp8_dot_product_attention", "fp8_multi_head_attention",
@@ -39,15 +47,21 @@ def checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> 
             type.
     """
     fields = {field.name for field in dataclasses.fields(provider)}
+    settable = sorted(fields - DECIDED - OF_FOLDER - IMPURE.keys())
     for name in overrides:
         if name in DECIDED:
             raise ModelError(f"{folder}: the provider's field {name} cannot be set; this backend decides it")
+        if name in IMPURE:
+            raise ModelError(f"{folder}: the provider's field {name} cannot be set; it {IMPURE[name]}")
         if name in OF_FOLDER:
             raise ModelError(f"{folder}: the provider's field {name} cannot be set; config.json decides it")
         if name not in fields:
-            near = difflib.get_close_matches(name, sorted(fields), 3)
+            near = difflib.get_close_matches(name, settable, 3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ModelError(f"{folder}: {type(provider).__name__} has no field {name}{hint}")
+            raise ModelError(
+                f"{folder}: {type(provider).__name__} has no field {name} that override_transformer_config could "
+                f"set{hint}"
+            )
         default, value = getattr(provider, name), overrides[name]
         if isinstance(default, bool) and not isinstance(value, bool):
             raise ModelError(f"{folder}: the provider's field {name} is {value!r}; it must be true or false")
@@ -55,4 +69,8 @@ def checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> 
             raise ModelError(
                 f"{folder}: the provider's field {name} is {value!r}; it must be a number, as {default!r}"
             )
+    if overrides.get(ROUTER_LOSS) and overrides.get(ROUTER_LOSS_TYPE, "none") == "none":
+        raise ModelError(
+            f"{folder}: the provider's field {ROUTER_LOSS} does nothing without {ROUTER_LOSS_TYPE}, such as aux_loss"
+        )
     return overrides

@@ -13,8 +13,9 @@ values it was made from, so that a call with the same values copies nothing.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -133,7 +134,28 @@ class Resident:
         self.tied = tied
         self.buffers = Buffers.of(ddp)
         self.loads = 0
+        self._in_pass = False
         self._made_from: dict[str, tuple[Callable[[], Tensor | None], int]] = {}
+
+    @contextlib.contextmanager
+    def held(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+        """Holds these values inside, where no other pass can begin: autograd does not see that a buffer changes.
+
+        Raises:
+            LayoutError: another pass is not yet done, so this call comes from its loss.
+            ValueError: the leaves are not those of this rank.
+        """
+        if self._in_pass:
+            raise LayoutError(
+                "a loss calls the Megatron backend that computes it; compute before, with backend.forward, and write "
+                "what the loss needs into the batch, with batch.with_tokens"
+            )
+        self.hold(leaves)
+        self._in_pass = True
+        try:
+            yield
+        finally:
+            self._in_pass = False
 
     def hold(self, leaves: Mapping[str, Tensor]) -> None:
         """Fills the buffer with these values, unless it holds them already; all ranks call it together.
