@@ -272,7 +272,7 @@ def _check_moved(sums: Mapping[str, tuple[int, int]]) -> None:
             owned[leaf] = owned.get(leaf, 0) + of_piece
     if changed := [leaf for leaf, total in whole.items() if owned[leaf] != total]:
         raise ModelError(
-            f"Megatron-Bridge changes the values of {len(changed)} parameters, such as {changed[0]}, and not only "
+            f"the mappings of {len(changed)} parameters, such as {changed[0]}, change their values, and not only "
             "their places: gradients and moments cannot go the way of weights"
         )
 

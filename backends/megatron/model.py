@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,7 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
     # DDP hangs its hooks on the graph of autograd.
     with layout.active(), torch.random.fork_rng(devices=cuda), torch.enable_grad(), quiet():
         model_parallel_cuda_manual_seed(0)
+        _declare(provider, folder)
         with refused(f"{folder}: Megatron makes no model of these fields of its provider"):
             provider.finalize()
         # Given hooks replace those that a bridge has registered.
@@ -241,6 +243,18 @@ def _provider(
             )
         provider.transformer_layer_spec = plain_spec
     return bridge, provider
+
+
+def _declare(provider: Any, folder: str | Path) -> None:
+    """Warns of losses that a router adds, since a user can ask for them."""
+    if provider.moe_router_load_balancing_type != "none" or provider.moe_z_loss_coeff:
+        warnings.warn(
+            f"{folder}: routers add losses of their own to the gradients (moe_router_load_balancing_type = "
+            f"{provider.moe_router_load_balancing_type!r}, moe_z_loss_coeff = {provider.moe_z_loss_coeff}). Megatron "
+            "computes them for each micro-batch, so gradients depend on micro-batches and on the layout, and the "
+            "metric loss does not have them",
+            stacklevel=2,
+        )
 
 
 def _causal(config: Any) -> Any:

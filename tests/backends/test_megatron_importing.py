@@ -24,12 +24,20 @@ def test_versions_and_folders_are_those_of_this_environment():
 
 
 @pytest.mark.parametrize("name", importing.PACKAGES)
-def test_other_versions_are_refused(monkeypatch, name):
-    real = importing.importlib.metadata.version
-    monkeypatch.setattr(importing.importlib.metadata, "version", lambda n: "0.99.0" if n == name else real(n))
-    with pytest.raises(importing.MegatronMissing, match=rf"{name} in /.* is 0\.99\.0, and .* tested with 0\."):
+def test_other_versions_are_refused(monkeypatch, tmp_path, name):
+    """By the code that is imported: a checkout may stand before what was installed."""
+    (tmp_path / "package_info.py").write_text('MAJOR = 0\nMINOR = 99\nPATCH = 1\nPRE_RELEASE = "rc2"\n')
+    folder = importing._folder
+    monkeypatch.setattr(importing, "_folder", lambda n: tmp_path if n == name else folder(n))
+    with pytest.raises(importing.MegatronMissing, match=rf"{name} in /.* is 0\.99\.1rc2, and .* tested with 0\."):
         importing.check_installed()
-    monkeypatch.setattr(importing.importlib.metadata, "version", lambda n: f"{real(n)}+cu130")
+    monkeypatch.setenv(importing.UNTESTED, "1")
+    assert importing.about()[name] == f"0.99.1rc2 ({tmp_path})"
+
+
+def test_a_build_for_one_platform_is_the_tested_version(monkeypatch):
+    version = importing._version
+    monkeypatch.setattr(importing, "_version", lambda n: f"{version(n)}+cu130")
     importing.check_installed()
 
 

@@ -14,6 +14,9 @@ class Provider:
 
     apply_rope_fusion: bool = False
     moe_aux_loss_coeff: float = 0.0
+    moe_router_load_balancing_type: str = "aux_loss"
+    moe_input_jitter_eps: float | None = None
+    moe_router_enable_expert_bias: bool = False
     moe_layer_freq: int = 1
     cp_comm_type: str | None = None
     hidden_size: int = 64
@@ -25,7 +28,8 @@ class Provider:
     [
         {},
         {"apply_rope_fusion": True},
-        {"moe_aux_loss_coeff": 1},
+        {"moe_aux_loss_coeff": 1, "moe_router_load_balancing_type": "aux_loss"},
+        {"moe_aux_loss_coeff": 0},
         {"moe_layer_freq": [0, 1]},
         {"cp_comm_type": "a2a"},
     ],
@@ -38,7 +42,11 @@ def test_fields_that_can_be_set(fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"apply_rope_fusio": True}, "model: Provider has no field apply_rope_fusio; did you mean apply_rope_fusion"),
+        ({"apply_rope_fusio": True}, "model: Provider has no field apply_rope_fusio that .* could set; did you mean"),
+        ({"vocab_siz": 8}, "has no field vocab_siz that override_transformer_config could set$"),
+        ({"moe_aux_loss_coeff": 0.1}, "moe_aux_loss_coeff does nothing without moe_router_load_balancing_type"),
+        ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps cannot be set; it draws random numbers"),
+        ({"moe_router_enable_expert_bias": True}, "cannot be set; it changes a buffer of the model between calls"),
         ({"apply_rope_fusion": "maybe"}, "field apply_rope_fusion is 'maybe'; it must be true or false"),
         ({"apply_rope_fusion": 1}, "field apply_rope_fusion is 1; it must be true or false"),
         ({"moe_aux_loss_coeff": "0.1"}, "field moe_aux_loss_coeff is '0.1'; it must be a number, as 0.0"),

@@ -95,6 +95,8 @@ def test_tensors_that_are_not_finite_miss_every_bar(kind):
         ("fsdp:2,lora=0", "lora is '0'; it must be a number from 1"),
         ("megatron:tp=2,foo=1", "megatron takes no option 'foo'"),
         ("local:head=value", "local takes no option 'head'"),
+        ("megatron:tp=2,sp=yes", "sp is 'yes'; it must be true, false or a number"),
+        ("megatron:tp=2,tp=2", "tp is given twice"),
         ("local:2", "local has one rank, and fsdp:2 has two"),
     ],
 )
