@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.state import Batch, Grads, Key, Params
 from verl_fn.steps import (
@@ -76,7 +77,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Of the three updates that make the state, and of the one that is compared. At 1e-3 a real size leaves the region
 # where a step means anything: its gradients are then mostly rounding in bf16.
-RATES = {"tiny": 1e-3, "experts": 1e-3, "small": 1e-3, "0.5b": 1e-5}
+OWN = "own"  # the model of --model
+RATES = {"tiny": 1e-3, "experts": 1e-3, "small": 1e-3, "0.5b": 1e-5, OWN: 1e-5}
 
 
 def optimizer_of(shape: str) -> Optimizer:
@@ -89,7 +91,8 @@ def prepare(folder: Path, shape: str, text: str, losses: Sequence[str], batch: B
     (folder / text).mkdir()
     for head in {LOSSES[name][0] for name in losses}:
         backend = Layout.parse(text).make(folder / "model", optimizer_of(shape), head, batch, device)
-        state = backend.init(Key.from_seed(0))
+        pretrained = shape == OWN and any((folder / "model").glob("*.safetensors"))
+        state = backend.load_pretrained() if pretrained else backend.init(Key.from_seed(0))
         warm = cross_entropy() if head == "lm" else value_clip()
         noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
         data = batch.with_tokens(values=noise) if head == "value" else batch
@@ -202,13 +205,16 @@ def main(argv: Sequence[str]) -> int:
     parser = measure.parser("first-step", __doc__)
     parser.add_argument("--layouts", nargs="+", default=["local", "fsdp:2", "fsdp:2,sp=2"])
     parser.add_argument("--losses", nargs="+", choices=tuple(LOSSES), default=list(LOSSES))
-    parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny", help="of a model with random weights")
+    parser.add_argument("--model", metavar="FOLDER", help="a model folder in its place, such as one of a new family")
     parser.add_argument("--rows", type=measure.count, default=24)
     parser.add_argument("--longest", type=measure.count, default=64)
     parser.add_argument("--png", metavar="F", help="also draw the errors")
     args = parser.parse_args(argv)
     if args.longest < 4:
         parser.error("--longest must be at least 4")
+    if args.model is not None and not (Path(args.model) / "config.json").is_file():
+        parser.error(f"--model {args.model} is no model folder: it has no config.json")
     try:
         layouts = [Layout.parse(text) for text in args.layouts]
     except ValueError as error:
@@ -217,7 +223,11 @@ def main(argv: Sequence[str]) -> int:
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        new_model(folder / "model", chars="".join(map(chr, range(33, 93))), **SHAPES[args.shape])
+        if args.model is None:
+            new_model(folder / "model", chars="".join(map(chr, range(33, 93))), **SHAPES[args.shape])
+        else:
+            args.shape = OWN
+            (folder / "model").symlink_to(Path(args.model).resolve())
         for reference in dict.fromkeys(layout.reference for layout in layouts):
             wanted = _reference(folder, args, reference, [one for one in layouts if one.reference == reference])
             bf16: dict[str, dict[str, Any]] = {}
@@ -234,8 +244,8 @@ def main(argv: Sequence[str]) -> int:
                 if layout.is_local_bf16:
                     bf16 = dict(zip(args.losses, measured, strict=True))
     about = {
-        "lr": RATES[args.shape], "clip": CLIP, "shape": args.shape, "rows": args.rows, "margin": MARGIN, "bars": BARS,
-        "bars_beside_local_bf16": BESIDE_BF16,
+        "lr": RATES[args.shape], "clip": CLIP, "shape": args.shape, "model": args.model, "rows": args.rows,
+        "margin": MARGIN, "bars": BARS, "bars_beside_local_bf16": BESIDE_BF16,
     }  # fmt: skip
     measure.write(args.json, "first-step", args.device, {**about, "results": results, "failed": failed})
     if args.png:
@@ -246,7 +256,9 @@ def main(argv: Sequence[str]) -> int:
 def _reference(folder: Path, args: Any, reference: str, layouts: Sequence[Layout]) -> dict[str, dict[str, Any]]:
     """Makes what layouts are compared with, prints the head of their table, and returns the numbers by loss."""
     measure.say(f"{reference}: making a state with moments")
-    prepare(folder, args.shape, reference, args.losses, ragged_batch(60, args.rows, args.longest), args.device)
+    tokens = min(60, read_config(folder / "model").get_text_config().vocab_size)
+    batch = ragged_batch(tokens, args.rows, args.longest)
+    prepare(folder, args.shape, reference, args.losses, batch, args.device)
     numbers = run_layout(folder, args.shape, reference, args.losses, args.device, REFERENCE)
     wanted = dict(zip(args.losses, numbers, strict=True))
     _check_hard(wanted)

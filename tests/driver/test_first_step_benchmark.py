@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.benchmarks import first_step
 from verl_fn.benchmarks.first_step_errors import compare_tensors
 from verl_fn.benchmarks.first_step_layout import Layout
@@ -69,6 +70,18 @@ def test_layouts_after_one_that_fails_are_measured(tmp_path, monkeypatch, capsys
     assert [(r["layout"], r["missed"]) for r in result["results"]] == [("local", []), ("local:bf16", [])]
     assert "fsdp:3                          FAILED ModelError: too large" in shown.out
     assert "all that was printed" in shown.err
+
+
+def test_a_model_of_the_users(tmp_path, monkeypatch, capsys):
+    folder = new_model(tmp_path / "mine", chars="abc", hidden_size=16)
+    monkeypatch.setattr(first_step, "run_together", lambda command, ranks, name: rank_here(command))
+    options = ["--rows", "6", "--longest", "8", "--device", "cpu", "--json", str(tmp_path / "result.json")]
+    first_step.main(["--model", str(folder), "--layouts", "local", *options, "--losses", "sft", "value"])
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["model"] == str(folder) and [r["missed"] for r in result["results"]] == [[], []]
+    with pytest.raises(SystemExit):
+        first_step.main(["--model", str(tmp_path), *options])
+    assert "is no model folder: it has no config.json" in capsys.readouterr().err
 
 
 def rank_here(command):
