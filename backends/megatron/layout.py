@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import Any
 
 import attrs
-import torch
 import torch.distributed as dist
 
 from verl_fn.backends.hf.experts import experts_of
@@ -230,7 +229,8 @@ def _set(module: Any, values: dict[str, Any]) -> None:
 
 def _timeout() -> timedelta:
     """Returns the timeout of the default process group; Megatron's groups would have 30 minutes."""
-    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     group: Any = dist.group.WORLD
-    timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
+    # A group of NCCL alone has none for CPUs.
+    device = min(group._device_types, key=lambda device: device.type != "cpu")
+    timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
