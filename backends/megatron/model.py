@@ -156,11 +156,11 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
         settings["share_embeddings_and_output_weights"] = False
     bridge, provider = _provider(config, folder, settings, how.provider)
     hooks = _hooks(bridge, config, layout, how, adapters)
+    _declare(provider, folder)
     cuda = [how.device] if how.device.type == "cuda" else []
     # DDP hangs its hooks on the graph of autograd.
     with layout.active(), torch.random.fork_rng(devices=cuda), torch.enable_grad(), quiet():
         model_parallel_cuda_manual_seed(0)
-        _declare(provider, folder)
         with refused(f"{folder}: Megatron makes no model of these fields of its provider"):
             provider.finalize()
         # Given hooks replace those that a bridge has registered.

@@ -1,6 +1,7 @@
 """Functions that ranks run: what a bridge or its user may do that the Megatron backend refuses."""
 
 import contextlib
+import warnings
 from datetime import timedelta
 from unittest import mock
 
@@ -108,6 +109,17 @@ def other_shapes(folder):
 
 def other_model(folder):
     return error_of(lambda: megatron(folder, {}).init(KEY))
+
+
+def declared(folder, asked):
+    """What backends warn of: one of a config with a router's loss, and one whose user asks for it."""
+    warned = []
+    for options in ({}, {"provider": asked}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            megatron(folder, options).init(KEY)
+        warned.append([str(one.message) for one in caught if "router" in str(one.message)])
+    return warned
 
 
 def timeout(folder):

@@ -1,7 +1,7 @@
 """What a bridge of the user's own may do, and what a model folder may have, that the Megatron backend refuses."""
 
 import pytest
-from megatron_support import MARKS
+from megatron_support import EXPERTS, MARKS
 
 from verl_fn.backends.hf.new_model import new_model
 
@@ -40,7 +40,14 @@ def test_tensors_of_other_shapes(two, small):
         assert all("model.embed_tokens.weight has the shape [" in error for error in errors)
 
 
+LATENT = {
+    "arch": "deepseek_v2", "tie_word_embeddings": False, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4, "v_head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+    "num_key_value_heads": 4,
+}  # fmt: skip
 MODELS = {
+    "epsilon": (LATENT | {"rms_norm_eps": 1e-5}, "the epsilon 1e-06 in model.layers.0.self_attn.q_a_layernorm"),
     "activation": (
         {"arch": "mistral", "sliding_window": None, "hidden_act": "gelu"},
         "activation GELUActivation",
@@ -57,6 +64,13 @@ def test_models_of_which_a_bridge_makes_another(two, tmp_path, name):
     settings, message = MODELS[name]
     folder = new_model(tmp_path / "model", chars="abcd", hidden_size=16, **settings)
     assert all(message in error for error in call(two, "other_model", folder))
+
+
+def test_a_routers_loss_is_declared(two, small):
+    asked = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
+    for inherited, declared in call(two, "declared", small(**EXPERTS), asked):
+        assert inherited == [] and len(declared) == 1
+        assert "routers add losses of their own to the gradients" in declared[0]
 
 
 def test_groups_have_the_timeout_of_the_default_group(two, small):
