@@ -50,7 +50,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
         yield aside
         # The folder has what the umask allows.
         for path in aside.rglob("*"):
-            if path.is_file():
+            if path.is_file() and not path.is_symlink():
                 # safetensors writes files that others cannot read.
                 path.chmod(path.stat().st_mode | aside.stat().st_mode & 0o666)
         for path in aside.iterdir():

@@ -266,7 +266,7 @@ def _check_moved(sums: Mapping[str, tuple[int, int]]) -> None:
     """
     whole: dict[str, int] = {}
     owned: dict[str, int] = {}
-    for of_rank in gathered(dict(sums)):
+    for of_rank in gathered(sums):
         for leaf, (of_hub, of_piece) in of_rank.items():
             whole[leaf] = of_hub
             owned[leaf] = owned.get(leaf, 0) + of_piece

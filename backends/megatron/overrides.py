@@ -30,7 +30,7 @@ IMPURE = {
     "moe_router_bias_update_rate": "changes a buffer of the model between calls, which no state holds",
     "moe_input_jitter_eps": "draws random numbers in each pass",
 }
-# Fields of losses that a router adds, which need its type.
+# A loss that a router adds, and the field without which it is not computed.
 ROUTER_LOSS, ROUTER_LOSS_TYPE = "moe_aux_loss_coeff", "moe_router_load_balancing_type"
 # What only transformer-engine's attention reads.
 OF_ATTENTION = frozenset({
