@@ -1,4 +1,4 @@
-# make setup | demo | test | test-peers | lint | docs | lock.
+# make setup | demo | test | test-peers | mutants | lint | docs | lock.
 # All is installed below this folder: .uv, .venv, .verifiers, .peers.
 SHELL := /bin/bash
 VENV := .venv
@@ -11,7 +11,7 @@ VERIFIERS := .verifiers
 PEERS := .peers
 PEERS_REPORT := benchmarks/results/verl_core_algos.json
 
-.PHONY: setup demo test test-peers lint docs lock clean
+.PHONY: setup demo test test-peers mutants lint docs lock clean
 
 setup: $(STAMP) $(VERIFIERS)/.stamp
 
@@ -51,6 +51,10 @@ $(PEERS)/.stamp: locks/peers.txt $(STAMP)
 
 test-peers: $(STAMP) $(PEERS)/.stamp
 	@PYTHONPATH=$(PEERS) VERL_FN_PEERS_REPORT=$(PEERS_REPORT) $(BIN)/python -m pytest -n0 tests/peers
+
+# MUTANTS="steps runs" takes part of them.
+mutants: setup
+	@VERIFIERS_PYTHON=$(CURDIR)/$(VERIFIERS)/bin/python $(BIN)/python scripts/mutants.py $(MUTANTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

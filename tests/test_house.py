@@ -1,6 +1,7 @@
 """The house stays in order: short files and functions, and the whole config only where it is read and planned."""
 
 import ast
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,11 @@ FILES = sorted(
     if not any(link in file.parents for link in LINKS)
 )
 LONGEST_FILE, LONGEST_FUNCTION = 400, 60
+MUTANTS = {
+    f"{file.stem}: {mutant['name']}": mutant
+    for file in sorted((ROOT / "tests/mutants").glob("*.toml"))
+    for mutant in tomllib.loads(file.read_text())["mutant"]
+}
 EDGE = ("verl_fn/config/", "verl_fn/cli/")
 
 
@@ -52,3 +58,22 @@ def test_the_protocols_have_no_any():
     for file in (ROOT / "backends/protocol").glob("*.py"):
         names = {n.id for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Name)}
         assert "Any" not in names, file.name
+
+
+def test_mutants_have_names_of_their_own():
+    count = sum(file.read_text().count("[[mutant]]") for file in (ROOT / "tests/mutants").glob("*.toml"))
+    assert len(MUTANTS) == count
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_break_what_there_is_and_name_tests_that_there_are(name):
+    mutant = MUTANTS[name]
+    text = (ROOT / mutant["file"]).read_text()
+    assert text.count(mutant["old"]) == 1, f"{mutant['file']} has this text {text.count(mutant['old'])} times"
+    assert mutant["new"] != mutant["old"] and mutant["tests"]
+    if mutant["file"].endswith(".py"):
+        ast.parse(text.replace(mutant["old"], mutant["new"]))
+    for test in mutant["tests"]:
+        file, _, function = test.partition("::")
+        assert not function or function.partition("[")[0].split("::")[-1] in {f.name for f in functions(ROOT / file)}
+        assert (ROOT / file).exists()
