@@ -3,16 +3,64 @@
 from __future__ import annotations
 
 import ctypes
+import datetime
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import jinja2
 
 from .config import ModelError, reason
 
 # A template takes milliseconds; one that takes so long has a loop without an end.
 LONGEST = 30.0
+
+
+# The attribute of a tokenizer that has the arguments of its template.
+ARGUMENTS = "chat_arguments"
+
+
+@attrs.frozen
+class Clock:
+    """The function ``strftime_now`` of chat templates on a given day, at midnight.
+
+    Attributes:
+        date: the day as YYYY-MM-DD.
+
+    Example:
+        >>> Clock("2026-01-02")("%d %b %Y")
+        '02 Jan 2026'
+    """
+
+    date: str
+
+    def __call__(self, format: str) -> str:
+        return datetime.datetime.fromisoformat(self.date).strftime(format)
+
+
+def with_chat_arguments(tokenizer: Any, chat_template_kwargs: Mapping[str, Any], date: str | None) -> Any:
+    """Gives a tokenizer the arguments with which ``chat_tokens`` and ``chat_texts`` render its chat template.
+
+    Args:
+        tokenizer: is changed.
+        chat_template_kwargs: variables of the template.
+        date: the day, as YYYY-MM-DD, that the template prints if it asks for the date; None for the clock's.
+
+    Returns:
+        The tokenizer.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> tokenizer = char_tokenizer("ab>")
+        >>> tokenizer.chat_template = "{{ messages[0].content }}{{ '>' if thinking }}"
+        >>> asked = [([{"role": "user", "content": "ba"}], True)]
+        >>> chat_texts(with_chat_arguments(tokenizer, {"thinking": True}, None), asked)
+        ['ba>']
+    """
+    clock = {} if date is None else {"strftime_now": Clock(date)}
+    setattr(tokenizer, ARGUMENTS, {**chat_template_kwargs, **clock})
+    return tokenizer
 
 
 class _TakesTooLong(BaseException):
@@ -25,6 +73,7 @@ def chat_tokens(
     tools: Sequence[Mapping[str, Any]] = (),
     *,
     generation_prompt: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Returns the token ids of chat messages, up to the start of the assistant's answer.
 
@@ -33,6 +82,7 @@ def chat_tokens(
         messages: the messages so far.
         tools: JSON schemas of the functions that the assistant can call.
         generation_prompt: begin the assistant's answer; otherwise end with the last message.
+        chat_template_kwargs: arguments of the template beside those of ``with_chat_arguments``, which they replace.
 
     Raises:
         ModelError: the template fails on these messages, or does not end.
@@ -44,7 +94,9 @@ def chat_tokens(
         >>> chat_tokens(tokenizer, [{"role": "user", "content": "ba"}])
         [1, 5, 4, 6]
     """
-    ids: list[int] = _applied(tokenizer, [(messages, generation_prompt)], tools, tokenize=True)[0]
+    ids: list[int] = _applied(
+        tokenizer, [(messages, generation_prompt)], tools, chat_template_kwargs or {}, tokenize=True
+    )[0]
     return ids
 
 
@@ -52,6 +104,7 @@ def chat_texts(
     tokenizer: Any,
     conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
     tools: Sequence[Mapping[str, Any]] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Returns what ``chat_tokens`` makes tokens of, for several conversations.
 
@@ -59,6 +112,7 @@ def chat_texts(
         tokenizer: has a chat template.
         conversations: the messages of each, and whether the assistant's answer is begun.
         tools: as ``chat_tokens``.
+        chat_template_kwargs: as ``chat_tokens``.
 
     Raises:
         ModelError: as ``chat_tokens``.
@@ -70,18 +124,20 @@ def chat_texts(
         >>> chat_texts(tokenizer, [([{"role": "user", "content": "ba"}], True)])
         ['<bos>ba\\n']
     """
-    return _applied(tokenizer, conversations, tools, tokenize=False)
+    return _applied(tokenizer, conversations, tools, chat_template_kwargs or {}, tokenize=False)
 
 
 def _applied(
     tokenizer: Any,
     conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
     tools: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any],
     *,
     tokenize: bool,
 ) -> list[Any]:
     results: list[Any] = []
     errors: list[Exception] = []
+    arguments = {**getattr(tokenizer, ARGUMENTS, {}), **chat_template_kwargs}
 
     def encode() -> None:
         try:
@@ -93,6 +149,7 @@ def _applied(
                         add_generation_prompt=generation_prompt,
                         tokenize=tokenize,
                         return_dict=False,
+                        **arguments,
                     )
                 )
         except _TakesTooLong:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .chat import with_chat_arguments
 from .config import LOCAL, ModelError, read_config, read_json, refused
 
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
@@ -12,8 +14,15 @@ GENERATION = "generation_config.json"
 END = "eos_token_id"
 
 
-def read_tokenizer(folder: str | Path) -> Any:
+def read_tokenizer(
+    folder: str | Path, chat_template_kwargs: Mapping[str, Any] | None = None, date: str | None = None
+) -> Any:
     """Reads the tokenizer of a model's folder.
+
+    Args:
+        folder: the folder.
+        chat_template_kwargs: arguments of its chat template in every rendering.
+        date: the day, as YYYY-MM-DD, that the template prints if it asks for the date; None for the clock's.
 
     Raises:
         ModelError: the folder has none, or one that cannot be used.
@@ -26,7 +35,7 @@ def read_tokenizer(folder: str | Path) -> Any:
     with refused(f"{folder} has no tokenizer that can be read"):
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
         _try(tokenizer)
-    return tokenizer
+    return with_chat_arguments(tokenizer, chat_template_kwargs or {}, date)
 
 
 def _has_tokenizer(folder: str | Path) -> bool:

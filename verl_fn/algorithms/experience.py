@@ -95,7 +95,7 @@ def requests_of(problems: Sequence[Problem], w: Workers, sampling: Sampling, key
     if not w.converses:
         return requests_for(encode_prompts(problems, w.tokenizer, w.max_prompt_length), sampling, key, ids)
     requests = requests_for([()] * len(ids), sampling, key, ids)
-    fields = ("prompt", "answer", "id", "data_source", "extra_info")
+    fields = ("prompt", "answer", "id", "data_source", "extra_info", "chat_template_kwargs")
     return [
         attrs.evolve(request, problem={name: getattr(problem, name) for name in fields})
         for request, problem in zip(requests, problems, strict=True)

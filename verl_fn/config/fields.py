@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import difflib
 import os
 from collections.abc import Callable, Iterable
@@ -96,6 +97,16 @@ def all_or_some(instance: Any, attribute: Any, value: int) -> None:
     """Validates a count: -1 for all, or at least 1."""
     if value != -1 and value < 1:
         raise ValueError(f"must be -1, which keeps all, or at least 1 (got {value})")
+
+
+def is_date(instance: Any, attribute: Any, value: str) -> None:
+    """Validates a day as ``YYYY-MM-DD``."""
+    try:
+        right = datetime.date.fromisoformat(value).isoformat() == value
+    except ValueError:
+        right = False
+    if not right:
+        raise ValueError(f"must be a day as YYYY-MM-DD (got {value!r})")
 
 
 def nearest(value: object, known: Iterable[str]) -> str:

@@ -112,6 +112,8 @@ class RolloutPlan:
         n, temperature, top_k, top_p: sampling settings of training rollouts.
         validation: sampling settings of evaluations.
         max_prompt_length, max_response_length: limits in tokens.
+        chat_template_kwargs: arguments of the chat template.
+        date: the day that the template prints if it asks for the date; None for the clock's.
     """
 
     name: str
@@ -138,6 +140,8 @@ class RolloutPlan:
     validation: ValConfig
     max_prompt_length: int
     max_response_length: int
+    chat_template_kwargs: Mapping[str, Any]
+    date: str | None
 
     @property
     def shares(self) -> bool:
@@ -186,6 +190,15 @@ class Plan:
     ray: RayConfig
     code: tuple[str, ...]
     table: Table
+
+    def dated(self, date: str) -> Plan:
+        """Returns the plan with a day in place of ``data.date``."""
+        return attrs.evolve(
+            self,
+            data=attrs.evolve(self.data, date=date),
+            rollout=attrs.evolve(self.rollout, date=date),
+            table=self.table | {"data": self.table["data"] | {"date": date}},
+        )
 
 
 def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
@@ -352,6 +365,8 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str, lora: Adapters | 
         validation=r.val_kwargs,
         max_prompt_length=d.max_prompt_length,
         max_response_length=d.max_response_length,
+        chat_template_kwargs=d.chat_template_kwargs,
+        date=d.date,
     )
 
 

@@ -9,13 +9,21 @@ import attrs
 from attrs.validators import ge, gt, le
 
 from .algorithms import PPO, OverlongBuffer, PolicyOptimization
-from .fields import MOST, ConfigError, all_or_some, each_in, free, one_of, opt, paths, sub
+from .fields import MOST, ConfigError, all_or_some, each_in, free, is_date, one_of, opt, paths, sub
 from .names import is_reference
 from .scoring import EnvConfig, RewardConfig
 from .tasks import each_above_zero, is_task, reasoning_names, verifiers_name
 from .trained import ActorConfig, CriticConfig
 
 ROLLOUT_ENGINES = ("sampler", "vllm")
+# Arguments of the tokenizer's apply_chat_template that a run decides itself.
+TAKEN_BY_TEMPLATES = frozenset(
+    (
+        *("messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors"),
+        *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"),
+    )
+)
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
 
 
@@ -116,6 +124,16 @@ class DataConfig:
         16, "longest response in tokens, including the end token; with env.name, all that follows the prompt", ge(1)
     )
     prompt_key: str = opt("prompt", "the files' column of prompts, which are chat messages or strings")
+    chat_template_kwargs: Mapping[str, Any] = free(
+        "a table of arguments of the chat template, such as enable_thinking; rows of files add their own in a column "
+        "of this name"
+    )
+    date: str | None = opt(
+        None,
+        "the day that a chat template prints if it asks for the date, as YYYY-MM-DD; by default the day on which the "
+        "run began, which its folder records",
+        is_date,
+    )
     convert: tuple[str, ...] = paths(
         (),
         "functions that make rows of other columns into verl's: FILE.py:NAME or MODULE:NAME, such as "
@@ -136,6 +154,8 @@ class DataConfig:
             raise ConfigError(f"data.weights has {len(self.weights)} values for the {count} sources of {of}")
         if wrong := [name for name in self.convert if not is_reference(name)]:
             raise ConfigError(f"data.convert has {wrong[0]!r}; it must be a function as FILE.py:NAME or MODULE:NAME")
+        if taken := sorted(TAKEN_BY_TEMPLATES & self.chat_template_kwargs.keys()):
+            raise ConfigError(f"data.chat_template_kwargs.{taken[0]} is decided by the run; remove it")
         for name, options in self.task_options.items():
             if name not in sets or not isinstance(options, Mapping):
                 raise ConfigError(

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
+from verl_fn.config.schema import TAKEN_BY_TEMPLATES
 from verl_fn.data.rows import DataError, Row
 from verl_fn.data.truths import truth
 
@@ -95,6 +96,25 @@ def extra_info_of(place: str, row: Row) -> dict[str, Any]:
         raise DataError(f"{place}: extra_info cannot be JSON ({error}); write strings or numbers instead") from error
     ability = {} if row.get("ability") is None else {"ability": row["ability"]}
     return ability | (extra or {})
+
+
+def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:
+    """Returns the ``chat_template_kwargs`` of a row.
+
+    Raises:
+        DataError: they are no mapping, or name something that the run decides.
+
+    Example:
+        >>> template_kwargs_of("a.jsonl, line 1", {"chat_template_kwargs": {"enable_thinking": False}})
+        {'enable_thinking': False}
+    """
+    kwargs = row.get("chat_template_kwargs")
+    if not isinstance(kwargs, dict | None):
+        raise DataError(f"{place}: chat_template_kwargs must map names to values, not {kwargs!r:.80}")
+    if taken := sorted(TAKEN_BY_TEMPLATES & (kwargs or {}).keys()):
+        raise DataError(f"{place}: chat_template_kwargs.{taken[0]} is decided by the run; remove it")
+    # Parquet gives each row all keys of the column.
+    return {key: _without_nulls(value) for key, value in (kwargs or {}).items() if value is not None}
 
 
 def source_of(place: str, row: Row, default: str | None = None) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from verl_fn.backends.hf.chat import chat_tokens
-from verl_fn.data.columns import Messages, check_turns, extra_info_of, prompt_of, source_of
+from verl_fn.data.columns import Messages, check_turns, extra_info_of, prompt_of, source_of, template_kwargs_of
 from verl_fn.data.entries import Convert, Entry, entry_rows, is_padded
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem, Task
@@ -31,8 +32,8 @@ class Conversation(Problem):
 def read_conversations(files: Sequence[Entry], *, convert: Sequence[Convert] = ()) -> tuple[Conversation, ...]:
     """Reads conversations of files and data sets with a column ``messages``, and numbers them from 0.
 
-    Optional columns are ``data_source``, ``ability`` and ``extra_info``. Messages after the last turn of the
-    assistant are left out: nothing is learned from them.
+    Optional columns are ``data_source``, ``ability``, ``extra_info`` and ``chat_template_kwargs``. Messages after
+    the last turn of the assistant are left out: nothing is learned from them.
 
     Args:
         files: the files, in order.
@@ -43,7 +44,7 @@ def read_conversations(files: Sequence[Entry], *, convert: Sequence[Convert] = (
             assistant, begins with one, or has one without content.
     """
     problems: list[Conversation] = []
-    optional = ("data_source", "ability", "extra_info")
+    optional = ("data_source", "ability", "extra_info", "chat_template_kwargs")
     for file in files:
         for place, row in entry_rows(file, (MESSAGES,), optional, convert=convert):
             value = prompt_of(place, row[MESSAGES], MESSAGES, is_padded(file))
@@ -60,6 +61,7 @@ def read_conversations(files: Sequence[Entry], *, convert: Sequence[Convert] = (
                     id=len(problems),
                     data_source=source_of(place, row, MESSAGES),
                     extra_info=extra_info_of(place, row),
+                    chat_template_kwargs=template_kwargs_of(place, row),
                     messages=value[: last + 1],
                 )
             )
@@ -110,19 +112,24 @@ class TaskDialogues:
 
 
 def turn_tokens(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], end_token: int, start: int = 0
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    end_token: int,
+    start: int = 0,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Returns the token ids of a conversation, and a mask of those that the assistant says.
 
     The template renders the conversation up to each turn of the assistant, once without the turn and once with it.
-    The mask is 1 from the end of the first rendering to the turn's end token, which the model must say as well, and 0
-    for what the template writes after it. Tokens after the last turn's end token are left out.
+    The mask is 1 from the end of the first rendering to the turn's end token, and 0 for what the template writes
+    after it. Tokens after the last turn's end token are left out.
 
     Args:
         tokenizer: has a chat template.
         messages: the conversation.
         end_token: the token that ends a turn.
         start: turns before this message are not learned from.
+        chat_template_kwargs: arguments of the template, as of ``chat_tokens``.
 
     Raises:
         DataError: the template cannot render the conversation turn by turn: it changes earlier messages where more
@@ -138,14 +145,12 @@ def turn_tokens(
         >>> turn_tokens(tokenizer, [{"role": role, "content": content} for role, content in turns], 2)
         ([4, 7, 5, 2, 6, 7, 4, 2], [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
     """
-    ids: list[int] = []
-    mask: list[float] = []
-    end = 0
+    render = functools.partial(chat_tokens, tokenizer, chat_template_kwargs=chat_template_kwargs)
+    ids, mask, end = list[int](), list[float](), 0
     for i, message in enumerate(messages):
         if i < start or message["role"] != "assistant":
             continue
-        before = chat_tokens(tokenizer, messages[:i])
-        after = chat_tokens(tokenizer, messages[: i + 1], generation_prompt=False)
+        before, after = render(messages[:i]), render(messages[: i + 1], generation_prompt=False)
         if before[: len(ids)] != ids:
             raise DataError(
                 f"the chat template renders the messages before message {i} otherwise than without it, as templates "

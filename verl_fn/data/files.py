@@ -11,7 +11,7 @@ import torch
 
 from verl_fn.backends.hf.chat import chat_tokens
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.data.columns import extra_info_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.columns import extra_info_of, ground_truth_of, prompt_of, source_of, template_kwargs_of
 from verl_fn.data.entries import Convert, Entry, entry_rows, is_padded
 from verl_fn.data.mixing import turns
 from verl_fn.data.rows import DataError, Row
@@ -190,7 +190,7 @@ def _encode_messages(problem: Problem, tokenizer: Any) -> list[int]:
     # A prompt of a string was encoded before.
     assert not isinstance(problem.prompt, str)
     try:
-        return chat_tokens(tokenizer, problem.prompt)
+        return chat_tokens(tokenizer, problem.prompt, chat_template_kwargs=problem.chat_template_kwargs)
     except ModelError as error:
         raise DataError(f"{label_of(problem)}: {error}") from error
 
@@ -206,8 +206,8 @@ def read_problems(
     """Reads the problems of files and data sets in verl's columns, and numbers them from 0 over all files.
 
     Each row has ``data_source``, a prompt (chat messages or a string) and ``reward_model`` with its
-    ``ground_truth``, which ``truth`` makes a string. ``extra_info`` is optional, and so is ``ability``, which becomes
-    a part of ``extra_info``.
+    ``ground_truth``, which ``truth`` makes a string. Optional are ``chat_template_kwargs``, ``extra_info``, and
+    ``ability``, which becomes a part of ``extra_info``.
 
     Args:
         files: the files, in order.
@@ -219,7 +219,10 @@ def read_problems(
             value has a type that cannot be used.
     """
     problems: list[Problem] = []
-    required, optional = ("data_source", prompt_key, "reward_model"), ("ability", "extra_info")
+    required, optional = (
+        ("data_source", prompt_key, "reward_model"),
+        ("ability", "extra_info", "chat_template_kwargs"),
+    )
     hint = (
         f"required are {', '.join(required)}; data.prompt_key names the prompts' column, and functions of "
         "data.convert make these columns of others"
@@ -238,4 +241,5 @@ def _problem(place: str, row: Row, prompt_key: str, number: int, padded: bool) -
         answer=ground_truth_of(place, row["reward_model"]),
         id=number,
         extra_info=extra_info_of(place, row),
+        chat_template_kwargs=template_kwargs_of(place, row),
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_fn.data.columns import check_turns, extra_info_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.columns import check_turns, extra_info_of, ground_truth_of, prompt_of, source_of, template_kwargs_of
 from verl_fn.data.entries import Convert, Entry, entry_columns, entry_rows, is_padded
 from verl_fn.data.judged import Judged, Response
 from verl_fn.data.rows import DataError, Row
 
 PAIR_COLUMNS = ("chosen", "rejected")
 LABEL_COLUMNS = ("completion", "label")
-OPTIONAL = ("data_source", "reward_model", "ability", "extra_info")
+OPTIONAL = ("data_source", "reward_model", "ability", "extra_info", "chat_template_kwargs")
 SOURCE = "preferences"  # the data source of rows that name none
 
 Read = Callable[[str, Row, str, int, bool], Judged]
@@ -25,8 +25,8 @@ def read_pairs(
 
     Each row has ``chosen`` and ``rejected``, strings or lists of chat messages. The prompt is a column of its own;
     without it, chosen and rejected are whole conversations, and the prompt is how both begin. Optional are
-    ``data_source``, ``reward_model`` with the ``ground_truth`` that sampled answers are judged by, ``ability`` and
-    ``extra_info``.
+    ``data_source``, ``reward_model`` with the ``ground_truth`` that sampled answers are judged by, ``ability``,
+    ``extra_info`` and ``chat_template_kwargs``.
 
     Args:
         files: the files, in order.
@@ -160,6 +160,7 @@ def _judged(
         id=number,
         data_source=source_of(place, row, SOURCE),
         extra_info=extra_info_of(place, row),
+        chat_template_kwargs=template_kwargs_of(place, row),
         chosen=chosen,
         rejected=rejected,
     )

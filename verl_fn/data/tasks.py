@@ -30,6 +30,7 @@ class Problem:
         id: the problem's number, from which sampling keys are derived.
         data_source: where the problem comes from; metrics and rewards are grouped by source.
         extra_info: further fields of the data.
+        chat_template_kwargs: arguments of the chat template for this problem, which replace those of the run.
     """
 
     prompt: str | tuple[Mapping[str, Any], ...]
@@ -37,6 +38,7 @@ class Problem:
     id: int = 0
     data_source: str = ""
     extra_info: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
+    chat_template_kwargs: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
 
 
 def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:

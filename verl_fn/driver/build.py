@@ -230,6 +230,17 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     )
 
 
+def policy_tokenizer(plan: RolloutPlan) -> Any:
+    """Reads the tokenizer of the policy, whose chat template gets the run's arguments and date.
+
+    Raises:
+        ModelError: the folder has none, or one that cannot be used.
+    """
+    from verl_fn.backends.hf.tokenizer import read_tokenizer
+
+    return read_tokenizer(plan.folder, plan.chat_template_kwargs, plan.date)
+
+
 def conversing(plan: RolloutPlan, device: str, env: EnvConfig, folder: str | None = None) -> RolloutBackend:
     """Makes the rollout engine, and in front of it the environment if ``env.name`` names one.
 
@@ -244,12 +255,12 @@ def conversing(plan: RolloutPlan, device: str, env: EnvConfig, folder: str | Non
     """
     if not env.name:
         return rollout(plan, device)
-    from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
+    from verl_fn.backends.hf.tokenizer import end_tokens
     from verl_fn.environments.engine import Conversing, Limits
     from verl_fn.environments.processes import EnvProcesses
     from verl_fn.environments.rendering import Renderer
 
-    tokenizer = read_tokenizer(plan.folder)
+    tokenizer = policy_tokenizer(plan)
     ends = end_tokens(plan.folder, tokenizer)
     renderer = Renderer(tokenizer, ends)
     environments = EnvProcesses(

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
+from verl_fn.backends.hf.tokenizer import end_tokens
 from verl_fn.config.plan import Plan
 
 from . import build, ranks
@@ -17,7 +17,7 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
     """Makes the parts of a plan in this process; under torchrun, every process makes its own."""
     build.set_up_process(plan.driver, ranks.torchrun_size())
     device = ranks.device(plan.driver)
-    tokenizer = read_tokenizer(plan.model)
+    tokenizer = build.policy_tokenizer(plan.rollout)
     with ranks.process_group(plan):
         yield Workers(
             trainers={name: build.trainer(role, plan.driver, device) for name, role in plan.roles.items()},

@@ -18,7 +18,7 @@ import ray
 import ray.runtime_env
 
 from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
+from verl_fn.backends.hf.tokenizer import end_tokens
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, module_of
@@ -78,7 +78,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                     training[role.name] = RemoteTrain(cluster, group, role.name)
             cluster.build_all(components)
             reward, ranks = cluster.groups["reward"], cluster.groups["trainer"]
-            tokenizer = read_tokenizer(plan.model)
+            tokenizer = build.policy_tokenizer(plan.rollout)
             # A backend accepts values or handles, the kind that it returns, which types cannot express.
             w = Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},

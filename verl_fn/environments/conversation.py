@@ -104,6 +104,11 @@ class Conversation:
         return self.request.problem
 
     @property
+    def chat_template_kwargs(self) -> Mapping[str, Any]:
+        """Returns the arguments of the chat template that the problem has."""
+        return self.problem.get("chat_template_kwargs") or {}
+
+    @property
     def label(self) -> str:
         """Returns the problem's name in error messages."""
         return f"problem {self.request.id} of {self.problem.get('data_source')!r}"

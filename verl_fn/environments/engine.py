@@ -247,7 +247,7 @@ class Conversing(Through):
     def _open(self, one: Conversation, messages: Sequence[Any]) -> None:
         self._renderer.check_known(messages, one.label)
         one.messages += messages
-        prompt = self._renderer.opening(one.messages, one.tools)
+        prompt = self._renderer.opening(one.messages, one.tools, one.chat_template_kwargs)
         if len(prompt) > self._limits.prompt:
             raise EnvError(
                 f"{one.label}: the environment's first messages and tools have {len(prompt)} tokens, more than "
@@ -262,10 +262,12 @@ class Conversing(Through):
             one.reason = "turn_limit"
             return
         self._renderer.check_known(messages, one.label)
-        tokens = self._renderer.continuation(one.messages, messages, one.tools)
+        tokens = self._renderer.continuation(one.messages, messages, one.tools, one.chat_template_kwargs)
         one.messages += messages
         row = one.rows[-1]
-        prompt = None if tokens is not None else self._renderer.opening(one.messages, one.tools)
+        prompt = (
+            None if tokens is not None else self._renderer.opening(one.messages, one.tools, one.chat_template_kwargs)
+        )
         length = len(row.ids) + len(tokens) if tokens is not None else len(prompt or ())
         if length >= one.limit:
             one.reason = "length"

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from verl_fn.backends.hf.chat import chat_texts, chat_tokens
 from verl_fn.backends.hf.config import ModelError
@@ -16,6 +16,8 @@ from .contract import Message
 from .interpreter import EnvError
 
 CACHE = 4096
+NONE: Mapping[str, Any] = {}
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class Renderer:
@@ -54,14 +56,21 @@ class Renderer:
         # Some tokenizers encode the start of a text differently, for example with a space before it.
         self._from_end = whole is not None and whole == self._by_text([user, reply], [user])
 
-    def opening(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def opening(
+        self, messages: Sequence[Message], tools: Tools = (), chat_template_kwargs: Mapping[str, Any] = NONE
+    ) -> list[int]:
         """Returns the tokens of messages and tools, up to the start of the model's reply.
+
+        Args:
+            messages: the conversation so far.
+            tools: JSON schemas of the functions that the model can call.
+            chat_template_kwargs: arguments of the template, as of ``chat_tokens``.
 
         Raises:
             EnvError: the template fails on these messages, or leaves out the tools.
         """
-        tokens = self._tokens(messages, tools, generation_prompt=True)
-        if tools and tokens == self._tokens(messages, generation_prompt=True):
+        tokens = self._tokens(messages, tools, chat_template_kwargs, generation_prompt=True)
+        if tools and tokens == self._tokens(messages, (), chat_template_kwargs, generation_prompt=True):
             raise EnvError(
                 "env.name: the environment has tools, and the chat template does not show them to the model; take a "
                 "template that renders `tools`"
@@ -69,7 +78,11 @@ class Renderer:
         return tokens
 
     def continuation(
-        self, said: Sequence[Message], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        said: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Tools = (),
+        chat_template_kwargs: Mapping[str, Any] = NONE,
     ) -> list[int] | None:
         """Returns the tokens between the end token of a reply and the start of the next one.
 
@@ -80,7 +93,8 @@ class Renderer:
         Args:
             said: the conversation so far, which ends with the reply.
             messages: the environment's answer to it.
-            tools: JSON schemas of the functions that the model can call.
+            tools: as for ``opening``.
+            chat_template_kwargs: as for ``opening``.
 
         Returns:
             The tokens; None where the template renders ``said`` otherwise before ``messages``, as templates do that
@@ -89,15 +103,20 @@ class Renderer:
         Raises:
             EnvError: the template fails, or does not end the reply with an end token.
         """
-        tokens = self._by_text(said, messages, tools) if self._from_end else None
-        return self._by_tokens(said, messages, tools) if tokens is None else tokens
+        tokens = self._by_text(said, messages, tools, chat_template_kwargs) if self._from_end else None
+        return self._by_tokens(said, messages, tools, chat_template_kwargs) if tokens is None else tokens
 
     def _by_text(
-        self, said: Sequence[Message], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        said: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Tools = (),
+        chat_template_kwargs: Mapping[str, Any] = NONE,
     ) -> list[int] | None:
         """Returns the tokens of the text after the reply; None where the earlier text is another one."""
         with _renderable([*said, *messages]):
-            before, after = chat_texts(self._tokenizer, [(said, False), ([*said, *messages], True)], tools)
+            whole = [*said, *messages]
+            before, after = chat_texts(self._tokenizer, [(said, False), (whole, True)], tools, chat_template_kwargs)
         last = max(before.rfind(end) for end in self._ends)
         if last < 0 or not after.startswith(before):
             return None
@@ -105,10 +124,15 @@ class Renderer:
         return tokens if end in self._end_tokens else None
 
     def _by_tokens(
-        self, said: Sequence[Message], messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        said: Sequence[Message],
+        messages: Sequence[Message],
+        tools: Tools = (),
+        chat_template_kwargs: Mapping[str, Any] = NONE,
     ) -> list[int] | None:
         """Returns the tokens after the last end token; None where those before it are not the same."""
-        before, after = self._tokens(said, tools), self.opening([*said, *messages], tools)
+        before = self._tokens(said, tools, chat_template_kwargs)
+        after = self.opening([*said, *messages], tools, chat_template_kwargs)
         ends = [place for place, token in enumerate(before) if token in self._end_tokens]
         if not ends:
             token = self._tokenizer.convert_ids_to_tokens(min(self._end_tokens))
@@ -136,16 +160,20 @@ class Renderer:
     def _tokens(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, Any]] = (),
+        tools: Tools,
+        chat_template_kwargs: Mapping[str, Any],
         *,
         generation_prompt: bool = False,
     ) -> list[int]:
-        return list(self._rendered(json.dumps([list(messages), list(tools)]), generation_prompt))
+        conversation = json.dumps([list(messages), list(tools), dict(chat_template_kwargs)])
+        return list(self._rendered(conversation, generation_prompt))
 
     def _render(self, conversation: str, generation_prompt: bool) -> list[int]:
-        messages, tools = json.loads(conversation)
+        messages, tools, kwargs = json.loads(conversation)
         with _renderable(messages):
-            return chat_tokens(self._tokenizer, messages, tools, generation_prompt=generation_prompt)
+            return chat_tokens(
+                self._tokenizer, messages, tools, generation_prompt=generation_prompt, chat_template_kwargs=kwargs
+            )
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import FLOAT32, parameter_counts, width_of
-from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import Plan, RolePlan
-from verl_fn.driver import ranks
+from verl_fn.driver import build, ranks
 
 from .checks import check_run_folder, row_lengths
+from .continuing import run_date
 from .memory import GIB, check_memory, largest, offloads, phases
 from .prepare import prepare
 from .role_memory import MOMENTS, megatron_parts
@@ -33,8 +33,9 @@ def check_run(plan: Plan, gpu: int | None = None) -> str:
         UserError: the run could not start, or needs more memory than the GPU has.
     """
     check_run_folder(Path(plan.trainer.dir))
+    plan = plan.dated(run_date(plan))
     source = prepare(plan, say)
-    tokenizer = read_tokenizer(plan.model)
+    tokenizer = build.policy_tokenizer(plan.rollout)
     size = ranks.training_ranks(plan)
     d, r, t = plan.data, plan.rollout, plan.trainer
     rows = d.train_batch_size * {"samples": r.n, "answers": 1, "pairs": 2, "labels": 2}[plan.learns_from]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 from pathlib import Path
 
 import attrs
@@ -10,7 +12,7 @@ from verl_fn.algorithms import Report
 from verl_fn.backends.checkpoint.state_folder import CheckpointError
 from verl_fn.config import ConfigError, Plan, make_plan
 
-from .checkpoints import MANIFEST, checkpoints, read_manifest, saved_step
+from .checkpoints import MANIFEST, checkpoints, read_manifest, saved_step, step_of
 from .errors import RunError
 from .evaluate import has_held_out, held_out_value
 from .folder import Follower, Run, changed_keys, run_config
@@ -54,6 +56,25 @@ def find_origin(plan: Plan, run: Run) -> Path | None:
     if not (origin / MANIFEST).is_file():
         raise ConfigError(f"trainer.resume_from_path: {origin} is not a checkpoint; {_meant(origin)}")
     return origin
+
+
+def run_date(plan: Plan) -> str:
+    """Returns the day that chat templates print: ``data.date``, or the continued run's, or else today.
+
+    A run is continued from its folder's newest checkpoint, or from that of the run that it forks.
+    """
+    if plan.data.date is not None:
+        return plan.data.date
+    folder, fork = Path(plan.trainer.dir), plan.trainer.resume_from_path
+    of_folder = plan.trainer.resume_mode == "auto" and bool(checkpoints(folder))
+    source, step = (
+        (folder, None) if of_folder else (run_of(Path(fork)), step_of(Path(fork))) if fork else (None, None)
+    )
+    recorded = None
+    # What is wrong with that run's config is reported where it is continued.
+    with contextlib.suppress(RunError):
+        recorded = run_config(source, step)[0].data.date if source is not None else None
+    return recorded or datetime.date.today().isoformat()
 
 
 def _meant(folder: Path) -> str:

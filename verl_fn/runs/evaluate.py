@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -60,6 +61,8 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
     Raises:
         ConfigError: there are no held-out problems.
     """
+    if plan.data.date is None:
+        plan = plan.dated(datetime.date.today().isoformat())
     source = prepare(plan, say)
     if not (held_out := source.held_out(plan.data.val_size)):
         raise ConfigError(

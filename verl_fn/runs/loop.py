@@ -15,7 +15,7 @@ from verl_fn.state import Params
 
 from .checkpoints import restore, step_of
 from .checks import check_run_folder
-from .continuing import changes, find_origin, finished, goal_reached, other_settings
+from .continuing import changes, find_origin, finished, goal_reached, other_settings, run_date
 from .errors import RunError
 from .evaluate import check_goal, evaluation_line, validate
 from .folder import Follower, Run, run_config
@@ -61,8 +61,12 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
     first = ranks.torchrun_rank() == 0
     if not first:
         say, live = _silent, False
-    run = Run(plan, say) if first else Follower(plan, say)
-    with ranks.process_group(plan), run.locked():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ranks.process_group(plan))
+        # Clocks of two machines may be on two days.
+        plan = plan.dated(ranks.of_first(run_date(plan)))
+        run = Run(plan, say) if first else Follower(plan, say)
+        stack.enter_context(run.locked())
         with ranks.first_alone():
             origin = find_origin(plan, run)
             changed = changes(run, plan)

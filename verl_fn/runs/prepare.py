@@ -6,7 +6,7 @@ import contextlib
 
 from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.folder import ModelError, read_config
-from verl_fn.backends.hf.tokenizer import contradiction, end_tokens, read_tokenizer
+from verl_fn.backends.hf.tokenizer import contradiction, end_tokens
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.tasks import reasoning_names, verifiers_name
 from verl_fn.data.files import FileData
@@ -55,7 +55,7 @@ def prepare(plan: Plan, say: Say) -> Source:
     for folder in dict.fromkeys((plan.model, *(role.folder for role in plan.roles.values()))):
         check_model_folder(folder)
     read_config(plan.model)
-    tokenizer = read_tokenizer(plan.model)
+    tokenizer = build.policy_tokenizer(plan.rollout)
     if not (ends := end_tokens(plan.model, tokenizer)):
         raise ModelError(
             f"{plan.model} names no token that ends an answer, so no response could end: set eos_token_id in its "
