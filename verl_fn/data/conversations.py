@@ -129,11 +129,11 @@ def turn_tokens(
         messages: the conversation.
         end_token: the token that ends a turn.
         start: turns before this message are not learned from.
-        chat_template_kwargs: arguments of the template, as of ``chat_tokens``.
+        chat_template_kwargs: as of ``chat_tokens``.
 
     Raises:
-        DataError: the template cannot render the conversation turn by turn: it changes earlier messages where more
-            follow, or begins a turn otherwise than for sampling, or ends it without the end token.
+        DataError: the template changes earlier messages where more follow, or begins a turn otherwise than for
+            sampling, or ends it without the end token.
         ModelError: the template fails.
 
     Example:
