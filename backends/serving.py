@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 
 from verl_fn.backends.hf.config import ModelError, longest_row
@@ -116,21 +117,22 @@ class Serving(ABC):
 
     @abstractmethod
     def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
-        """Yields the samples of requests with the same sampling, each with the number of its row.
+        """Yields the samples of requests whose sampling differs in ``max_tokens`` alone, with the numbers of rows.
 
         Sample i of a request has the row ``n`` times the place of the request, plus i.
 
         Args:
-            requests: are checked, and have the same sampling.
+            requests: are checked, and differ in no other part of their sampling.
             call: the number of this call; ``_continue`` raises an error once there is a later one.
             as_they_end: whether samples are yielded as they end, or all together.
         """
 
     def _draw(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
         """Yields every sample with the place of its request; see ``_run``."""
-        # Requests with the same sampling are decoded together; draws never depend on other requests.
-        for sampling in dict.fromkeys(request.sampling for request in requests):
-            places = [i for i, request in enumerate(requests) if request.sampling == sampling]
+        # Requests that are drawn the same way are decoded together; draws never depend on other requests.
+        ways = [attrs.evolve(request.sampling, max_tokens=1) for request in requests]
+        for sampling in dict.fromkeys(ways):
+            places = [i for i, way in enumerate(ways) if way == sampling]
             with self._emptied(call):
                 for row, sample in self._run([requests[i] for i in places], call, as_they_end):
                     yield places[row // sampling.n], sample

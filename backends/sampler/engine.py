@@ -153,7 +153,7 @@ class Sampler(Serving):
 
 
 class _Run:
-    """The decoding of requests with the same sampling.
+    """The decoding of requests whose sampling differs in ``max_tokens`` alone.
 
     Slot i of the cache holds row ``rows[i]``; active rows always have the first slots.
     """
@@ -162,12 +162,13 @@ class _Run:
         self.decoder, self.device, self.recorder = sampler.decoder, sampler.device, sampler.recorder
         self.in_flight = sampler.capabilities.versions_per_token
         self.prompts = [request.prompt for request in requests]
-        self.sampling = sampling = requests[0].sampling
+        sampling, self.n = requests[0].sampling, requests[0].sampling.n
+        self.limits = [request.sampling.max_tokens for request in requests]
         self.seeds = torch.tensor(seeds_of(requests), device=self.device)
         self.stops = sampler.end_tokens | set(sampling.stop_token_ids)
         self.draws = Draws(sampling, sampler.decoder.vocab, NOISE[sampler.dtype])
         self.slots = min(sampler.slots, len(self.seeds))
-        self.length = max(len(p) for p in self.prompts) + sampling.max_tokens
+        self.length = max(len(p) + limit for p, limit in zip(self.prompts, self.limits, strict=True))
         self.begun = 0
         self.step = 0
         self.rows: list[int] = []
@@ -237,7 +238,7 @@ class _Run:
         slot_of: dict[int, int] = {}
         sources, targets, which = [], [], []
         for row in range(self.begun, self.begun + count):
-            prompt, slot = row // self.sampling.n, len(self.rows)
+            prompt, slot = row // self.n, len(self.rows)
             length = len(self.prompts[prompt])
             if prompt in slot_of:
                 sources.append(slot_of[prompt])
@@ -249,7 +250,7 @@ class _Run:
                 slot_of[prompt] = slot
             which.append(len(slot_of) - 1)
             self.rows.append(row)
-            self.ends.append(self.step + self.sampling.max_tokens - 1)
+            self.ends.append(self.step + self.limits[prompt] - 1)
             self.offsets.append(length - self.step)
         fresh = slice(first, len(self.rows))
         self.begun += len(which)
@@ -298,7 +299,7 @@ class _Run:
         self.versions += [self.version] * n
         drawn = tokens.tolist()
         if self.draws.nothing in drawn:
-            raise not_finite(self.rows[drawn.index(self.draws.nothing)], self.sampling.n)
+            raise not_finite(self.rows[drawn.index(self.draws.nothing)], self.n)
         stops, step = self.stops, self.step
         done = [i for i, (t, end) in enumerate(zip(drawn, self.ends, strict=True)) if end == step or t in stops]
         ended = [self.rows[i] for i in done]

@@ -26,6 +26,23 @@ def sampler(made):
     return made.sampler(slots=5)
 
 
+def test_rows_of_different_limits_are_drawn_as_alone(made):
+    """Turns of conversations differ in the room that is left, and are decoded together."""
+    requests = [
+        attrs.evolve(request, sampling=Sampling(limit))
+        for request, limit in zip(requests_for(PROMPTS[:4], Sampling(1), KEY), (3, 11, 1, 7), strict=True)
+    ]
+    together, alone = made.sampler(slots=3), made.sampler(slots=3)
+    for got, request in zip(together.generate(requests), requests, strict=True):
+        (want,) = alone.generate([request])
+        assert torch.equal(got.tokens, want.tokens) and got.finish_reason == want.finish_reason
+        assert 1 <= len(got.tokens) <= request.sampling.max_tokens
+    runs = []
+    together._run = lambda requests, *others: runs.append(len(requests)) or iter(())
+    list(together._draw(requests, 0, False))
+    assert runs == [4]
+
+
 # Weights
 
 

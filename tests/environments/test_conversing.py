@@ -102,6 +102,14 @@ def test_a_conversation_by_hand():
     assert (outcome.reason, outcome.score, outcome.acc, outcome.turns) == ("done", 0.5, 1.0, 2)
 
 
+def test_a_reply_may_fill_the_room_that_is_left():
+    """Of the 40 tokens after the prompt, 4 are used when the second reply begins; env.max_turn_length is larger."""
+    long = [*ids("a" * 35), END]
+    (sample,), asked, _ = play(script(ab=user("ab"), c=user("d")), {"ab\ncd\n": long}, reply=100)
+    assert [turn.sampling.max_tokens for turn in asked] == [40, 36]
+    assert sample.tokens[-36:].tolist() == long and sample.outcome.turns == 2
+
+
 def test_a_template_that_rewrites_replies_makes_rows():
     results = script(ab=user("ab"), g=End(1.0, 1.0))
     samples, _, problems = play(results, {"ab\n?\n": [*ids("g"), END]}, n=2, template=FORGETFUL)

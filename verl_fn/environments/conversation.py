@@ -122,13 +122,10 @@ class Conversation:
         """Returns the request for the next reply.
 
         Args:
-            longest: the limit of a reply. Where the row has less room, the limit is the next lower power of 2, so
-                that most conversations keep the same limit: an engine draws requests of one limit together.
+            longest: the limit of a reply, unless the row has less room.
         """
         ids = self.rows[-1].ids
-        room = self.limit - len(ids)
-        limit = longest if room >= longest else 1 << (room.bit_length() - 1)
-        sampling = attrs.evolve(self.request.sampling, max_tokens=limit, n=1)
+        sampling = attrs.evolve(self.request.sampling, max_tokens=min(longest, self.limit - len(ids)), n=1)
         return Request(self.place, ids, sampling, self.key.fold_in(len(self.replies)))
 
     def samples(self, first: int) -> list[Sample]:
