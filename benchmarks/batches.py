@@ -56,7 +56,7 @@ def compare(ranks: int, rows: int, length: int, rounds: int) -> dict[str, dict[s
     import ray
 
     from verl_fn.config.schema import RayConfig
-    from verl_fn.driver.parcels import Parcels
+    from verl_fn.driver.parcels import Columns, Parcels
     from verl_fn.driver.ray import connected
 
     results: dict[str, list[dict[str, float]]] = {"copied": [], "shared": []}
@@ -65,7 +65,7 @@ def compare(ranks: int, rows: int, length: int, rounds: int) -> dict[str, dict[s
         actor = ray.remote(num_cpus=0)(Rank)
         actors = {way: [actor.remote(rank, ranks) for rank in range(ranks)] for way in results}
         for i in range(rounds + 1):
-            value = ray.put(Parcels().out(batch_of(rows, length, i), {}))
+            value = ray.put(Parcels().out(batch_of(rows, length, i), Columns()))
             for way in sorted(results, reverse=bool(i % 2)):
                 read = ray.get([one.read.remote(way == "shared", value) for one in actors[way]])
                 # In the first round both map the shared memory and grow.

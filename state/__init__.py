@@ -9,7 +9,7 @@ from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, Named, Node, mapping, named, node, static
 from .outputs import PER_ROW, TokenOutputs, output_width, top_count
-from .ownership import divided, divisible, donate, is_donated, joined, owned, owned_parts, spare, taken
+from .ownership import divided, divisible, donate, is_donated, joined, owned, owned_parts, spare, taken, version_of
 from .ragged import Ragged
 from .rollout import (
     END_REASONS,
@@ -95,4 +95,5 @@ __all__ = [
     "tree",
     "uniform_at",
     "unpack",
+    "version_of",
 ]

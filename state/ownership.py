@@ -34,6 +34,8 @@ _ONLY_LIST_AND_TENSOR = 3
 _ONLY_TENSOR = 2
 
 _STORAGE, _CDATA = torch._C.TensorBase.untyped_storage, operator.attrgetter("_cdata")
+# No version of an inference tensor equals another one.
+_UNCOUNTED = itertools.count(-1, -1)
 _RESIZABLE = torch._C.StorageBase.resizable  # type: ignore[attr-defined]  # torch's stubs lack it
 
 
@@ -338,6 +340,23 @@ def _copy_shared(tensors: list[torch.Tensor]) -> int:
             tensors[i] = tensors[i].clone()
             count += 1
     return count
+
+
+def version_of(t: torch.Tensor) -> int:
+    """Returns a number that changes with every write to a tensor, also through a view of it.
+
+    What was computed from a tensor holds as long as the tensor is the same object and has the same version. Torch
+    does not count writes to inference tensors, so two calls for one of them return different numbers.
+
+    Example:
+        >>> t = torch.zeros(2)
+        >>> before = version_of(t)
+        >>> t[:1].add_(1)
+        tensor([1.])
+        >>> version_of(t) == before
+        False
+    """
+    return next(_UNCOUNTED) if t.is_inference() else t._version
 
 
 def _none_shared(tensors: list[torch.Tensor]) -> bool:

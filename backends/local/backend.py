@@ -37,6 +37,7 @@ from verl_fn.state import (
     split_by_tokens,
     taken,
     tree,
+    version_of,
 )
 from verl_fn.state.arguments import expect, expect_params, expect_state, expect_update
 from verl_fn.state.serial import flatten
@@ -353,14 +354,14 @@ class Local:
                 self._cast[name] = torch.empty_like(t, dtype=self.dtype, device=self.device)
         if stale:
             torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
-        copied.update({name: (weakref.ref(t), t._version) for name, t in stale.items()})
+        copied.update({name: (weakref.ref(t), version_of(t)) for name, t in stale.items()})
         return dict(self._cast)
 
 
 def _unchanged(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:
     """Returns whether ``t`` is the tensor of an earlier call and was not written since."""
     tensor, version = seen
-    return tensor() is t and version == t._version
+    return tensor() is t and version == version_of(t)
 
 
 def _leaf(t: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from verl_fn.backends.agreement import agreed
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.megatron.buffers import Buffers
 from verl_fn.backends.megatron.layout import Layout
+from verl_fn.state import version_of
 
 
 @attrs.frozen(eq=False)
@@ -192,7 +193,7 @@ class Resident:
                 dist.broadcast(
                     self.tied.data, dist.get_global_rank(self.layout.groups.embd, 0), self.layout.groups.embd
                 )
-        self._made_from = {name: (weakref.ref(t), t._version) for name, t in leaves.items()}
+        self._made_from = {name: (weakref.ref(t), version_of(t)) for name, t in leaves.items()}
         self.loads += 1
 
     def free(self) -> None:
@@ -220,7 +221,7 @@ class Resident:
             differing += 1
         else:
             for name, t in leaves.items():
-                if made[name][0]() is not t or made[name][1] != t._version:
+                if made[name][0]() is not t or made[name][1] != version_of(t):
                     differing[0 if self.pieces[name].trained else 1] = 1
         if self.layout.size > 1:
             dist.all_reduce(differing, dist.ReduceOp.MAX)

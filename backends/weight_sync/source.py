@@ -13,12 +13,13 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec
+from verl_fn.state import version_of
 
 from .apart import Apart
 from .cut import Cut
 from .intake import checksum
 
-# Checksums of tensors that are alive; the weights that adapters are added to do not change in a run.
+# Versions and checksums of tensors that are alive; the weights that adapters are added to rarely change in a run.
 _CHECKSUMS = WeakTensorKeyDictionary()
 
 
@@ -135,17 +136,21 @@ def apart(
         return Weights(specs, lambda: ((name, rows(t)) for name, t in tensors.items()), cut(specs))
 
     def identify() -> str:
-        held = [(name, t.dtype, tuple(t.shape), _checksum(local(t))) for name, t in base.items()]
+        held = [(name, t.dtype, tuple(t.shape), _checksum(t, local(t))) for name, t in base.items()]
         return hashlib.sha256(repr(held).encode()).hexdigest()
 
     return Apart(source({**base, **adapters}), source(adapters), identify)
 
 
-def _checksum(t: Tensor) -> int:
-    if t not in _CHECKSUMS:
-        _CHECKSUMS[t] = checksum(t)
-    value: int = _CHECKSUMS[t]
-    return value
+def _checksum(t: Tensor, part: Tensor) -> int:
+    """Returns the checksum of the part of a tensor that this process holds."""
+    # Writes to a sharded tensor and writes to its shard are counted each by itself.
+    now = version_of(t), version_of(part)
+    version, value = _CHECKSUMS.get(t, (None, 0))
+    if version != now:
+        value = checksum(part)
+        _CHECKSUMS[t] = now, value
+    return int(value)
 
 
 def in_dtype(specs: Iterable[TensorSpec], dtype: torch.dtype) -> tuple[TensorSpec, ...]:

@@ -149,6 +149,9 @@ def held_rows(folder, options, gathers):
         assert held.apart.identify() == kept.apart.identify()
         for kind in ("whole", "adapters"):
             worst = max(worst, _gap(getattr(weights.apart, kind), getattr(held.apart, kind), 0))
+        before = held.apart.identify()
+        next(iter(states[1].params.base.values())).mul_(2.0)
+        assert held.apart.identify() != before
     return worst
 
 

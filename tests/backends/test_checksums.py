@@ -4,7 +4,7 @@ import pytest
 import torch
 from made_tensors import made
 
-from verl_fn.backends.weight_sync import intake
+from verl_fn.backends.weight_sync import apart, intake
 from verl_fn.backends.weight_sync.intake import checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
@@ -75,3 +75,15 @@ def test_swapped_words_that_differ_in_one_bit_count():
         swapped = values.clone()
         swapped[5], swapped[9] = values[9], values[5]
         assert checksum(swapped) != checksum(values)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda t: t.mul_(2), lambda t: t[:1].zero_(), lambda t: t.detach().view(-1).add_(1)]
+)
+def test_a_checksum_that_is_kept_is_of_what_was_written_last(write):
+    base = {"m.weight": torch.ones(40, 2)}
+    before = apart(base, {"m.lora_A.weight": torch.ones(1, 2)}).identify()
+    write(base["m.weight"])
+    again = {"m.weight": base["m.weight"].clone()}
+    written, equal = (apart(tensors, {"m.lora_A.weight": torch.ones(1, 2)}).identify() for tensors in (base, again))
+    assert before != written == equal

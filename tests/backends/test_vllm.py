@@ -90,7 +90,7 @@ def test_adapters_alone(vllm_python):
     assert worst < 1e-4 and moved > 0.1
     # A model of 2 layers, with adapters of two halves on the 7 linear layers of each.
     model, _ = sent[0]
-    assert sent == [(model, 28), (0, 28), (0, 28), (model, 28), (model, 28)] and model > 20
+    assert sent == [(model, 28), (0, 28), (0, 28), (model, 28), (model, 28), (model, 28)] and model > 20
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,12 @@ def adapters_alone():
     assert publish(20, before)[0] == set()
     assert choosing_excludes_others(made, adapted().weights(before))
     torch.testing.assert_close(pack(made.generate(asked))["rollout_log_probs"], batch["rollout_log_probs"])
+    # The same tensors with other values are another model.
+    before["model.layers.0.mlp.down_proj.weight"].mul_(-3.0)
+    sent.append(tuple(map(len, publish(22, before))))
+    batch = pack(made.generate(asked, version=22))
+    exact = adapted().forward(before, batch, ["logprobs"]).logprobs
+    worst = max(worst, float((exact - batch["rollout_log_probs"]).abs().max()))
     with pytest.raises(ValueError, match=r"these weights have none: set rollout\.adapters=merged"):
         made.publish(30, trainer().weights(params(0)))
     return worst, min(moved), sent

@@ -16,7 +16,7 @@ from verl_fn.backends.protocol import Freed, StaleWeightsError
 from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.driver.group import Group
-from verl_fn.driver.parcels import Parcels
+from verl_fn.driver.parcels import Columns, Parcels
 from verl_fn.driver.remote import RemoteTrain
 from verl_fn.runs.journal import state_digests
 from verl_fn.state import DonatedError, Key, Sampling, requests_for, snapshot, tree
@@ -94,7 +94,7 @@ def read(two, backend, value):
 def test_a_rank_copies_only_the_rows_that_it_computes(two, fsdp):
     """It reads them from shared memory, which a function that could write to it gets a copy of."""
     batch, state = tiny_batch(rows=64), fsdp.init(Key.from_seed(0))
-    reference = ray.put(Parcels().out(batch, {}))
+    reference = ray.put(Parcels().out(batch, Columns()))
     hosts = [member.host for member in two.group.members]
     before = ray.get([host.traffic.remote() for host in hosts])
     results = []

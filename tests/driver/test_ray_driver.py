@@ -34,10 +34,17 @@ OVERRIDES = [
 
 @pytest.fixture(scope="module")
 def remote(ray_cluster, model, tmp_path_factory):
-    """Actors shared by the tests that leave them alive."""
+    """Actors shared by the tests that leave them alive; every tensor travels by itself, and hardly any is cached."""
+
+    def small():
+        from verl_fn.driver import parcels
+
+        parcels.SMALL_BYTES, parcels.CACHE_BYTES, parcels.CACHE_RESULTS = 1, 1, 1
+
     folder = tmp_path_factory.mktemp("run")
     cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={folder}", "rollout.engines=2"])
     with ray_workers(make_plan(cfg)) as w:
+        ray.get([member.host.call.remote(small, {}, False) for member in w.get.__self__.members.values()])
         yield w
 
 

@@ -6,6 +6,7 @@ import mutants
 import pytest
 import torch
 
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.mock.train import Mock
 from verl_fn.steps import Loss, constant, gae, grpo, ppo_clip, reinforce_plus_plus, rloo, sgd
@@ -51,6 +52,12 @@ def test_check_backend_catches_a_stale_copy_of_a_model(tmp_path):
     folder = new_model(tmp_path, chars="abcd", hidden_size=16, num_hidden_layers=1)
     stale = mutants.StaleLocal(folder, mutants.optimizer(), compute_dtype="bfloat16", max_tokens=24)
     require_caught(partial(check_backend, tolerance=0.05), stale, "Persistence")
+
+
+def test_check_backend_catches_stale_checksums(tmp_path):
+    folder = new_model(tmp_path, chars="abcd", hidden_size=16, num_hidden_layers=1)
+    stale = mutants.StaleChecksums(folder, mutants.optimizer(), lora=Lora(rank=1), max_tokens=24)
+    require_caught(check_backend, stale, "Persistence")
 
 
 def test_check_backend_warns_where_nothing_is_split():

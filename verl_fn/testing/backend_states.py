@@ -45,6 +45,38 @@ def check_persistence(case: BackendCase, first: Handle[TrainState], second: Hand
             require_equal("Persistence", earlier, expected, case.read(result), reused)
             again = case.read(call(first))
             require_equal("Persistence", f"{name} with the first state, after {what},", expected, again, cached)
+    _edited(case, first)
+
+
+def _edited(case: BackendCase, state: Handle[TrainState]) -> None:
+    """Checks that calls see an edit in place of all parameters, also of those that are not trained."""
+    edited = case.made(snapshot, state)
+    case.outputs(edited.params)
+    before = _identity(case, edited)
+    case.get(case.backend.map(_scale, edited))
+    seen, now = case.outputs(edited.params), _identity(case, edited)
+    # Equal values in other tensors, which no cache knows.
+    expected = case.outputs(case.made(snapshot, edited).params)
+    cached = "a copy that is kept for a tensor, or its address, whatever was written to it since"
+    require_equal("Persistence", "forward after an edit of the parameters in place", expected, seen, cached)
+    require(
+        now is None or now != before,
+        "Persistence",
+        "after an edit of the parameters in place, weights with adapters apart are identified as those before",
+        "a checksum that is kept for a tensor, whatever was written to it since",
+    )
+
+
+def _identity(case: BackendCase, state: Handle[TrainState]) -> str | None:
+    """Returns what identifies the model without adapters to an engine in this process; None for other weights."""
+    source = case.backend.weights(state.params)
+    apart = getattr(getattr(source, "held", None) or source, "apart", None)
+    return None if apart is None else str(apart.identify())
+
+
+def _scale(state: TrainState) -> None:
+    for t in state.params.values():
+        t.mul_(0.5)
 
 
 def check_donation(case: BackendCase, state: Handle[TrainState]) -> None:
