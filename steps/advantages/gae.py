@@ -6,13 +6,13 @@ import torch
 
 from verl_fn.state import Batch
 
-from .columns import columns, real, uncolumn, warn_of_ignored_rewards, whiten_masked
+from .columns import check_inputs, columns, uncolumn, whiten_masked, written
 
 
 def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = True) -> Batch:
     """Estimates advantages by generalised advantage estimation (GAE).
 
-    The returns are the advantages before whitening, plus the values.
+    The returns are the advantages before whitening, plus the values. All is computed in float64.
 
     Args:
         batch: needs ``values``.
@@ -27,11 +27,9 @@ def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = Tr
 
     Source: Schulman et al. 2016 (arXiv 1506.02438).
     """
-    warn_of_ignored_rewards(batch)
-    mask = batch["response_mask"].bool()
-    given_values = real(batch["values"])
-    values = columns(batch, given_values)
-    rewards = columns(batch, batch["token_level_rewards"])
+    check_inputs("gae", batch, "values")
+    values = columns(batch, batch["values"].double())
+    rewards = columns(batch, batch["token_level_rewards"].double())
     advantages = torch.zeros_like(values)
     running = next_value = torch.zeros(len(values), dtype=values.dtype, device=values.device)
     for t in range(values.shape[1] - 1, -1, -1):
@@ -40,5 +38,5 @@ def gae(batch: Batch, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = Tr
         next_value = values[:, t]
         advantages[:, t] = running
     flat = uncolumn(batch, advantages)
-    returns = torch.where(mask, flat + given_values, 0.0)
-    return batch.with_tokens(advantages=whiten_masked(flat, mask) if whiten else flat, returns=returns)
+    white = whiten_masked(flat, batch["response_mask"]) if whiten else flat
+    return written("gae", batch, white, flat + batch["values"].double())

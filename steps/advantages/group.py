@@ -1,21 +1,22 @@
-"""Estimators that compare a row's reward with those of the other rows of its group, which can have any size."""
+"""Estimators that compare a row's reward with those of the other rows of its group, which can have any size.
+
+Rows without a response token count in no group. A row that is compared with no other has the advantage 0.
+"""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from verl_fn.state import Batch
 
-from .columns import warn_of_ignored_rewards
-from .rows import group_max, group_mean, group_scores, group_sum, outcome
+from .rows import grouped_scores, outcome, relative_scores
 
 
 def grpo(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1e-6) -> Batch:
     """Estimates group-relative advantages (GRPO).
 
     The advantage of a row is its reward minus the mean of its group, divided by the group's standard deviation
-    (unbiased). The advantage of a row that is alone in its group is its reward.
+    (unbiased).
 
     Args:
         batch: needs the per-row field ``group``.
@@ -30,9 +31,7 @@ def grpo(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1e-6) -
 
     Source: Shao et al. 2024 (arXiv 2402.03300).
     """
-    warn_of_ignored_rewards(batch)
-    scores, groups, count = group_scores(batch)
-    return outcome(batch, relative_scores(scores, groups, count, epsilon if norm_adv_by_std else None))
+    return _relative("grpo", batch, epsilon if norm_adv_by_std else None)
 
 
 def dr_grpo(batch: Batch) -> Batch:
@@ -50,15 +49,14 @@ def dr_grpo(batch: Batch) -> Batch:
 
     Source: Liu et al. 2025 (arXiv 2503.20783).
     """
-    return grpo(batch, norm_adv_by_std=False)
+    return _relative("dr_grpo", batch, None)
 
 
 def grpo_passk(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1e-6) -> Batch:
     """Estimates advantages for the best of a group (pass@k): only the best row has one.
 
     It is what the group's largest reward would lose without that row, the distance to the second best, divided by the
-    group's standard deviation (unbiased). Where two rows are the best, all advantages are 0. The advantage of a row
-    that is alone in its group is its reward.
+    group's standard deviation (unbiased). Where two rows are the best, all advantages are 0.
 
     Args:
         batch: needs the per-row field ``group``.
@@ -73,22 +71,18 @@ def grpo_passk(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1
 
     Source: Tang et al. 2025 (arXiv 2503.19595); the division is verl's.
     """
-    warn_of_ignored_rewards(batch)
-    scores, groups, count = group_scores(batch)
-    best = scores == group_max(scores, groups, count)[groups]
-    shared = group_sum(best.double(), groups, count) > 1
-    second = group_max(torch.where(best, -torch.inf, scores), groups, count)
-    gap = torch.where(best & ~shared[groups], scores - second[groups], 0.0)
-    if norm_adv_by_std:
-        gap = gap / (_deviation(scores, groups, count) + epsilon)
-    return outcome(batch, torch.where(count[groups] == 1, scores, gap))
+    scores, groups = grouped_scores("grpo_passk", batch)
+    best = scores == groups.max(scores)
+    second = groups.max(torch.where(best, -torch.inf, scores))
+    only = groups.compared & best & (groups.sum(best.long()) == 1)
+    gap = torch.where(only, scores - second, 0.0)
+    return outcome("grpo_passk", batch, gap / (groups.deviation(scores) + epsilon) if norm_adv_by_std else gap)
 
 
 def rloo(batch: Batch) -> Batch:
     """Estimates advantages with a leave-one-out baseline (RLOO).
 
-    The advantage of a row is its reward minus the mean reward of the other rows of its group. The advantage of a row
-    that is alone in its group is its reward.
+    The advantage of a row is its reward minus the mean reward of the other rows of its group.
 
     Args:
         batch: needs the per-row field ``group``.
@@ -100,18 +94,17 @@ def rloo(batch: Batch) -> Batch:
 
     Source: Ahmadian et al. 2024 (arXiv 2402.14740).
     """
-    warn_of_ignored_rewards(batch)
-    scores, groups, count = group_scores(batch)
-    n = count[groups]
-    others = (group_mean(scores, groups, count)[groups] * n - scores) / (n - 1).clamp(min=1)
-    return outcome(batch, torch.where(n == 1, scores, scores - others))
+    scores, groups = grouped_scores("rloo", batch)
+    # The distance from the mean of the others is that from the mean of all, times n / (n - 1).
+    size = groups.size.double()
+    return outcome("rloo", batch, relative_scores(scores, groups) * size / (size - 1.0).clamp(min=1.0))
 
 
 def opo(batch: Batch) -> Batch:
     """Estimates advantages with the optimal baseline of on-policy RL (OPO): the mean reward weighted by length.
 
     The advantage of a row is its reward minus the mean of its group, in which a row counts with its number of
-    response tokens. The advantage of a row that is alone in its group is its reward.
+    response tokens.
 
     Args:
         batch: needs the per-row field ``group``.
@@ -123,11 +116,9 @@ def opo(batch: Batch) -> Batch:
 
     Source: Hao et al. 2025 (arXiv 2505.23585).
     """
-    warn_of_ignored_rewards(batch)
-    scores, groups, count = group_scores(batch)
-    lengths = batch.sum_rows(batch["response_mask"].double())
-    baseline = group_mean(scores, groups, count, lengths)[groups]
-    return outcome(batch, torch.where(count[groups] == 1, scores, scores - baseline))
+    scores, groups = grouped_scores("opo", batch)
+    baseline = groups.mean(scores, batch.sum_rows(batch["response_mask"].double()))
+    return outcome("opo", batch, torch.where(groups.compared, scores - baseline, 0.0))
 
 
 def gpg(batch: Batch, *, f_norm: float = 1.0) -> Batch:
@@ -135,7 +126,7 @@ def gpg(batch: Batch, *, f_norm: float = 1.0) -> Batch:
 
     The advantage of a row is alpha (reward - mean of its group) / f_norm, with alpha = B / (B - M): of the B rows of
     the batch, M are in groups whose rewards are all equal. These add nothing to the gradient, and alpha restores its
-    size. The advantage of a row that is alone in its group is alpha times its reward, divided by ``f_norm``.
+    size.
 
     Args:
         batch: needs the per-row field ``group``.
@@ -148,26 +139,13 @@ def gpg(batch: Batch, *, f_norm: float = 1.0) -> Batch:
 
     Source: Chu et al. 2025 (arXiv 2504.02546).
     """
-    warn_of_ignored_rewards(batch)
-    scores, groups, count = group_scores(batch)
-    centred = relative_scores(scores, groups, count)
-    informative = group_max(centred.abs(), groups, count)[groups] > 0
-    alpha = len(batch) / informative.sum().clamp(min=1)
-    return outcome(batch, alpha * centred / f_norm)
+    scores, groups = grouped_scores("gpg", batch)
+    centred = relative_scores(scores, groups)
+    informative = groups.counts & (groups.max(centred.abs()) > 0)
+    alpha = int(groups.counts.sum()) / max(int(informative.sum()), 1)
+    return outcome("gpg", batch, alpha * centred / f_norm)
 
 
-def relative_scores(scores: Tensor, groups: Tensor, count: Tensor, epsilon: float | None = None) -> Tensor:
-    """Returns each row's score minus the mean of its group, and the score of a row that is alone, ``[B]``.
-
-    Args:
-        epsilon: if it is given, the result is divided by the standard deviation of the group plus this number.
-    """
-    centred = torch.where(count[groups] == 1, scores, scores - group_mean(scores, groups, count)[groups])
-    return centred if epsilon is None else centred / (_deviation(scores, groups, count) + epsilon)
-
-
-def _deviation(scores: Tensor, groups: Tensor, count: Tensor) -> Tensor:
-    """Returns the unbiased standard deviation of each row's group, and 1 for a row that is alone, ``[B]``."""
-    spread = (scores - group_mean(scores, groups, count)[groups]).square()
-    variance = group_mean(spread, groups, count) * count / (count - 1).clamp(min=1)
-    return torch.where(count[groups] == 1, 1.0, variance[groups].sqrt())
+def _relative(function: str, batch: Batch, epsilon: float | None) -> Batch:
+    scores, groups = grouped_scores(function, batch)
+    return outcome(function, batch, relative_scores(scores, groups, epsilon))

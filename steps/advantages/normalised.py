@@ -9,17 +9,16 @@ from torch import Tensor
 
 from verl_fn.state import Batch
 
-from .columns import real, warn_of_ignored_rewards, whiten_masked
-from .group import relative_scores
-from .rows import group_scores
+from .columns import whiten_masked, written
+from .rows import Groups, grouped_scores, relative_scores
 
 COMPONENT = "reward/"
 
 
 def reinforce_plus_plus_baseline(batch: Batch) -> Batch:
-    """Estimates advantages as rewards minus the mean of their group, whitened over all tokens of the batch.
+    """Estimates advantages as rewards minus the mean of their group, whitened over the tokens of the batch.
 
-    The advantage of a row that is alone in its group starts from its reward.
+    A row that is compared with no other takes no part in the whitening, and has the advantage 0.
 
     Args:
         batch: needs the per-row field ``group``.
@@ -32,9 +31,8 @@ def reinforce_plus_plus_baseline(batch: Batch) -> Batch:
 
     Source: Hu et al. 2025 (arXiv 2501.03262).
     """
-    warn_of_ignored_rewards(batch)
-    scores, groups, count = group_scores(batch)
-    return _whitened(batch, relative_scores(scores, groups, count))
+    scores, groups = grouped_scores("reinforce_plus_plus_baseline", batch)
+    return _whitened("reinforce_plus_plus_baseline", batch, groups, relative_scores(scores, groups))
 
 
 def gdpo(
@@ -48,7 +46,8 @@ def gdpo(
     """Estimates advantages from several rewards, each compared within its group before they are added (GDPO).
 
     Each reward k gives a GRPO advantage A_k of its own, so that a reward with a large spread does not hide the
-    others. Their weighted sum is whitened over all tokens of the batch.
+    others. Their weighted sum is whitened over the tokens of the batch. A row that is compared with no other takes
+    no part in it, and has the advantage 0.
 
     Args:
         batch: needs the per-row fields ``group`` and, for each key, ``reward/KEY``.
@@ -58,7 +57,7 @@ def gdpo(
         epsilon: added to the standard deviation.
 
     Raises:
-        ValueError: the batch lacks one of the rewards, or there is not one weight for each key.
+        ValueError: the batch or a row lacks one of the rewards, or there is not one weight for each key.
 
     Example:
         >>> rows = {"token_level_rewards": [[9.0], [0.0]], "response_mask": [[1.0], [1.0]]}
@@ -80,16 +79,16 @@ def gdpo(
     weights = [1.0] * len(keys) if reward_weights is None else list(reward_weights)
     if len(weights) != len(keys):
         raise ValueError(f"{len(weights)} reward_weights for {len(keys)} reward_keys {keys}; give one for each")
-    _, groups, count = group_scores(batch)
-    total = torch.zeros(len(batch), dtype=torch.float64, device=groups.device)
+    _, groups = grouped_scores("gdpo", batch, *(COMPONENT + key for key in keys))
+    total = torch.zeros(len(batch), dtype=torch.float64, device=groups.of.device)
     for key, weight in zip(keys, weights, strict=True):
-        scores = batch[COMPONENT + key].double()
-        total += weight * relative_scores(scores, groups, count, epsilon if norm_adv_by_std else None)
-    return _whitened(batch, total)
+        scores = torch.where(groups.counts, batch[COMPONENT + key].double(), 0.0)
+        total += weight * relative_scores(scores, groups, epsilon if norm_adv_by_std else None)
+    return _whitened("gdpo", batch, groups, total)
 
 
-def _whitened(batch: Batch, row_advantages: Tensor) -> Batch:
+def _whitened(function: str, batch: Batch, groups: Groups, row_advantages: Tensor) -> Batch:
     """Spreads advantages of rows over their tokens and whitens them in float64."""
-    spread = whiten_masked(batch.spread(row_advantages), batch["response_mask"])
-    spread = spread.to(real(batch["token_level_rewards"]).dtype)
-    return batch.with_tokens(advantages=spread, returns=spread)
+    compared = batch["response_mask"].bool() & batch.spread(groups.compared)
+    white = whiten_masked(batch.spread(row_advantages), compared)
+    return written(function, batch, white, white)

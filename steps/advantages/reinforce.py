@@ -8,7 +8,7 @@ from torch import Tensor
 
 from verl_fn.state import Batch
 
-from .columns import columns, real, uncolumn, warn_of_ignored_rewards, whiten_masked
+from .columns import check_inputs, columns, uncolumn, whiten_masked, written
 
 
 def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Batch:
@@ -25,9 +25,9 @@ def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Batch:
 
     Source: Hu et al. 2025 (arXiv 2501.03262).
     """
-    warn_of_ignored_rewards(batch)
+    check_inputs("reinforce_plus_plus", batch)
     returns = rewards_to_go(batch, gamma)
-    return batch.with_tokens(advantages=whiten_masked(returns, batch["response_mask"].bool()), returns=returns)
+    return written("reinforce_plus_plus", batch, whiten_masked(returns, batch["response_mask"]), returns)
 
 
 def remax(batch: Batch) -> Batch:
@@ -46,16 +46,17 @@ def remax(batch: Batch) -> Batch:
 
     Source: Li et al. 2023 (arXiv 2310.10505).
     """
-    warn_of_ignored_rewards(batch)
+    check_inputs("remax", batch, "reward_baselines")
     returns = rewards_to_go(batch)
-    baselines = batch.spread(batch["reward_baselines"].to(returns.dtype))
-    advantages = torch.where(batch["response_mask"].bool(), returns - baselines, 0.0)
-    return batch.with_tokens(advantages=advantages, returns=returns)
+    return written("remax", batch, returns - batch.spread(batch["reward_baselines"].double()), returns)
 
 
 def rewards_to_go(batch: Batch, gamma: float = 1.0) -> Float[Tensor, " T"]:
-    """Returns the discounted sum of the rewards from each response token to the end of its row, and 0 elsewhere."""
-    rewards = columns(batch, real(batch["token_level_rewards"]))
+    """Returns the discounted sum of the rewards from each response token to the end of its row, and 0 elsewhere.
+
+    It is computed and returned in float64.
+    """
+    rewards = columns(batch, batch["token_level_rewards"].double())
     returns = torch.zeros_like(rewards)
     running = torch.zeros(len(rewards), dtype=rewards.dtype, device=rewards.device)
     for t in range(rewards.shape[1] - 1, -1, -1):

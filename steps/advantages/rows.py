@@ -2,57 +2,93 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from verl_fn.state import Batch
 
-from .columns import real
+from .columns import check_inputs, written
 
 
-def group_scores(batch: Batch) -> tuple[Float[Tensor, " B"], Int[Tensor, " B"], Int[Tensor, " G"]]:
-    """Returns each row's total reward, the index of its group, and the size of each group.
+@attrs.frozen(eq=False)
+class Groups:
+    """The groups of a batch's rows. Only rows with a response token count: the loss sees no others.
+
+    Statistics are given for each row, ``[B]``, and are those of its group.
+
+    Attributes:
+        of: the index of each row's group.
+        counts: whether a row counts.
+        compared: whether another row of its group counts too. Rows that have none get no advantage.
+        size: the number of rows of a row's group that count.
+    """
+
+    of: Int[Tensor, " B"]
+    counts: Bool[Tensor, " B"]
+    size: Int[Tensor, " B"] = attrs.field(init=False)
+    compared: Bool[Tensor, " B"] = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        object.__setattr__(self, "size", self.sum(torch.ones_like(self.of)))
+        object.__setattr__(self, "compared", self.counts & (self.size > 1))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Returns the sum of the values."""
+        sums = torch.zeros(len(self.of), dtype=values.dtype, device=values.device)
+        return sums.index_add(0, self.of, torch.where(self.counts, values, 0))[self.of]
+
+    def max(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """Returns the largest value, and minus infinity in a group without a row that counts."""
+        low = torch.full((len(self.of),), -torch.inf, dtype=values.dtype, device=values.device)
+        return low.scatter_reduce(0, self.of, torch.where(self.counts, values, -torch.inf), "amax")[self.of]
+
+    def mean(self, values: Float[Tensor, " B"], weights: Tensor | None = None) -> Float[Tensor, " B"]:
+        """Returns the mean of the values, weighted if ``weights`` are given; 0 if all weights are 0.
+
+        Example:
+            >>> groups = Groups(torch.tensor([0, 0, 1]), torch.tensor([True] * 3))
+            >>> groups.mean(torch.tensor([1.0, 4.0, 9.0]), torch.tensor([2.0, 1.0, 1.0])).tolist()
+            [2.0, 2.0, 9.0]
+        """
+        weights = torch.ones_like(values) if weights is None else weights
+        total = self.sum(weights)
+        # Distances from the largest value, so that the mean of equal values is exactly that value for all weights.
+        top = torch.where(total > 0, self.max(values), 0.0)
+        return top + self.sum(weights * (values - top)) / torch.where(total > 0, total, 1.0)
+
+    def deviation(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+        """Returns the unbiased standard deviation of the values; 0 in a group of one."""
+        spread = (values - self.mean(values)).square()
+        return (self.sum(spread) / (self.size - 1).clamp(min=1)).sqrt()
+
+
+def grouped_scores(function: str, batch: Batch, *fields: str) -> tuple[Float[Tensor, " B"], Groups]:
+    """Returns each row's total reward and the groups, after the checks of ``check_inputs``.
 
     Rewards are summed in float64, so that the mean of equal rewards is exactly that reward.
     """
-    rewards = batch["token_level_rewards"].double()
-    scores = batch.sum_rows(torch.where(batch["response_mask"].bool(), rewards, 0.0))
-    _, groups, count = batch["group"].unique(return_inverse=True, return_counts=True)
-    return scores, groups, count
+    check_inputs(function, batch, *fields)
+    mask = batch["response_mask"].bool()
+    scores = batch.sum_rows(torch.where(mask, batch["token_level_rewards"].double(), 0.0))
+    _, of = batch["group"].unique(return_inverse=True)
+    return scores, Groups(of, batch.sum_rows(mask.long()) > 0)
 
 
-def group_sum(values: Float[Tensor, " B"], groups: Int[Tensor, " B"], count: Int[Tensor, " G"]) -> Tensor:
-    """Returns the sum of the values of each group, ``[G]``."""
-    return torch.zeros(len(count), dtype=values.dtype, device=values.device).index_add(0, groups, values)
+def relative_scores(scores: Float[Tensor, " B"], groups: Groups, epsilon: float | None = None) -> Tensor:
+    """Returns each row's score minus the mean of its group, and 0 for a row that is compared with no other, ``[B]``.
 
-
-def group_max(values: Float[Tensor, " B"], groups: Int[Tensor, " B"], count: Int[Tensor, " G"]) -> Tensor:
-    """Returns the largest value of each group, ``[G]``."""
-    low = torch.full((len(count),), -torch.inf, dtype=values.dtype, device=values.device)
-    return low.scatter_reduce(0, groups, values, "amax")
-
-
-def group_mean(
-    values: Float[Tensor, " B"], groups: Int[Tensor, " B"], count: Int[Tensor, " G"], weights: Tensor | None = None
-) -> Float[Tensor, " G"]:
-    """Returns the mean of the values of each group, weighted if ``weights`` are given; 0 if all weights are 0.
-
-    Example:
-        >>> groups, count = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
-        >>> group_mean(torch.tensor([1.0, 4.0, 9.0]), groups, count, torch.tensor([2.0, 1.0, 1.0])).tolist()
-        [2.0, 9.0]
+    Args:
+        scores: one per row.
+        groups: the rows' groups.
+        epsilon: if it is given, the result is divided by the standard deviation of the group plus this number.
     """
-    weights = torch.ones_like(values) if weights is None else weights
-    # Distances from the largest value, so that the mean of equal values is exactly that value for all weights.
-    top = group_max(values, groups, count)
-    total = group_sum(weights, groups, count)
-    below = group_sum(weights * (values - top[groups]), groups, count) / torch.where(total > 0, total, 1.0)
-    return torch.where(total > 0, top + below, 0.0)
+    centred = torch.where(groups.compared, scores - groups.mean(scores), 0.0)
+    return centred if epsilon is None else centred / (groups.deviation(scores) + epsilon)
 
 
-def outcome(batch: Batch, row_advantages: Float[Tensor, " B"]) -> Batch:
+def outcome(function: str, batch: Batch, row_advantages: Float[Tensor, " B"]) -> Batch:
     """Writes each row's advantage to all of its response tokens, as advantages and as returns."""
-    spread = batch.spread(row_advantages).to(real(batch["token_level_rewards"]).dtype)
-    spread = torch.where(batch["response_mask"].bool(), spread, 0.0)
-    return batch.with_tokens(advantages=spread, returns=spread)
+    spread = batch.spread(row_advantages)
+    return written(function, batch, spread, spread)

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from verl_fn.state import Batch
 
-from .columns import warn_of_ignored_rewards
+from .columns import written
 from .reinforce import rewards_to_go
-from .rows import group_max, group_mean, group_scores, group_sum
+from .rows import Groups, grouped_scores
 
 
 def optimal_token_baseline(
@@ -28,8 +28,8 @@ def optimal_token_baseline(
 ) -> Batch:
     """Estimates advantages with the optimal token baseline (OTB); a step is a position in the response.
 
-    Tokens between response tokens, such as a tool's output, are steps too. The advantage of the tokens of a row that
-    is alone in its group is their return.
+    Tokens between response tokens, such as a tool's output, are steps too. A row that is compared with no other has
+    the advantage 0.
 
     Args:
         batch: needs ``old_log_probs``, ``sum_pi_squared`` (an output of the model: the sum over the vocabulary of
@@ -57,7 +57,7 @@ def optimal_token_baseline(
         0, batch.row_ids, far, "amin"
     )
     steps = batch.positions - batch.spread(start)
-    return _estimate(batch, steps, handle_zero_tail, rollout_is_weights, epsilon)
+    return _estimate("optimal_token_baseline", batch, steps, handle_zero_tail, rollout_is_weights, epsilon)
 
 
 def tir_optimal_token_baseline(
@@ -83,39 +83,34 @@ def tir_optimal_token_baseline(
 
     Source: Li et al. 2026 (arXiv 2602.07078).
     """
-    return _estimate(
-        batch, _sum_so_far(batch, batch["response_mask"].long()) - 1, handle_zero_tail, rollout_is_weights, epsilon
-    )
+    steps = _sum_so_far(batch, batch["response_mask"].long()) - 1
+    return _estimate("tir_optimal_token_baseline", batch, steps, handle_zero_tail, rollout_is_weights, epsilon)
 
 
 def _estimate(
-    batch: Batch, steps: Int[Tensor, " T"], handle_zero_tail: bool, weighted: bool, epsilon: float
+    function: str, batch: Batch, steps: Int[Tensor, " T"], handle_zero_tail: bool, weighted: bool, epsilon: float
 ) -> Batch:
-    warn_of_ignored_rewards(batch)
+    read = ("old_log_probs", "sum_pi_squared", *["rollout_is_weights"] * weighted)
+    scores, groups = grouped_scores(function, batch, *read)
     mask = batch["response_mask"].bool()
     returns = rewards_to_go(batch)
-    scores, groups, count = group_scores(batch)
     variance = _sum_so_far(batch, _token_variance(batch, weighted))[mask]
 
     # Returns are taken relative to one number per group, so that equal rewards give exactly 0.
-    answered = (batch.sum_rows(mask.long()) > 0).double()
-    centre = group_mean(scores, groups, count, answered)
-    group_of = batch.spread(groups)[mask]
-    gap = returns[mask].double() - centre[group_of]
-    width = int(steps[mask].max()) + 1
+    group_of = batch.spread(groups.of)[mask]
+    gap = (returns - batch.spread(groups.mean(scores)))[mask]
+    width = int(torch.where(mask, steps, 0).max()) + 1
     cell = group_of * width + steps[mask]
 
     def total(values: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-        sums = torch.zeros(len(count) * width, dtype=values.dtype, device=values.device)
+        sums = torch.zeros(len(batch) * width, dtype=values.dtype, device=values.device)
         return sums.index_add(0, cell, values)[cell]
 
     advantages = torch.zeros_like(returns)
-    advantages[mask] = (gap - total(variance * gap) / (total(variance) + epsilon)).to(returns.dtype)
-    without = batch.spread(group_sum(answered, groups, count)[groups] < 2)
+    advantages[mask] = gap - total(variance * gap) / (total(variance) + epsilon)
     if handle_zero_tail:
-        without = without | _tail(batch, steps, groups, count)
-    advantages = torch.where(without & mask, returns, advantages)
-    return batch.with_tokens(advantages=advantages, returns=returns)
+        advantages = torch.where(_tail(batch, steps, groups), returns, advantages)
+    return written(function, batch, torch.where(batch.spread(groups.compared), advantages, 0.0), returns)
 
 
 def _token_variance(batch: Batch, weighted: bool) -> Float[Tensor, " T"]:
@@ -126,17 +121,17 @@ def _token_variance(batch: Batch, weighted: bool) -> Float[Tensor, " T"]:
     return torch.where(batch["response_mask"].bool(), w, 0.0)
 
 
-def _tail(batch: Batch, steps: Tensor, groups: Tensor, count: Tensor) -> Tensor:
+def _tail(batch: Batch, steps: Tensor, groups: Groups) -> Tensor:
     """Returns a mask of the tokens of each group's longest row that lie beyond the end of all its other rows."""
     ends = torch.where(batch["response_mask"].bool(), steps + 1, 0)
     length = torch.zeros(len(batch), dtype=ends.dtype, device=ends.device).scatter_reduce(
         0, batch.row_ids, ends, "amax"
     )
     length = length.double()
-    longest = length == group_max(length, groups, count)[groups]
-    shared = group_sum(longest.double(), groups, count)[groups] > 1
-    second = group_max(torch.where(longest, -1.0, length), groups, count)[groups]
-    return batch.spread(longest & ~shared) & (steps >= batch.spread(second))
+    longest = length == groups.max(length)
+    only = longest & (groups.sum(longest.long()) == 1)
+    second = groups.max(torch.where(longest, -1.0, length))
+    return batch.spread(only) & (steps >= batch.spread(second))
 
 
 def _sum_so_far(batch: Batch, values: Tensor) -> Tensor:

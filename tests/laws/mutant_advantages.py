@@ -114,6 +114,19 @@ def in_float32(batch):
     return outcome(batch, scores - mean[ids])
 
 
+def counts_rows_without_a_response(batch):
+    """Takes the mean of a group over all of its rows."""
+    scores = batch.sum_rows(torch.where(batch["response_mask"].bool(), batch["token_level_rewards"], 0.0).double())
+    same = batch["group"][:, None] == batch["group"]
+    centred = (scores - torch.where(same, scores, 0.0).sum(1) / same.sum(1)).float()
+    return outcome(batch, torch.where(same.sum(1) > 1, centred, 0.0))
+
+
+def scales_by_rows_without_a_response(batch):
+    new = rloo(batch)
+    return new.with_tokens(advantages=new["advantages"] / len(batch))
+
+
 def never_zero(batch):
     """An epsilon inside the numerator."""
     new = rloo(batch)
@@ -208,6 +221,8 @@ ADVANTAGES = [
     (overwrites_rewards, "Signature"),
     (divides_by_spread, "Signature"),
     (in_float32, "Zero"),
+    (counts_rows_without_a_response, "Rows"),
+    (scales_by_rows_without_a_response, "Rows"),
     (never_zero, "Zero"),
     (divides_by_lengths, "Zero"),
     (multiplies_by_the_mask, "Zero"),

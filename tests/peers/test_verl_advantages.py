@@ -63,11 +63,11 @@ ESTIMATORS = {
         lambda b: algos.compute_gae_advantage_return(**common(b, "values"), gamma=0.9, lam=0.8),
         {"rewards": "every"},
     ),
-    "grpo": (grpo, partial(by_group, grpo_of), {}),
-    "dr_grpo": (dr_grpo, partial(by_group, grpo_of, norm_adv_by_std_in_grpo=False), {}),
+    "grpo": (grpo, partial(by_group, grpo_of), {"pairs": True}),
+    "dr_grpo": (dr_grpo, partial(by_group, grpo_of, norm_adv_by_std_in_grpo=False), {"pairs": True}),
     "grpo_passk": (grpo_passk, partial(by_group, passk_of, config=Table()), {"pairs": True}),
-    "rloo": (rloo, partial(by_group, algos.compute_rloo_outcome_advantage), {}),
-    "opo": (opo, partial(by_group, algos.compute_opo_outcome_advantage), {}),
+    "rloo": (rloo, partial(by_group, algos.compute_rloo_outcome_advantage), {"pairs": True}),
+    "opo": (opo, partial(by_group, algos.compute_opo_outcome_advantage), {"pairs": True}),
     "reinforce_plus_plus": (
         partial(reinforce_plus_plus, gamma=0.9),
         lambda b: algos.compute_reinforce_plus_plus_outcome_advantage(**common(b), config=Table(gamma=0.9)),
@@ -76,44 +76,45 @@ ESTIMATORS = {
     "reinforce_plus_plus_baseline": (
         reinforce_plus_plus_baseline,
         partial(by_group, algos.compute_reinforce_plus_plus_baseline_outcome_advantage),
-        {"varied": True},
+        {"pairs": True},
     ),
     "remax": (
         remax,
         lambda b: algos.compute_remax_outcome_advantage(**common(b), reward_baselines=b["reward_baselines"]),
         {"rewards": "every"},
     ),
-    "gdpo": (partial(gdpo, reward_keys=["style", "truth"], reward_weights=[1.0, 0.5]), of_gdpo, {}),
-    "optimal_token_baseline": (optimal_token_baseline, partial(of_token_baseline, otb), {"holes": False}),
+    "gdpo": (partial(gdpo, reward_keys=["style", "truth"], reward_weights=[1.0, 0.5]), of_gdpo, {"pairs": True}),
+    "optimal_token_baseline": (optimal_token_baseline, partial(of_token_baseline, otb), {"holes": False, "pairs": True}),
     "optimal_token_baseline without a tail": (
         partial(optimal_token_baseline, handle_zero_tail=False),
         partial(of_token_baseline, otb, handle_zero_tail=False),
-        {"rewards": "every"},
+        {"rewards": "every", "pairs": True},
     ),
-    "tir_optimal_token_baseline": (tir_optimal_token_baseline, partial(of_token_baseline, tir), {}),
+    "tir_optimal_token_baseline": (tir_optimal_token_baseline, partial(of_token_baseline, tir), {"pairs": True}),
     "tir_optimal_token_baseline with importance weights": (
         partial(tir_optimal_token_baseline, rollout_is_weights=True),
         partial(of_token_baseline, tir, weights=True),
-        {"rewards": "every"},
+        {"rewards": "every", "pairs": True},
     ),
 }
 
 
-def drawn(number, pairs=False, varied=False, **options):
+def drawn(number, pairs=False, **options):
     """A batch.
 
     Args:
-        pairs: leave out the groups of one, which verl's pass@k refuses.
-        varied: not all rewards are equal. If they are, verl's whitening divides a rounding error by itself: its
-            means divide by the number of tokens plus 1e-8.
+        pairs: leave out groups of one, whose advantage is 0 here and their reward in verl, and batches whose rewards
+            are all equal: there verl's whitening divides a rounding error by itself, since its means divide by the
+            number of tokens plus 1e-8.
     """
     batch = ragged(number, **options)
+    if not pairs:
+        return batch
     _, groups, counts = batch["group"].unique(return_inverse=True, return_counts=True)
-    if pairs and bool((counts > 1).any()):
-        return batch.take(counts[groups] > 1)
+    batch = batch.take(counts[groups] > 1)
     scores = batch.sum_rows(batch["token_level_rewards"])
-    if pairs or (varied and bool((scores == scores[0]).all())):
-        return drawn(number + 10_000, pairs, varied, **options)
+    if not len(batch) or bool((scores == scores[0]).all()):
+        return drawn(number + 10_000, pairs, **options)
     return batch
 
 
@@ -135,7 +136,7 @@ def test_gpg_differs_by_its_scale_alone(measured):
     """verl's alpha counts rows with a reward that is not 0; the paper's, rows of groups whose rewards differ."""
     worst, scales = 0.0, []
     for number in range(BATCHES):
-        batch = ragged(number)
+        batch = drawn(number, pairs=True)
         theirs, _ = by_group(algos.compute_gpg_outcome_advantage, batch)
         scores = batch.sum_rows(batch["token_level_rewards"])
         ours = gpg(batch)["advantages"]
@@ -153,7 +154,7 @@ def test_the_tail_begins_after_the_second_row_also_where_tools_speak(measured):
     """verl counts response tokens to find the end of the second-longest row, in a table that has tools' outputs."""
     differing = 0
     for number in range(BATCHES):
-        batch = ragged(number)
+        batch = drawn(number, pairs=True)
         theirs, _ = of_token_baseline(otb, batch)
         ours = optimal_token_baseline(batch)["advantages"]
         differing += gap(ours, unpad(batch, theirs), batch["response_mask"]) > TOLERANCE

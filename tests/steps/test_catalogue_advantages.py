@@ -49,7 +49,7 @@ def members(groups, row):
 
 def centred(scores, groups, row):
     rows = members(groups, row)
-    return scores[row] - (statistics.fmean(scores[i] for i in rows) if len(rows) > 1 else 0.0)
+    return scores[row] - statistics.fmean(scores[i] for i in rows)
 
 
 def deviation(scores, groups, row):
@@ -67,7 +67,7 @@ def by_hand_passk(scores, groups, lengths):
         others = [scores[i] for i in members(groups, row) if i != row]
         best = max(others, default=0.0)
         gap = max(scores[row] - best, 0.0) / (deviation(scores, groups, row) + 1e-6)
-        advantages.append(gap if others else scores[row])
+        advantages.append(gap if others else 0.0)
     return advantages
 
 
@@ -76,7 +76,7 @@ def by_hand_opo(scores, groups, lengths):
     for row in range(len(groups)):
         rows = members(groups, row)
         tokens = sum(lengths[i] for i in rows)
-        baseline = sum(scores[i] * lengths[i] for i in rows) / tokens if len(rows) > 1 else 0.0
+        baseline = sum(scores[i] * lengths[i] for i in rows) / tokens
         advantages.append(scores[row] - baseline)
     return advantages
 
@@ -112,8 +112,9 @@ def test_one_advantage_per_row(name, groups, seed):
         assert_rows(estimated, field, spread(masks, rows), rtol=1e-7, atol=1e-9)
 
 
-def whitened(masks, rows):
-    """Mean 0 and variance 1 over all response tokens of the batch."""
+def whitened(masks, rows, groups):
+    """Mean 0 and variance 1 over all response tokens of rows that are compared with others."""
+    masks = [[m * (len(members(groups, row)) > 1) for m in mask] for row, mask in enumerate(masks)]
     values = [value for value, mask in zip(rows, masks, strict=True) for _ in range(sum(mask))]
     if len(values) < 2:
         return spread(masks, [0.0] * len(rows))
@@ -126,7 +127,7 @@ def whitened(masks, rows):
 def test_reinforce_plus_plus_baseline(groups, seed):
     batch, masks, rewards = drawn(groups, seed)
     rows = by_hand_dr_grpo([float(r.sum()) for r in rewards], groups, None)
-    assert_rows(reinforce_plus_plus_baseline(batch), "advantages", whitened(masks, rows), rtol=1e-6, atol=1e-9)
+    assert_rows(reinforce_plus_plus_baseline(batch), "advantages", whitened(masks, rows, groups), rtol=1e-6, atol=1e-9)
 
 
 @given(groups=GROUPS, seed=SEEDS)
@@ -139,7 +140,7 @@ def test_gdpo(groups, seed):
         for row in range(len(groups)):
             rows[row] += weight * centred(scores, groups, row) / (deviation(scores, groups, row) + 1e-6)
     estimated = gdpo(batch, reward_keys=["truth", "style"], reward_weights=[1.0, 0.25])
-    assert_rows(estimated, "advantages", whitened(masks, rows), rtol=1e-6, atol=1e-6)
+    assert_rows(estimated, "advantages", whitened(masks, rows, groups), rtol=1e-6, atol=1e-6)
 
 
 def test_gdpo_uses_all_rewards_by_default_and_names_what_is_missing():
@@ -190,9 +191,9 @@ def by_hand_token_baseline(batch, masks, rewards, groups, compressed, tail, weig
             beside = [(i, int(u)) for i in rows for u in np.flatnonzero(masks[i]) if steps[i][u] == steps[row][t]]
             weight = sum(energy[i][u] for i, u in beside)
             baseline = sum(energy[i][u] * returns[i][u] for i, u in beside) / weight
-            if len(rows) == 1 or (tail and steps[row][t] >= others):
+            if tail and steps[row][t] >= others:
                 baseline = 0.0
-            advantages[t] = returns[row][t] - baseline
+            advantages[t] = (returns[row][t] - baseline) * (len(rows) > 1)
         result.append(advantages)
     return result
 

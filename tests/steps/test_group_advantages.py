@@ -26,12 +26,14 @@ def grouped(groups, seed):
     return batch.with_tokens(token_level_rewards=np.concatenate(rewards)), masks, [float(r.sum()) for r in rewards]
 
 
-def by_hand(kind, scores, groups):
+def by_hand(kind, scores, groups, masks):
+    """Rows without a response token have no vote; a row that is compared with no other gets nothing."""
     advantages = []
-    for score, group in zip(scores, groups, strict=True):
-        members = [s for s, g in zip(scores, groups, strict=True) if g == group]
-        if len(members) == 1:
-            advantages.append(score / (1.0 + 1e-6) if kind == "grpo" else score)
+    for score, group, mask in zip(scores, groups, masks, strict=True):
+        rows = zip(scores, groups, masks, strict=True)
+        members = [s for s, g, m in rows if g == group and any(m)]
+        if len(members) < 2 or not any(mask):
+            advantages.append(0.0)
         elif kind == "rloo":
             advantages.append(score - (sum(members) - score) / (len(members) - 1))
         else:
@@ -48,7 +50,7 @@ def test_every_response_token_gets_its_rows_advantage(kind, groups, seed):
     """Groups of any name, size (also one) and order; masked tokens get 0."""
     batch, masks, scores = grouped(groups, seed)
     estimated = ESTIMATORS[kind](batch)
-    expected = [a * np.array(mask) for a, mask in zip(by_hand(kind, scores, groups), masks, strict=True)]
+    expected = [a * np.array(mask) for a, mask in zip(by_hand(kind, scores, groups, masks), masks, strict=True)]
     assert_rows(estimated, "advantages", expected, rtol=1e-7, atol=1e-9)
     assert_rows(estimated, "returns", expected, rtol=1e-7, atol=1e-9)
 
@@ -102,12 +104,13 @@ def test_a_group_of_equal_rewards_learns_nothing(kind, reward):
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
-def test_a_fully_masked_row_counts_in_its_group_and_gets_nothing(kind):
-    batch = pack([[1], [0, 0], [1]], 0, group=[1, 1, 1])[0].with_tokens(token_level_rewards=[3.0, 0.0, 0.0, 3.0])
-    expected = by_hand(kind, [3.0, 0.0, 3.0], [1, 1, 1])
-    assert ESTIMATORS[kind](batch)["advantages"].tolist() == pytest.approx(
-        [expected[0], 0.0, 0.0, expected[2]], rel=1e-5
-    )
+def test_a_row_without_a_response_token_has_no_vote(kind):
+    """Rewards [1, 1, 0] with a fourth row of mask 0 give what they give by themselves."""
+    masks = [[1], [1], [1], [0, 0]]
+    batch = pack(masks, 0, group=[1] * 4)[0].with_tokens(token_level_rewards=[1.0, 1.0, 0.0, 0.0, 0.0])
+    with_it, without = ESTIMATORS[kind](batch), ESTIMATORS[kind](batch.take([0, 1, 2]))
+    assert with_it["advantages"].tolist() == [*without["advantages"].tolist(), 0.0, 0.0]
+    assert by_hand(kind, [1.0, 1.0, 0.0, 0.0], [1] * 4, masks)[:3] == pytest.approx(without["advantages"].tolist())
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo, gae, reinforce_plus_plus])

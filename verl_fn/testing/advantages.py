@@ -17,7 +17,7 @@ from .precision import require_full_precision
 from .violation import LawViolation, repeatable, require, require_close, require_equal
 
 WRITTEN = ("advantages", "returns")
-EQUAL_REWARDS = (0.7, 100.1, 1e6, -3.3, 1 / 3, 1e-8)
+EQUAL_REWARDS = (0.7, 1000.1, 1e6 + 0.1, -3.3, 1 / 3, 1e-8, 1e29)
 UNEQUAL = "a number of rows that is taken to be the same for all groups"
 
 
@@ -36,6 +36,7 @@ def check_advantage(
     * Purity: twice the same, and its input as it was.
     * Rows: another order of rows gives the same in that order, and so do other ids of the groups. Groups may have any
       number of rows: with some rows dropped, as when problems are filtered, the signature still holds.
+      Rows without a response token, which the loss does not see, change nothing for the others.
     * Zero: both are 0 where ``response_mask`` is 0, whatever the fields hold there (nan and infinities too), and
       longer prompts change nothing. Without rewards and values there is no advantage. Equal rewards in a group give
       advantages of exactly 0, for an estimator that reads ``group``.
@@ -75,11 +76,10 @@ def check_advantage(
     _rows(estimator, batch, whole, key, tolerance)
     _dropped(estimator, batch)
     _holes(estimator, batch, whole, key, tolerance)
-    still = _with_rewards(batch, torch.zeros(len(batch)))
-    top = float(_result(estimator, still)["advantages"].abs().max())
-    require(top == 0.0, "Zero", f"with neither rewards nor values an advantage is {top:.3g}", "a constant added")
+    _without_rewards(estimator, batch)
     if equal_rewards and _reads_groups(estimator, batch):
         _equal_rewards(estimator, batch)
+    _voteless(estimator, batch, whole, tolerance)
     require_full_precision("the estimator", lambda: estimator(batch))
 
 
@@ -130,6 +130,12 @@ def _reads_groups(estimator: Callable[[Batch], Batch], batch: Batch) -> bool:
     except KeyError:
         return True
     return False
+
+
+def _without_rewards(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
+    still = _with_rewards(batch, torch.zeros(len(batch)))
+    top = float(_result(estimator, still)["advantages"].abs().max())
+    require(top == 0.0, "Zero", f"with neither rewards nor values an advantage is {top:.3g}", "a constant added")
 
 
 def _equal_rewards(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
@@ -195,6 +201,21 @@ def _dropped(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
         except RuntimeError as error:
             raise LawViolation("Rows", f"without row {row} the estimator raises: {error}", UNEQUAL) from error
         _require_finite(fewer, f" without row {row}")
+
+
+def _voteless(estimator: Callable[[Batch], Batch], batch: Batch, whole: dict[str, Tensor], tolerance: float) -> None:
+    """Checks the estimator with a second row for each, in the same group, that has no response token."""
+    both = batch.take(torch.arange(2 * len(batch)) % len(batch))
+    own = torch.arange(both.num_tokens) < batch.num_tokens
+    both = both.with_tokens(response_mask=torch.where(own, both["response_mask"], 0.0))
+    require_close(
+        "Rows",
+        "beside rows without a response token, the result of the others",
+        whole,
+        {name: t[own] for name, t in _result(estimator, both).items()},
+        "rows without a response token that are counted in a group or in the batch",
+        tolerance=tolerance,
+    )
 
 
 def _rows(
