@@ -35,8 +35,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 __all__ = [
-    "HEADS", "Hollow", "ModelError", "build", "check_same_config", "check_same_model", "hollow", "quiet",
-    "read_config",
+    "HEADS", "Hollow", "ModelError", "build", "check_same_config", "check_same_model", "check_weights", "hollow",
+    "quiet", "read_config",
 ]  # fmt: skip
 
 # What transformers calls the output layers of language models, and those of classifiers.
@@ -98,8 +98,6 @@ def build(
         ModelError: the folder, the architecture or one of its settings cannot be used.
         LoraError: the model cannot have such adapters.
     """
-    import transformers
-
     auto, config, options = _recipe(folder, head)
     if pretrained:
         # A damaged config may describe a model that no memory can hold.
@@ -108,16 +106,7 @@ def build(
     with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder, config):
         torch.manual_seed(key.seed())
         if pretrained:
-            # `_check_loaded` reports weights that do not fit, all of them by name. The folder's own settings of
-            # generation are not used, and some of them would be refused.
-            model, loaded = auto.from_pretrained(
-                folder,
-                config=config,
-                generation_config=transformers.GenerationConfig(),
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                **options | LOCAL,
-            )
+            model, loaded = _loaded(auto, config, folder, options)
         else:
             model = auto.from_config(config, **options)
     skeleton, new_head = _prepared(model, folder, head, config, checkpointing)
@@ -131,6 +120,45 @@ def build(
     params |= _adapted(skeleton, lora, key, folder)
     _to_meta(model)
     return skeleton, params
+
+
+@_one_at_a_time
+def check_weights(folder: str | Path, head: str) -> None:
+    """Checks that a folder holds the weights of its model, from the names and shapes in its files.
+
+    Args:
+        folder: a Hugging Face model folder.
+        head: ``lm``, or ``value`` for a scalar head, which the folder may lack.
+
+    Raises:
+        ModelError: weights are missing, of another shape, or of another model, or a file cannot be read.
+    """
+    auto, config, options = _recipe(folder, head)
+    _without_weights(auto, config, options, folder)
+    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder, config):
+        # On the meta device, transformers reads the headers of the files alone.
+        model, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
+    skeleton, new_head = _prepared(model, folder, head, config, checkpointing=False)
+    _check_loaded(skeleton, loaded, new_head, folder)
+
+
+def _loaded(auto: Any, config: Any, folder: str | Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns transformers' model with the weights of a folder, and its report on them.
+
+    ``_check_loaded`` refuses weights that do not fit, all of them by name.
+    """
+    import transformers
+
+    # The folder's own settings of generation are not used, and some of them would be refused.
+    model, report = auto.from_pretrained(
+        folder,
+        config=config,
+        generation_config=transformers.GenerationConfig(),
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+        **options | LOCAL,
+    )
+    return model, report
 
 
 @_one_at_a_time

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import ast
 import difflib
+import functools
+import importlib.util
 import os
 from collections.abc import Mapping
 from importlib import metadata
@@ -195,15 +197,26 @@ def check_names(arguments: Mapping[str, Any]) -> None:
     Raises:
         EngineArgumentError: it is unknown; the message suggests the most similar one.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    known = _known_arguments()
     if unknown := [name for name in arguments if name not in known]:
         near = difflib.get_close_matches(unknown[0], known, 1)
         raise EngineArgumentError(
             f"rollout.engine_kwargs.{unknown[0]} is no argument of vLLM's EngineArgs"
             + (f"; did you mean {near[0]}?" if near else "")
         )
+
+
+@functools.cache
+def _known_arguments() -> frozenset[str]:
+    """Returns the names of the arguments of vLLM's ``EngineArgs``, from its source: an import of vLLM takes long."""
+    package = importlib.util.find_spec("vllm")
+    assert package is not None and package.submodule_search_locations
+    file = Path(next(iter(package.submodule_search_locations)), "engine", "arg_utils.py")
+    classes = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef))
+    fields = next(cls.body for cls in classes if cls.name == "EngineArgs")
+    return frozenset(
+        field.target.id for field in fields if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    )
 
 
 def _cache_bytes(text: Any, dtype: str, slots: int, max_length: int) -> int:

@@ -12,7 +12,7 @@ import ray
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.driver.ray import check_address, check_room, cluster_device, runtime_env, seating
+from verl_fn.driver.ray import check_address, check_room, runtime_env, seating
 from verl_fn.runs.checks import check_ranks
 from verl_fn.runs.logs import read_metrics
 
@@ -55,16 +55,20 @@ def test_sequence_parallelism_wants_heads_to_share(tmp_path):
         check_ranks(make_plan(load(overrides=["actor.strategy=fsdp", f"{sp}=4", f"model.path={three}"])), 4)
 
 
-def test_more_than_the_cluster_has_is_refused(ray_cluster):
+def test_more_than_the_cluster_has_is_refused():
+    one = [{"CPU": 2.0}]
     cuda = ray_plan("driver.device=cuda", "ray.ranks=64", "ray.separate=critic")
     with pytest.raises(ConfigError, match=r"ask for 128 GPUs, and the cluster has 0; lower ray.ranks"):
-        check_room(seating(["trainer", "critic"], 64, "cuda", cuda.rollout)[1], cuda)
+        check_room(seating(["trainer", "critic"], 64, "cuda", cuda.rollout)[1], cuda, one)
     apart = ray_plan("driver.device=cuda", "rollout.engines=3", "rollout.placement=apart")
     with pytest.raises(ConfigError, match=r"engines = 3 apart ask for 4 GPUs.*lower ray.ranks or rollout.engines"):
-        check_room(seating(["trainer"], 1, "cuda", apart.rollout)[1], apart)
+        check_room(seating(["trainer"], 1, "cuda", apart.rollout)[1], apart, one)
     spread = ray_plan("ray.ranks=2", "ray.placement=STRICT_SPREAD")
     with pytest.raises(ConfigError, match="the cluster has 1; take SPREAD"):
-        check_room(seating(["trainer"], 2, cluster_device("auto"), spread.rollout)[1], spread)
+        check_room(seating(["trainer"], 2, "cpu", spread.rollout)[1], spread, one)
+    packed = ray_plan("driver.device=cuda", "ray.ranks=2", "ray.placement=STRICT_PACK")
+    with pytest.raises(ConfigError, match="2 GPUs on one node, and the largest has 1; take PACK"):
+        check_room(seating(["trainer"], 2, "cuda", packed.rollout)[1], packed, [{"GPU": 1.0}] * 2)
 
 
 @pytest.mark.parametrize(("engines", "rollout"), [(1, [0]), (2, [0, 1]), (3, [0, 1, 0])])

@@ -74,7 +74,11 @@ def test_a_file_in_the_place_of_the_model(refused, tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "key"),
-    [('reward.functions=["{}:score"]', "reward.functions"), ("algorithm.policy_loss={}:mine", "algorithm")],
+    [
+        ('reward.functions=["{}:score"]', "reward.functions"),
+        ("algorithm.policy_loss={}:mine", "algorithm.policy_loss"),
+        ("env.name={}:Mine", "env.name"),
+    ],
 )
 def test_files_of_code_that_do_not_exist(refused, tiny, tmp_path, setting, key):
     lost = tmp_path / "lost.py"
@@ -227,16 +231,14 @@ def test_gradients_that_are_never_finite_end_the_run(tiny, tmp_path, monkeypatch
 
 def test_a_logger_that_is_not_installed(tiny, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        ConfigError, match=r"trainer.logger asks for wandb, which is not installed: pip install wandb"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer.logger asks for wandb, which is not installed: .* wandb$"):
         train(tiny_run(tiny, tmp_path, "algorithm.name=sft", "trainer.logger=wandb"), SILENT)
 
 
 def test_loggers_get_what_the_file_gets(tiny, tmp_path, monkeypatch):
     logged, made = {}, {}
     run = types.SimpleNamespace(log=lambda report, step: logged.update({step: report}), finish=lambda: None)
-    fake = types.SimpleNamespace(init=lambda **kwargs: made.update(kwargs) or run)
+    fake = types.SimpleNamespace(init=lambda **kwargs: made.update(kwargs) or run, __spec__=True)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     more = ["algorithm.name=sft", 'trainer.logger=["wandb", "tensorboard"]', "trainer.project_name=p"]
     train(tiny_run(tiny, tmp_path / "a", *more), SILENT)

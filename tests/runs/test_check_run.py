@@ -1,13 +1,24 @@
 """``verl-fn train --check``: what a run would do and need, without doing it."""
 
-from run_configs import TINY, tiny_run
+import shutil
 
+import pytest
+from run_configs import TINY, tiny_run
+from safetensors.torch import load_file, save_file
+
+from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.sizes import parameter_counts
 from verl_fn.backends.local import Local
 from verl_fn.cli import main
+from verl_fn.config import ConfigError
+from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run
+from verl_fn.runs.loop import train
 from verl_fn.steps import adamw
+
+SILENT = lambda line: None  # noqa: E731
 
 
 def test_the_counts_are_those_of_the_states(tiny):
@@ -59,3 +70,121 @@ def test_a_check_says_that_sampling_runs_ahead(tiny, tmp_path):
     ahead = [line for line in check_run(tiny_run(tiny, tmp_path, *more)).splitlines() if line.startswith("overlap")]
     assert ahead == ["overlap     sampling runs up to 2 steps ahead of learning; correction: token"]
     assert "overlap" not in check_run(tiny_run(tiny, tmp_path))
+
+
+MINE = """
+def score(data_source, solution_str, ground_truth):
+    return 0.0
+
+
+def whole(batch):
+    return batch
+
+
+class Guess:
+    tools = [{"type": "function", "function": {"name": "guess"}}]
+
+    def reset(self, problem):
+        return [{"role": "user", "content": problem.prompt}]
+
+    def step(self, reply):
+        raise NotImplementedError
+
+
+class Broken(Guess):
+    tools = ()
+
+    def reset(self, problem):
+        raise ValueError("no problem of mine")
+"""
+GRPO = ("algorithm.name=grpo", "rollout.n=2", "reward.functions=['{}:score']")
+
+
+@pytest.fixture
+def mine(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["reward.functions=['{}:nope']"], r"reward.functions: .*mine\.py has no function 'nope'"),
+        (["reward.functions=['{}:whole']"], "cannot be called with the keywords data_source"),
+        ([*GRPO, "reward.env=['NO_SUCH_KEY']"], "reward.env names NO_SUCH_KEY, which is not set"),
+        ([*GRPO, "algorithm.adv_estimator={}:nope"], r"algorithm.adv_estimator: .*mine\.py has no 'nope'"),
+        ([*GRPO, "algorithm.policy_loss={}:nope"], r"algorithm.policy_loss: .*mine\.py has no 'nope'"),
+        ([*GRPO, "algorithm.policy_loss={}:score"], "where a Loss is expected"),
+        (["env.name={}:Nope"], r"env.name: .*mine\.py has no class 'Nope'"),
+        (["env.name={}:Guess", "env.arguments.range=9"], r"cannot be made with env.arguments \(range\)"),
+        (["env.name={}:Guess"], "the environment has tools, and the chat template does not show them"),
+        (["trainer.logger=['wandb']"], "trainer.logger asks for wandb, which is not installed"),
+        (["trainer.resume_from_path={}"], "mine.py is not a folder"),
+        (["driver.kind=ray", "ray.runtime_env={}"], "ray.runtime_env: .*mine.py is not YAML"),
+        (["driver.kind=ray", "ray.address=10.0.0.1"], "ray.address is '10.0.0.1'; it must be auto, or host:port"),
+        (["driver.kind=ray", "rollout.name=vllm", "rollout.engine_kwargs.max_seq=9"], "max_seq is no argument of"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else None,
+)
+def test_a_check_refuses_what_only_processes_of_the_run_would_find(tiny, tmp_path, mine, settings, message):
+    model = tiny
+    if any("env.name" in setting for setting in settings):
+        model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
+    more = ["data.max_prompt_length=64", *(setting.format(mine) for setting in settings)]
+    plan = tiny_run(model, tmp_path / "run", *more)
+    with pytest.raises(UserError, match=message):
+        check_run(plan)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_check_tells_of_a_conversation_that_does_not_begin(tmp_path, mine, capsys):
+    model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
+    check_run(tiny_run(model, tmp_path / "run", f"env.name={mine}:Broken", "data.max_prompt_length=64"))
+    assert "note: of the training problems, " in (said := capsys.readouterr().out)
+    assert "the environment raised ValueError: no problem of mine" in said
+
+
+def test_a_check_reads_the_names_of_weights(tiny, tmp_path):
+    def refusal(change):
+        folder = shutil.copytree(tiny, tmp_path / "damaged", dirs_exist_ok=True)
+        tensors = load_file(folder / "model.safetensors")
+        change(folder, tensors)
+        with pytest.raises(ModelError) as error:
+            check_run(tiny_run(folder, tmp_path / "run", "algorithm.name=sft"))
+        return str(error.value)
+
+    def lacks(folder, tensors):
+        del tensors["model.norm.weight"]
+        save_file(tensors, folder / "model.safetensors")
+
+    assert "1 missing (model.norm.weight)" in refusal(lacks)
+    assert "no file named model.safetensors" in refusal(lambda folder, _: (folder / "model.safetensors").unlink())
+
+
+def test_a_run_that_continues_needs_no_weights_in_its_model_folder(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    more = ["algorithm.name=sft", "trainer.total_training_steps=1", "trainer.test_freq=-1", "data.val_size=1"]
+    train(tiny_run(folder, tmp_path / "run", *more), SILENT)
+    (folder / "model.safetensors").unlink()
+    assert "this run has finished, after 1 steps" in check_run(tiny_run(folder, tmp_path / "run", *more))
+    assert "2 steps" in check_run(tiny_run(folder, tmp_path / "run", *more, "trainer.total_training_steps=2"))
+
+
+def test_a_check_counts_the_gpus_of_this_machine(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests share a cluster
+    more = ["driver.kind=ray", "ray.ranks=16", "actor.strategy=fsdp", "driver.device=auto"]
+    with pytest.raises(ConfigError, match=r"ray.ranks = 16 ask for 16 GPUs, and the cluster has 8"):
+        check_run(tiny_run(tiny, tmp_path / "run", *more))
+    # Ranks on the CPU need none, and another cluster may have more.
+    for other in ("driver.device=cpu", "ray.address=10.0.0.1:6379"):
+        assert "16 training processes" in check_run(
+            tiny_run(tiny, tmp_path / "run", *more, "driver.device=auto", other)
+        )
+
+
+def test_a_check_refuses_a_folder_that_cannot_be_written(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path)
+    with pytest.raises(ConfigError, match=rf"trainer.dir: {tmp_path} cannot be written"):
+        check_run(tiny_run(tiny, tmp_path / "runs" / "run"))

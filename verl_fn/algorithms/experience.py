@@ -91,10 +91,15 @@ def respond(
 
 def requests_of(problems: Sequence[Problem], w: Workers, sampling: Sampling, key: Key) -> list[Request]:
     """Returns the requests for responses to problems, or for conversations where there is an environment."""
-    ids = [problem.id for problem in problems]
-    if not w.converses:
-        return requests_for(encode_prompts(problems, w.tokenizer, w.max_prompt_length), sampling, key, ids)
-    requests = requests_for([()] * len(ids), sampling, key, ids)
+    if w.converses:
+        return conversations_of(problems, sampling, key)
+    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
+    return requests_for(prompts, sampling, key, [problem.id for problem in problems])
+
+
+def conversations_of(problems: Sequence[Problem], sampling: Sampling, key: Key) -> list[Request]:
+    """Returns the requests for conversations about problems."""
+    requests = requests_for([()] * len(problems), sampling, key, [problem.id for problem in problems])
     fields = ("prompt", "answer", "id", "data_source", "extra_info", "chat_template_kwargs")
     return [
         attrs.evolve(request, problem={name: getattr(problem, name) for name in fields})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +26,7 @@ from .ranks import device
 
 if TYPE_CHECKING:
     from verl_fn.backends.megatron.layout import Sizes
+    from verl_fn.environments.engine import Conversing
     from verl_fn.rewards import Reward
 
 
@@ -255,6 +256,23 @@ def conversing(plan: RolloutPlan, device: str, env: EnvConfig, folder: str | Non
     """
     if not env.name:
         return rollout(plan, device)
+    return cast(RolloutBackend, conversations(plan, env, lambda: rollout(plan, device), folder))
+
+
+def conversations(
+    plan: RolloutPlan, env: EnvConfig, engine: Callable[[], RolloutBackend], folder: str | None = None
+) -> Conversing:
+    """Makes the environment of a plan, and then the engine that it stands in front of.
+
+    Args:
+        plan: the engine's plan.
+        env: the config's ``[env]`` table.
+        engine: makes the engine.
+        folder: as for ``conversing``.
+
+    Raises:
+        EnvError: as for ``conversing``.
+    """
     from verl_fn.backends.hf.tokenizer import end_tokens
     from verl_fn.environments.engine import Conversing, Limits
     from verl_fn.environments.processes import EnvProcesses
@@ -267,8 +285,7 @@ def conversing(plan: RolloutPlan, device: str, env: EnvConfig, folder: str | Non
         env.name, env.timeout, env.num_workers, folder, env.variables, python=env.python, arguments=env.arguments
     )
     limits = Limits(env.max_turns, env.max_turn_length or plan.max_response_length, plan.max_prompt_length)
-    engine = rollout(plan, device)
-    return cast(RolloutBackend, Conversing(engine, environments, renderer, tokenizer, ends, limits))
+    return Conversing(engine(), environments, renderer, tokenizer, ends, limits)
 
 
 def sampling(rollout: RolloutPlan) -> Sampling:

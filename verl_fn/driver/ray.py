@@ -16,6 +16,7 @@ from typing import Any, cast
 import attrs
 import ray
 import ray.runtime_env
+import torch
 
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.hf.tokenizer import end_tokens
@@ -56,7 +57,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
         cluster = Cluster(plan.ray.timeout)
         try:
             seats, bundles = seating(list(groups), plan.ray.ranks, device, plan.rollout)
-            check_room(bundles, plan)
+            check_room(bundles, plan, [node["Resources"] for node in ray.nodes() if node["Alive"]])
             send_code(plan.code)
             cluster.reserve(bundles, plan.ray.placement)
             # An actor without a GPU would take the machine for one without GPUs.
@@ -224,18 +225,29 @@ def check_address(address: str) -> None:
         Traceback (most recent call last):
         verl_fn.config.fields.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
     """
-    if address == "auto" or "://" in address:
+    if (place := host_and_port(address)) is None:
         return
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f"ray.address is {address!r}; it must be auto, or host:port as 10.0.0.1:6379")
     try:
-        socket.create_connection((host, int(port)), timeout=5.0).close()
+        socket.create_connection(place, timeout=5.0).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(
             f"ray.address: no Ray cluster answers at {address} ({error}); start one with `ray start --head`, or "
             "leave the key empty to use this machine alone"
         ) from error
+
+
+def host_and_port(address: str) -> tuple[str, int] | None:
+    """Splits an address; returns None for ``auto`` and for an address with a scheme, which Ray resolves itself.
+
+    Raises:
+        ConfigError: it is not an address.
+    """
+    if address == "auto" or "://" in address:
+        return None
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"ray.address is {address!r}; it must be auto, or host:port as 10.0.0.1:6379")
+    return host, int(port)
 
 
 def cluster_device(device: str) -> str:
@@ -294,14 +306,36 @@ def seating(
     return seats, bundles
 
 
-def check_room(bundles: Sequence[Mapping[str, float]], plan: Plan) -> None:
-    """Raises an error for bundles that this cluster can never provide.
+def check_before_start(plan: Plan) -> None:
+    """Checks what can be known of a plan's cluster before it is started or reached.
+
+    Raises:
+        ConfigError: the runtime environment cannot be read, ``ray.address`` is not an address, or this machine has
+            too few GPUs for a cluster of its own.
+    """
+    if plan.ray.runtime_env:
+        runtime_env(Path(plan.ray.runtime_env))
+    if plan.ray.address:
+        host_and_port(plan.ray.address)
+    # Other clusters, and the machine on which a plan for GPUs runs later, may have more GPUs than are seen here.
+    elif not ray.is_initialized() and plan.driver.device != "cpu" and (gpus := torch.cuda.device_count()):
+        _, bundles = seating(list(training_groups(plan)), plan.ray.ranks, "cuda", plan.rollout)
+        check_room(bundles, plan, [{"GPU": gpus}])
+
+
+def check_room(bundles: Sequence[Mapping[str, float]], plan: Plan, nodes: Sequence[Mapping[str, float]]) -> None:
+    """Raises an error for bundles that a cluster can never provide.
+
+    Args:
+        bundles: those of ``seating``.
+        plan: the plan.
+        nodes: the resources of the cluster's nodes.
 
     Raises:
         ConfigError: it has too few GPUs, or too few nodes for the placement.
     """
     table, rollout = plan.ray, plan.rollout
-    gpus, asked = _total("GPU"), sum(bundle.get("GPU", 0) for bundle in bundles)
+    gpus, asked = sum(node.get("GPU", 0) for node in nodes), sum(bundle.get("GPU", 0) for bundle in bundles)
     if asked > gpus:
         separate = f" and ray.separate = {list(table.separate)}" if table.separate else ""
         engines, lower = "", "ray.ranks"
@@ -311,7 +345,6 @@ def check_room(bundles: Sequence[Mapping[str, float]], plan: Plan) -> None:
             f"ray.ranks = {table.ranks}{separate}{engines} ask for {asked:g} GPUs, and the cluster has {gpus:g}; "
             f"lower {lower}, or set driver.device=cpu"
         )
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     if table.placement == "STRICT_SPREAD" and len(nodes) < len(bundles):
         raise ConfigError(
             f"ray.placement = STRICT_SPREAD wants a node for each of {len(bundles)} processes, and the "

@@ -139,6 +139,21 @@ class Conversing(Through):
         """Returns an iterator over the same samples, which all end together."""
         return iter(self.generate(requests, version=version))
 
+    def begin(self, request: Request) -> str | None:
+        """Begins a conversation, to see whether the environment and the chat template go together.
+
+        Returns:
+            Why the environment has failed; None if it has begun.
+
+        Raises:
+            EnvError: its messages or tools cannot be rendered, or are too long.
+        """
+        one = Conversation(0, request, 0, 0)
+        _check_json(one)
+        with self._lock:
+            failures = self._advance([one], [], lambda _: None)
+        return failures[0] if failures else None
+
     def _played(self, requests: Sequence[Request], version: int | None) -> list[Sample]:
         self._last_version = version or 0
         pairs = [(i, number) for i, request in enumerate(requests) for number in range(request.sampling.n)]

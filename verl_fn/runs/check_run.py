@@ -10,9 +10,11 @@ from verl_fn.backends.hf.sizes import FLOAT32, parameter_counts, width_of
 from verl_fn.config import Plan, RolePlan
 from verl_fn.driver import build, ranks
 
-from .checks import check_run_folder, row_lengths
-from .continuing import run_date
+from .checks import check_has_training, check_run_folder, row_lengths
+from .continuing import changes, find_origin, finished, run_date
+from .folder import Run
 from .memory import GIB, check_memory, largest, offloads, phases
+from .parts import check_all_weights, check_processes
 from .prepare import prepare
 from .role_memory import MOMENTS, megatron_parts
 from .screen import say
@@ -33,17 +35,28 @@ def check_run(plan: Plan, gpu: int | None = None) -> str:
         UserError: the run could not start, or needs more memory than the GPU has.
     """
     check_run_folder(Path(plan.trainer.dir))
+    check_has_training(plan)
     plan = plan.dated(run_date(plan))
+    run = Run(plan, say)
+    origin, changed = find_origin(plan, run), changes(run, plan)
+    if (ended := finished(plan, origin)) is not None:
+        return f"this run has finished, after {ended.step} steps; nothing would be done"
+    for sentence in changed:
+        say(sentence)
     source = prepare(plan, say)
+    if origin is None:
+        check_all_weights(plan)
+    for note in check_processes(plan, source):
+        say(f"note: {note}")
     tokenizer = build.policy_tokenizer(plan.rollout)
     size = ranks.training_ranks(plan)
     d, r, t = plan.data, plan.rollout, plan.trainer
     rows = d.train_batch_size * {"samples": r.n, "answers": 1, "pairs": 2, "labels": 2}[plan.learns_from]
     lengths = row_lengths(plan, source, tokenizer)
     longest = max(lengths.sampled, lengths.trained)
-    origin = "files" if d.train_files else d.task
+    data = "files" if d.train_files else d.task
     lines = [
-        f"algorithm   {plan.algorithm} on {origin}: {t.total_training_steps} steps, seed {t.seed}",
+        f"algorithm   {plan.algorithm} on {data}: {t.total_training_steps} steps, seed {t.seed}",
         f"a step      {d.train_batch_size} prompts, {rows} rows of at most {longest} tokens",
         f"rollout     {_engines(plan)}; temperature {r.temperature:g}, n {r.n}",
         f"driver      {plan.driver.kind}, {ranks.device(plan.driver)}, {size} training "

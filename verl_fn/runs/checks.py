@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,27 +132,26 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Checks that a run's folder is no file and lies in none.
+    """Checks that a run's folder is no file and lies in none, and that it can be written.
 
     Raises:
-        ConfigError: it is, or does.
+        ConfigError: the folder or one of its parents is a file, or it cannot be written or made.
     """
     if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
         raise ConfigError(f"trainer.dir: {taken} is a file; choose a folder")
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"trainer.dir: {there} cannot be written; choose a folder that can be")
 
 
-def check_code(plan: Plan) -> None:
-    """Checks that the files of the user's own code exist.
+def check_has_training(plan: Plan) -> None:
+    """Checks that there is something to train on.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: there are files of held-out problems alone.
     """
-    keys = dict.fromkeys(plan.reward.functions, "reward.functions") | dict.fromkeys(plan.code, "algorithm")
-    for reference, key in keys.items():
-        file = Path(reference.rpartition(":")[0])
-        # A cluster that runs already may have files that this machine lacks.
-        if file.suffix == ".py" and not file.is_file() and not plan.ray.address:
-            raise ConfigError(f"{key}: there is no file {file}")
+    if plan.data.val_files and not plan.data.train_files:
+        raise ConfigError("data.val_files is set without data.train_files, so there is nothing to train on")
 
 
 def check_model_folders(plan: Plan) -> None:

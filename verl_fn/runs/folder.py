@@ -68,18 +68,17 @@ class Run:
                     f"{role.folder} is one of the run's own checkpoints, which are removed as the run goes on; copy "
                     f"the model to another folder, or choose another trainer.dir"
                 )
-        with self.written("the run's folder"):
-            self.folder.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Locks the folder for this process.
+        """Makes the folder, and locks it for this process.
 
         Raises:
             RunError: another process trains in it.
         """
         with contextlib.ExitStack() as stack:
             with self.written("the run's folder"):
+                self.folder.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(open(self.folder / ".lock", "a", opener=_no_link))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from verl_fn.config import ConfigError
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.config.tables import Table
 
@@ -37,13 +36,8 @@ def loggers(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterato
     with contextlib.ExitStack() as stack:
         logs: list[Log] = []
         for name in t.logger:
-            try:
-                with _failures(name):
-                    logs.append(_guarded(name, stack.enter_context(makers[name](t, table, folder, start))))
-            except ImportError as error:
-                raise ConfigError(
-                    f"trainer.logger asks for {name}, which is not installed: pip install {name}"
-                ) from error
+            with _failures(name):
+                logs.append(_guarded(name, stack.enter_context(makers[name](t, table, folder, start))))
         yield logs
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import attrs
 
 from verl_fn.algorithms import Report, Workers
-from verl_fn.config import ConfigError, Plan, make_plan
+from verl_fn.config import Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
 from verl_fn.state import Params
 
 from .checkpoints import restore, step_of
-from .checks import check_run_folder
+from .checks import check_has_training, check_run_folder
 from .continuing import changes, find_origin, finished, goal_reached, other_settings, run_date
 from .errors import RunError
 from .evaluate import check_goal, evaluation_line, validate
@@ -25,6 +25,7 @@ from .logs import GENERATIONS, JOURNAL, last_evaluation, read_metrics
 from .memory import check_memory
 from .notices import wide_gap, without_signal
 from .out_of_memory import explained
+from .parts import check_all_weights
 from .prepare import prepare, workers
 from .progress import Lines, Live, Progress, Say
 from .recorder import Drawn
@@ -54,8 +55,7 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
         Interrupted: SIGINT or SIGTERM arrived; the message names the checkpoint and says how to continue.
         RunOutOfMemory: a device has too little memory; the message names the phase and the settings to lower.
     """
-    if plan.data.val_files and not plan.data.train_files:
-        raise ConfigError("data.val_files is set without data.train_files, so there is nothing to train on")
+    check_has_training(plan)
     check_run_folder(Path(plan.trainer.dir))
     # Under torchrun all processes run this same loop on the same values, and only the first one writes and prints.
     first = ranks.torchrun_rank() == 0
@@ -78,6 +78,8 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
                     say(f"for a run with these settings, choose another trainer.dir than {run.folder}")
                 return ended.evaluation
             source = prepare(plan, say)
+            if origin is None:
+                check_all_weights(plan)
         say(f"{_headline(plan)}; folder {run.folder}")
         with workers(plan) as w:
             if w.about:

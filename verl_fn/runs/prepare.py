@@ -17,7 +17,8 @@ from verl_fn.driver import build
 from verl_fn.environments.problems import environment_data
 
 from .checkpoints import check_model_folder
-from .checks import check, check_code, check_model_folders
+from .checks import check, check_model_folders
+from .parts import check_code, check_parts
 from .progress import Say
 
 NEEDS_MODEL = (
@@ -63,6 +64,7 @@ def prepare(plan: Plan, say: Say) -> Source:
         )
     if note := contradiction(plan.model, tokenizer):
         say(f"note: {note}")
+    check_parts(plan, tokenizer, ends)
     learns_from = plan.learns_from
     answers = learns_from != "samples" and any(role.optim is not None for role in plan.roles.values())
     end_token = ends[0] if answers else None
