@@ -114,6 +114,27 @@ def read_config(folder: str | Path) -> Any:
     return config
 
 
+def compute_dtype(asked: str | None, folder: str | Path, device: str) -> str:
+    """Returns the dtype that a model computes in.
+
+    Args:
+        asked: the dtype that the config asks for; None for the default: float32 on a CPU, and on a GPU the dtype
+            that the folder's weights were made for, which is bfloat16 for every dtype of 16 bits.
+        folder: a Hugging Face model folder.
+        device: ``cpu`` or ``cuda``.
+
+    Example:
+        >>> compute_dtype("bfloat16", "any", "cpu"), compute_dtype(None, "any", "cpu")
+        ('bfloat16', 'float32')
+    """
+    if asked is not None:
+        return asked
+    if device == "cpu":
+        return "float32"
+    own = str(read_config(folder).get_text_config().dtype)
+    return "bfloat16" if own.endswith("float16") else "float32"
+
+
 def _check(config: Any, folder: str | Path) -> None:
     """Raises an error for settings that a pure step cannot have, or that no model has."""
     for name in ("vocab_size", "num_hidden_layers"):

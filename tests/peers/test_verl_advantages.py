@@ -84,7 +84,11 @@ ESTIMATORS = {
         {"rewards": "every"},
     ),
     "gdpo": (partial(gdpo, reward_keys=["style", "truth"], reward_weights=[1.0, 0.5]), of_gdpo, {"pairs": True}),
-    "optimal_token_baseline": (optimal_token_baseline, partial(of_token_baseline, otb), {"holes": False, "pairs": True}),
+    "optimal_token_baseline": (
+        optimal_token_baseline,
+        partial(of_token_baseline, otb),
+        {"holes": False, "pairs": True},
+    ),
     "optimal_token_baseline without a tail": (
         partial(optimal_token_baseline, handle_zero_tail=False),
         partial(of_token_baseline, otb, handle_zero_tail=False),

@@ -1,8 +1,10 @@
 """``verl-fn train --check``: what a run would do and need, without doing it."""
 
+import json
 import shutil
 
 import pytest
+import torch
 from run_configs import TINY, tiny_run
 from safetensors.torch import load_file, save_file
 
@@ -13,6 +15,7 @@ from verl_fn.backends.hf.sizes import parameter_counts
 from verl_fn.backends.local import Local
 from verl_fn.cli import main
 from verl_fn.config import ConfigError
+from verl_fn.driver import build
 from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.loop import train
@@ -188,3 +191,30 @@ def test_a_check_refuses_a_folder_that_cannot_be_written(tiny, tmp_path, monkeyp
     monkeypatch.setattr("os.access", lambda place, mode: place != tmp_path)
     with pytest.raises(ConfigError, match=rf"trainer.dir: {tmp_path} cannot be written"):
         check_run(tiny_run(tiny, tmp_path / "runs" / "run"))
+
+
+def test_a_check_shows_the_dtype_that_the_device_takes(tiny, tmp_path, monkeypatch):
+    """By default float32 on a CPU, and on a GPU the dtype of the weights in the folder."""
+    half = shutil.copytree(tiny, tmp_path / "half")
+    config = json.loads((tiny / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    monkeypatch.setattr("verl_fn.driver.ranks.gpu_memory", lambda device: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+    def dtypes(folder, *more):
+        said = check_run(tiny_run(folder, tmp_path / "run", "algorithm.name=grpo", "rollout.n=2", *more)).splitlines()
+        rollout, actor = (next(line for line in said if line.startswith(name)) for name in ("rollout", "actor"))
+        return rollout.split(", ")[1], actor.split("; ")[2]
+
+    assert dtypes(half) == ("float32", "float32")
+    assert dtypes(half, "driver.device=cuda") == ("bfloat16", "bfloat16")
+    assert dtypes(tiny, "driver.device=cuda") == ("float32", "float32")
+    asked = ["driver.device=cuda", "actor.dtype=float32", "rollout.dtype=bfloat16"]
+    assert dtypes(half, *asked) == ("bfloat16", "float32")
+
+
+def test_trainer_and_engine_are_made_in_the_dtype_of_the_device(tiny, tmp_path, monkeypatch):
+    plan = tiny_run(tiny, tmp_path, "algorithm.name=sft")
+    monkeypatch.setattr("verl_fn.backends.hf.config.compute_dtype", lambda asked, folder, device: "bfloat16")
+    assert build.trainer(plan.roles["actor"], plan.driver, "cpu").dtype == torch.bfloat16
+    assert build.rollout(plan.rollout, "cpu").dtype == torch.bfloat16

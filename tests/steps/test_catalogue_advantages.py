@@ -127,7 +127,9 @@ def whitened(masks, rows, groups):
 def test_reinforce_plus_plus_baseline(groups, seed):
     batch, masks, rewards = drawn(groups, seed)
     rows = by_hand_dr_grpo([float(r.sum()) for r in rewards], groups, None)
-    assert_rows(reinforce_plus_plus_baseline(batch), "advantages", whitened(masks, rows, groups), rtol=1e-6, atol=1e-9)
+    assert_rows(
+        reinforce_plus_plus_baseline(batch), "advantages", whitened(masks, rows, groups), rtol=1e-6, atol=1e-9
+    )
 
 
 @given(groups=GROUPS, seed=SEEDS)

@@ -51,7 +51,8 @@ class RolePlan:
         fsdp: the layout over ranks, for ``fsdp``.
         megatron: the layout over ranks, for ``megatron``.
         max_tokens: most tokens of a micro-batch, summed over the ranks that share its rows.
-        dtype: compute dtype; master weights are float32.
+        dtype: compute dtype, None for the default of ``backends.hf.config.compute_dtype``; master weights are
+            float32.
         checkpointing: whether each layer is recomputed in the backward pass.
         lora: rank, alpha and target layers of the adapters, or None.
         router_replay: whether updates replay the experts of tokens, for ``megatron``.
@@ -68,7 +69,7 @@ class RolePlan:
     fsdp: FsdpConfig
     megatron: MegatronConfig
     max_tokens: int
-    dtype: str
+    dtype: str | None
     checkpointing: bool
     lora: Adapters | None
     router_replay: bool = False
@@ -93,7 +94,7 @@ class RolloutPlan:
     Attributes:
         name: the engine.
         folder: the actor's model folder.
-        dtype: the dtype of the engine's weights and cache.
+        dtype: the dtype of the engine's weights and cache, None for the default of ``compute_dtype``.
         slots: rows decoded at once by each engine.
         engines: how many engines share the prompts.
         placement: ``colocated`` with the training ranks, or ``apart``.
@@ -118,7 +119,7 @@ class RolloutPlan:
 
     name: str
     folder: str
-    dtype: str
+    dtype: str | None
     slots: int
     engines: int
     placement: str

@@ -55,7 +55,11 @@ class RolloutConfig:
         "colocated: engines share the training ranks' GPUs; apart: each has a GPU of its own if there are GPUs",
         one_of("colocated", "apart"),
     )
-    dtype: str = opt("float32", "dtype of the engine", one_of("float32", "bfloat16"))
+    dtype: str | None = opt(
+        None,
+        "dtype of the engine: float32 or bfloat16; by default float32 on a CPU, and the model folder's on a GPU",
+        one_of("float32", "bfloat16"),
+    )
     verify: str = opt(
         "first",
         "compare checksums of published weights: first, in the first publication of a run, or always",
@@ -197,7 +201,7 @@ class DriverConfig:
         le(4096),
     )
     device: str = opt("auto", "cpu, cuda, or auto", one_of("auto", "cpu", "cuda"))
-    deterministic: bool = opt(True, "use only kernels whose results repeat bitwise")
+    deterministic: bool = opt(True, "use only kernels whose results repeat bitwise; those of GPUs are slower")
     max_lag: int = opt(
         0,
         "most steps by which the weights that draw a token are older than those that learn from it; above 0, engines "

@@ -83,7 +83,12 @@ class TrainedConfig:
     fsdp_config: FsdpConfig = sub(FsdpConfig)
     megatron: MegatronConfig = sub(MegatronConfig)
     ppo_max_token_len_per_gpu: int = opt(16384, "most tokens of a micro-batch; no row may be longer", ge(1))
-    dtype: str = opt("float32", "compute dtype; masters are fp32", one_of("float32", "bfloat16"))
+    dtype: str | None = opt(
+        None,
+        "compute dtype: float32 or bfloat16; by default float32 on a CPU, and the model folder's on a GPU; masters "
+        "are fp32",
+        one_of("float32", "bfloat16"),
+    )
     enable_gradient_checkpointing: bool = opt(False, "recompute each layer in the backward pass")
     lora_rank: int = opt(0, "rank of the LoRA adapters; 0 trains all parameters", ge(0), le(2**16))
     lora_alpha: float = opt(16.0, "adapters are scaled by lora_alpha / lora_rank", gt(0), le(MOST))

@@ -126,11 +126,12 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         driver: the config's ``[driver]`` table.
         device: ``cpu`` or ``cuda``.
     """
+    from verl_fn.backends.hf.config import compute_dtype
     from verl_fn.backends.hf.lora import Lora
 
     common: dict[str, Any] = {
         "head": role.head,
-        "compute_dtype": role.dtype,
+        "compute_dtype": compute_dtype(role.dtype, role.folder, device),
         "max_tokens": role.max_tokens,
         "checkpointing": role.checkpointing,
         "lora": Lora(*role.lora) if role.lora else None,
@@ -199,13 +200,16 @@ def megatron_sizes(megatron: MegatronConfig) -> Sizes:
 
 def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     """Makes the rollout engine alone."""
+    from verl_fn.backends.hf.config import compute_dtype
+
+    dtype = compute_dtype(rollout.dtype, rollout.folder, device)
     if rollout.name == "sampler":
         from verl_fn.backends.sampler import Sampler
 
         return Sampler(
             rollout.folder,
             device=device,
-            dtype=rollout.dtype,
+            dtype=dtype,
             slots=rollout.slots,
             verify=rollout.verify,
             in_flight=rollout.in_flight_weight_updates,
@@ -217,7 +221,7 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     return Vllm(
         rollout.folder,
         device=device,
-        dtype=rollout.dtype,
+        dtype=dtype,
         slots=rollout.slots,
         max_length=rollout.max_prompt_length + rollout.max_response_length,
         tensor_parallel_size=rollout.tensor_parallel_size,

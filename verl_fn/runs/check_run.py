@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import FLOAT32, parameter_counts, width_of
 from verl_fn.config import Plan, RolePlan
@@ -70,7 +71,7 @@ def check_run(plan: Plan, gpu: int | None = None) -> str:
         if r.in_flight_weight_updates:
             lines.append("            each step's weights reach the engines in the middle of responses")
     for role in plan.roles.values():
-        lines += _role_lines(role, size, t.total_training_steps)
+        lines += _role_lines(role, size, t.total_training_steps, ranks.device(plan.driver))
     for name, original in plan.copies.items():
         lines.append(f"{name:<11} the frozen base of {original}, no model of its own")
     if plan.driver.device != "cpu":
@@ -96,14 +97,16 @@ def _memory_lines(plan: Plan, size: int, gpu: int | None) -> Iterator[str]:
 
 def _engines(plan: Plan) -> str:
     r = plan.rollout
-    engine = f"{r.name}, {r.dtype}, {r.slots} rows at once"
+    dtype = compute_dtype(r.dtype, r.folder, ranks.device(plan.driver))
+    engine = f"{r.name}, {dtype}, {r.slots} rows at once"
     if plan.driver.kind == "local":
         return engine
     place = "apart from" if r.placement == "apart" else "colocated with"
     return f"{r.engines} x {engine}, {place} the training processes"
 
 
-def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
+def _role_lines(role: RolePlan, size: int, steps: int, device: str) -> Iterator[str]:
+    dtype = compute_dtype(role.dtype, role.folder, device)
     total, trained = parameter_counts(role.folder, role.head, Lora(*role.lora) if role.lora else None)
     trained = trained if role.optim is not None else 0
     shards = size // role.fsdp.replicate if role.strategy == "fsdp" else 1
@@ -125,13 +128,13 @@ def _role_lines(role: RolePlan, size: int, steps: int) -> Iterator[str]:
     updates = f"{role.total_updates} updates in {steps} steps" if role.optim is not None else "not updated"
     if role.strategy == "megatron" and role.optim is not None and role.megatron.optimizer == "megatron":
         updates += " by Megatron's own distributed optimizer"
-    yield f"{role.name:<11} {role.folder}: {total:,} parameters, {trained:,} trained; {layout}; {updates}"
+    yield f"{role.name:<11} {role.folder}: {total:,} parameters, {trained:,} trained; {layout}; {dtype}; {updates}"
     own, own_trained, held, held_trained = total // shards, trained // shards, total // shards, 0
     if role.strategy == "megatron":
         own, own_trained, held, held_trained, _ = megatron_parts(role, size)
     parts = {"parameters": own * FLOAT32, "gradients": own_trained * FLOAT32, "moments": own_trained * MOMENTS}
-    if role.strategy == "megatron" or role.dtype == "bfloat16":
-        parts[f"{role.dtype} copy"] = held * width_of(role.dtype)
+    if role.strategy == "megatron" or dtype == "bfloat16":
+        parts[f"{dtype} copy"] = held * width_of(dtype)
     parts["gradient buffer"] = held_trained * FLOAT32
     sizes = ", ".join(f"{name} {nbytes / GIB:.3f}" for name, nbytes in parts.items() if nbytes)
     place = "; parameters and moments stay on the CPU between passes" if role.offload else ""

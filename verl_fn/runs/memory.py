@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import attrs
 
+from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.sizes import Footprint, parameter_counts, width_of
 from verl_fn.backends.protocol import BUCKET_BYTES
 from verl_fn.backends.weight_sync.staging import SLOTS
@@ -188,7 +189,12 @@ def share(plan: Plan, gpu: int | None) -> int:
 
 def _weights(plan: Plan) -> int:
     r = plan.rollout
-    return parameter_counts(r.folder, "lm")[0] * width_of(r.dtype) // r.tensor_parallel_size
+    return parameter_counts(r.folder, "lm")[0] * _width(plan) // r.tensor_parallel_size
+
+
+def _width(plan: Plan) -> int:
+    """Returns the bytes of an element of the engine's weights and cache."""
+    return width_of(compute_dtype(plan.rollout.dtype, plan.rollout.folder, "cuda"))
 
 
 def _count(plan: Plan, ranks: int) -> int:
@@ -213,7 +219,7 @@ def _engine(plan: Plan, ranks: int, gpu: int | None) -> tuple[Part, ...]:
         )
     row = r.max_prompt_length + r.max_response_length
     rows = min(r.slots, plan.data.train_batch_size * r.n)
-    cache = Footprint.of(r.folder).cache(rows * row, width_of(r.dtype))
+    cache = Footprint.of(r.folder).cache(rows * row, _width(plan))
     slots = f"lower rollout.slots ({r.slots} now)"
     return (
         Part("engine weights", count * weights, "rollout.dtype=bfloat16"),

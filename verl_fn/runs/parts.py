@@ -9,6 +9,7 @@ from typing import Any
 
 from verl_fn.algorithms import make
 from verl_fn.algorithms.experience import conversations_of
+from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.folder import check_weights
 from verl_fn.backends.mock import MockRollout
 from verl_fn.config import ConfigError, Plan
@@ -115,7 +116,7 @@ def _check_vllm(plan: Plan) -> None:
         engine_arguments(
             Path(r.folder),
             device="cpu",
-            dtype=r.dtype,
+            dtype=compute_dtype(r.dtype, r.folder, "cpu"),
             slots=r.slots,
             max_length=r.max_prompt_length + r.max_response_length,
             tensor_parallel_size=r.tensor_parallel_size,

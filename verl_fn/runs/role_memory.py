@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import attrs
 
+from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import FLOAT32, Footprint, parameter_counts, stage_of, width_of
 from verl_fn.backends.protocol import BUCKET_BYTES
@@ -79,8 +80,12 @@ class RoleMemory:
         return cls(role, total, trained, own, own_trained, held, held_trained, ends, tokens, footprint)
 
     @property
+    def dtype(self) -> str:
+        return compute_dtype(self.role.dtype, self.role.folder, "cuda")
+
+    @property
     def width(self) -> int:
-        return width_of(self.role.dtype)
+        return width_of(self.dtype)
 
     @property
     def forward_phase(self) -> str:
@@ -115,7 +120,7 @@ class RoleMemory:
             yield Part(f"{self.role.name} exchange between ranks", nbytes, exact=False)
 
     def _copy(self, lower: str) -> Part:
-        return Part(f"{self.role.name} {self.role.dtype} copy", self.held * self.width, lower)
+        return Part(f"{self.role.name} {self.dtype} copy", self.held * self.width, lower)
 
     @property
     def _lower(self) -> str:
