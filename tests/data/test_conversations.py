@@ -116,7 +116,7 @@ def test_conversations_from_a_file(tmp_path):
     [
         (talk("ab"), "line 1: messages has no message of the assistant to learn from"),
         (talk("ab", "", "c", "d"), "message 1 of messages is a turn of the assistant without content"),
-        (talk("ab", "c")[1:], "messages begins with the assistant's only turn"),
+        (talk("ab", "c")[1:], "messages begins with a turn of the assistant; add"),
         ("ab", "messages must be a list of messages, not the string"),
         ([{"role": "user"}], "messages must be a string or a list of messages"),
     ],

@@ -112,14 +112,14 @@ def test_keys_that_only_other_rows_have_are_none_in_extra_info_and_left_out_of_m
     assert second.prompt == ({"role": "user", "content": "b"},)
 
 
-def test_null_stays_null_in_extra_info_and_in_what_a_line_of_json_says(tmp_path):
+def test_null_stays_null_in_extra_info_and_is_left_out_of_messages(tmp_path):
     call = {"type": "function", "function": {"name": "f", "arguments": {"limit": None}}}
     prompt = [*messages("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
-    (problem,) = read_problems(
-        [jsonl(tmp_path / "a.jsonl", row(prompt, extra_info={"hint": None, "deep": {"x": None}}))]
-    )
-    assert problem.extra_info == {"hint": None, "deep": {"x": None}}
-    assert problem.prompt[1]["tool_calls"] == [call]
+    extra = {"hint": None, "deep": {"x": None}}
+    for write, name in ((jsonl, "a.jsonl"), (parquet, "a.parquet")):
+        (problem,) = read_problems([write(tmp_path / name, row(prompt, extra_info=extra))])
+        assert problem.extra_info == extra
+        assert problem.prompt[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
 
 
 @pytest.mark.parametrize("write", [parquet, jsonl])
@@ -218,7 +218,14 @@ def test_columns_that_are_not_there(tmp_path, change, message):
         (row([]), "prompt is empty"),
         (row(["ab"]), "prompt must be a string or a list of messages"),
         (row([{"role": "user"}]), "prompt must be a string or a list of messages"),
-        (row([{"role": "user", "content": [{"type": "image"}]}]), "prompt must be a string or a list of messages"),
+        (row([{"role": "user", "content": [{"type": "image"}]}]), "message 0 of prompt has parts of the type image"),
+        (
+            row([{"role": "user", "content": [{"type": "text"}]}]),
+            "message 0 of prompt has a list of parts as content",
+        ),
+        (row("<image>Find x."), "prompt has the mark <image> of an image"),
+        (row([{"role": "user", "content": "a", "images": ["b"]}]), "message 0 of prompt has the field images"),
+        (row('[{"role": "user", "content": "a"}]'), "prompt is a string that holds messages as JSON"),
         (row("ab", None), "reward_model has no ground_truth"),
         (row(reward_model={"style": "rule"}), "reward_model has no ground_truth"),
         (row(reward_model="rule"), "reward_model has no ground_truth"),

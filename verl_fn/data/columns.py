@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from verl_fn.config.schema import TAKEN_BY_TEMPLATES
+from verl_fn.data.entries import is_filled, is_media
 from verl_fn.data.rows import DataError, Row
 from verl_fn.data.truths import truth
 
 Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 
+MARKS = ("weight", "train", "training", "trainable", "learn", "loss", "loss_mask")
+"""Fields of an assistant's message that say whether it is learned."""
 
-def prompt_of(place: str, value: Any, column: str, padded: bool) -> str | Messages:
+_LIKE_MARKS = {"weight", "weights", "train", "training", "loss", "mask", "masked"}
+_JSON_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages)["']\s*:""")
+_MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
+_NO_MEDIA = "only text is trained on: remove it, or leave the row out"
+
+
+def prompt_of(place: str, value: Any, column: str) -> str | Messages:
     """Returns a prompt after checking it: a string, or chat messages.
+
+    Keys of messages without a value are left out, since Parquet gives a message all keys of its column.
 
     Args:
         place: the file and row, for error messages.
         value: what the column holds.
         column: its name.
-        padded: the file is parquet, which gives a message all keys of its column.
 
     Raises:
-        DataError: it is neither.
+        DataError: it is neither, or a string that holds messages as JSON, or it has images, videos or sounds.
 
     Example:
-        >>> prompt_of("a.jsonl, line 1", "2+2?", "prompt", False)
+        >>> prompt_of("a.jsonl, line 1", "2+2?", "prompt")
         '2+2?'
     """
     if isinstance(value, str) and value:
+        if _JSON_MESSAGES.match(value):
+            raise DataError(
+                f"{place}: {column} is a string that holds messages as JSON, which would be trained on as text; "
+                "write a list of messages (a function of data.convert can, with json.loads)"
+            )
+        _check_marks(place, value, column)
         return value
-    if isinstance(value, list) and value and all(map(_is_message, value)):
-        messages = _without_nulls(value) if padded else value
-        # Templates look at the content of every message. Only tool calls can be without.
-        return tuple(m if "content" in m else m | {"content": None} for m in messages)
+    if isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value):
+        for i, message in enumerate(value):
+            _check_parts(f"{place}: message {i} of {column}", message)
+        if all(map(_is_message, value)):
+            messages = [
+                {key: inner for key, inner in message.items() if key != "tool_calls" or inner}
+                for message in without_nulls(value)
+            ]
+            # Templates look at the content of every message. Only tool calls can be without.
+            return tuple(m if "content" in m else m | {"content": None} for m in messages)
     if value in ("", []):
         raise DataError(f"{place}: {column} is empty")
     raise DataError(
@@ -43,20 +66,85 @@ def prompt_of(place: str, value: Any, column: str, padded: bool) -> str | Messag
     )
 
 
+OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs")
+
+
+def fields_of(place: str, row: Row) -> dict[str, Any]:
+    """Returns the fields of a problem that every kind of row may have: those of the columns ``OPTIONAL``.
+
+    Raises:
+        DataError: a column has something else than it must.
+
+    Example:
+        >>> fields_of("a.jsonl, line 1", {"ability": "math"})
+        {'extra_info': {'ability': 'math'}, 'tools': (), 'chat_template_kwargs': {}}
+    """
+    return {
+        "extra_info": extra_info_of(place, row),
+        "tools": tools_of(place, row),
+        "chat_template_kwargs": template_kwargs_of(place, row),
+    }
+
+
+def tools_of(place: str, row: Row) -> Messages:
+    """Returns the JSON schemas in the column ``tools`` of a row, which may also hold them as a string of JSON.
+
+    Raises:
+        DataError: they are no list of objects.
+
+    Example:
+        >>> tools_of("a.jsonl, line 1", {"tools": '[{"name": "add", "description": null}]'})
+        ({'name': 'add'},)
+    """
+    tools = row.get("tools") or []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{place}: tools is a string that is not JSON ({error}): {tools!r:.80}") from error
+    if isinstance(tools, list):
+        # Schemas of different shapes cannot share a Parquet column unless each is a string.
+        tools = [_json_or(tool) if isinstance(tool, str) else tool for tool in tools]
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(f"{place}: tools must be a list of JSON schemas, not {tools!r:.80}")
+    return tuple(without_nulls(tools))
+
+
+def learned_turns(messages: Sequence[Mapping[str, Any]], start: int = 0) -> list[int]:
+    """Returns the numbers of the messages to learn from: turns of the assistant that no mark excludes.
+
+    Args:
+        messages: a conversation.
+        start: messages before this one are not learned from.
+
+    Example:
+        >>> learned_turns([{"role": "assistant", "weight": 0}, {"role": "user"}, {"role": "assistant"}])
+        [2]
+    """
+    turns = [i for i, message in enumerate(messages) if i >= start and message["role"] == "assistant"]
+    return [i for i in turns if all(messages[i].get(name, True) for name in MARKS)]
+
+
 def check_turns(place: str, messages: Messages, column: str) -> None:
     """Checks that messages to learn from have an assistant's turn, and that none of these is empty.
 
     Raises:
-        DataError: they do not.
+        DataError: they do not, or a message has a mark that cannot be followed.
 
     Example:
         >>> check_turns("a.jsonl, line 1", ({"role": "user", "content": "2+2?"},), "messages")
         Traceback (most recent call last):
         verl_fn.data.rows.DataError: a.jsonl, line 1: messages has no message of the assistant to learn from
     """
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if not turns:
+    for i, message in enumerate(messages):
+        _check_weights(f"{place}: message {i} of {column}", message)
+    if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{place}: {column} has no message of the assistant to learn from")
+    turns = learned_turns(messages)
+    if not turns:
+        raise DataError(
+            f"{place}: {column} has no turn of the assistant that is not marked as excluded from learning"
+        )
     for i in turns:
         if not messages[i]["content"] and not messages[i].get("tool_calls"):
             raise DataError(
@@ -114,7 +202,7 @@ def template_kwargs_of(place: str, row: Row) -> dict[str, Any]:
     if taken := sorted(TAKEN_BY_TEMPLATES & (kwargs or {}).keys()):
         raise DataError(f"{place}: chat_template_kwargs.{taken[0]} is decided by the run; remove it")
     # Parquet gives each row all keys of the column.
-    return {key: _without_nulls(value) for key, value in (kwargs or {}).items() if value is not None}
+    return {key: without_nulls(value) for key, value in (kwargs or {}).items() if value is not None}
 
 
 def source_of(place: str, row: Row, default: str | None = None) -> str:
@@ -131,15 +219,68 @@ def source_of(place: str, row: Row, default: str | None = None) -> str:
     return source
 
 
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+def without_nulls(value: Any) -> Any:
+    """Returns a value of JSON without the keys that have none.
+
+    Example:
+        >>> without_nulls([{"a": None, "b": {"c": None}}])
+        [{'b': {}}]
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _is_message(value: Mapping[str, Any]) -> bool:
+    if not isinstance(value.get("role"), str):
         return False
     calls = value["role"] == "assistant" and bool(value.get("tool_calls"))
     return isinstance(value.get("content"), str) or (calls and value.get("content") is None)
 
 
-def _without_nulls(value: Any) -> Any:
-    """Removes keys without a value: parquet gives a message all keys of its column, with null for those it lacked."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+def _check_parts(place: str, message: Mapping[str, Any]) -> None:
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = {str(part.get("type", "")) for part in content if isinstance(part, Mapping)}
+        keys = {key for part in content if isinstance(part, Mapping) for key, inner in part.items() if inner}
+        if any(map(is_media, (*kinds, *keys))):
+            raise DataError(f"{place} has parts of the type {', '.join(sorted(kinds))}; {_NO_MEDIA}")
+        raise DataError(f"{place} has a list of parts as content; write their text as one string")
+    for key, value in message.items():
+        if is_media(key) and is_filled(value):
+            raise DataError(f"{place} has the field {key}; {_NO_MEDIA}")
+    if isinstance(content, str) and message.get("role") != "assistant":
+        _check_marks(place, content, "its content")
+
+
+def _check_marks(place: str, text: str, what: str) -> None:
+    mark = _MEDIA_MARK.search(text)
+    # An element of XML is text.
+    if mark and f"</{mark[0].strip('<|>')}>" not in text:
+        raise DataError(f"{place}: {what} has the mark {mark[0]} of an image, video or sound; {_NO_MEDIA}")
+
+
+def _check_weights(place: str, message: Mapping[str, Any]) -> None:
+    for name, value in message.items():
+        if name not in MARKS:
+            if _LIKE_MARKS & set(re.split(r"[^a-z]+", name.lower())):
+                raise DataError(
+                    f"{place} has the field {name}, which is not understood; mark a turn that is not learned with "
+                    '"weight": 0, and remove other fields of this kind'
+                )
+        elif value not in (0, 1):
+            raise DataError(
+                f"{place} has {name} {value!r:.40}; write 1 or true for a turn to learn, and 0 or false for others"
+            )
+        elif value and message["role"] != "assistant":
+            raise DataError(
+                f"{place} is marked with {name} {value!r}, and only what the assistant says is learned; remove the "
+                f"mark from messages of the role {message['role']}"
+            )
+
+
+def _json_or(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
 
 from verl_fn.backends.hf.chat import chat_tokens
-from verl_fn.data.columns import Messages, check_turns, extra_info_of, prompt_of, source_of, template_kwargs_of
-from verl_fn.data.entries import Convert, Entry, entry_rows, is_padded
+from verl_fn.data.columns import (
+    OPTIONAL,
+    Messages,
+    check_turns,
+    fields_of,
+    ground_truth_of,
+    learned_turns,
+    prompt_of,
+    source_of,
+)
+from verl_fn.data.entries import Convert, Entry, entry_rows
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem, Task
 from verl_fn.state import Key
@@ -29,43 +39,70 @@ class Conversation(Problem):
     messages: Messages = ()
 
 
-def read_conversations(files: Sequence[Entry], *, convert: Sequence[Convert] = ()) -> tuple[Conversation, ...]:
+def read_conversations(
+    files: Sequence[Entry],
+    *,
+    prompt_key: str = "prompt",
+    convert: Sequence[Convert] = (),
+    unused: Counter[str] | None = None,
+) -> tuple[Conversation, ...]:
     """Reads conversations of files and data sets with a column ``messages``, and numbers them from 0.
 
-    Optional columns are ``data_source``, ``ability``, ``extra_info`` and ``chat_template_kwargs``. Messages after
-    the last turn of the assistant are left out: nothing is learned from them.
+    Optional columns are ``data_source``, ``ability``, ``extra_info``, ``tools``, JSON schemas that the chat template
+    shows, ``chat_template_kwargs``, and ``reward_model``: sampled answers are judged by its ``ground_truth``, or else
+    by the last turn. The messages must begin with the prompt if there is one. Those after the last turn that is
+    learned are left out.
 
     Args:
         files: the files, in order.
+        prompt_key: the column of prompts.
         convert: functions that make rows of other columns into these.
+        unused: as for ``entry_rows``; it also counts rows with messages that are left out.
 
     Raises:
         DataError: a file cannot be read, is empty or has no such column, or a conversation has no turn of the
-            assistant, begins with one, or has one without content.
+            assistant, begins with one, has one without content, or has another prompt.
     """
     problems: list[Conversation] = []
-    optional = ("data_source", "ability", "extra_info", "chat_template_kwargs")
+    optional = (prompt_key, "data_source", "reward_model", *OPTIONAL)
     for file in files:
-        for place, row in entry_rows(file, (MESSAGES,), optional, convert=convert):
-            value = prompt_of(place, row[MESSAGES], MESSAGES, is_padded(file))
+        for place, row in entry_rows(file, (MESSAGES,), optional, convert=convert, unused=unused):
+            value = prompt_of(place, row[MESSAGES], MESSAGES)
             if isinstance(value, str):
                 raise DataError(f"{place}: {MESSAGES} must be a list of messages, not the string {value!r:.80}")
             check_turns(place, value, MESSAGES)
-            last = max(i for i, message in enumerate(value) if message["role"] == "assistant")
-            if last == 0:
-                raise DataError(f"{place}: {MESSAGES} begins with the assistant's only turn; add what it answers")
+            first, *_, last = (*learned_turns(value)[:1], *learned_turns(value))
+            if first == 0:
+                raise DataError(
+                    f"{place}: {MESSAGES} begins with a turn of the assistant; add what it answers, or mark the turn "
+                    'with "weight": 0'
+                )
+            if row.get(prompt_key) is not None:
+                _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key), value, prompt_key)
+            if unused is not None and value[last + 1 :]:
+                unused["messages after the last turn that is learned"] += 1
+            judged_by = row.get("reward_model")
             problems.append(
                 Conversation(
                     prompt=value[:last],
-                    answer=value[last]["content"] or "",
+                    answer=value[last]["content"] or "" if judged_by is None else ground_truth_of(place, judged_by),
                     id=len(problems),
                     data_source=source_of(place, row, MESSAGES),
-                    extra_info=extra_info_of(place, row),
-                    chat_template_kwargs=template_kwargs_of(place, row),
+                    **fields_of(place, row),
                     messages=value[: last + 1],
                 )
             )
     return tuple(problems)
+
+
+def _check_prompt(place: str, prompt: str | Messages, messages: Messages, column: str) -> None:
+    """Checks that the messages begin with the prompt: with its messages, or with the user's words."""
+    words = next((message["content"] for message in messages if message["role"] == "user"), None)
+    if prompt != (words if isinstance(prompt, str) else messages[: len(prompt)]):
+        raise DataError(
+            f"{place}: {MESSAGES} does not begin with {column}, so it is not clear what is learned; correct or "
+            f"remove one of them: the user says {words!r:.80}, and {column} is {prompt!r:.80}"
+        )
 
 
 @attrs.frozen(eq=False)
@@ -117,6 +154,7 @@ def turn_tokens(
     end_token: int,
     start: int = 0,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[list[int], list[float]]:
     """Returns the token ids of a conversation, and a mask of those that the assistant says.
 
@@ -129,7 +167,7 @@ def turn_tokens(
         messages: the conversation.
         end_token: the token that ends a turn.
         start: turns before this message are not learned from.
-        chat_template_kwargs: as of ``chat_tokens``.
+        chat_template_kwargs, tools: as of ``chat_tokens``.
 
     Raises:
         DataError: the template changes earlier messages where more follow, or begins a turn otherwise than for
@@ -145,11 +183,9 @@ def turn_tokens(
         >>> turn_tokens(tokenizer, [{"role": role, "content": content} for role, content in turns], 2)
         ([4, 7, 5, 2, 6, 7, 4, 2], [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
     """
-    render = functools.partial(chat_tokens, tokenizer, chat_template_kwargs=chat_template_kwargs)
+    render = functools.partial(chat_tokens, tokenizer, tools=tools, chat_template_kwargs=chat_template_kwargs)
     ids, mask, end = list[int](), list[float](), 0
-    for i, message in enumerate(messages):
-        if i < start or message["role"] != "assistant":
-            continue
+    for i in learned_turns(messages, start):
         before, after = render(messages[:i]), render(messages[: i + 1], generation_prompt=False)
         if before[: len(ids)] != ids:
             raise DataError(

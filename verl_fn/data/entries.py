@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from verl_fn.data.rows import DataError, Row, check_columns, column_names, read_rows
 from verl_fn.data.sets import Table, is_set, open_set
@@ -23,6 +25,7 @@ def entry_rows(
     *,
     hint: str = "",
     convert: Sequence[Convert] = (),
+    unused: Counter[str] | None = None,
 ) -> Iterator[tuple[str, Row]]:
     """Yields each row of an entry, after the name of its place for error messages.
 
@@ -32,17 +35,25 @@ def entry_rows(
         optional: columns to read where they exist.
         hint: advice to add to the error about a missing column.
         convert: each row becomes what the first of these functions makes of it that does not return None.
+        unused: gets, for each other column, the number of rows with a value in it.
 
     Raises:
-        DataError: the entry cannot be read, has no rows, or lacks a column, or a function fails.
+        DataError: the entry cannot be read, has no rows, or lacks a column, or a function fails, or another column
+            has a value without which something else would be learned.
     """
+    unused = Counter() if unused is None else unused
+    wanted = (*required, *optional)
     if not convert and isinstance(entry, str | Path) and not is_set(str(entry)):
-        yield from read_rows(entry, required, optional, hint=hint)
-        return
-    for place, row in _raw_rows(entry):
-        row = _converted(place, row, convert)
+        rows = read_rows(entry, required, optional, hint=hint, others=_matters, unread=unused)
+    else:
+        rows = ((place, _converted(place, row, convert)) for place, row in _raw_rows(entry))
+    for place, row in rows:
         check_columns(place, list(row), required, hint)
-        yield place, {name: row[name] for name in (*required, *optional) if name in row}
+        for name, value in row.items():
+            if name not in wanted and value is not None:
+                _check_other(place, name, value)
+                unused[name] += 1
+        yield place, {name: row[name] for name in wanted if name in row}
 
 
 def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, ...]:
@@ -61,14 +72,68 @@ def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, .
     return _table(entry).columns
 
 
-def is_padded(entry: Entry) -> bool:
-    """Returns whether messages of an entry have all keys of their column, as Arrow and Parquet store them.
+# Columns and fields of messages that hold what a model of text cannot take, by a word in their names.
+_MEDIA = re.compile(r"(?<![a-z])(image|img|picture|video|audio|multimodal|multi_modal)s?(?![a-z])", re.IGNORECASE)
+_WEIGHT = re.compile(r"((sample|example|row|loss)_)?weights?|loss|loss_mask|train|train_mask|training|trainable")
+_TURNS = {
+    "system": "a first message of the role system in the prompt",
+    "system_prompt": "a first message of the role system in the prompt",
+    "history": "messages in the prompt",
+    "functions": "JSON schemas in the column tools",
+}
+
+
+def is_media(name: str) -> bool:
+    """Returns whether a column or a field of a message has a name of images, videos or sounds.
 
     Example:
-        >>> is_padded("a.parquet"), is_padded("a.jsonl")
-        (True, False)
+        >>> is_media("images"), is_media("image_url"), is_media("imagined")
+        (True, True, False)
     """
-    return isinstance(entry, Table) or Path(entry).suffix not in (".jsonl", ".json")
+    return _MEDIA.search(name) is not None
+
+
+def is_filled(value: Any) -> bool:
+    """Returns whether a value holds something: not null, empty, 0 or false, or lists and objects of these.
+
+    Example:
+        >>> is_filled([{"bytes": None}, ""]), is_filled([{"bytes": b"x"}])
+        (False, True)
+    """
+    if isinstance(value, Mapping):
+        return any(map(is_filled, value.values()))
+    return any(map(is_filled, value)) if isinstance(value, list) else bool(value)
+
+
+def _matters(name: str) -> bool:
+    """Returns whether something else may be learned without a column that is not used, so that its values count."""
+    return is_media(name) or name in _TURNS or _WEIGHT.fullmatch(name) is not None
+
+
+def _check_other(place: str, name: str, value: Any) -> None:
+    """Checks the value of a column that is not used.
+
+    Raises:
+        DataError: without it something else would be learned.
+    """
+    remove = "or remove the column (a function of data.convert can)"
+    if is_media(name):
+        if is_filled(value):
+            raise DataError(
+                f"{place}: the column {name} has images, videos or sounds, and only text is trained on; leave such "
+                f"rows out, {remove}"
+            )
+    elif name in _TURNS:
+        if is_filled(value):
+            raise DataError(
+                f"{place}: the column {name} is not used, so the model would not see it; write "
+                f"{_TURNS[name]}, {remove}"
+            )
+    elif _WEIGHT.fullmatch(name) and value not in (1, [], ""):
+        raise DataError(
+            f"{place}: the column {name} has {value!r:.40}, and rows have no weights of their own; repeat rows or "
+            f"leave them out, set data.weights for whole files, {remove}"
+        )
 
 
 def _raw_rows(entry: Entry) -> Iterator[tuple[str, Row]]:

@@ -152,7 +152,7 @@ def _turns(problem: Problem, messages: Messages, start: int, tokenizer: Any, end
             "tokenizer folder with chat_template.jinja"
         )
     try:
-        ids, mask = turn_tokens(tokenizer, messages, end_token, start, problem.chat_template_kwargs)
+        ids, mask = turn_tokens(tokenizer, messages, end_token, start, problem.chat_template_kwargs, problem.tools)
     except (DataError, ModelError) as error:
         raise DataError(f"{label_of(problem)}: {error}") from error
     if has_unknown(ids, tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,10 @@ import torch
 
 from verl_fn.backends.hf.chat import chat_tokens
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.data.columns import extra_info_of, ground_truth_of, prompt_of, source_of, template_kwargs_of
-from verl_fn.data.entries import Convert, Entry, entry_rows, is_padded
+from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.entries import Convert, Entry, entry_rows
 from verl_fn.data.mixing import turns
-from verl_fn.data.rows import DataError, Row
+from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key
 
@@ -190,7 +191,9 @@ def _encode_messages(problem: Problem, tokenizer: Any) -> list[int]:
     # A prompt of a string was encoded before.
     assert not isinstance(problem.prompt, str)
     try:
-        return chat_tokens(tokenizer, problem.prompt, chat_template_kwargs=problem.chat_template_kwargs)
+        return chat_tokens(
+            tokenizer, problem.prompt, problem.tools, chat_template_kwargs=problem.chat_template_kwargs
+        )
     except ModelError as error:
         raise DataError(f"{label_of(problem)}: {error}") from error
 
@@ -201,45 +204,43 @@ def label_of(problem: Problem) -> str:
 
 
 def read_problems(
-    files: Sequence[Entry], *, prompt_key: str = "prompt", convert: Sequence[Convert] = ()
+    files: Sequence[Entry],
+    *,
+    prompt_key: str = "prompt",
+    convert: Sequence[Convert] = (),
+    unused: Counter[str] | None = None,
 ) -> tuple[Problem, ...]:
     """Reads the problems of files and data sets in verl's columns, and numbers them from 0 over all files.
 
     Each row has ``data_source``, a prompt (chat messages or a string) and ``reward_model`` with its
-    ``ground_truth``, which ``truth`` makes a string. Optional are ``chat_template_kwargs``, ``extra_info``, and
-    ``ability``, which becomes a part of ``extra_info``.
+    ``ground_truth``, which ``truth`` makes a string. Optional are ``extra_info``, ``ability``, which becomes a part
+    of it, ``tools``, JSON schemas that the chat template shows, and ``chat_template_kwargs``.
 
     Args:
         files: the files, in order.
         prompt_key: the column of prompts.
         convert: functions that make rows of other columns into these.
+        unused: as for ``entry_rows``.
 
     Raises:
         DataError: a file cannot be read, is empty or lacks a column, a row lacks its prompt or ground truth, or a
             value has a type that cannot be used.
     """
     problems: list[Problem] = []
-    required, optional = (
-        ("data_source", prompt_key, "reward_model"),
-        ("ability", "extra_info", "chat_template_kwargs"),
-    )
+    required = ("data_source", prompt_key, "reward_model")
     hint = (
         f"required are {', '.join(required)}; data.prompt_key names the prompts' column, and functions of "
         "data.convert make these columns of others"
     )
     for file in files:
-        padded = is_padded(file)
-        for place, row in entry_rows(file, required, optional, hint=hint, convert=convert):
-            problems.append(_problem(place, row, prompt_key, len(problems), padded))
+        for place, row in entry_rows(file, required, OPTIONAL, hint=hint, convert=convert, unused=unused):
+            problems.append(
+                Problem(
+                    data_source=source_of(place, row),
+                    prompt=prompt_of(place, row[prompt_key], prompt_key),
+                    answer=ground_truth_of(place, row["reward_model"]),
+                    id=len(problems),
+                    **fields_of(place, row),
+                )
+            )
     return tuple(problems)
-
-
-def _problem(place: str, row: Row, prompt_key: str, number: int, padded: bool) -> Problem:
-    return Problem(
-        data_source=source_of(place, row),
-        prompt=prompt_of(place, row[prompt_key], prompt_key, padded),
-        answer=ground_truth_of(place, row["reward_model"]),
-        id=number,
-        extra_info=extra_info_of(place, row),
-        chat_template_kwargs=template_kwargs_of(place, row),
-    )

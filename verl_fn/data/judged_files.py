@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_fn.data.columns import check_turns, extra_info_of, ground_truth_of, prompt_of, source_of, template_kwargs_of
-from verl_fn.data.entries import Convert, Entry, entry_columns, entry_rows, is_padded
+from verl_fn.data.columns import OPTIONAL, Messages, check_turns, fields_of, ground_truth_of, prompt_of, source_of
+from verl_fn.data.entries import Convert, Entry, entry_columns, entry_rows
 from verl_fn.data.judged import Judged, Response
 from verl_fn.data.rows import DataError, Row
 
 PAIR_COLUMNS = ("chosen", "rejected")
 LABEL_COLUMNS = ("completion", "label")
-OPTIONAL = ("data_source", "reward_model", "ability", "extra_info", "chat_template_kwargs")
 SOURCE = "preferences"  # the data source of rows that name none
 
-Read = Callable[[str, Row, str, int, bool], Judged]
+Read = Callable[[str, Row, str, int], Judged]
 
 
 def read_pairs(
-    files: Sequence[Entry], *, prompt_key: str = "prompt", convert: Sequence[Convert] = ()
+    files: Sequence[Entry],
+    *,
+    prompt_key: str = "prompt",
+    convert: Sequence[Convert] = (),
+    unused: Counter[str] | None = None,
 ) -> tuple[Judged, ...]:
     """Reads preference pairs of files and data sets, and numbers them from 0 over all files.
 
     Each row has ``chosen`` and ``rejected``, strings or lists of chat messages. The prompt is a column of its own;
-    without it, chosen and rejected are whole conversations, and the prompt is how both begin. Optional are
-    ``data_source``, ``reward_model`` with the ``ground_truth`` that sampled answers are judged by, ``ability``,
-    ``extra_info`` and ``chat_template_kwargs``.
+    without it, chosen and rejected are whole conversations, and the prompt is how both begin. They may
+    also begin with the messages of the prompt, or with a user's message of its text. Optional are ``data_source``,
+    ``reward_model`` with the ``ground_truth`` that sampled answers are judged by, ``ability``, ``extra_info``,
+    ``tools``, JSON schemas that the chat template shows, and ``chat_template_kwargs``.
 
     Args:
         files: the files, in order.
         prompt_key: the column of prompts.
         convert: functions that make rows of other columns into these.
+        unused: as for ``entry_rows``.
 
     Raises:
         DataError: a file cannot be read, is empty or lacks a column, or a row is no pair: a response is missing or
             empty, both are equal, or the two conversations do not begin alike.
     """
-    return _read(files, prompt_key, convert, lambda file: (PAIR_COLUMNS, _pair))
+    return _read(files, prompt_key, convert, unused, lambda file: (PAIR_COLUMNS, _pair))
 
 
 def read_labelled(
-    files: Sequence[Entry], *, prompt_key: str = "prompt", convert: Sequence[Convert] = ()
+    files: Sequence[Entry],
+    *,
+    prompt_key: str = "prompt",
+    convert: Sequence[Convert] = (),
+    unused: Counter[str] | None = None,
 ) -> tuple[Judged, ...]:
     """Reads responses that are each labelled good or bad, and numbers their problems from 0 over all files.
 
@@ -52,6 +62,7 @@ def read_labelled(
         files: the files, in order.
         prompt_key: the column of prompts.
         convert: functions that make rows of other columns into these.
+        unused: as for ``entry_rows``.
 
     Raises:
         DataError: as ``read_pairs``, or a label is neither true nor false.
@@ -61,57 +72,73 @@ def read_labelled(
         paired = set(PAIR_COLUMNS) <= set(entry_columns(file, convert))
         return (PAIR_COLUMNS, _pair) if paired else (LABEL_COLUMNS, _labelled)
 
-    return _read(files, prompt_key, convert, columns)
+    return _read(files, prompt_key, convert, unused, columns)
 
 
 def _read(
     files: Sequence[Entry],
     prompt_key: str,
     convert: Sequence[Convert],
+    unused: Counter[str] | None,
     columns: Callable[[Entry], tuple[tuple[str, ...], Read]],
 ) -> tuple[Judged, ...]:
     problems: list[Judged] = []
     for file in files:
         required, read = columns(file)
         hint = f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column"
-        for place, row in entry_rows(file, required, (prompt_key, *OPTIONAL), hint=hint, convert=convert):
-            problems.append(read(place, row, prompt_key, len(problems), is_padded(file)))
+        optional = (prompt_key, "data_source", "reward_model", *OPTIONAL)
+        for place, row in entry_rows(file, required, optional, hint=hint, convert=convert, unused=unused):
+            problems.append(read(place, row, prompt_key, len(problems)))
     return tuple(problems)
 
 
-def _pair(place: str, row: Row, prompt_key: str, number: int, padded: bool) -> Judged:
+def _pair(place: str, row: Row, prompt_key: str, number: int) -> Judged:
     for column in PAIR_COLUMNS:
         if row[column] is None:
             other = PAIR_COLUMNS[1 - PAIR_COLUMNS.index(column)]
             raise DataError(f"{place}: {column} is missing, so {other} has no partner; complete or remove the row")
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{place}: chosen and rejected are equal, so neither is preferred; remove the row")
-    chosen, rejected = (_response(place, row[column], column, padded) for column in PAIR_COLUMNS)
+    chosen, rejected = (_response(place, row[column], column) for column in PAIR_COLUMNS)
     if row.get(prompt_key) is None:
         prompt, chosen, rejected = _common_prompt(place, chosen, rejected, prompt_key)
     else:
-        prompt = prompt_of(place, row[prompt_key], prompt_key, padded)
+        prompt = prompt_of(place, row[prompt_key], prompt_key)
+        if repeated := _repeated(prompt, chosen):
+            if _repeated(prompt, rejected) != repeated:
+                raise DataError(f"{place}: chosen repeats {prompt_key}, and rejected does not; write both alike")
+            prompt, chosen, rejected = repeated, chosen[len(repeated) :], rejected[len(repeated) :]
     for column, response in zip(PAIR_COLUMNS, (chosen, rejected), strict=True):
         _check_response(place, prompt, response, column)
     return _judged(place, row, number, prompt, (chosen,), (rejected,))
 
 
-def _labelled(place: str, row: Row, prompt_key: str, number: int, padded: bool) -> Judged:
+def _labelled(place: str, row: Row, prompt_key: str, number: int) -> Judged:
     label = row["label"]
     if not isinstance(label, bool) and label not in (0, 1):
         raise DataError(f"{place}: label must be true or false, not {label!r:.80}")
     if row.get(prompt_key) is None:
         raise DataError(f"{place}: there is no {prompt_key}; data.prompt_key names the prompts' column")
-    prompt = prompt_of(place, row[prompt_key], prompt_key, padded)
-    response = _response(place, row["completion"], "completion", padded)
+    prompt = prompt_of(place, row[prompt_key], prompt_key)
+    response = _response(place, row["completion"], "completion")
     _check_response(place, prompt, response, "completion")
     return _judged(place, row, number, prompt, (response,) if label else (), () if label else (response,))
 
 
-def _response(place: str, value: Any, column: str, padded: bool) -> Response:
+def _response(place: str, value: Any, column: str) -> Response:
     if value in ("", [], None):
         raise DataError(f"{place}: {column} is empty; write a response, or remove the row")
-    return prompt_of(place, value, column, padded)
+    return prompt_of(place, value, column)
+
+
+def _repeated(prompt: Response, response: Response) -> Messages:
+    """Returns the messages with which a response repeats its prompt: the same, or those up to the user's words."""
+    if isinstance(response, str):
+        return ()
+    if not isinstance(prompt, str):
+        return prompt if response[: len(prompt)] == prompt else ()
+    first = next((i for i, message in enumerate(response) if message["role"] == "user"), -1)
+    return response[: first + 1] if response[first]["content"] == prompt else ()
 
 
 def _common_prompt(
@@ -159,8 +186,7 @@ def _judged(
         answer="" if row.get("reward_model") is None else ground_truth_of(place, row["reward_model"]),
         id=number,
         data_source=source_of(place, row, SOURCE),
-        extra_info=extra_info_of(place, row),
-        chat_template_kwargs=template_kwargs_of(place, row),
         chosen=chosen,
         rejected=rejected,
+        **fields_of(place, row),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -68,11 +69,12 @@ def read_files(
     prompt_key: str = "prompt",
     held_out: bool = False,
     convert: Sequence[Convert] = (),
+    unused: Counter[str] | None = None,
 ) -> tuple[Problem, ...]:
     """Reads the problems of files and data sets in the form that an algorithm learns from.
 
-    For ``answers`` files have conversations (a column ``messages``) or problems in verl's columns. Held-out files of
-    ``pairs`` and ``labels`` may have problems in verl's columns as well, whose answers are then sampled.
+    For ``answers`` files have conversations (with a column ``messages``) or problems in verl's columns. Held-out
+    files of ``pairs`` and ``labels`` may have problems in verl's columns as well, whose answers are then sampled.
 
     Args:
         files: the files, in order; the columns of the first one say what all of them hold.
@@ -80,22 +82,20 @@ def read_files(
         prompt_key: the column of prompts.
         held_out: whether they are for evaluation.
         convert: functions that make rows of other columns into verl's, as ``data.convert`` names them.
+        unused: gets, for each column that is not used, the number of rows with a value in it.
 
     Raises:
         DataError: a file cannot be read or lacks a column, or a row cannot be used.
     """
-    if not files or learns_from == "samples":
-        return read_problems(files, prompt_key=prompt_key, convert=convert)
-    columns = set(entry_columns(files[0], convert))
-    if learns_from == "answers":
-        if MESSAGES in columns and prompt_key not in columns:
-            return read_conversations(files, convert=convert)
-        return read_problems(files, prompt_key=prompt_key, convert=convert)
-    judged = set(PAIR_COLUMNS) <= columns or (learns_from == "labels" and set(LABEL_COLUMNS) <= columns)
-    if held_out and not judged and "reward_model" in columns:
-        return read_problems(files, prompt_key=prompt_key, convert=convert)
-    read = read_pairs if learns_from == "pairs" else read_labelled
-    return read(files, prompt_key=prompt_key, convert=convert)
+    read: Callable[..., tuple[Problem, ...]] = read_problems
+    columns = set(entry_columns(files[0], convert)) if files and learns_from != "samples" else set()
+    if learns_from == "answers" and MESSAGES in columns:
+        read = read_conversations
+    elif learns_from in ("pairs", "labels"):
+        judged = set(PAIR_COLUMNS) <= columns or (learns_from == "labels" and set(LABEL_COLUMNS) <= columns)
+        if not held_out or judged or "reward_model" not in columns:
+            read = read_pairs if learns_from == "pairs" else read_labelled
+    return read(files, prompt_key=prompt_key, convert=convert, unused=unused)
 
 
 def converters(table: DataConfig) -> tuple[Convert, ...]:
@@ -143,18 +143,23 @@ def file_data(
             has characters that the tokenizer does not know, or cannot be rendered turn by turn.
     """
     convert = converters(table)
-    read = functools.partial(read_files, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
+    unused: Counter[str] = Counter()
+    read = functools.partial(
+        read_files, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert, unused=unused
+    )
+    held_out = read(table.val_files, held_out=True)
+    _report_unused("data.val_files", unused, say)
     if table.stream and table.train_files:
-        validation, _ = short_enough("data.val_files", read(table.val_files, held_out=True), table, tokenizer, say)
-        return streamed(table, tokenizer, read, validation, learns_from, end_token)
+        validation, _ = short_enough("data.val_files", held_out, table, tokenizer, say)
+        source = streamed(table, tokenizer, read, validation, learns_from, end_token)
+        _report_unused("data.train_files, first rows", unused, say)
+        return source
     # Without training files, these are weights of the sets that data.task names.
     weights = table.weights if table.train_files else ()
-    parts = [
-        short_enough("data.train_files", problems, table, tokenizer, say)
-        for problems in _read_parts(table.train_files, bool(weights), read)
-    ]
+    problems = _read_parts(table.train_files, bool(weights), read)
+    _report_unused("data.train_files", unused, say)
+    parts = [short_enough("data.train_files", part, table, tokenizer, say) for part in problems]
     training, lengths = (tuple(itertools.chain(*column)) for column in zip(*parts, strict=True))
-    held_out = read(table.val_files, held_out=True)
     validation, validation_lengths = short_enough("data.val_files", held_out, table, tokenizer, say)
     data = FileData(
         training,
@@ -168,6 +173,13 @@ def file_data(
         return data
     max_row, max_group = _longest(training, learns_from, tokenizer, end_token)
     return attrs.evolve(data, max_row=max_row, max_group=max_group)
+
+
+def _report_unused(key: str, unused: Counter[str], say: Callable[[str], None]) -> None:
+    """Prints the columns that are not used, with the number of rows that have a value, and clears the counts."""
+    if columns := [f"{name} ({count} rows)" for name, count in sorted(unused.items()) if count]:
+        say(f"note: {key}: columns that are not used: {', '.join(columns)}")
+    unused.clear()
 
 
 def _read_parts(files: Sequence[str], each: bool, read: Read) -> list[tuple[Problem, ...]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pyarrow.parquet as pq
 from verl_fn.errors import UserError
 
 Row = dict[str, Any]
+FEW, MANY = 64, 4096  # rows of a Parquet file that are read together
 
 
 class DataError(UserError, ValueError):
@@ -23,7 +25,13 @@ class DataError(UserError, ValueError):
 
 
 def read_rows(
-    file: str | Path, required: Sequence[str], optional: Sequence[str] | None = (), *, hint: str = ""
+    file: str | Path,
+    required: Sequence[str],
+    optional: Sequence[str] | None = (),
+    *,
+    hint: str = "",
+    others: Callable[[str], bool] = lambda name: False,
+    unread: Counter[str] | None = None,
 ) -> Iterator[tuple[str, Row]]:
     """Yields each row of a parquet or JSONL file, after the name of its place for error messages.
 
@@ -32,10 +40,13 @@ def read_rows(
         required: columns to read that every row must have.
         optional: columns to read where they exist; None for all others.
         hint: advice to add to the error about a missing column.
+        others: names of further columns to read.
+        unread: gets, for each column that is not read, the number of rows with a value in it.
 
     Raises:
         DataError: the file cannot be read, has no rows, or lacks a column.
     """
+    unread = Counter() if unread is None else unread
     path = Path(file).expanduser()
     if path.suffix not in _READERS:
         raise DataError(
@@ -46,7 +57,7 @@ def read_rows(
         raise DataError(f"{path}: there is no such file")
     empty = True
     try:
-        for place, row in _READERS[path.suffix](path, required, optional, hint):
+        for place, row in _READERS[path.suffix](path, required, optional, hint, others, unread):
             empty = False
             yield place, row
     except UnicodeDecodeError as error:
@@ -92,7 +103,12 @@ def count_rows(files: Sequence[str | Path]) -> int | None:
 
 
 def _parquet(
-    path: Path, required: Sequence[str], optional: Sequence[str] | None, hint: str
+    path: Path,
+    required: Sequence[str],
+    optional: Sequence[str] | None,
+    hint: str,
+    others: Callable[[str], bool],
+    unread: Counter[str],
 ) -> Iterator[tuple[str, Row]]:
     number = 0
     try:
@@ -100,11 +116,15 @@ def _parquet(
             schema = file.schema_arrow
             check_columns(str(path), schema.names, required, hint)
             wanted = schema.names if optional is None else (*required, *optional)
-            names = [name for name in wanted if name in schema.names]
+            more = [name for name in schema.names if name not in wanted and others(name)]
+            names = [*(name for name in wanted if name in schema.names), *more]
+            rest = [name for name in schema.names if name not in names and schema.names.count(name) == 1]
             if twice := [name for name in names if schema.names.count(name) > 1]:
                 raise DataError(f"{path} has several columns {twice[0]!r}; leave one")
-            for batch in file.iter_batches(columns=names):
-                for row in arrow_rows(batch):
+            # Other columns may hold images, many of which at once would not fit into memory.
+            for batch in file.iter_batches(FEW if more else MANY, columns=[*names, *rest]):
+                unread.update({name: len(batch) - batch.column(name).null_count for name in rest})
+                for row in arrow_rows(batch.select(names)):
                     yield f"{path}, row {number}", row
                     number += 1
     except (DataError, GeneratorExit):
@@ -151,7 +171,12 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
 
 
 def _json_lines(
-    path: Path, required: Sequence[str], optional: Sequence[str] | None, hint: str
+    path: Path,
+    required: Sequence[str],
+    optional: Sequence[str] | None,
+    hint: str,
+    others: Callable[[str], bool],
+    unread: Counter[str],
 ) -> Iterator[tuple[str, Row]]:
     with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
@@ -166,7 +191,9 @@ def _json_lines(
                 raise DataError(f"{place} is not a JSON object, one a line: {row!r:.80}")
             check_columns(place, list(row), required, hint)
             wanted = row if optional is None else (*required, *optional)
-            row = {name: row[name] for name in wanted if name in row}
+            kept = {name: value for name, value in row.items() if name in wanted or others(name)}
+            unread.update(name for name, value in row.items() if value is not None and name not in kept)
+            row = kept
             if "\\ud" in line.lower():
                 _check_characters(place, row)
             yield place, row

@@ -31,6 +31,7 @@ class Problem:
         data_source: where the problem comes from; metrics and rewards are grouped by source.
         extra_info: further fields of the data.
         chat_template_kwargs: arguments of the chat template for this problem, which replace those of the run.
+        tools: JSON schemas of the functions that the assistant can call, which the template shows.
     """
 
     prompt: str | tuple[Mapping[str, Any], ...]
@@ -39,6 +40,7 @@ class Problem:
     data_source: str = ""
     extra_info: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
     chat_template_kwargs: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
