@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl_fn.state import Batch
+from verl_fn.state import Batch, conversations
 
 from .aggregate import last_of_rows
 
@@ -11,7 +11,8 @@ def penalize_overlong(batch: Batch, max_tokens: int, buffer: int, factor: float 
     """Subtracts a penalty from the rewards of responses that are nearly as long as allowed.
 
     The penalty is 0 up to ``max_tokens - buffer`` response tokens, and rises linearly from there to ``factor`` at
-    ``max_tokens``. It lies on the last response token. ``score``, the result of the reward, stays as it is.
+    ``max_tokens``. It lies on the last response token. ``score``, the result of the reward, stays as it is. The rows
+    of a conversation are one response, and each of them gets its penalty, as each has its score.
 
     Args:
         batch: has ``response_mask``, ``token_level_scores`` and ``token_level_rewards``.
@@ -38,7 +39,9 @@ def penalize_overlong(batch: Batch, max_tokens: int, buffer: int, factor: float 
             f"the buffer has {buffer} tokens; it must have at least 1, and at most max_tokens = {max_tokens}"
         )
     mask = (batch["response_mask"] != 0).to(batch["token_level_rewards"].dtype)
-    excess = batch.sum_rows(mask) - (max_tokens - buffer)
+    conversation, last = conversations(batch)
+    lengths = mask.new_zeros(len(last)).index_add(0, conversation, batch.sum_rows(mask))[conversation]
+    excess = lengths - (max_tokens - buffer)
     penalty = -factor * (excess / buffer).clamp(0.0, 1.0)
     on_last = batch.spread(penalty) * last_of_rows(batch, batch["response_mask"])
     changed = {name: batch[name] + on_last for name in ("token_level_scores", "token_level_rewards")}

@@ -70,10 +70,14 @@ def grouped_scores(function: str, batch: Batch, *fields: str) -> tuple[Float[Ten
     Rewards are summed in float64, so that the mean of equal rewards is exactly that reward.
     """
     check_inputs(function, batch, *fields)
-    mask = batch["response_mask"].bool()
-    scores = batch.sum_rows(torch.where(mask, batch["token_level_rewards"].double(), 0.0))
+    rewards = torch.where(batch["response_mask"].bool(), batch["token_level_rewards"].double(), 0.0)
+    return batch.sum_rows(rewards), groups_of(batch)
+
+
+def groups_of(batch: Batch) -> Groups:
+    """Returns the groups that the per-row field ``group`` names."""
     _, of = batch["group"].unique(return_inverse=True)
-    return scores, Groups(of, batch.sum_rows(mask.long()) > 0)
+    return Groups(of, batch.sum_rows(batch["response_mask"].bool().long()) > 0)
 
 
 def relative_scores(scores: Float[Tensor, " B"], groups: Groups, epsilon: float | None = None) -> Tensor:

@@ -251,19 +251,20 @@ def test_reward_functions_judge_a_whole_conversation_and_add_to_its_reward():
 @pytest.mark.parametrize("name", [*(n for n in GROUP_ESTIMATORS if n not in (*TOKEN_BASELINES, "gdpo")), "as rloo"])
 def test_a_conversation_counts_once_in_its_group_however_many_rows_it_has(name, monkeypatch):
     """Each row has the advantage that its conversation has as one row, also with a penalty on one of its rows."""
-    scores, penalty = torch.tensor([1.0, 0.0, 0.25]), 0.5
-    whole = Batch.from_rows([[5], [5], [5]], {"response_mask": [[1.0]] * 3}, {"group": [7] * 3, "score": scores})
-    place = torch.tensor([0, 0, 0, 1, 2])
-    rows = whole.take(place).with_rows(conversation=place)
-    one, several = scores.clone(), scores[place]
-    one[0] -= penalty
-    several[1] -= penalty
+    score, penalty = {"score": [1.0, 0.0, 0.25]}, 0.5
+    whole = Batch.from_rows([[5] * 3, [5], [5]], {"response_mask": [[1.0] * 3, [1.0], [1.0]]}, {"group": [7] * 3})
+    rows = Batch.from_rows([[5]] * 5, {"response_mask": [[1.0]] * 5}, {"group": [7] * 5})
+    rows = rows.with_rows(conversation=[0, 0, 0, 1, 2], score=[1.0, 1.0, 1.0, 0.0, 0.25])
+    one = torch.tensor([0.0, -penalty, 1.0, 0.0, 0.25])
+    several = torch.tensor([1.0, 1.0 - penalty, 1.0, 0.0, 0.25])
     algorithm = importlib.import_module("verl_fn.algorithms.grpo")
     monkeypatch.setattr(algorithm, "without_critic", lambda options, advantages: advantages)
     estimate = algorithm.rloo(RLOO()) if name == "as rloo" else estimator(GRPO(adv_estimator=name))
-    expected = estimate(whole.with_tokens(token_level_rewards=one))["advantages"]
-    found = estimate(rows.with_tokens(token_level_rewards=several))["advantages"]
-    torch.testing.assert_close(found, expected[place])
+    expected = estimate(whole.with_tokens(token_level_rewards=one).with_rows(**score))
+    for fields in ({}, {"token_level_scores": rows["score"]}):
+        found = estimate(rows.with_tokens(token_level_rewards=several, **fields))
+        for name in ("advantages", "returns"):
+            torch.testing.assert_close(found[name], expected[name])
 
 
 def test_draws_depend_on_problem_number_and_turn_alone(chatty):

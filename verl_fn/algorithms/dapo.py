@@ -15,6 +15,7 @@ from verl_fn.errors import UserError
 from verl_fn.state import Batch
 from verl_fn.state.batch import concatenate
 from verl_fn.steps import penalize_overlong
+from verl_fn.steps.advantages.rows import Groups, groups_of
 
 from .contract import Algorithm, Experience
 from .experience import publish, respond
@@ -88,8 +89,10 @@ def sample_with_signal(
 def split_by_signal(batch: Batch, metric: str = "score") -> tuple[Batch, Batch, int]:
     """Splits a batch into the groups whose rows differ in ``metric`` and all others; also the number of the former.
 
+    Rows without a response token, and rows that lack ``metric``, have no vote.
+
     Args:
-        batch: rows with ``group`` and ``metric``.
+        batch: rows with ``group``, ``response_mask`` and ``metric``.
         metric: ``score`` or ``acc``.
 
     Raises:
@@ -97,7 +100,8 @@ def split_by_signal(batch: Batch, metric: str = "score") -> tuple[Batch, Batch, 
 
     Example:
         >>> fields = {"group": [4, 4, 9, 9], "score": [0.0, 1.0, 0.5, 0.5]}
-        >>> different, equal, groups = split_by_signal(Batch.from_rows([[1], [2], [3], [4]], per_row=fields))
+        >>> batch = Batch.from_rows([[1], [2], [3], [4]], {"response_mask": [[1.0]] * 4}, fields)
+        >>> different, equal, groups = split_by_signal(batch)
         >>> different.tokens.tolist(), equal.tokens.tolist(), groups
         ([1, 2], [3, 4], 1)
     """
@@ -106,25 +110,26 @@ def split_by_signal(batch: Batch, metric: str = "score") -> tuple[Batch, Batch, 
             f"algorithm.filter_groups.metric is {metric}, which the reward functions do not return; return it "
             '({"score": ..., "acc": ...}), or set algorithm.filter_groups.metric=score'
         )
-    _, group = batch["group"].unique(return_inverse=True)
-    count = int(group.max()) + 1 if len(group) else 0
-    low, high = (
-        torch.full((count,), torch.nan, dtype=batch[metric].dtype).scatter_reduce(
-            0, group, batch[metric], reduce, include_self=False
-        )
-        for reduce in ("amin", "amax")
-    )
-    differs = low < high
-    rows = differs[group]
-    return batch.take(rows.nonzero().flatten()), batch.take((~rows).nonzero().flatten()), int(differs.sum())
+    groups, values = groups_of(batch), batch[metric]
+    groups = Groups(groups.of, groups.counts & ~values.isnan())
+    differs = -groups.max(-values) < groups.max(values)
+    return batch.take(differs), batch.take(~differs), len(groups.of[differs].unique())
 
 
 def joined(*batches: Batch) -> Batch:
     """Returns the rows of all batches; a batch without rows need not have the fields of the others.
 
+    Numbers that reward functions returned for some of the batches only are missing in the others: nan.
+
     Example:
-        >>> joined(Batch.from_rows([[1]]), Batch.from_rows([[2], [3]])).tokens.tolist()
-        [1, 2, 3]
+        >>> some, other = Batch.from_rows([[1]], per_row={"reward/length": [3.0]}), Batch.from_rows([[2], [3]])
+        >>> joined(some, other)["reward/length"].tolist()
+        [3.0, nan, nan]
     """
     with_rows = [batch for batch in batches if len(batch)]
-    return concatenate(with_rows) if with_rows else batches[0]
+    names = {name for batch in with_rows for name in batch.per_row if name == "acc" or name.startswith("reward/")}
+    full = [
+        batch.with_rows(**{name: torch.full((len(batch),), torch.nan) for name in names if name not in batch})
+        for batch in with_rows
+    ]
+    return concatenate(full) if full else batches[0]

@@ -102,7 +102,8 @@ def without_critic(
         select = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection"))
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, batches, loss, select)
 
-        report |= update_report("actor", w.get(metrics)) | experience.report | w.get(w.call(batch_report, batch))
+        of_batch = w.get(w.call(batch_report, batch, compares=options.min_n > 1))
+        report |= update_report("actor", w.get(metrics)) | experience.report | of_batch
         report |= timing_report(clock, report["perf/total_num_tokens"])
         return GRPOState(actor, state.reference, kl, state.key, state.step + 1, state.reward_model), report
 

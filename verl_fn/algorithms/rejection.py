@@ -10,9 +10,10 @@ import torch
 
 from verl_fn.config.learners import Rejection
 from verl_fn.data.tasks import Problem
-from verl_fn.state import Batch, Key, Node, node
+from verl_fn.state import Batch, Key, Node, conversations, node
 from verl_fn.steps import aggregate, cross_entropy
 
+from .by_conversation import whole_conversations
 from .contract import Algorithm, Experience, Report
 from .experience import loss_scale, sample_and_score, update
 from .reports import timing_report, update_report
@@ -66,11 +67,13 @@ def rejection(options: Rejection) -> Algorithm[RejectionState]:
 
 
 def best_of_groups(batch: Batch, min_score: float | None = None) -> Batch:
-    """Returns the row with the highest score of each group, the first of several; groups keep their order.
+    """Returns all rows of the conversation with the highest score of each group, the first of several.
+
+    Without conversations, each row is one. Groups keep their order.
 
     Args:
-        batch: has ``group``, ``score`` and ``response_mask``; rows without a response are never the best.
-        min_score: groups whose best row has less are left out.
+        batch: has ``group``, ``score`` and ``response_mask``; what has no response token is never the best.
+        min_score: groups whose best conversation has less are left out.
 
     Example:
         >>> fields = {"group": [4, 4, 9, 9], "score": [0.0, 1.0, 0.5, 0.5]}
@@ -78,15 +81,18 @@ def best_of_groups(batch: Batch, min_score: float | None = None) -> Batch:
         >>> best_of_groups(batch).tokens.tolist(), best_of_groups(batch, 1.0).tokens.tolist()
         ([2, 3], [2])
     """
-    live = (batch.sum_rows((batch["response_mask"] != 0).float()) > 0).tolist()
+    whole = whole_conversations(batch)
+    live = (whole.sum_rows((whole["response_mask"] != 0).float()) > 0).tolist()
     best: dict[int, tuple[float, int]] = {}
-    for row, (group, score) in enumerate(zip(batch["group"].tolist(), batch["score"].tolist(), strict=True)):
-        good = live[row] and (min_score is None or score >= min_score)
+    for number, (group, score) in enumerate(zip(whole["group"].tolist(), whole["score"].tolist(), strict=True)):
+        good = live[number] and (min_score is None or score >= min_score)
         if good and (group not in best or score > best[group][0]):
-            best[group] = (score, row)
-    return batch.take(torch.tensor([row for _, row in best.values()], dtype=torch.int64))
+            best[group] = (score, number)
+    chosen = torch.tensor([number for _, number in best.values()], dtype=torch.int64)
+    return batch.take(torch.isin(conversations(batch)[0], chosen))
 
 
 def summary(batch: Batch) -> tuple[int, float, int]:
-    """Returns the number of rows, their mean score, and the number of tokens."""
-    return len(batch), float(batch["score"].double().mean()) if len(batch) else 0.0, batch.num_tokens
+    """Returns the number of rows, the mean score of their conversations, and the number of tokens."""
+    scores = batch["score"][conversations(batch)[1]].double()
+    return len(batch), float(scores.mean()) if len(batch) else 0.0, batch.num_tokens

@@ -8,7 +8,9 @@ import torch
 
 from verl_fn.state import Batch, Max, Metrics, Min, Weighted
 from verl_fn.steps import rollout_gap
+from verl_fn.steps.advantages.rows import groups_of
 
+from .by_conversation import whole_conversations
 from .contract import Report
 from .workers import Clock
 
@@ -30,23 +32,30 @@ def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> Repo
     return {name: sum(values) / len(values) for name, values in values_by_name.items()}
 
 
-def batch_report(batch: Batch) -> Report:
-    """Returns the metrics of a batch of experience."""
+def batch_report(batch: Batch, *, compares: bool = False) -> Report:
+    """Returns the metrics of a batch of experience; a conversation of several rows counts once.
+
+    Args:
+        batch: the rows.
+        compares: whether the advantages compare the rows of a group, so that a row by itself gets none.
+    """
+    whole = whole_conversations(batch)
     mask = batch["response_mask"]
-    rows = torch.ones(len(batch))
-    lengths = batch.sum_rows(mask)
+    lengths = whole.sum_rows(mask)
+    every, answered = torch.ones(len(whole)), (lengths > 0).float()
     metrics: Metrics = {
         "actor/entropy": Weighted.of(batch["entropys"], mask),
-        "response_length/clip_ratio": Weighted.of(batch["finished"] == 0, rows),
-        "training/rollout_near_ties": Weighted.of(batch["near_ties"], rows),
+        "response/aborted_ratio": Weighted.of(lengths == 0, every),
+        "response_length/clip_ratio": Weighted.of(whole["finished"] == 0, every),
+        "training/rollout_near_ties": Weighted.of(whole["near_ties"], every),
     }
     for family, values, weights in (
-        ("critic/score", batch["score"], rows),
-        ("critic/rewards", batch.sum_rows(batch["token_level_rewards"] * mask), rows),
+        ("critic/score", whole["score"], answered),
+        ("critic/rewards", whole.sum_rows(torch.where(mask != 0, whole["token_level_rewards"], 0.0)), answered),
         ("critic/advantages", batch["advantages"], mask),
         ("critic/returns", batch["returns"], mask),
-        ("response_length", lengths, rows),
-        ("prompt_length", batch["prompt_length"], rows),
+        ("response_length", lengths, every),
+        ("prompt_length", whole["prompt_length"], every),
     ):
         metrics |= _spread_of(family, values, weights)
     if "values" in batch:
@@ -55,15 +64,31 @@ def batch_report(batch: Batch) -> Report:
             explained_variance(batch["values"], batch["returns"], mask), 1.0
         )
     if "reward_baselines" in batch:
-        metrics |= _spread_of("critic/baselines", batch["reward_baselines"], rows)
+        metrics |= _spread_of("critic/baselines", whole["reward_baselines"], answered)
     metrics |= rollout_gap(batch)
-    for name, values in batch.per_row.items():
-        if name.startswith("reward/"):
-            metrics[f"{name}/mean"] = Weighted.of(values, rows)
     report = {name: metric.value for name, metric in metrics.items()}
-    if "acc" in batch:
-        report["training/acc"] = float(batch["acc"].mean())
+    report |= _judged_report(whole, answered)
+    if compares:
+        groups = groups_of(whole)
+        report["rollout/rows_compared_with_none"] = float((groups.counts & ~groups.compared).sum())
     return report | {"perf/total_num_tokens": float(batch.num_tokens)}
+
+
+def _judged_report(whole: Batch, answered: torch.Tensor) -> Report:
+    """Returns the means of what rewards have returned beside the score, over the rows that have it.
+
+    Where some rows lack a number, it comes with the count of those that have it.
+    """
+    report: Report = {}
+    names = {name: f"{name}/mean" for name in whole.per_row if name.startswith("reward/")} | {"acc": "training/acc"}
+    for name, metric in names.items():
+        if name in whole:
+            weights = answered * ~whole[name].isnan()
+            if count := float(weights.sum()):
+                report[metric] = Weighted.of(whole[name], weights).value
+            if count < float(answered.sum()):
+                report[f"{metric.removesuffix('/mean')}/count"] = count
+    return report
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> float:
@@ -74,8 +99,11 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
         1.0
     """
     chosen = mask.bool()
-    residual, total = (returns - values)[chosen].var(correction=0), returns[chosen].var(correction=0)
-    return float(1.0 - residual / total) if total > 0 else 0.0
+    returns, values = returns[chosen].double(), values[chosen].double()
+    # The variance of equal returns is rounding, which says nothing of the values.
+    if not len(returns) or bool((returns == returns[0]).all()):
+        return 0.0
+    return float(1.0 - (returns - values).var(correction=0) / returns.var(correction=0))
 
 
 def _spread_of(family: str, values: torch.Tensor, weights: torch.Tensor) -> Metrics:

@@ -11,7 +11,7 @@ import torch
 
 from verl_fn.algorithms import Report
 from verl_fn.data.tasks import Problem, text_of
-from verl_fn.rewards.reward import response_texts
+from verl_fn.rewards.reward import joined, response_texts
 from verl_fn.state import Batch, conversations
 
 Evaluation = tuple[Report, list[dict[str, Any]]]
@@ -28,7 +28,9 @@ def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, end_tokens
         tokenizer: decodes the answers.
         end_tokens: those of the model, which are no part of an answer's text.
     """
-    batch = batch.take(conversations(batch)[1])
+    conversation, last = conversations(batch)
+    texts = joined(response_texts(batch, tokenizer, end_tokens), conversation)
+    batch = batch.take(last)
     n = len(batch) // len(problems)
     score, pred = (batch[name].reshape(-1, n) for name in ("score", "pred"))
     acc = batch["acc"].reshape(-1, n) if "acc" in batch else None
@@ -41,7 +43,7 @@ def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, end_tokens
             report |= spread(f"val-aux/{source}/reward", score[rows])
         else:
             report |= spread(f"val-core/{source}/reward", score[rows], pred[rows])
-    return report, _rows(batch, problems, response_texts(batch, tokenizer, end_tokens))
+    return report, _rows(batch, problems, texts)
 
 
 def _rows(batch: Batch, problems: Sequence[Problem], texts: Sequence[str]) -> list[dict[str, Any]]:

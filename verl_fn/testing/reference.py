@@ -122,13 +122,14 @@ def compare_advantage(
     Example:
         >>> from verl_fn.steps import rloo
         >>> def leave_one_out(batch):
-        ...     scores = [float((r * m).sum()) for r, m in zip(batch.rows("token_level_rewards"),
-        ...                                                    batch.rows("response_mask"))]
-        ...     groups, baselines = batch["group"].tolist(), []
+        ...     masks, groups = batch.rows("response_mask"), batch["group"].tolist()
+        ...     scores = [float((r * m).sum()) for r, m in zip(batch.rows("token_level_rewards"), masks)]
+        ...     advantages = []
         ...     for row, group in enumerate(groups):
-        ...         others = [scores[i] for i, g in enumerate(groups) if g == group and i != row]
-        ...         baselines.append(sum(others) / len(others) if others else 0.0)
-        ...     return {"advantages": batch.spread(torch.tensor(scores).double() - torch.tensor(baselines).double())}
+        ...         same = [i for i, g in enumerate(groups) if g == group and i != row and masks[i].any()]
+        ...         baseline = sum(scores[i] for i in same) / len(same) if same else scores[row]
+        ...         advantages.append(scores[row] - baseline)
+        ...     return {"advantages": batch.spread(torch.tensor(advantages).double())}
         >>> compare_advantage(rloo, leave_one_out, tolerance=1e-5)
     """
     key = key or Key.from_seed(0)
