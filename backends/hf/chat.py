@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,6 +63,64 @@ def with_chat_arguments(tokenizer: Any, chat_template_kwargs: Mapping[str, Any],
     clock = {} if date is None else {"strftime_now": Clock(date)}
     setattr(tokenizer, ARGUMENTS, {**chat_template_kwargs, **clock})
     return tokenizer
+
+
+def template_text(tokenizer: Any) -> str:
+    """Returns the source of a tokenizer's chat templates; empty without one."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+
+def check_template(tokenizer: Any) -> None:
+    """Checks that a chat template renders the same messages to the same text each time.
+
+    Raises:
+        ModelError: it draws random text.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> tokenizer = char_tokenizer("ab")
+        >>> tokenizer.chat_template = "{{ ['a', 'b'] | random }}"
+        >>> check_template(tokenizer)
+        Traceback (most recent call last):
+        verl_fn.backends.hf.config.ModelError: the chat template draws random text with 'random', so that the same
+        prompt has other tokens in each rendering; write the text into the template, or take it from
+        data.chat_template_kwargs
+    """
+    # Of what Jinja offers beside the template's arguments, only these and the clock differ between renderings.
+    if drawn := re.search(r"\|\s*(random)\b|\b(lipsum)\b", template_text(tokenizer)):
+        raise ModelError(
+            f"the chat template draws random text with {drawn[1] or drawn[2]!r}, so that the same prompt has other "
+            "tokens in each rendering; write the text into the template, or take it from data.chat_template_kwargs"
+        )
+
+
+def prints_date(tokenizer: Any) -> bool:
+    """Returns whether a chat template asks for the date in a conversation with or without tools.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> tokenizer = char_tokenizer("ab")
+        >>> tokenizer.chat_template = "{{ strftime_now('%Y') if not date_string is defined }}"
+        >>> prints_date(tokenizer), prints_date(with_chat_arguments(tokenizer, {"date_string": "2026"}, None))
+        (True, False)
+    """
+    if "strftime_now" not in template_text(tokenizer):
+        return False
+    asked: list[str] = []
+
+    def clock(format: str) -> str:
+        asked.append(format)
+        return Clock("2026-01-01")(format)
+
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    for tools in ((), ({"type": "function", "function": function},)):
+        for roles in (("user",), ("system", "user")):
+            # A template may know neither tools nor system messages.
+            with contextlib.suppress(ModelError):
+                messages = [{"role": role, "content": "1"} for role in roles]
+                chat_texts(tokenizer, [(messages, True)], tools, {"strftime_now": clock})
+    return bool(asked)
 
 
 class _TakesTooLong(BaseException):

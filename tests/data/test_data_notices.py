@@ -1,10 +1,11 @@
 """Notices about data: one line for each unusual property, and none for usual data."""
 
+import attrs
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.notices import notices
+from verl_fn.data.notices import notices, of_template
 from verl_fn.data.tasks import Problem
 
 
@@ -32,6 +33,20 @@ def test_prompts_that_are_there_twice(prompt):
     assert lines(problems(prompt, "b"), problems(prompt, prompt, "c")) == [
         "data.val_files: 2 of 3 held-out prompts are also in data.train_files"
     ]
+
+
+def test_what_a_chat_template_takes_from_outside():
+    tokenizer = char_tokenizer("abc")
+    tokenizer.chat_template = "{{ strftime_now('%d') if tools }}{{ 'b' if thinking else 'a' }}"
+    table = DataConfig(chat_template_kwargs={"thinking": True, "thinkin": 1}, date="2026-01-02")
+    rows = [attrs.evolve(one, chat_template_kwargs={"tone": "a"}) for one in problems(chat("a"), chat("b"))]
+    assert list(of_template(rows, table, tokenizer)) == [
+        "the chat template prints the date; this run prints 2026-01-02 on all days (data.date sets another)",
+        "chat_template_kwargs.thinkin has no effect: the chat template has no variable of that name",
+        "chat_template_kwargs.tone has no effect: the chat template has no variable of that name",
+    ]
+    tokenizer.chat_template = "{{ thinking }}"
+    assert list(of_template([], attrs.evolve(table, chat_template_kwargs={"thinking": True}), tokenizer)) == []
 
 
 def test_a_batch_larger_than_the_data():

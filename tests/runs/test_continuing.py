@@ -3,18 +3,21 @@
 import importlib
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from run_configs import tiny_run
 
+from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError
 from verl_fn.data.tasks import TASKS
-from verl_fn.runs import inputs
+from verl_fn.runs import continuing, inputs
 from verl_fn.runs.checkpoints import checkpoints, crc_of
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.logs import TIMED, read_answers, read_metrics
 from verl_fn.runs.loop import train
+from verl_fn.runs.replay import fork_plan, replay
 
 SILENT = lambda line: None  # noqa: E731
 loop = importlib.import_module("verl_fn.runs.loop")
@@ -119,6 +122,40 @@ def test_changed_data_is_reported(tiny, copy, monkeypatch):
     assert f"continuing with another content of {copy / 'data.jsonl'}" in second
     # Data may be large, so a start reads each file for its checksum once.
     assert copy / "data.jsonl" in read and len(read) == len(set(read))
+
+
+def test_the_day_of_a_template_is_that_of_the_run(tiny, copy, monkeypatch):
+    """A run that is continued and replayed on other days has the prompts of its first day, and says so."""
+    model = shutil.copytree(tiny, copy / "dated")
+    day = "{{ 'abcdefgh'[strftime_now('%d') | int] }}"
+    (model / "chat_template.jinja").write_text(day + "{% for m in messages %}{{ m.content }}{% endfor %}>")
+    rows = [json.loads(line) for line in (copy / "data.jsonl").read_text().splitlines()]
+    rows = [row | {"prompt": [{"role": "user", "content": row["prompt"][0]}]} for row in rows]
+    (copy / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def losses(folder):
+        return [row["train/loss"] for row in read_metrics(folder) if row["step"]]
+
+    def of_day(day, folder, *more):
+        monkeypatch.setattr(continuing, "run_day", lambda: f"2026-01-0{day}")
+        lines = []
+        options = (f"model.path={model}", f"trainer.dir={copy / folder}", "trainer.save_freq=1", *more)
+        train(plan(tiny, copy, *options), lines.append)
+        return lines, losses(copy / folder)
+
+    first, _ = of_day(1, "b", "trainer.total_training_steps=1")
+    second, continued = of_day(2, "b")
+    assert continued == of_day(4, "c", "data.date=2026-01-01")[1]
+    assert continued[:1] != of_day(2, "d", "trainer.total_training_steps=1")[1]
+    line = "note: the chat template prints the date; this run prints 2026-01-01 on all days (data.date sets another)"
+    assert line in first and line in second and not any("another setting" in one for one in second[:3])
+    assert replay(copy / "b", 2, say=SILENT).difference is None
+    forked = fork_plan(copy / "b", 1, ["trainer.total_training_steps=2"])
+    train(forked, SILENT)
+    assert losses(Path(forked.trainer.dir)) == continued
+    (model / "chat_template.jinja").write_text("{{ ['a', 'b'] | random }}")
+    with pytest.raises(ModelError, match="draws random text with 'random'"):
+        of_day(3, "f")
 
 
 def test_a_run_without_its_config_is_not_continued_blindly(tiny, copy):

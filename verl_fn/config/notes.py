@@ -200,6 +200,8 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     yield "data.task_options*", bool(sets), "without data.task = reasoning_gym:SET"
     yield "data.weights", bool(sets or data.train_files), "without data.train_files or data.task = reasoning_gym:SET"
     yield "data.prompt_key", from_files, "without data.train_files"
+    rendered = read or bool(sets) or bool(env.name)
+    yield "data.chat_template_kwargs*", rendered, "without data.train_files or env.name"
     yield "data.convert", from_files, "without data.train_files"
     yield "data.filter_overlong_prompts", read or bool(sets), "without data.train_files"
     yield "data.stream", bool(data.train_files), "without data.train_files"

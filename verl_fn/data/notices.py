@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from verl_fn.backends.hf.chat import prints_date, template_text
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.tasks import Problem
 
@@ -57,6 +58,24 @@ def notices(
         yield f"data.train_files: {empty} of {len(training)} ground truths are empty: the model learns to say nothing"
     yield from _special("data.train_files", training, tokenizer, answers)
     yield from _special("data.val_files", validation, tokenizer, False)
+
+
+def of_template(problems: Sequence[Problem], table: DataConfig, tokenizer: Any) -> Iterator[str]:
+    """Yields a line if the chat template prints the date, and for each argument that the template does not use.
+
+    Args:
+        problems: the problems, whose rows may have arguments of their own.
+        table: the config's ``[data]`` table.
+        tokenizer: the model's tokenizer, with the run's arguments.
+    """
+    if prints_date(tokenizer):
+        yield (
+            f"the chat template prints the date; this run prints {table.date} on all days (data.date sets another)"
+        )
+    text = template_text(tokenizer)
+    for name in sorted({*table.chat_template_kwargs, *(n for one in problems for n in one.chat_template_kwargs)}):
+        if not re.search(rf"\b{re.escape(name)}\b", text):
+            yield f"chat_template_kwargs.{name} has no effect: the chat template has no variable of that name"
 
 
 def _special(key: str, problems: Sequence[Problem], tokenizer: Any, answers: bool) -> Iterator[str]:

@@ -74,7 +74,12 @@ def run_date(plan: Plan) -> str:
     # What is wrong with that run's config is reported where it is continued.
     with contextlib.suppress(RunError):
         recorded = run_config(source, step)[0].data.date if source is not None else None
-    return recorded or datetime.date.today().isoformat()
+    return recorded or run_day()
+
+
+def run_day() -> str:
+    """Returns today as ``YYYY-MM-DD``."""
+    return datetime.date.today().isoformat()
 
 
 def _meant(folder: Path) -> str:

@@ -77,7 +77,7 @@ def _folders(plan: Plan) -> Iterator[str]:
 
 
 def _files(plan: Plan) -> Iterator[Path]:
-    """Yields the data, the user's code, and the tokenizer of a model that the run did not make itself."""
+    """Yields the data, the user's code, and what makes tokens of text in a model that the run did not make itself."""
     yield from (Path(entry) for entry in _data(plan) if not is_set(entry))
     # Modules of rewards and environments are found from the processes that run them.
     of_user = (*plan.data.convert, *plan.reward.functions, plan.env.name)
@@ -89,4 +89,5 @@ def _files(plan: Plan) -> Iterator[Path]:
         file = Path(name).resolve()
         yield file.with_name(file.name.replace("-", "_") + ".py")
     if plan.new_model is None:
-        yield from sorted(Path(plan.model).glob("tokenizer*"))
+        for pattern in ("tokenizer*", "chat_template*", "special_tokens*", "added_tokens*", "generation_config*"):
+            yield from sorted(Path(plan.model).glob(pattern))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 
 from verl_fn.algorithms import Workers
+from verl_fn.backends.hf.chat import check_template
 from verl_fn.backends.hf.folder import ModelError, read_config
 from verl_fn.backends.hf.tokenizer import contradiction, end_tokens
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.tasks import reasoning_names, verifiers_name
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import converters, file_data, generated, read_files
-from verl_fn.data.notices import notices
+from verl_fn.data.notices import notices, of_template
 from verl_fn.data.tasks import Source
 from verl_fn.driver import build
 from verl_fn.environments.problems import environment_data
@@ -57,6 +58,7 @@ def prepare(plan: Plan, say: Say) -> Source:
         check_model_folder(folder)
     read_config(plan.model)
     tokenizer = build.policy_tokenizer(plan.rollout)
+    check_template(tokenizer)
     if not (ends := end_tokens(plan.model, tokenizer)):
         raise ModelError(
             f"{plan.model} names no token that ends an answer, so no response could end: set eos_token_id in its "
@@ -76,6 +78,9 @@ def prepare(plan: Plan, say: Say) -> Source:
     else:
         source = generated(plan.data, tokenizer, learns_from)
     check(plan, source, tokenizer)
+    read = source.training if isinstance(source, FileData) else getattr(source, "first", ())
+    for notice in of_template((*read, *getattr(source, "validation", ())), plan.data, tokenizer):
+        say(f"note: {notice}")
     if isinstance(source, FileData) and from_files:
         for notice in notices(
             source.training,
