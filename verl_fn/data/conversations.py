@@ -159,8 +159,7 @@ def turn_tokens(
     """Returns the token ids of a conversation, and a mask of those that the assistant says.
 
     The template renders the conversation up to each turn of the assistant, once without the turn and once with it.
-    The mask is 1 from the end of the first rendering to the turn's end token, and 0 for what the template writes
-    after it. Tokens after the last turn's end token are left out.
+    The mask is 1 from the end of the first rendering to the turn's end token. Tokens after the last one are left out.
 
     Args:
         tokenizer: has a chat template.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.chat import check_template
@@ -78,20 +80,19 @@ def prepare(plan: Plan, say: Say) -> Source:
     else:
         source = generated(plan.data, tokenizer, learns_from)
     check(plan, source, tokenizer)
-    read = source.training if isinstance(source, FileData) else getattr(source, "first", ())
-    for notice in of_template((*read, *getattr(source, "validation", ())), plan.data, tokenizer):
+    for notice in _notices(source, plan, tokenizer, answers=learns_from == "answers" and answers):
         say(f"note: {notice}")
-    if isinstance(source, FileData) and from_files:
-        for notice in notices(
-            source.training,
-            source.validation,
-            plan.data,
-            tokenizer,
-            answers=learns_from == "answers" and answers,
-            sizes=source.sizes,
-        ):
-            say(f"note: {notice}")
     return source
+
+
+def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> Iterator[str]:
+    """Yields a line for each unusual property of the chat template and of problems from files."""
+    read = source.training if isinstance(source, FileData) else getattr(source, "first", ())
+    yield from of_template((*read, *getattr(source, "validation", ())), plan.data, tokenizer)
+    if isinstance(source, FileData) and (plan.data.train_files or plan.data.val_files):
+        yield from notices(
+            source.training, source.validation, plan.data, tokenizer, answers=answers, sizes=source.sizes
+        )
 
 
 def workers(plan: Plan) -> contextlib.AbstractContextManager[Workers]:
