@@ -215,11 +215,16 @@ def test_samples_that_the_journal_cannot_keep_are_refused(tiny, tmp_path, monkey
         train(tiny_run(tiny, tmp_path / "a", *more), SILENT)
 
 
-def test_a_run_without_its_checkpoints_says_what_it_drops(tiny, copy):
+def test_a_run_without_its_checkpoints_starts_over_only_where_asked_to(tiny, run, copy):
     shutil.rmtree(copy / "checkpoints")
     lines = []
     more = ["algorithm.name=ppo", "trainer.total_training_steps=1", "trainer.journal=samples"]
-    train(tiny_run(tiny, copy, *more), lines.append)
+    before = (copy / "metrics.jsonl").read_bytes(), (copy / "config.toml").read_bytes()
+    for fork in ([], [f"trainer.resume_from_path={run}/checkpoints/step_2"]):
+        with pytest.raises(RunError, match=r"steps up to 3, but .* not mounted\? .*trainer\.resume_mode=disable"):
+            train(tiny_run(tiny, copy, *more, *fork), SILENT)
+    assert before == ((copy / "metrics.jsonl").read_bytes(), (copy / "config.toml").read_bytes())
+    train(tiny_run(tiny, copy, *more, "trainer.resume_mode=disable"), lines.append)
     assert any("starting over; the log up to step 3 is dropped" in line for line in lines)
     assert [p.name for p in (copy / "samples").iterdir()] == ["step_1.safetensors"]
 

@@ -170,6 +170,6 @@ def test_a_run_that_reached_its_goal_stays_there(model, tmp_path):
 def test_another_new_model_is_made_anew(tmp_path):
     for size in (16, 32):
         shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
-        more = [f"model.new.hidden_size={size}", "trainer.total_training_steps=1"]
+        more = [f"model.new.hidden_size={size}", "trainer.total_training_steps=1", "trainer.resume_mode=disable"]
         train(config("", tmp_path, "sft", *more), lambda line: None)
         assert json.loads((tmp_path / "model/config.json").read_text())["hidden_size"] == size

@@ -41,9 +41,10 @@ def train(args: argparse.Namespace) -> int:
 
 def fork(args: argparse.Namespace) -> int:
     """Continues from a checkpoint of another run."""
+    from verl_fn.runs.history import config_file
     from verl_fn.runs.replay import fork_plan
 
-    plan, file = fork_plan(args.run, args.step, args.overrides), Path(args.run) / "config.toml"
+    plan, file = fork_plan(args.run, args.step, args.overrides), config_file(Path(args.run), args.step)
     before = notes(file, ())
     return _train(plan, [note for note in notes(file, args.overrides) if note not in before], args)
 
@@ -102,7 +103,10 @@ def _from_verl(words: Sequence[str]) -> int:
 def report(args: argparse.Namespace) -> int:
     """Writes a page about runs."""
     from verl_fn.report.page import report
+    from verl_fn.runs.logs import altered
 
+    for sentence in (sentence for run in args.runs for sentence in altered(Path(run))):
+        complain(f"note: {sentence}")
     page = report([Path(run) for run in args.runs], Path(args.out))
     say(f"wrote {page} and {page.with_suffix('.png')}")
     return 0
@@ -115,6 +119,8 @@ def replay(args: argparse.Namespace) -> int:
     replayed = replay(args.run, args.step, recorded=args.recorded)
     if replayed.difference is not None:
         say(f"step {replayed.step} differs; first in {replayed.difference}")
+        if replayed.changed:
+            say(f"likely because the replay has {', and '.join(replayed.changed)}")
         return 1
     kinds = ", ".join(f"{count} {kind}" for kind, count in replayed.compared.items())
     say(f"step {replayed.step} comes out bitwise the same: {kinds}")

@@ -28,8 +28,9 @@ from .state import RunState, run_of
 from .waiting import read_waiting, save_waiting
 
 MANIFEST = "checkpoint.json"
+IDENTITY = "run.json"
 CHECKSUM = "checksum"
-_REMOVED = ".removing_"
+WRITING, REMOVED = ".writing_", ".removing_"
 
 
 def checkpoints(folder: str | Path) -> list[Path]:
@@ -61,7 +62,7 @@ def saved_step(checkpoint: Path) -> int:
 
 def aside_of(final: Path) -> Path:
     """Returns the temporary folder in which a checkpoint is written before it is renamed."""
-    return final.with_name(f".writing_{final.name}")
+    return final.with_name(f"{WRITING}{final.name}")
 
 
 def save_roles(state: RunState, aside: Path, plan: Plan, w: Workers) -> None:
@@ -70,8 +71,15 @@ def save_roles(state: RunState, aside: Path, plan: Plan, w: Workers) -> None:
         w.trainers[name].save(state.role(name), aside / name)
 
 
-def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers) -> None:
+def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers, identity: str = "") -> None:
     """Writes experience that waits, and the manifest: the rest of the state, and each file's size and checksum.
+
+    Args:
+        aside: the folder, in which the roles are written already.
+        state: the state.
+        plan: the plan of the run.
+        w: the workers.
+        identity: that of the run.
 
     Raises:
         RunError: a worker wrote its role to a folder that this process does not see.
@@ -85,6 +93,7 @@ def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers) -> None
     files = {str(path.relative_to(aside)): [path.stat().st_size, crc_of(path)] for path in paths}
     manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars, "files": files}
     manifest |= {"waiting": waiting} if waiting else {}
+    manifest |= {"run": identity} if identity else {}
     write_text(aside / MANIFEST, json.dumps(manifest | {CHECKSUM: _checksum(manifest)}, indent=1))
     for path in (*aside.rglob("*"), aside):
         sync(path)
@@ -160,8 +169,61 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Reads a checkpoint's manifest.
 
     Raises:
-        CheckpointError: there is none, it is not what was written, or it is of another step than the folder's name.
+        CheckpointError: there is none, it is not what was written, or it is of another step than the folder's name or
+            of another run than the folder around it.
     """
+    manifest = _intact_manifest(folder)
+    named, saved = step_of(folder), manifest["state"].get(".algorithm.step")
+    if named is not None and named != saved:
+        raise CheckpointError(f"the checkpoint {folder} holds the state of step {saved}: give it its name back")
+    run = run_of(folder)
+    own = identity_at(run, saved) if run is not None and isinstance(saved, int) else None
+    if own is not None and manifest.get("run", "") != own:
+        raise CheckpointError(
+            f"the checkpoint {folder} is of another run than {run}, or was made with other settings: move it away. "
+            f"Another trainer.dir can then go on from it (trainer.resume_from_path)"
+        )
+    return manifest
+
+
+def identities(run: Path) -> list[dict[str, Any]]:
+    """Returns the identities of a run, each with the step ``since`` which it holds; none for those of older versions.
+
+    Raises:
+        RunError: the file is damaged.
+    """
+    try:
+        known = json.loads((run / IDENTITY).read_bytes())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunError(f"{run / IDENTITY} cannot be read: {error}; restore or remove it") from error
+    kinds = {"since": int, "id": str, "settings": str}
+    if not isinstance(known, list) or not all(
+        isinstance(one, dict) and all(isinstance(one.get(name), kind) for name, kind in kinds.items())
+        for one in known
+    ):
+        raise RunError(f"{run / IDENTITY} is damaged: it is no list of identities; restore or remove it")
+    return known
+
+
+def identity_at(run: Path, step: int) -> str | None:
+    """Returns the identity that a run's checkpoint of a step carries; None for a run without identities."""
+    known = identities(run)
+    return next((one["id"] for one in reversed(known) if one["since"] < step), known[0]["id"]) if known else None
+
+
+def carried_identity(checkpoint: Path) -> str:
+    """Returns the identity of the run that made a checkpoint; empty where it carries none or cannot be read."""
+    try:
+        identity = _intact_manifest(checkpoint).get("run", "")
+    except CheckpointError:
+        return ""
+    return identity if isinstance(identity, str) else ""
+
+
+def _intact_manifest(folder: Path) -> dict[str, Any]:
+    """Reads a manifest and compares it with its own checksum."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
     except FileNotFoundError as error:
@@ -170,9 +232,6 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} cannot be read: {error}") from error
     if not isinstance(manifest, dict) or manifest.pop(CHECKSUM, None) != _checksum(manifest):
         raise CheckpointError(f"the checkpoint {folder} is damaged: {MANIFEST} is not what was written")
-    named, saved = step_of(folder), manifest["state"].get(".algorithm.step")
-    if named is not None and named != saved:
-        raise CheckpointError(f"the checkpoint {folder} holds the state of step {saved}: give it its name back")
     return manifest
 
 
@@ -218,7 +277,7 @@ def prune(folder: Path, keep: int) -> list[str]:
     Returns:
         A line about each that could not be removed.
     """
-    for unfinished in folder.glob(f"checkpoints/{_REMOVED}*"):
+    for unfinished in folder.glob(f"checkpoints/{REMOVED}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     problems = []
     for old in checkpoints(folder)[keep:]:
@@ -226,7 +285,7 @@ def prune(folder: Path, keep: int) -> list[str]:
             if old.is_symlink():
                 old.unlink()
             else:
-                aside = old.with_name(f"{_REMOVED}{old.name}")
+                aside = old.with_name(f"{REMOVED}{old.name}")
                 old.rename(aside)
                 shutil.rmtree(aside)
         except OSError as error:

@@ -15,9 +15,10 @@ from verl_fn.config import ConfigError, Plan, make_plan
 from .checkpoints import MANIFEST, checkpoints, read_manifest, saved_step, step_of
 from .errors import RunError
 from .evaluate import has_held_out, held_out_value
-from .folder import Follower, Run, changed_keys, run_config
+from .folder import Follower, Run
+from .history import changed_keys, recorded_inputs, run_config
 from .inputs import changed_inputs
-from .logs import last_evaluation, read_metrics
+from .logs import altered, last_evaluation, read_metrics
 from .state import differing_fields, run_of
 
 SEED = "trainer.seed"
@@ -40,17 +41,27 @@ def find_origin(plan: Plan, run: Run) -> Path | None:
     """Returns the checkpoint to start from: the folder's newest, or the one to fork; None for a new run.
 
     Raises:
-        RunError: the folder has checkpoints that a fork would overwrite, or ``trainer.resume_from_path`` is not a
-            checkpoint.
+        RunError: the folder has checkpoints that a fork would overwrite, or has lost its own, or
+            ``trainer.resume_from_path`` is not a checkpoint.
     """
     newest, path = run.latest(), plan.trainer.resume_from_path
     if newest is not None and plan.trainer.resume_mode == "auto":
         return newest
-    if path is None:
-        return None
-    if newest is not None:
+    if path is not None and newest is not None:
         raise RunError(f"{run.folder} holds checkpoints already, up to {newest.name}; choose another trainer.dir")
-    origin = Path(path)
+    origin = _fork_of(Path(path)) if path is not None else None
+    last = max((row["step"] for row in read_metrics(run.folder)), default=0)
+    # A run saves before its first update, so whoever logged a step had a checkpoint.
+    if plan.trainer.resume_mode == "auto" and last and last > (saved_step(origin) if origin is not None else 0):
+        raise RunError(
+            f"{run.metrics_file} has steps up to {last}, but {run.folder / 'checkpoints'} holds no checkpoint: is "
+            f"its disk not mounted? To drop that log and start over, set trainer.resume_mode=disable; to keep it, "
+            f"choose another trainer.dir"
+        )
+    return origin
+
+
+def _fork_of(origin: Path) -> Path:
     if not origin.is_dir():
         raise ConfigError(f"trainer.resume_from_path: {origin} is not a folder")
     if not (origin / MANIFEST).is_file():
@@ -135,8 +146,9 @@ def changes(run: Run, plan: Plan) -> list[str]:
     sentences = [_of_setting(key, values) for key, values in changed.items()]
     if isinstance(run, Follower):
         return sentences
-    sentences += [f"continuing with another content of {file}" for file in changed_inputs(run.folder, run.inputs)]
-    return sentences + _lost_lines(run, newest)
+    before = recorded_inputs(run.folder, step_of(newest))
+    sentences += [f"continuing with {change}" for change in changed_inputs(before, run.inputs)]
+    return sentences + altered(run.folder) + _lost_lines(run, newest)
 
 
 def other_settings(run: Run, plan: Plan) -> dict[str, str]:
@@ -165,7 +177,8 @@ def _lost_lines(run: Run, newest: Path) -> list[str]:
 
 
 def _refuse_parts_of_state(run: Run, plan: Plan, changed: dict[str, str]) -> None:
-    before = make_plan(run_config(run.folder)[0])
+    newest = run.latest()
+    before = make_plan(run_config(run.folder, step_of(newest) if newest is not None else None)[0])
     if before.algorithm != plan.algorithm:
         raise RunError(
             f"the run in {run.folder} was trained with {before.algorithm}, and the config asks for {plan.algorithm}: "

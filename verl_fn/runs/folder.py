@@ -6,30 +6,52 @@ import contextlib
 import errno
 import fcntl
 import functools
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import attrs
-import tomli_w
-
 from verl_fn.algorithms import Workers
 from verl_fn.backends.tensor_file import sync
-from verl_fn.config import Config, ConfigError, Plan, flat, load, to_table
-from verl_fn.config.tables import Table
+from verl_fn.config import Plan
 from verl_fn.data.answers import write_answers
 from verl_fn.driver import ranks
 
 from . import screen
-from .checkpoints import aside_of, checkpoints, prune, save_roles, step_of, write_manifest, write_text
+from .checkpoints import (
+    REMOVED,
+    WRITING,
+    aside_of,
+    carried_identity,
+    checkpoints,
+    identity_at,
+    prune,
+    save_roles,
+    write_manifest,
+    write_text,
+)
 from .errors import RunError
-from .inputs import fingerprints, write_inputs
-from .logs import GENERATIONS, LOGS, METRICS, Row, last_evaluation, metrics_row, read_lines
+from .history import changed_keys, numbered, record, run_config
+from .inputs import fingerprints
+from .logs import (
+    GENERATIONS,
+    LOGS,
+    METRICS,
+    SUMS,
+    Row,
+    checksum,
+    checksums_of,
+    last_evaluation,
+    line_of,
+    metrics_row,
+    read_checksums,
+    read_lines,
+)
 from .progress import Say
 from .state import RunState, run_of
+
+__all__ = ["ANSWERS", "Follower", "Run", "changed_keys", "run_config"]
 
 ANSWERS = "answers"
 
@@ -86,7 +108,23 @@ class Run:
                 raise RunError(
                     f"another process trains in {self.folder}; wait for it, or choose another trainer.dir"
                 ) from None
+            self._clean()
             yield
+
+    def _clean(self) -> None:
+        """Removes what killed processes left unfinished, which may be whole training states."""
+        patterns = (f"checkpoints/{WRITING}*", f"checkpoints/{REMOVED}*", ".*.writing", "*/.*.writing")
+        for left in (path for pattern in patterns for path in self.folder.glob(pattern)):
+            with contextlib.suppress(OSError):
+                if left.is_dir() and not left.is_symlink():
+                    shutil.rmtree(left)
+                else:
+                    left.unlink()
+
+    @property
+    def writable(self) -> bool:
+        """Returns whether the folder can be written, as far as its permissions and its file system say."""
+        return os.access(self.folder, os.W_OK)
 
     @functools.cached_property
     def inputs(self) -> Mapping[str, str]:
@@ -102,7 +140,7 @@ class Run:
         """Prepares the folder for a run that continues after ``step``.
 
         Log lines up to ``step`` stay, or are copied from the run that is forked. Later lines are removed, since the
-        run will write them again. If the config has changed, the previous one is copied to ``configs/``.
+        run will write them again. If config or inputs have changed, the previous ones are copied to ``configs/``.
 
         Args:
             step: the last step that is done; 0 for a new run.
@@ -118,13 +156,10 @@ class Run:
                 f"choose another trainer.dir, remove it, or continue it with trainer.resume_mode=auto"
             )
         with self.written("the run's folder"):
-            if newest is not None and changed_keys(self.folder, self._plan.table):
-                (self.folder / "configs").mkdir(exist_ok=True)
-                shutil.copy(self.folder / "config.toml", self.folder / "configs" / f"until_step_{step}.toml")
-            write_text(self.folder / "config.toml", tomli_w.dumps(self._plan.table))
-            write_inputs(self.folder, self.inputs)
+            forked = carried_identity(origin) if origin is not None else ""
+            record(self.folder, step if newest is not None else None, self._plan.table, self.inputs, forked)
             for pattern in ("samples/step_*.safetensors", f"{ANSWERS}/step_*.parquet"):
-                for file, at in _numbered(self.folder, pattern, "step_"):
+                for file, at in numbered(self.folder, pattern, "step_"):
                     if at > step:
                         file.unlink()
             if newest is not None:
@@ -134,14 +169,21 @@ class Run:
     def _start_logs(self, step: int, source: Path | None) -> None:
         """Writes the lines of the logs in ``source`` up to ``step``; without a source, the logs begin empty."""
         evaluated = bool(last_evaluation(source, step))
+        known = read_checksums(source) if source is not None else []
+        sums: list[str] = []
         for name in LOGS:
             # A run that was killed in an evaluation repeats it, and writes its answers again.
             end = step if name != GENERATIONS or evaluated else step - 1
             rows = [row for row in read_lines(source / name) if row["step"] <= end] if source is not None else []
+            kept = {row["step"] for row in rows}
+            sums += (
+                [line for log, at, line in known if log == name and at in kept] if known else checksums_of(name, rows)
+            )
             if rows or name == METRICS or (self.folder / name).exists():
-                write_text(self.folder / name, "".join(map(_line, rows)))
+                write_text(self.folder / name, "".join(map(line_of, rows)))
             if rows and name == METRICS:
-                self._row, self._row_at = rows[-1], len("".join(map(_line, rows[:-1])).encode())
+                self._row, self._row_at = rows[-1], len("".join(map(line_of, rows[:-1])).encode())
+        write_text(self.folder / SUMS, "".join(sums))
 
     def log(self, step: int, report: Mapping[str, float]) -> None:
         """Appends a step's metrics to ``metrics.jsonl``; values that are not finite become null."""
@@ -155,15 +197,22 @@ class Run:
             return
         values = self._row | metrics_row(step, report)
         self._row = {"step": step} | dict(sorted(item for item in values.items() if item[0] != "step"))
+        line = line_of(self._row)
+        self._append(SUMS, checksum(METRICS, step, line))
         with self.written(METRICS), open(self.metrics_file, "r+b", opener=_no_link) as file:
             # The longer line replaces the shorter one in a single write, so that a kill leaves one of them.
-            os.pwrite(file.fileno(), _line(self._row).encode(), self._row_at)
+            os.pwrite(file.fileno(), line.encode(), self._row_at)
 
     def append(self, name: str, *rows: Mapping[str, Any]) -> int:
-        """Appends lines to a file of the folder, and returns where they begin, in bytes."""
+        """Appends the lines of a step to a log, and returns where they begin, in bytes."""
+        # Checksums come first, so that no kill leaves a line without one.
+        self._append(SUMS, "".join(checksums_of(name, rows)))
+        return self._append(name, "".join(map(line_of, rows)))
+
+    def _append(self, name: str, content: str) -> int:
         with self.written(name), open(self.folder / name, "a", opener=_no_link) as file:
             start = file.tell()
-            file.write("".join(map(_line, rows)))
+            file.write(content)
         return start
 
     def keep_answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
@@ -193,8 +242,8 @@ class Run:
                 save_roles(state, aside, self._plan, w)
                 # No process may continue, and perhaps exit, before the checkpoint is renamed.
                 with ranks.together():
-                    write_manifest(aside, state, self._plan, w)
-                    for name in LOGS:
+                    write_manifest(aside, state, self._plan, w, identity_at(self.folder, state.step) or "")
+                    for name in (*LOGS, SUMS):
                         if (self.folder / name).exists():
                             sync(self.folder / name)
                     aside.rename(final)
@@ -263,63 +312,6 @@ class Follower(Run):
             with ranks.together():
                 pass
         return final
-
-
-def run_config(folder: str | Path, step: int | None = None) -> tuple[Config, int]:
-    """Returns the config that a step of a run was made with, and the step after which that config applied.
-
-    Args:
-        folder: the run's folder.
-        step: the step, by default the run's last one.
-
-    Raises:
-        RunError: the folder is not a run's.
-    """
-    folder = Path(folder)
-    if not (folder / "config.toml").is_file():
-        raise RunError(f"{folder} is not a run's folder: it has no config.toml")
-    earlier = dict(_numbered(folder, "configs/until_step_*.toml", "until_step_"))
-    ends = sorted(earlier.values())
-    later = [end for end in ends if step is not None and end >= step]
-    file = folder / "configs" / f"until_step_{later[0]}.toml" if later else folder / "config.toml"
-    try:
-        cfg = load(file)
-    except ConfigError as error:
-        raise RunError(f"{file} does not fit this version of verl_fn: {error}; change the file") from error
-    forked = step_of(Path(cfg.trainer.resume_from_path)) if cfg.trainer.resume_from_path else None
-    since = max((end for end in ends if not later or end < later[0]), default=forked or 0)
-    return attrs.evolve(cfg, trainer=attrs.evolve(cfg.trainer, dir=str(folder))), since
-
-
-def changed_keys(folder: Path, table: Table) -> dict[str, str]:
-    """Returns the keys that differ from the config that the folder was last trained with, and both values.
-
-    Raises:
-        RunError: the folder has checkpoints, but its config cannot be read, so that nobody knows what has changed.
-    """
-    try:
-        before = flat(to_table(run_config(folder)[0]))
-    except RunError as error:
-        if not checkpoints(folder):
-            return {}
-        raise RunError(
-            f"{error}. Without it nobody knows which settings have changed; restore the file, or fork a checkpoint "
-            f"into another trainer.dir (trainer.resume_from_path={checkpoints(folder)[0]})"
-        ) from error
-    now = flat(table)
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "trainer.dir"]
-    return {key: f"{before.get(key)!r} -> {now.get(key)!r}" for key in keys}
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row) + "\n"
-
-
-def _numbered(folder: Path, pattern: str, prefix: str) -> Iterator[tuple[Path, int]]:
-    """Yields the files of a pattern with the number in each name; files without a number are passed over."""
-    for file in folder.glob(pattern):
-        if (number := file.stem.removeprefix(prefix)).isdecimal():
-            yield file, int(number)
 
 
 def _no_link(path: str, flags: int) -> int:

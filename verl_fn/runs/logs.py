@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -14,6 +15,7 @@ from .errors import RunError
 
 METRICS, GENERATIONS, JOURNAL = "metrics.jsonl", "generations.jsonl", "journal.jsonl"
 LOGS = (METRICS, GENERATIONS, JOURNAL)
+SUMS = "logs.crc"
 TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput", "perf/engine_restarts")
 _LAST_STEP = 2**53  # steps are drawn as floats, which hold whole numbers up to here
 
@@ -78,6 +80,62 @@ def read_lines(file: Path, problem_of: Callable[[Row], str] = lambda row: "") ->
             raise _damaged(file, i, problem)
         rows.append(row)
     return rows
+
+
+def line_of(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line of a log."""
+    return json.dumps(row) + "\n"
+
+
+def checksum(name: str, step: int, lines: str) -> str:
+    r"""Returns the line of ``logs.crc`` about the lines of a step in a log.
+
+    Example:
+        >>> checksum("metrics.jsonl", 3, line_of({"step": 3, "loss": 0.5}))
+        'metrics.jsonl 3 4792afe0\n'
+    """
+    return f"{name} {step} {zlib.crc32(lines.encode()):08x}\n"
+
+
+def read_checksums(folder: Path) -> list[tuple[str, int, str]]:
+    """Returns the lines of ``logs.crc``, each with its log and step; none for a run of an older version."""
+    file = folder / SUMS
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.is_file() else []
+    parts = [(line.split(), line) for line in lines]
+    return [(words[0], int(words[1]), line) for words, line in parts if len(words) == 3 and words[1].isdecimal()]
+
+
+def checksums_of(name: str, rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns the lines of ``logs.crc`` about the rows of a log."""
+    by_step: dict[int, str] = {}
+    for row in rows:
+        by_step[row["step"]] = by_step.get(row["step"], "") + line_of(row)
+    return [checksum(name, step, lines) for step, lines in by_step.items()]
+
+
+def altered(folder: Path) -> list[str]:
+    """Returns sentences about logged steps that are not what the run wrote, or are gone.
+
+    A step has several checksums if an evaluation was added to its line; one of them must fit. The newest step may
+    lack lines, since a kill can precede them.
+
+    Raises:
+        RunError: a line of a log is damaged.
+    """
+    known = read_checksums(folder)
+    sentences = []
+    for name in LOGS if known else ():
+        rows = read_lines(folder / name)
+        written = {row["step"] for row in rows}
+        sums = set(checksums_of(name, rows))
+        whole = {step for log, step, line in known if log == name and line in sums}
+        wrong = written - whole
+        gone = {step for log, step, _ in known if log == name and step < max(written, default=0)} - written
+        for steps, what in ((wrong, "not what the run wrote"), (gone, "gone")):
+            if steps:
+                first = f"step {min(steps)}" + (f" and {len(steps) - 1} more" if len(steps) > 1 else "")
+                sentences.append(f"{folder / name} was changed: {first} is {what}")
+    return sentences
 
 
 def _damaged(file: Path, i: int, problem: str) -> RunError:

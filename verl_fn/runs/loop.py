@@ -18,10 +18,11 @@ from .checks import check_has_training, check_run_folder
 from .continuing import changes, find_origin, finished, goal_reached, other_settings, run_date
 from .errors import RunError
 from .evaluate import check_goal, evaluation_line, validate
-from .folder import Follower, Run, run_config
+from .folder import Follower, Run
+from .history import run_config
 from .journal import entry, keep_samples
 from .loggers import Log, loggers
-from .logs import GENERATIONS, JOURNAL, last_evaluation, read_metrics
+from .logs import GENERATIONS, JOURNAL, altered, last_evaluation, read_metrics
 from .memory import check_memory
 from .notices import wide_gap, without_signal
 from .out_of_memory import explained
@@ -66,17 +67,13 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
         # Clocks of two machines may be on two days.
         plan = plan.dated(ranks.of_first(run_date(plan)))
         run = Run(plan, say) if first else Follower(plan, say)
+        if not run.writable and (ended := _ended(plan, run, say)) is not None:
+            return ended
         stack.enter_context(run.locked())
         with ranks.first_alone():
-            origin = find_origin(plan, run)
-            changed = changes(run, plan)
-            if (ended := finished(plan, origin)) is not None:
-                say(f"this run has finished, after {ended.step} steps; nothing was done or changed")
-                if unused := other_settings(run, plan):
-                    for key, values in unused.items():
-                        say(f"not used: {key}: {values}")
-                    say(f"for a run with these settings, choose another trainer.dir than {run.folder}")
-                return ended.evaluation
+            if (ended := _ended(plan, run, say)) is not None:
+                return ended
+            origin, changed = find_origin(plan, run), changes(run, plan)
             source = prepare(plan, say)
             if origin is None:
                 check_all_weights(plan)
@@ -93,6 +90,22 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
                 if not first:
                     ranks.end_after_first(130)
                 raise
+
+
+def _ended(plan: Plan, run: Run, say: Say) -> Report | None:
+    """Says so if a run has nothing left to do, and returns its last evaluation; None for another run."""
+    ended = finished(plan, find_origin(plan, run))
+    if ended is None:
+        return None
+    changes(run, plan)
+    say(f"this run has finished, after {ended.step} steps; nothing was done or changed")
+    for sentence in altered(run.folder):
+        say(f"note: {sentence}")
+    if unused := other_settings(run, plan):
+        for key, values in unused.items():
+            say(f"not used: {key}: {values}")
+        say(f"for a run with these settings, choose another trainer.dir than {run.folder}")
+    return ended.evaluation
 
 
 def _silent(line: str) -> None:
@@ -153,6 +166,9 @@ class _Loop:
             for sentence in changed:
                 say(sentence)
             say(f"continuing {self.run.folder} after step {state.step}, from {origin}")
+            logged = read_metrics(self.run.folder)
+            if again := [row["step"] for row in logged if row["step"] > state.step]:
+                say(f"the log goes on to step {again[-1]}, but no checkpoint does: these steps are done again")
             if count := len(state.waiting):
                 say(f"{count} {'batch' if count == 1 else 'batches'} of samples wait to be learned from")
             self.evaluation = ranks.of_first(last_evaluation(run_of(origin), state.step))

@@ -15,7 +15,8 @@ from verl_fn.driver.ranks import torchrun_size
 from .checkpoints import checkpoints, step_of
 from .errors import RunError
 from .evaluate import validate
-from .folder import changed_keys, run_config
+from .history import changed_keys, config_file, recorded_inputs, run_config
+from .inputs import changed_inputs, fingerprints
 from .journal import Recorded, entry, first_difference, read_samples, state_digests
 from .logs import TIMED, metrics_row, read_journal, read_metrics
 from .loop import restored_state
@@ -41,7 +42,7 @@ def fork_plan(folder: str | Path, step: int, overrides: Iterable[str] = ()) -> P
             fork with other settings.
     """
     folder = Path(folder).resolve()
-    run_config(folder)
+    run_config(folder, step)
     by_step = {step_of(p): p for p in checkpoints(folder)}
     if step not in by_step:
         steps = ", ".join(str(s) for s in sorted(s for s in by_step if s is not None)) or "none"
@@ -50,7 +51,7 @@ def fork_plan(folder: str | Path, step: int, overrides: Iterable[str] = ()) -> P
             f"(trainer.save_freq and trainer.max_ckpt_to_keep say how many are kept)"
         )
     location = [f"trainer.dir={folder}_fork_{step}", f"trainer.resume_from_path={by_step[step]}"]
-    plan = make_plan(load(folder / "config.toml", [*location, *overrides]))
+    plan = make_plan(load(config_file(folder, step), [*location, *overrides]))
     if changed := changed_keys(Path(plan.trainer.dir), plan.table):
         changes = "; ".join(f"{key}: {values}" for key, values in changed.items())
         raise RunError(f"{plan.trainer.dir} holds a fork with other settings ({changes}); choose another trainer.dir")
@@ -65,11 +66,13 @@ class Replayed:
         step: the last step that was executed again.
         difference: the first value that differs, with both values; None if all are equal.
         compared: how many values were compared, by kind.
+        changed: what the run read has now another content or version, such as a file of the user's code.
     """
 
     step: int
     difference: str | None
     compared: dict[str, int]
+    changed: tuple[str, ...] = ()
 
 
 def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = print_line) -> Replayed:
@@ -105,6 +108,10 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
     origin = _origin(folder, plan.trainer.resume_from_path, step, since)
     done = (step_of(origin) or 0) if origin is not None else 0
     _check_ranks(folder, [row for at, row in rows.items() if done < at <= step])
+    # Before anything is read: a changed file may be the reason why it cannot be.
+    changed = tuple(changed_inputs(recorded_inputs(folder, step), fingerprints(plan)))
+    for change in changed:
+        say(f"note: the replay has {change} than step {step} had")
     source = prepare(plan, say)
     # The journal has the samples of steps that have learned. With these, nothing is drawn ahead, so nothing waits.
     pace = attrs.evolve(Pace.of(plan), max_lag=0) if recorded else Pace.of(plan)
@@ -127,7 +134,7 @@ def replay(folder: str | Path, step: int, *, recorded: bool = False, say: Say = 
                 folder, plan, w, state, drawn, rows[at], report, journal.get(at), at == step
             )
             if difference is not None or at == step:
-                return Replayed(at, difference, compared)
+                return Replayed(at, difference, compared, changed)
 
 
 def _compare(
@@ -170,14 +177,14 @@ def _compare(
     return compared, difference
 
 
-def _origin(folder: Path, resume_from: str | None, step: int, since: int) -> Path | None:
+def _origin(folder: Path, resume_from: str | None, step: int, since: int | None) -> Path | None:
     """Returns the last checkpoint before ``step`` that was made with the same settings.
 
     Args:
         folder: the run's folder.
         resume_from: the checkpoint that the run is a fork of, if it is one.
         step: the step to replay.
-        since: the step after which the settings of ``step`` applied.
+        since: the step after which the settings of ``step`` applied; None if they applied from the beginning.
 
     Returns:
         The checkpoint; None if the replay starts from the initial state.
@@ -189,9 +196,9 @@ def _origin(folder: Path, resume_from: str | None, step: int, since: int) -> Pat
     if forked is not None and step <= (step_of(forked) or 0):
         raise RunError(f"step {step} is of the run that was forked: replay it in {run_of(forked) or forked}")
     for checkpoint in (*checkpoints(folder), *([forked] if forked is not None else [])):
-        if since <= (step_of(checkpoint) or 0) < step and checkpoint.is_dir():
+        if (since or 0) <= (step_of(checkpoint) or 0) < step and checkpoint.is_dir():
             return checkpoint
-    if since or forked is not None:
+    if since is not None or forked is not None:
         raise RunError(
             f"the settings of step {step} apply since step {since}, "
             "and no checkpoint from there is left to replay from"

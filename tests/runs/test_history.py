@@ -1,0 +1,255 @@
+"""A run's folder keeps what its steps were made with, knows its own checkpoints, and notices what others changed."""
+
+import importlib
+import json
+import shutil
+
+import pytest
+from run_configs import tiny_run
+
+from verl_fn.cli import main
+from verl_fn.runs import folder as folder_module
+from verl_fn.runs import history
+from verl_fn.runs.checkpoints import IDENTITY, MANIFEST, checkpoints, identity_at, verify, write_text
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.folder import Run
+from verl_fn.runs.history import record, recorded_inputs, run_config
+from verl_fn.runs.logs import altered, read_metrics
+from verl_fn.runs.loop import train
+from verl_fn.runs.replay import fork_plan, replay
+
+SILENT = lambda line: None  # noqa: E731
+loop = importlib.import_module("verl_fn.runs.loop")
+CODE_AT = []
+CODE = """from helper import LIMIT
+
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    return LIMIT
+"""
+
+
+def plan(tiny, folder, *more, steps=2):
+    options = ["algorithm.name=sft", "trainer.journal=digests", "reward.functions=" + "".join(CODE_AT)]
+    return tiny_run(tiny, folder, *options, f"trainer.total_training_steps={steps}", *more)
+
+
+@pytest.fixture(scope="module")
+def run(tiny, tmp_path_factory):
+    """A run of two steps, rewarded by code of the user's that imports a file beside it."""
+    parent = tmp_path_factory.mktemp("run")
+    (parent / "code").mkdir()
+    (parent / "code/rewards.py").write_text(CODE)
+    (parent / "code/helper.py").write_text("LIMIT = 1.0\n")
+    CODE_AT[:] = [f"{parent}/code/rewards.py:score"]
+    train(plan(tiny, parent / "a"), SILENT)
+    return parent / "a"
+
+
+@pytest.fixture
+def copy(run, tmp_path):
+    """A copy of the run in another place, with the code where it was."""
+    return shutil.copytree(run, tmp_path / "a", symlinks=True)
+
+
+def dies(*args):
+    raise MemoryError("out of memory")
+
+
+def stops_at(name, write):
+    return lambda path, *args: dies() if path.name == name else write(path, *args)
+
+
+# Configs and inputs
+
+
+def settings(folder, step, plan_):
+    """Starts a continuation after ``step``: what a run does to the record before its first step."""
+    for later in checkpoints(folder):
+        if int(later.name[5:]) > step:
+            later.rmdir()
+    record(folder, step, plan_.table, {"file": f"CRC {plan_.roles['actor'].optim.lr}", "torch": "version 1"})
+
+
+@pytest.mark.parametrize("killed_in", [None, "config.toml", "inputs.json", "until_step_4.toml", "run.json"])
+def test_each_step_keeps_the_config_and_the_inputs_that_made_it(tiny, tmp_path, monkeypatch, killed_in):
+    """Continuations from several steps, that die before they save, go back, or are killed in the midst of a write."""
+    plans = {
+        lr: tiny_run(tiny, tmp_path, "algorithm.name=sft", f"actor.optim.lr={lr}") for lr in (0.1, 0.2, 0.3, 0.4)
+    }
+
+    def made_with(last=7):
+        rates = [run_config(tmp_path, step)[0].actor.optim.lr for step in range(1, last + 1)]
+        assert [recorded_inputs(tmp_path, at + 1)["file"] for at in range(last)] == [f"CRC {lr}" for lr in rates]
+        return rates
+
+    def saved(*steps):
+        for step in steps:
+            (tmp_path / f"checkpoints/step_{step}").mkdir(parents=True)
+
+    record(tmp_path, None, plans[0.1].table, {"file": "CRC 0.1"})
+    assert run_config(tmp_path, 1)[1] is None
+    saved(2)
+    settings(tmp_path, 2, plans[0.2])  # dies before it saves
+    settings(tmp_path, 2, plans[0.1])  # and is corrected
+    assert made_with() == [0.1] * 7 and not list(tmp_path.glob("configs/*"))
+    settings(tmp_path, 2, plans[0.2])
+    settings(tmp_path, 2, plans[0.3])
+    assert made_with() == [0.1, 0.1, *[0.3] * 5] and run_config(tmp_path, 3)[1] == 2
+    saved(4, 6)
+    if killed_in is not None:
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            for name in ("write_text", "write_bytes"):
+                patch.setattr(history, name, stops_at(killed_in, getattr(history, name)))
+            settings(tmp_path, 4, plans[0.4])
+        assert made_with(4) == [0.1, 0.1, 0.3, 0.3]
+    settings(tmp_path, 4, plans[0.4])
+    assert made_with() == [0.1, 0.1, 0.3, 0.3, *[0.4] * 3]
+    saved(6)
+    settings(tmp_path, 3, plans[0.3])  # the checkpoints after step 3 are gone
+    assert made_with() == [0.1, 0.1, *[0.3] * 5]
+
+
+def test_a_continuation_that_dies_leaves_replay_and_fork_as_they_were(tiny, copy, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(loop, "advance", dies)
+        train(plan(tiny, copy, "actor.optim.lr=0.5", steps=3), SILENT)
+    assert fork_plan(copy, 1).roles["actor"].optim.lr == fork_plan(copy, 2).roles["actor"].optim.lr == 1e-3
+    lines = []
+    train(plan(tiny, copy, steps=3), lines.append)
+    assert [line for line in lines if "another setting" in line] == [
+        "continuing with another setting: trainer.total_training_steps: 2 -> 3"
+    ]
+    assert [replay(copy, step, say=SILENT).difference for step in (2, 3)] == [None, None]
+
+
+def test_a_replay_and_a_continuation_name_the_code_that_changed(tiny, copy, run, capsys):
+    """The file that changed is one that the named file imports."""
+    helper = run.parent / "code/helper.py"
+    lines = []
+    try:
+        helper.write_text("LIMIT = 0.5\n")
+        assert main(["replay", str(copy), "--step", "2"]) == 1
+        said = capsys.readouterr().out
+        assert f"note: the replay has another content of {helper} than step 2 had" in said
+        assert f"likely because the replay has another content of {helper}" in said and "rewards.py" not in said
+        train(plan(tiny, copy, steps=3), lines.append)
+        assert f"continuing with another content of {helper}" in lines
+        assert replay(copy, 3, say=SILENT).changed == ()
+    finally:
+        helper.write_text("LIMIT = 1.0\n")
+    assert replay(copy, 2, say=SILENT).difference is None
+
+
+# Identity
+
+
+def test_a_checkpoint_of_another_run_is_not_continued(tiny, copy, run, tmp_path):
+    train(plan(tiny, tmp_path / "b", "trainer.seed=1"), SILENT)
+    assert identity_at(copy, 1) == identity_at(run, 2) != identity_at(tmp_path / "b", 2)
+    shutil.rmtree(copy / "checkpoints/step_2")
+    shutil.copytree(tmp_path / "b/checkpoints/step_2", copy / "checkpoints/step_2")
+    with pytest.raises(
+        RunError, match=r"step_2 is of another run than .*; .*step_1 is whole: remove the damaged one"
+    ):
+        train(plan(tiny, copy, steps=3), SILENT)
+    assert main(["eval", str(copy)]) == 1
+    # It goes on elsewhere, and so do a copy of the whole folder and checkpoints that are moved away and back.
+    shutil.move(copy / "checkpoints/step_2", tmp_path / "kept")
+    shutil.move(copy / "checkpoints/step_1", tmp_path / "aside")
+    shutil.move(tmp_path / "aside", copy / "checkpoints/step_1")
+    train(plan(tiny, copy, steps=2), SILENT)
+    train(plan(tiny, tmp_path / "fork", f"trainer.resume_from_path={tmp_path}/kept", steps=3), SILENT)
+    assert identity_at(tmp_path / "fork", 3) not in (identity_at(copy, 3), identity_at(tmp_path / "b", 3))
+    (copy / IDENTITY).unlink()
+    manifest = copy / "checkpoints/step_2" / MANIFEST
+    strip(manifest)
+    with pytest.raises(RunError, match=r"are of several runs: step_1, step_0 were put there, or .*run.json is lost"):
+        train(plan(tiny, copy, steps=3), SILENT)
+
+
+def strip(manifest):
+    """Makes a manifest as it was before checkpoints had an identity."""
+    from verl_fn.runs.checkpoints import CHECKSUM, _checksum
+
+    content = {k: v for k, v in json.loads(manifest.read_text()).items() if k not in ("run", CHECKSUM)}
+    write_text(manifest, json.dumps(content | {CHECKSUM: _checksum(content)}))
+
+
+def test_a_run_of_an_older_version_goes_on(tiny, copy, run):
+    for checkpoint in checkpoints(copy):
+        strip(checkpoint / MANIFEST)
+    for file in ("run.json", "logs.crc"):
+        (copy / file).unlink()
+    (copy / "inputs.json").write_text("{}")
+    assert main(["eval", str(copy)]) == 0 and altered(copy) == []
+    train(plan(tiny, copy, steps=3), SILENT)
+    assert [replay(copy, step, say=SILENT).difference for step in (1, 2, 3)] == [None] * 3
+    for checkpoint in checkpoints(copy):
+        verify(checkpoint)
+    assert altered(copy) == [] and identity_at(copy, 2) == "" != identity_at(copy, 3)
+
+
+# What others did to the folder
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "journal.jsonl", "generations.jsonl"])
+def test_a_changed_digit_or_a_lost_line_of_a_log_is_noticed(tiny, copy, run, file, capsys):
+    assert altered(copy) == []
+    lines = (copy / file).read_text().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if json.loads(line)["step"] > 0)
+    step, digit = json.loads(lines[at])["step"], lines[at].rindex("0", 0, -2)
+    (copy / file).write_text(
+        "".join([*lines[:at], lines[at][:digit] + "1" + lines[at][digit + 1 :], *lines[at + 1 :]])
+    )
+    expected = f"{copy / file} was changed: step {step} is not what the run wrote"
+    assert altered(copy) == [expected]
+    said = []
+    train(plan(tiny, copy), said.append)
+    assert f"note: {expected}" in said
+    train(plan(tiny, copy, steps=3), said.append)
+    assert expected in said and altered(copy) == [expected]  # a continuation does not forget it
+    assert main(["report", str(copy), "--out", str(copy / "r.html")]) == 0
+    assert f"note: {expected}" in capsys.readouterr().err
+    lines = (copy / file).read_text().splitlines(keepends=True)
+    (copy / file).write_text("".join(line for line in lines if json.loads(line)["step"] != 2))
+    assert f"{copy / file} was changed: step 2 is gone" in altered(copy)
+
+
+def test_what_kills_left_is_removed_at_every_start_but_not_under_another_process(tiny, copy, run):
+    left = [copy / name for name in ("checkpoints/.writing_step_7", "checkpoints/.removing_step_1")]
+    left += [copy / "answers/.step_9.parquet.writing", copy / ".config.toml.writing"]
+    for path in left[:2]:
+        (path / "actor").mkdir(parents=True)
+    for path in left[2:]:
+        path.write_text("half")
+    with Run(plan(tiny, tmp := copy)).locked():
+        assert not any(path.exists() for path in left)
+        left[0].mkdir()
+        with pytest.raises(RunError, match="another process trains in"):
+            train(plan(tiny, tmp, steps=3), SILENT)
+        assert left[0].exists()
+    train(plan(tiny, copy), SILENT)  # it has finished
+    assert not left[0].exists()
+
+
+def test_a_finished_run_in_a_folder_that_cannot_be_written_says_so(tiny, copy, run, monkeypatch):
+
+    def refuses(path, flags):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(folder_module, "_no_link", refuses)
+    monkeypatch.setattr(folder_module.os, "access", lambda *args: False)
+    said = []
+    train(plan(tiny, copy), said.append)
+    assert said == ["this run has finished, after 2 steps; nothing was done or changed"]
+    with pytest.raises(RunError, match="the run's folder cannot be written to"):
+        train(plan(tiny, copy, steps=3), SILENT)
+
+
+def test_a_continuation_says_which_logged_steps_are_done_again(tiny, copy, run):
+    shutil.rmtree(copy / "checkpoints/step_2")
+    said = []
+    train(plan(tiny, copy), said.append)
+    assert "the log goes on to step 2, but no checkpoint does: these steps are done again" in said
+    assert [row["step"] for row in read_metrics(copy)] == [0, 1, 2] and altered(copy) == []
