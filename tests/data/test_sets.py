@@ -17,7 +17,7 @@ from verl_fn.data.hub import HubError, prepare_hub, recorded
 from verl_fn.data.loading import converters, read_files
 from verl_fn.data.rows import DataError
 from verl_fn.data.sets import open_set
-from verl_fn.runs.inputs import changed_inputs, fingerprints, write_inputs
+from verl_fn.runs.inputs import changed_inputs, fingerprints
 
 INSTALLED = importlib.util.find_spec("datasets") is not None
 needs_datasets = pytest.mark.skipif(
@@ -204,10 +204,9 @@ def test_a_file_more_or_less_is_another_data_set(tiny, tmp_path):
         (tmp_path / "set" / name).write_text("{}")
         prints.append(fingerprints(plan))
     (tmp_path / "set" / "a.jsonl").unlink()
-    write_inputs(tmp_path, prints[1])
     for others in (prints[0], fingerprints(plan)):
-        assert changed_inputs(tmp_path, others) == [f"{tmp_path}/set#train"]
-    assert changed_inputs(tmp_path, prints[1]) == []
+        assert changed_inputs(prints[1], others) == [f"another content of {tmp_path}/set#train"]
+    assert changed_inputs(prints[1], prints[1]) == []
 
 
 def test_a_set_without_its_folder_is_no_file(tmp_path):

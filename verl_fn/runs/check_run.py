@@ -11,7 +11,7 @@ from verl_fn.backends.hf.sizes import FLOAT32, parameter_counts, width_of
 from verl_fn.config import Plan, RolePlan
 from verl_fn.driver import build, ranks
 
-from .checks import check_has_training, check_run_folder, row_lengths
+from .checks import check_has_training, check_run_folder, check_writable, row_lengths
 from .continuing import changes, find_origin, finished, run_date
 from .folder import Run
 from .memory import GIB, check_memory, largest, offloads, phases
@@ -36,6 +36,7 @@ def check_run(plan: Plan, gpu: int | None = None) -> str:
         UserError: the run could not start, or needs more memory than the GPU has.
     """
     check_run_folder(Path(plan.trainer.dir))
+    check_writable(Path(plan.trainer.dir))
     check_has_training(plan)
     plan = plan.dated(run_date(plan))
     run = Run(plan, say)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -132,16 +132,29 @@ def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Checks that a run's folder is no file and lies in none, and that it can be written.
+    """Checks that a run's folder is no file and lies in none.
 
     Raises:
-        ConfigError: the folder or one of its parents is a file, or it cannot be written or made.
+        ConfigError: the folder or one of its parents is a file.
     """
     if taken := next((place for place in (folder, *folder.parents) if place.is_file()), None):
         raise ConfigError(f"trainer.dir: {taken} is a file; choose a folder")
+
+
+def check_writable(folder: Path) -> None:
+    """Checks that a run's folder can be written or made, by a file that has no name.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     there = next(place for place in (folder, *folder.parents) if place.exists())
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"trainer.dir: {there} cannot be written; choose a folder that can be")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.dir: {there} cannot be written ({error.strerror or error}); choose a folder that can be"
+        ) from error
 
 
 def check_has_training(plan: Plan) -> None:
