@@ -2,7 +2,7 @@
 
 from .adamw import AdamState, AdamW, adamw
 from .apply import apply_update, check_update
-from .masks import no_decay
+from .masks import matrices, no_decay
 from .schedules import Constant, Cosine, Linear, Schedule, constant, cosine, linear
 from .sgd import SGD, SGDState, sgd
 from .transforms import (
@@ -42,6 +42,7 @@ __all__ = [
     "cosine",
     "frozen",
     "linear",
+    "matrices",
     "no_decay",
     "sgd",
     "stateless",

@@ -34,6 +34,19 @@ def no_decay(*parts: str) -> NoDecay:
     return NoDecay(parts)
 
 
+def matrices(name: str, tensor: Tensor) -> bool:
+    """Decays parameters of two and more dimensions: no biases and no weights of norms.
+
+    Example:
+        >>> import torch
+        >>> matrices("model.norm.weight", torch.zeros(4)), matrices("lm_head.weight", torch.zeros(4, 4))
+        (False, True)
+
+    Source: Megatron-LM exempts the same parameters from weight decay.
+    """
+    return tensor.ndim > 1
+
+
 @attrs.frozen
 class ByName:
     """A mask that lists all parameters; ``as_mask`` makes it from a mapping."""

@@ -1,5 +1,6 @@
 """Reward functions of the user: called as verl calls them, apart from the trainer, and ended when they hang."""
 
+import datetime
 import gc
 import os
 import select
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 
+from verl_fn.config import ConfigError
+from verl_fn.config.scoring import RewardConfig
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards import worker
 from verl_fn.rewards.functions import RewardFunctions
@@ -396,3 +399,36 @@ def test_even_a_worker_that_hangs_ends_when_its_trainer_is_killed(warm, here, na
 def test_the_worker_does_not_import_torch():
     code = f"import runpy, sys; runpy.run_path({worker.__file__!r}); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+TAKES = """
+def both(data_source, solution_str, ground_truth, extra_info=None, *, alpha, beta=1.0):
+    return alpha * beta
+
+async def one(data_source, solution_str, ground_truth, extra_info, beta):
+    return beta
+
+def many(data_sources, solution_strs, ground_truths, extra_infos, **others):
+    return [sorted(others.items()) == [("alpha", 0.5), ("beta", [2, {"a": None}])] for _ in solution_strs]
+"""
+
+
+def test_functions_get_the_arguments_that_they_have_parameters_for(here):
+    (here / "takes.py").write_text(TAKES)
+    functions = RewardFunctions(["takes.py:both", "takes.py:one"], arguments={"alpha": 0.5, "beta": 3})
+    assert [one["both/score"] for one in functions(answers("x"))] == [1.5] and scores(functions, "x") == [4.5]
+    batched = RewardFunctions(["takes.py:many"], arguments={"alpha": 0.5, "beta": [2, {"a": None}]})
+    assert scores(batched, "x", "y") == [1.0, 1.0]
+    with pytest.raises(RewardError, match=r"no function has a parameter for reward\.arguments\.gamma; add it"):
+        RewardFunctions(["takes.py:both"], arguments={"alpha": 1, "gamma": 2})
+    with pytest.raises(RewardError, match=r"cannot be called.*'alpha'"):
+        RewardFunctions(["takes.py:both"], arguments={"beta": 1})
+
+
+def test_arguments_of_functions_are_values_of_json_that_no_response_brings():
+    for settings, said in (
+        ({"extra_info": 1}, "reward.arguments.extra_info is given by the run"),
+        ({"when": datetime.date(2026, 1, 5)}, "reward.arguments must have values of JSON"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            RewardConfig(functions=("m.py:f",), arguments=settings)

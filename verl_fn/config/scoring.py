@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,11 @@ from attrs.validators import ge, gt, le
 
 from .fields import MOST, ConfigError, free, one_of, opt, paths
 from .judging import PATTERN, PROMPT, has_a_group, has_response, is_address
+
+# What a reward function is given for each response, or for all of a batch.
+GIVEN = frozenset(
+    name + many for name in ("data_source", "solution_str", "ground_truth", "extra_info") for many in ("", "s")
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -20,6 +26,9 @@ class RewardConfig:
         (), "rewards as module:function or FILE.py:function; if empty, the rule of the data source"
     )
     weights: tuple[float, ...] = opt((), "weight of each function, by default 1")
+    arguments: Mapping[str, Any] = free(
+        "a table of further keyword arguments of the functions; each gets the ones that it has parameters for"
+    )
     timeout: float = opt(30.0, "seconds that one call of a function, or a judge's reply, may take", gt(0), le(MOST))
     num_workers: int = opt(1, "processes that run the functions", ge(1), le(4096))
     env: tuple[str, ...] = opt((), "environment variables that the functions get, such as the key of a judge's API")
@@ -54,6 +63,14 @@ class RewardConfig:
                 "reward.url and reward.functions are both set, and one of them must score; to add a judge to others, "
                 "ask it in a function"
             )
+        if taken := sorted(GIVEN & self.arguments.keys()):
+            raise ConfigError(f"reward.arguments.{taken[0]} is given by the run, for each response; remove it")
+        try:
+            json.dumps(dict(self.arguments))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"reward.arguments must have values of JSON, since functions run in other processes: {error}"
+            ) from error
         if self.url and not self.model:
             raise ConfigError("reward.model is empty; set it to the name of the judge's model at reward.url")
 

@@ -28,6 +28,12 @@ class OptimConfig:
         ge(0),
     )
     min_lr_ratio: float = opt(0.0, "share of the learning rate left at the end of a decay", ge(0), le(1))
+    lr_decay_steps: int | None = opt(
+        None, "the update at which a decay ends, counted from the first; by default the role's last update", ge(1)
+    )
+    decay_biases_and_norms: bool = opt(
+        True, "weight decay also of parameters with one dimension, which Megatron's optimizer exempts"
+    )
 
 
 @attrs.frozen(kw_only=True)

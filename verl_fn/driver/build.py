@@ -20,7 +20,18 @@ from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import DriverConfig, ValConfig
 from verl_fn.config.scoring import EnvConfig, RewardConfig
 from verl_fn.config.trained import MegatronConfig, OptimConfig
-from verl_fn.steps import Optimizer, Schedule, adamw, chain, clip_by_global_norm, constant, cosine, frozen, linear
+from verl_fn.steps import (
+    Optimizer,
+    Schedule,
+    adamw,
+    chain,
+    clip_by_global_norm,
+    constant,
+    cosine,
+    frozen,
+    linear,
+    matrices,
+)
 
 from .ranks import device
 
@@ -104,18 +115,21 @@ def optimizer(optim: OptimConfig | None, total_updates: int) -> Optimizer:
 
     Args:
         optim: the table, or None for a model that is not trained.
-        total_updates: updates of the whole run, over which the learning rate decays.
+        total_updates: updates of the whole run, over which the learning rate decays by default.
     """
     if optim is None:
         return frozen()
     schedule: Schedule
+    total_updates = optim.lr_decay_steps or total_updates
     if optim.lr_scheduler_type == "constant":
         schedule = constant(optim.lr, optim.lr_warmup_steps)
     elif optim.lr_scheduler_type == "linear":
         schedule = linear(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
     else:
         schedule = cosine(optim.lr, total_updates, optim.lr_warmup_steps, optim.min_lr_ratio)
-    return chain(clip_by_global_norm(optim.clip_grad), adamw(schedule, optim.betas, optim.eps, optim.weight_decay))
+    mask = None if optim.decay_biases_and_norms else matrices
+    update = adamw(schedule, optim.betas, optim.eps, optim.weight_decay, weight_decay_mask=mask)
+    return chain(clip_by_global_norm(optim.clip_grad), update)
 
 
 def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
@@ -324,7 +338,9 @@ def reward(
     if table.functions:
         from verl_fn.rewards.functions import RewardFunctions
 
-        judge = RewardFunctions(table.functions, table.weights, table.timeout, table.num_workers, folder, table.env)
+        judge = RewardFunctions(
+            table.functions, table.weights, table.timeout, table.num_workers, folder, table.env, table.arguments
+        )
     elif table.url:
         from verl_fn.rewards.judge import Judge, Question
         from verl_fn.rewards.replies import Replies

@@ -8,7 +8,7 @@ import socket
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,11 @@ class RewardFunctions:
         num_workers: processes that share the rows.
         folder: the folder that modules and files are looked up from, by default the current one.
         env: environment variables that the functions get beside those in ``child.ENVIRONMENT``.
+        arguments: further keyword arguments, values of JSON; each function gets those that it has parameters for.
 
     Raises:
-        RewardError: a function does not exist or cannot be called with these keywords, or a variable is not set.
+        RewardError: a function does not exist or cannot be called with these keywords, no function has a parameter
+            for an argument, or a variable is not set.
     """
 
     def __init__(
@@ -60,10 +62,11 @@ class RewardFunctions:
         num_workers: int = 1,
         folder: str | os.PathLike[str] | None = None,
         env: Sequence[str] = (),
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._functions, self._names = tuple(functions), _names(functions)
         self._weights = tuple(weights) or (1.0,) * len(functions)
-        self._timeout, self._num_workers = timeout, num_workers
+        self._timeout, self._num_workers, self._arguments = timeout, num_workers, dict(arguments or {})
         self._folder = str(Path(folder or ".").resolve())
         self._environment = environment(env)
         self._workers: list[RewardProcess] = []
@@ -193,7 +196,7 @@ class RewardFunctions:
             started = [RewardProcess(self._folder, self._environment) for _ in range(count - len(self._workers))]
             self._workers += started
             for worker in started:
-                self._kinds = worker.load(self._functions, self._folder, self._timeout)
+                self._kinds = worker.load(self._functions, self._folder, self._timeout, self._arguments)
         except BaseException:
             _stop(self._workers)
             raise

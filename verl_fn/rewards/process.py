@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from verl_fn.rewards import worker
 from verl_fn.rewards.child import Child, GarbledError, garbled, one_line, parsed
@@ -22,13 +23,13 @@ class RewardProcess(Child):
     def __init__(self, folder: str, environment: Mapping[str, str]) -> None:
         super().__init__(worker.__file__, folder, environment)
 
-    def load(self, functions: Sequence[str], folder: str, timeout: float) -> list[str]:
-        """Loads the functions in the process and returns the kind of each.
+    def load(self, functions: Sequence[str], folder: str, timeout: float, arguments: Mapping[str, Any]) -> list[str]:
+        """Loads the functions in the process, with their arguments, and returns the kind of each.
 
         Raises:
             RewardError: a function cannot be loaded.
         """
-        reply = self.greet([folder, list(functions), timeout], "reward.functions", RewardError)
+        reply = self.greet([folder, list(functions), timeout, arguments], "reward.functions", RewardError)
         match reply:
             case [*kinds] if len(kinds) == len(functions) and all(kind in KINDS for kind in kinds):
                 return kinds

@@ -87,14 +87,18 @@ def find(spec: str, folder: str, what: str = "function") -> Callable[..., Any]:
     return loaded
 
 
-def load(spec: str, folder: str) -> Callable[..., Any]:
-    """Imports a reward function; see ``find``.
+def load(spec: str, folder: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    """Imports a reward function, see ``find``, and binds those of the arguments that it has parameters for.
 
     Raises:
         LoadError: it cannot be imported, or takes other parameters.
     """
     function = find(spec, folder)
     try:
+        parameters = inspect.signature(function).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        bound = {name: value for name, value in arguments.items() if takes_all or name in parameters}
+        function = partial(function, **bound) if bound else function
         inspect.signature(function).bind(**dict.fromkeys(BATCHED if kind(function) == "batched" else KEYWORDS))
     except (TypeError, ValueError) as error:
         raise LoadError(
@@ -364,11 +368,16 @@ class Parent:
 
 def serve(parent: Parent) -> None:
     """Loads the functions that the parent names, and answers its calls until it closes the connection."""
-    folder, specs, timeout = parent.receive()
+    folder, specs, timeout, arguments = parent.receive()
     sys.path.insert(0, folder)
     seed_numbers(0)
     try:
-        functions = [load(spec, folder) for spec in specs]
+        functions = [load(spec, folder, arguments) for spec in specs]
+        used = {name for function in functions for name in getattr(function, "keywords", ())}
+        if unused := sorted(arguments.keys() - used):
+            raise LoadError(
+                f"no function has a parameter for reward.arguments.{unused[0]}; add it, or remove the key"
+            )
     except LoadError as error:
         parent.send(str(error))
         return
