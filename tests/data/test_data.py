@@ -4,6 +4,7 @@ import datetime
 import json
 from collections import Counter
 
+import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -11,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from verl_fn.algorithms.experience import requests_of
+from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
-from verl_fn.config import load
+from verl_fn.backends.protocol import Sampling
+from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.files import FileData, encode_prompts, read_problems
 from verl_fn.data.loading import file_data
@@ -329,6 +333,28 @@ def test_the_filter_leaves_out_what_is_too_long_and_says_so(tmp_path):
     ]
     with pytest.raises(DataError, match=r"data\.train_files: all 4 prompts are longer than 2 tokens"):
         file_data(config([train], [val], max_prompt_length=2, filter_overlong_prompts=True), chat_tokenizer())
+
+
+@pytest.mark.parametrize("side", ["left", "right", "middle"])
+def test_long_prompts_are_cut_as_verl_cuts_them(tmp_path, side):
+    """verl keeps the last, the first, or half of the most tokens from each side, the larger half from the end."""
+    tokenizer = chat_tokenizer()
+    file, said = jsonl(tmp_path / "a.jsonl", row("ab"), row("abcdabcd")), []
+    cfg = config([file], max_prompt_length=5, truncation=side)
+    data = file_data(cfg, tokenizer, said.append)
+    assert len(data.training) == 2 and data.max_prompt == 5
+    assert said == ["data.train_files: 1 of 2 prompts are cut to 5 tokens (data.truncation)"]
+    whole = encode_prompts(data.training, tokenizer)[1]
+    ids = {"left": whole[-5:], "right": whole[:5], "middle": whole[:2] + whole[-3:]}[side]
+    workers = Workers({}, None, None, tokenizer, Sampling(4), 5, truncation=side, end_tokens=(2,))
+    requests = requests_of(data.training, workers, workers.sampling, Key.from_seed(0))
+    assert [list(request.prompt) for request in requests] == [encode_prompts(data.training[:1], tokenizer)[0], ids]
+    # A filter leaves nothing to cut, and what is not sampled from is not cut.
+    filtered = file_data(attrs.evolve(cfg, filter_overlong_prompts=True), tokenizer)
+    assert [problem.prompt for problem in filtered.training] == ["ab"]
+    for other in ("algorithm.name=sft", "env.name=e.py:E"):
+        with pytest.raises(ConfigError, match=f"data.truncation is {side}, .* are not cut"):
+            make_plan(load(overrides=["model.path=m", f"data.truncation={side}", other]))
 
 
 def test_nothing_is_said_where_nothing_is_left_out(tmp_path):

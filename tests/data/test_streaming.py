@@ -147,6 +147,9 @@ def test_long_rows_are_replaced_by_others_of_their_data_set(opened, monkeypatch)
         source(opened, *limits).train(KEY, 0, 20)
     with pytest.raises(DataError, match="problem 1 of 'one': the prompt has 9 tokens, more than 3"):
         source(opened, "data.max_prompt_length=3")
+    # Cut prompts fit.
+    cut = source(opened, "data.max_prompt_length=3", "data.truncation=left", "data.weights=[1, 1]")
+    assert {row for _, row in drawn(cut.train(KEY, 0, 40))} >= {0, 1}
 
 
 def test_responses_of_the_data_have_a_limit(opened):

@@ -93,7 +93,7 @@ def requests_of(problems: Sequence[Problem], w: Workers, sampling: Sampling, key
     """Returns the requests for responses to problems, or for conversations where there is an environment."""
     if w.converses:
         return conversations_of(problems, sampling, key)
-    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length)
+    prompts = encode_prompts(problems, w.tokenizer, w.max_prompt_length, w.truncation)
     return requests_for(prompts, sampling, key, [problem.id for problem in problems])
 
 

@@ -57,6 +57,7 @@ class Workers:
         tokenizer: the model's tokenizer.
         sampling: the sampling settings of training rollouts.
         max_prompt_length: the longest prompt allowed, in tokens.
+        truncation: how longer prompts are cut; ``error`` if they are not.
         converses: whether the engine lets the model talk to an environment, so that requests carry problems.
         end_tokens: the tokens that end a response; supervised answers end with the first. By default the
             tokenizer's own.
@@ -77,6 +78,7 @@ class Workers:
     tokenizer: Any
     sampling: Sampling
     max_prompt_length: int | None = None
+    truncation: str = "error"
     converses: bool = False
     end_tokens: tuple[int, ...] = attrs.field()
     more: Callable[[int], Sequence[Problem]] = no_more

@@ -178,7 +178,8 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
         for name in ("lora_alpha", "target_modules"):
             yield f"{role}.{name}", table.lora_rank > 0, f"without {role}.lora_rank"
         constant = table.optim.lr_scheduler_type == "constant"
-        yield f"{role}.optim.min_lr_ratio", not constant, f'with {role}.optim.lr_scheduler_type = "constant"'
+        for name in ("min_lr_ratio", "lr_decay_steps"):
+            yield f"{role}.optim.{name}", not constant, f'with {role}.optim.lr_scheduler_type = "constant"'
     sharded = not {"fsdp", "megatron"}.isdisjoint((cfg.actor.strategy, cfg.critic.strategy))
     for role, table in (("actor", cfg.actor), ("critic", cfg.critic)):
         for keys, name in (("fsdp_config", "fsdp"), ("megatron", "megatron")):
@@ -203,12 +204,13 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     rendered = read or bool(sets) or bool(env.name)
     yield "data.chat_template_kwargs*", rendered, "without data.train_files or env.name"
     yield "data.convert", from_files, "without data.train_files"
+    yield "data.truncation", not data.filter_overlong_prompts, "with data.filter_overlong_prompts"
     yield "data.filter_overlong_prompts", read or bool(sets), "without data.train_files"
     yield "data.stream", bool(data.train_files), "without data.train_files"
     yield "data.shuffle", read, "without data.train_files"
     for name in ("arguments*", "python", "max_turns", "max_turn_length", "timeout", "num_workers", "variables"):
         yield f"env.{name}", bool(env.name), "without env.name"
-    for name in ("weights", "num_workers", "env"):
+    for name in ("weights", "arguments*", "num_workers", "env"):
         yield f"reward.{name}", bool(reward.functions), "without reward.functions"
     yield "reward.timeout", reward.by_user, "without reward.functions or reward.url"
     for name in ("api", "model", "retries", "concurrency", "api_key_env", "offline"):

@@ -226,6 +226,12 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
             f"rollout.n is {cfg.rollout.n}: {cfg.algorithm.name} compares responses within a group and needs "
             f"at least {shape.min_n} a prompt"
         )
+    if cfg.data.truncation != "error" and (shape.learns_from != "samples" or cfg.env.name):
+        what = f"rows of {cfg.algorithm.name}" if shape.learns_from != "samples" else "conversations"
+        raise ConfigError(
+            f"data.truncation is {cfg.data.truncation}, which cuts prompts that are sampled from; {what} are not "
+            "cut: set data.filter_overlong_prompts, or raise data.max_prompt_length"
+        )
     if "actor" not in shape.roles:
         raise ConfigError(f"{cfg.algorithm.name} has no role 'actor'; it is the policy that is sampled and saved")
     model = cfg.model.path or str(Path(cfg.trainer.dir) / "new_model")

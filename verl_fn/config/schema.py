@@ -148,7 +148,15 @@ class DataConfig:
         "read the rows of training data sets when a step needs them, rather than all at the start; their prompts and "
         "rewards are then checked in that step",
     )
-    filter_overlong_prompts: bool = opt(False, "leave out prompts that are too long; otherwise they end the run")
+    filter_overlong_prompts: bool = opt(
+        False, "leave out prompts that are too long; otherwise they end the run, or data.truncation cuts them"
+    )
+    truncation: str = opt(
+        "error",
+        "prompts longer than data.max_prompt_length: error ends the run, left keeps their end, right their start, "
+        "and middle half of it from each side",
+        one_of("error", "left", "right", "middle"),
+    )
     shuffle: bool = opt(True, "draw a new order of the files' rows in every epoch")
 
     def __attrs_post_init__(self) -> None:

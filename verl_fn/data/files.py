@@ -85,7 +85,9 @@ class FileData:
         return torch.randperm(size, generator=generator).tolist()
 
 
-def encode_prompts(problems: Sequence[Problem], tokenizer: Any, max_length: int | None = None) -> list[list[int]]:
+def encode_prompts(
+    problems: Sequence[Problem], tokenizer: Any, max_length: int | None = None, truncation: str = "error"
+) -> list[list[int]]:
     """Returns the token ids of each prompt.
 
     A string is encoded after the tokenizer's bos token, if the tokenizer has one. Chat messages go through the
@@ -95,10 +97,11 @@ def encode_prompts(problems: Sequence[Problem], tokenizer: Any, max_length: int 
         problems: the problems whose prompts are encoded.
         tokenizer: the model's tokenizer.
         max_length: the longest prompt allowed, in tokens.
+        truncation: what becomes of longer ones; see ``truncated``.
 
     Raises:
-        DataError: a prompt is too long, has characters that the tokenizer does not know, or consists of chat
-            messages for which the tokenizer has no template or which its template rejects.
+        DataError: a prompt is too long and not cut, has characters that the tokenizer does not know, or consists of
+            chat messages for which the tokenizer has no template or which its template rejects.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
@@ -110,9 +113,29 @@ def encode_prompts(problems: Sequence[Problem], tokenizer: Any, max_length: int 
     prompts = []
     for problem in problems:
         ids = start + next(strings) if isinstance(problem.prompt, str) else _encode_messages(problem, tokenizer)
-        _check_prompt(problem, ids, tokenizer, max_length)
-        prompts.append(ids)
+        _check_prompt(problem, ids, tokenizer, max_length if truncation == "error" else None)
+        prompts.append(ids if max_length is None else truncated(ids, max_length, truncation))
     return prompts
+
+
+def truncated(ids: list[int], max_length: int, side: str) -> list[int]:
+    """Cuts the ids of a prompt to a length.
+
+    Args:
+        ids: the prompt's token ids.
+        max_length: the most that are kept.
+        side: where it is cut: ``left`` keeps the end, ``right`` the start, and ``middle`` half of both.
+
+    Example:
+        >>> [truncated([1, 2, 3, 4, 5, 6], 3, side) for side in ("left", "right", "middle")]
+        [[4, 5, 6], [1, 2, 3], [1, 5, 6]]
+
+    Source: ``data.truncation`` of verl, with the same tokens kept.
+    """
+    if len(ids) <= max_length:
+        return ids
+    start = {"left": 0, "middle": max_length // 2}.get(side, max_length)
+    return ids[:start] + ids[len(ids) - max_length + start :]
 
 
 def token_ids(strings: list[str], tokenizer: Any) -> list[list[int]]:
@@ -128,7 +151,8 @@ def _check_prompt(problem: Problem, ids: list[int], tokenizer: Any, max_length: 
     if max_length is not None and len(ids) > max_length:
         raise DataError(
             f"{label_of(problem)}: the prompt has {len(ids)} tokens, more than {max_length}; "
-            "raise data.max_prompt_length, or set data.filter_overlong_prompts to leave such prompts out"
+            "raise data.max_prompt_length, set data.filter_overlong_prompts to leave such prompts out, or cut them "
+            "by data.truncation"
         )
 
 

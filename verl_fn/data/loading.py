@@ -227,7 +227,11 @@ def short_enough(
         DataError: a prompt cannot be used or is too long, or all prompts were left out.
     """
     limit = table.max_prompt_length
-    prompts = encode_prompts(problems, tokenizer, None if table.filter_overlong_prompts else limit)
+    cuts = table.truncation != "error" and not table.filter_overlong_prompts
+    prompts = encode_prompts(problems, tokenizer, None if table.filter_overlong_prompts or cuts else limit)
+    if cuts and (long := sum(len(ids) > limit for ids in prompts)):
+        say(f"{key}: {long} of {len(problems)} prompts are cut to {limit} tokens (data.truncation)")
+        return tuple(problems), [min(len(ids), limit) for ids in prompts]
     pairs = [(problem, len(ids)) for problem, ids in zip(problems, prompts, strict=True) if len(ids) <= limit]
     if problems and not pairs:
         raise DataError(

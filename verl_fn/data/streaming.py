@@ -147,7 +147,7 @@ def streamed(
     tables = tuple(map(open_set, table.train_files))
     first = tuple(problem for one in tables for problem in read([one.take(range(min(FIRST, len(one))))]))
     prompt, response = table.max_prompt_length, table.max_response_length
-    fits = Fits(prompt, prompt + response, table.filter_overlong_prompts, tokenizer, end_token)
+    fits = Fits(prompt, prompt + response, table.filter_overlong_prompts, tokenizer, end_token, table.truncation)
     fits(first)
     # KTO puts responses behind the prompts of others.
     longest = 0 if end_token is None else prompt + response + (prompt if learns_from == "labels" else 0)
@@ -175,6 +175,7 @@ class Fits:
         leave_out: whether longer ones are left out.
         tokenizer: the model's tokenizer.
         end_token: the token that ends answers if the run trains on the data's own; otherwise only prompts count.
+        truncation: how longer prompts are cut, if they are not left out.
     """
 
     max_prompt: int
@@ -182,6 +183,7 @@ class Fits:
     leave_out: bool
     tokenizer: Any
     end_token: int | None
+    truncation: str = "error"
 
     def __call__(self, problems: Sequence[Problem]) -> list[bool]:
         """Returns whether each problem is short enough.
@@ -189,7 +191,8 @@ class Fits:
         Raises:
             DataError: one is not, and longer ones are not left out; or it cannot be encoded.
         """
-        prompts = encode_prompts(problems, self.tokenizer, None if self.leave_out else self.max_prompt)
+        limit = None if self.leave_out else self.max_prompt
+        prompts = encode_prompts(problems, self.tokenizer, limit, self.truncation)
         fits = [len(ids) <= self.max_prompt for ids in prompts]
         if self.end_token is None:
             return fits

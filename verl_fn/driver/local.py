@@ -26,6 +26,7 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
             tokenizer=tokenizer,
             sampling=build.sampling(plan.rollout),
             max_prompt_length=plan.rollout.max_prompt_length,
+            truncation=plan.data.truncation,
             end_tokens=end_tokens(plan.model, tokenizer),
             about=build.libraries(plan.roles.values()),
             converses=bool(plan.env.name),

@@ -69,7 +69,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, here),
                 ("reward", "reward", build.reward, plan.reward, plan.model, here, plan.env.name, plan.trainer.dir),
             ]
-            training = {}
+            training, tokenizer = {}, build.policy_tokenizer(plan.rollout)
             for name, roles in groups.items():
                 group = cluster.groups[name]
                 if any(role.strategy != "local" for role in roles):
@@ -79,7 +79,6 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                     training[role.name] = RemoteTrain(cluster, group, role.name)
             cluster.build_all(components)
             reward, ranks = cluster.groups["reward"], cluster.groups["trainer"]
-            tokenizer = build.policy_tokenizer(plan.rollout)
             # A backend accepts values or handles, the kind that it returns, which types cannot express.
             w = Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
@@ -88,6 +87,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 tokenizer=tokenizer,
                 sampling=build.sampling(plan.rollout),
                 max_prompt_length=plan.rollout.max_prompt_length,
+                truncation=plan.data.truncation,
                 end_tokens=end_tokens(plan.model, tokenizer),
                 converses=bool(plan.env.name),
                 call=cluster.call,
