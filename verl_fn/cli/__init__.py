@@ -1,5 +1,5 @@
 """``verl-fn``: the command line."""
 
-from .main import main, parse, run
+from .main import main, parse
 
-__all__ = ["main", "parse", "run"]
+__all__ = ["main", "parse"]

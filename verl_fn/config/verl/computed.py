@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
 
 from verl_fn.config.catalogue import GROUP_ESTIMATORS
+from verl_fn.config.fields import home
 
-from .keys import ACTOR, MODEL, ROLLOUT
+from .keys import ACTOR, MEGATRON_CHOICES, MODEL, ROLES, ROLLOUT, TABLES, TEXT
 from .reading import Settings
 
 Values = Mapping[str, Any]
 CountRows = Callable[[Sequence[str]], int | None]
 
+# How models that see or hear are named: Qwen2.5-VL-7B, GLM-4.1V-9B, MiniCPM-o-2_6, Qwen2.5-Omni, llava, Kimi-VL.
+VISION = re.compile(
+    r"(?i)(^|[-_.])(vl|vlm|omni|vision|llava.*|internvl.*|qwenvl)([-_.\d]|$)|\d[._]?\d?v[-_]|minicpm-[ov]"
+)
 SHARED = ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
 
 
@@ -45,36 +53,73 @@ def algorithm(values: Values, settings: Settings, count_rows: CountRows) -> Iter
     key = "algorithm.adv_estimator"
     estimator = str(values[key]).removesuffix("_vectorized")
     filtering = bool(values.get(enable := "algorithm.filter_groups.enable"))
+    penalty = overlong(values)
     if estimator in (*GROUP_ESTIMATORS, "reinforce_plus_plus"):
-        yield Move((key, enable) if filtering else (key,), "algorithm.name", "dapo" if filtering else "grpo")
+        named = "dapo" if filtering or penalty else "grpo"
+        yield Move((key, enable) if filtering else (key,), "algorithm.name", named)
         yield Move((key,), "algorithm.adv_estimator", estimator)
+        if named == "dapo":
+            yield Move((enable,), "algorithm.filter_groups.enable", filtering)
         yield from _dynamic_sampling(values) if filtering else ()
+        yield from penalty
+    elif penalty:
+        yield Move(penalty[0].keys, problem=f"the penalty on long responses goes with groups, not with {estimator}")
     elif filtering:
         yield Move((enable,), problem="groups are sampled again only with an estimator that compares within them")
     elif estimator in ("gae", "remax"):
         yield Move((key,), "algorithm.name", "ppo" if estimator == "gae" else "remax")
     else:
         yield Move((key,), problem=f"there is no estimator {estimator}")
+    if (enabled := values.get(enable := "critic.enable")) is not None and enabled != (estimator == "gae"):
+        yield Move((enable,), problem=f"a critic learns with the estimator gae, and not with {estimator}; remove it")
+    yield from _loss(values)
+
+
+def _loss(values: Values) -> Iterator[Move]:
+    """Yields the policy loss and its clip ranges; verl's defaults set them for every loss."""
     loss = values[key := ACTOR + "policy_loss.loss_mode"]
     if loss == "bypass_mode":
-        yield Move((key,), problem="the ratio starts from the trainer's own log-probs")
+        yield Move((key,), problem="set algorithm.rollout_correction.bypass_mode, which chooses it")
     else:
         yield Move((key,), "algorithm.policy_loss", "ppo_clip" if loss == "vanilla" else loss)
+    yield Move((ACTOR + "clip_ratio_c",), "algorithm.clip_ratio_c", values.get(ACTOR + "clip_ratio_c") or 3.0)
+    both = ACTOR + "clip_ratio"
     for side in ("low", "high"):
-        if (clip := values.get(key := f"{ACTOR}clip_ratio_{side}")) is not None and (clip != 0.2 or filtering):
-            yield Move((key,), f"algorithm.clip_ratio_{side}", clip)
+        clip = values.get(key := f"{ACTOR}clip_ratio_{side}")
+        keys = (key,) if clip is not None else (key, both)
+        yield Move(keys, f"algorithm.clip_ratio_{side}", values[both] if clip is None else clip)
+
+
+def overlong(values: Values) -> list[Move]:
+    """Returns the penalty on long responses of verl's reward manager ``dapo``; empty if it is off."""
+    start = "reward.reward_kwargs.overlong_buffer_cfg."
+    if not values.get(start + "enable"):
+        return []
+    keys, length = (start + "enable", start + "len"), values.get(start + "len") or 0
+    allowed, limit = values["data.max_response_length"], "reward.reward_kwargs.max_resp_len"
+    if (longest := values.get(limit)) not in (None, allowed):
+        return [Move((limit,), problem=f"the penalty ends at data.max_response_length = {allowed}, not at {longest}")]
+    manager = "reward.reward_manager.name"
+    remark = "" if values[manager] == "dapo" else f"in verl it needs {manager}=dapo"
+    factor = values.get(start + "penalty_factor")
+    return [
+        Move((*keys, limit, start + "log"), "algorithm.overlong_buffer.len", length, remark),
+        Move(
+            (start + "penalty_factor",), "algorithm.overlong_buffer.penalty_factor", 1.0 if factor is None else factor
+        ),
+    ]
 
 
 def _dynamic_sampling(values: Values) -> Iterator[Move]:
     key = (start := "algorithm.filter_groups.") + "metric"
-    if (metric := values.get(key)) not in (None, "acc", "score", "seq_reward", "seq_final_reward"):
+    if (metric := values.get(key) or "reward") not in ("acc", "score", "reward", "seq_reward", "seq_final_reward"):
         yield Move((key,), problem=f"groups differ in acc or score, not in {metric}")
-    elif metric is not None:
+    else:
         remark = "" if metric in ("acc", "score") else "the rewards of a response add up to its score"
         yield Move((key,), "algorithm.filter_groups.metric", "acc" if metric == "acc" else "score", remark)
-    if (most := values.get(key := start + "max_num_gen_batches")) is not None:
-        remark = "" if most > 0 else "in verl, 0 is without a limit"
-        yield Move((key,), "algorithm.filter_groups.max_num_gen_batches", most if most > 0 else 10, remark)
+    most = values.get(key := start + "max_num_gen_batches") or 0
+    remark = "" if most > 0 else "in verl, 0 is without a limit"
+    yield Move((key,), "algorithm.filter_groups.max_num_gen_batches", most if most > 0 else 10, remark)
 
 
 def unequal(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
@@ -89,9 +134,10 @@ def unequal(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
 
 def correction(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
     """Yields the thresholds of importance weights; two of them, as ``0.5_5.0``, mask what lies outside."""
-    key = "algorithm.rollout_correction.rollout_is_threshold"
-    if (threshold := values.get(key)) is None:
+    start = "algorithm.rollout_correction."
+    if settings.sft or not values.get(start + "rollout_is"):
         return
+    threshold = values[key := start + "rollout_is_threshold"]
     lower, _, upper = str(threshold).rpartition("_")
     yield Move((key,), "algorithm.rollout_is_threshold", float(upper))
     if lower:
@@ -107,6 +153,9 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         "trainer.total_training_steps",
     )
     steps, keys, remark = values.get(steps_key), (steps_key,), ""
+    if batch < 1:
+        yield Move(("data.train_batch_size",), problem=f"a step has prompts, and not {batch}")
+        return
     if steps is None:
         files = values["data.train_files"]
         rows = count_rows(files if isinstance(files, list) else [files])
@@ -119,30 +168,46 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
             "data.train_files cannot be counted here; set trainer.total_training_steps",
         )
     else:
-        yield Move(
-            (*keys, *(() if keys == (epochs_key,) else (epochs_key,))), "trainer.total_training_steps", steps, remark
-        )
+        yield Move(keys, "trainer.total_training_steps", steps, remark)
     updates = 1
     if not settings.sft:
         updates = values[ACTOR + "ppo_epochs"] * -(-batch // min(batch, values[ACTOR + "ppo_mini_batch_size"]))
-    for verl, ours in ((ACTOR, "actor"), ("critic.", "critic")):
+    late = 0 if settings.sft or values["algorithm.adv_estimator"] != "gae" else values["trainer.critic_warmup"]
+    for verl, ours in [*ROLES.items()][: 1 if settings.sft else 2]:
         yield from _schedule(values, verl + "optim.", ours + ".optim.", steps or 0, updates)
+        after = late if verl == ACTOR else 0
+        yield from _decay(values, verl + "optim.", ours + ".optim.", steps or 0, updates, after)
+
+
+def _decay(values: Values, verl: str, ours: str, steps: int, updates: int, late: int) -> Iterator[Move]:
+    """Yields over how many updates the rate falls: verl's schedule does not know that an actor starts late."""
+    decay = values.get(key := verl + "lr_decay_steps")
+    if values[kind := verl + "lr_scheduler_type"] == "constant":
+        return
+    if decay:
+        yield Move((key,), ours + "lr_decay_steps", decay * updates, f"{updates} updates a step" * (updates > 1))
+    elif late and steps:
+        remark = f"verl's schedule falls over all {steps} steps, though the actor learns from step {late} on"
+        yield Move((kind, "trainer.critic_warmup"), ours + "lr_decay_steps", steps * updates, remark)
 
 
 def _schedule(values: Values, verl: str, ours: str, steps: int, updates: int) -> Iterator[Move]:
     warmup, ratio = values.get(verl + "lr_warmup_steps") or -1, values.get(verl + "lr_warmup_steps_ratio") or 0.0
     keys = (verl + "lr_warmup_steps", verl + "lr_warmup_steps_ratio")
+    steps = values.get(verl + "lr_decay_steps") or steps
     count = warmup if warmup > 0 else int(ratio * steps)
     if ratio and warmup <= 0 and not steps:
         yield Move(keys[1:], problem="the number of steps is not known; set trainer.total_training_steps")
     else:
         remark = f"{count} steps with {updates} updates each; verl counts steps" if count and updates > 1 else ""
         yield Move(keys, ours + "lr_warmup_steps", count * updates, remark)
-    lr, lowest = values.get(verl + "lr"), values.get(verl + "min_lr")
-    key = verl + ("min_lr_ratio" if lowest is None else "min_lr")
-    share = values.get(key) if lowest is None else lowest / lr if lr else 0.0
-    if share is not None:
-        yield Move((key,), ours + "min_lr_ratio", share)
+    # Megatron's engine has min_lr, and the others a share. A key that is not 0 counts, whichever engine it is of.
+    lr, keys = values[verl + "lr"], (verl + "min_lr", verl + "min_lr_ratio")
+    lowest, share = (values.get(key) or 0.0 for key in keys)
+    if lowest and share and lowest != share * lr:
+        yield Move(keys, problem="they name two lowest learning rates; leave one of them")
+    else:
+        yield Move(keys, ours + "min_lr_ratio", share or (lowest / lr if lr else 0.0))
     old = verl.removesuffix("optim.") + "grad_clip"
     if old in values:
         # Versions before the model engine clipped at grad_clip.
@@ -160,27 +225,38 @@ def layouts(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
     yield (
         Move(("trainer.device",), "driver.device", {"cuda": "auto"}.get(device, device))
         if device in ("cuda", "cpu")
-        else Move(("trainer.device",), problem=f"there is no device {device}")
+        else Move(("trainer.device",), problem=f"there is no device {device}; set trainer.device=cuda")
     )
-    for role, verl, fsdp in (("actor", ACTOR, ACTOR + "fsdp_config."), ("critic", "critic.", "critic.fsdp.")):
-        strategy = values.get(verl + "strategy", "megatron" if settings.megatron else "fsdp")
+    if settings.engine not in ("fsdp", "megatron"):
+        yield Move(("model_engine",), problem=f"there is no engine {settings.engine}; take fsdp or megatron")
+    for verl, role in ROLES.items():
+        strategy = values.get(verl + "strategy") or settings.engine
         if strategy not in ("fsdp", "fsdp2", "megatron"):
             yield Move((verl + "strategy",), problem=f"there is no strategy {strategy}; there are fsdp and megatron")
             continue
+        fsdp = ACTOR + "fsdp_config." if role == "actor" else "critic.fsdp."
         strategy = "megatron" if strategy == "megatron" else "fsdp"
         yield Move((verl + "strategy",), f"{role}.strategy", strategy)
-        size = values.get(key := fsdp + "fsdp_size", -1)
-        if size is not None and 0 < size < ranks:
-            yield Move((key,), f"{role}.fsdp_config.replicate", ranks // size, f"{ranks} ranks in shards of {size}")
-        elif key in values:
-            yield Move((key,), f"{role}.fsdp_config.replicate", 1)
-        dtype_keys = (fsdp + "dtype", f"{verl}megatron.dtype")
-        dtype = next((values[key] for key in dtype_keys if values.get(key)), "bfloat16")
-        yield Move(dtype_keys, f"{role}.dtype", {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype))
+        size = values.get(key := fsdp + "fsdp_size") or -1
+        if 0 < size < ranks and ranks % size:
+            yield Move((key,), problem=f"shards of {size} do not divide {ranks} ranks")
+        else:
+            remark = f"{ranks} ranks in shards of {size}" if 0 < size < ranks else ""
+            yield Move((key,), f"{role}.fsdp_config.replicate", ranks // size if remark else 1, remark)
+        key = f"{verl}megatron.dtype" if strategy == "megatron" else fsdp + "dtype"
+        if (dtype := values.get(key)) is not None:
+            yield Move((key,), f"{role}.dtype", {"bf16": "bfloat16", "fp32": "float32"}.get(dtype, dtype))
         if strategy == "megatron":
-            yield from _megatron(values, role, verl + "megatron.")
-        if role == "actor" and (mode := values.get(key := verl + "router_replay.mode")) is not None:
-            yield _replay(key, mode, strategy)
+            shared = (values.get(verl + "megatron.tensor_model_parallel_size") or 1) > 1
+            wanted = values.get(key := verl + "megatron.sequence_parallel", True)
+            yield Move((key,), f"{role}.megatron.sequence_parallel", bool(wanted and shared))
+            remark = "Megatron's optimizer leaves biases and norms out of weight decay"
+            yield Move((verl + "strategy",), f"{role}.optim.decay_biases_and_norms", False, remark)
+        if role == "actor":
+            mode = values.get(key := f"{verl}{'megatron.' if strategy == 'megatron' else ''}router_replay.mode")
+            other = values.get(verl + "router_replay.mode")
+            key, mode = (verl + "router_replay.mode", other) if other not in (None, "disabled") else (key, mode)
+            yield from [_replay(key, mode, strategy)] if mode is not None else []
 
 
 def _replay(key: str, mode: str, strategy: str) -> Move:
@@ -191,17 +267,6 @@ def _replay(key: str, mode: str, strategy: str) -> Move:
     return Move((key,), "actor.router_replay.mode", mode)
 
 
-def _megatron(values: Values, role: str, verl: str) -> Iterator[Move]:
-    shared = (values.get(verl + "tensor_model_parallel_size") or 1) > 1
-    wanted = values.get(key := verl + "sequence_parallel", True)
-    yield Move((key,), f"{role}.megatron.sequence_parallel", bool(wanted and shared))
-    overrides = verl + "override_transformer_config."
-    fields = {k: v for k, v in values.items() if k.startswith(overrides) and v is not None}
-    for key, value in fields.items():
-        name = key.removeprefix(overrides)
-        yield Move((key,), f"{role}.megatron.override_transformer_config.{name}", value)
-
-
 def budgets(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
     """Yields the budgets of micro-batches in tokens, of lengths and of adapters' layers."""
     if settings.sft:
@@ -210,7 +275,7 @@ def budgets(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
             yield Move(("data.max_length",), f"data.{name}", longest)
     else:
         longest = values["data.max_prompt_length"] + values["data.max_response_length"]
-    for role, verl in (("actor", ACTOR), ("critic", "critic.")):
+    for verl, role in ROLES.items():
         tokens = values.get(tokens_key := verl + "ppo_max_token_len_per_gpu")
         rows = values.get(rows_key := verl + "ppo_micro_batch_size_per_gpu")
         dynamic = values.get(verl + "use_dynamic_bsz", values.get(ACTOR + "use_dynamic_bsz"))
@@ -220,13 +285,23 @@ def budgets(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
         keys: tuple[str, ...] = (tokens_key,)
         if not dynamic and rows:
             budget, remark, keys = rows * longest, f"{rows} rows of {longest} tokens", (rows_key, tokens_key)
-        if budget < longest:
-            budget, remark = longest, f"raised to the longest row, of {longest} tokens"
+        sharers = _sharers(values, settings, verl)
+        if budget * sharers < longest:
+            budget, remark = -(-longest // sharers), f"raised to the longest row, of {longest} tokens"
+            remark += f" on {sharers} ranks" * (sharers > 1)
         yield Move(keys, f"{role}.ppo_max_token_len_per_gpu", budget, remark)
     for role, verl in (("actor", MODEL), ("critic", "critic.model.")):
         key = f"{verl}lora.target_modules"
         if values.get(key) and values.get(verl + "lora_rank"):
             yield Move((key,), f"{role}.target_modules", "all-linear", "Megatron's names of linear layers")
+
+
+def _sharers(values: Values, settings: Settings, verl: str) -> int:
+    """Returns how many ranks share each row of a role, and so its budget."""
+    if (values.get(verl + "strategy") or settings.engine) == "megatron":
+        return values.get(verl + "megatron.context_parallel_size") or 1
+    fsdp = ACTOR + "fsdp_config." if verl == ACTOR else "critic.fsdp."
+    return values.get(fsdp + "ulysses_sequence_parallel_size") or 1
 
 
 def rollout(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
@@ -236,6 +311,18 @@ def rollout(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
     name = values[key := ROLLOUT + "name"]
     yield Move((key,), "rollout.name", "vllm", "" if name == "vllm" else f"in place of {name}")
     split = values.get(ROLLOUT + "tensor_model_parallel_size") or 1
+    longest = values["data.max_prompt_length"] + values["data.max_response_length"]
+    for name, data, most in (
+        ("prompt_length", "data.max_prompt_length", None),
+        ("response_length", "data.max_response_length", None),
+        ("max_model_len", "the longest prompt and response", longest),
+    ):
+        length, wanted = values.get(ROLLOUT + name), most or values[data]
+        if length is not None and (length < wanted or (most is None and length != wanted)):
+            yield Move((ROLLOUT + name,), problem=f"{length} is not {data} = {wanted}; set them alike")
+    for table, ours in ((ROLLOUT, "rollout."), (ROLLOUT + "val_kwargs.", "rollout.val_kwargs.")):
+        k = values[table + "top_k"]
+        yield Move((table + "top_k",), ours + "top_k", -1 if k == 0 else k, "0 keeps all" * (k == 0))
     nodes, key = values[ROLLOUT + "nnodes"] or 0, ROLLOUT + "tensor_model_parallel_size"
     if nodes:
         gpus = nodes * (values.get(ROLLOUT + "n_gpus_per_node") or values["trainer.n_gpus_per_node"])
@@ -246,10 +333,7 @@ def rollout(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
     else:
         ranks = values["trainer.nnodes"] * values["trainer.n_gpus_per_node"]
         remark = "each has a GPU of its own: only engines placed apart may have several" if split > 1 else ""
-        yield Move((key, ROLLOUT + "nnodes", ROLLOUT + "n_gpus_per_node"), "rollout.engines", ranks, remark)
-    for key, value in values.items():
-        if key.startswith(ROLLOUT + "engine_kwargs.vllm."):
-            yield Move((key,), f"rollout.engine_kwargs.{key.removeprefix(ROLLOUT + 'engine_kwargs.vllm.')}", value)
+        yield Move((key, ROLLOUT + "nnodes"), "rollout.engines", ranks, remark)
     if (tokens := values.get(key := ROLLOUT + "max_num_batched_tokens")) is not None:
         yield Move((key,), "rollout.engine_kwargs.max_num_batched_tokens", tokens)
     offloads = [
@@ -259,9 +343,6 @@ def rollout(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
         ROLLOUT + "free_cache_engine", True
     ):
         yield Move(asked, "rollout.offload_trainer", True)
-    most, key = values.get("data.val_max_samples", -1), "data.val_max_samples"
-    if most != -1 and most is not None:
-        yield Move((key,), "data.val_size", most)
     n, temperature = (values.get(f"{ROLLOUT}val_kwargs.{name}") for name in ("n", "temperature"))
     if (n or 1) > 1 and not temperature:
         yield Move(
@@ -270,18 +351,43 @@ def rollout(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
 
 
 def rewards(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
-    """Yields the reward functions and the reward model."""
-    start = "reward.custom_reward_function."
+    """Yields the reward functions with their arguments, and the reward model."""
+    start, model = "reward.custom_reward_function.", "reward.reward_model."
     if path := values.get(start + "path"):
         name = values.get(start + "name") or "compute_score"
-        yield Move((start + "path", start + "name"), "reward.functions", [f"{path}:{name}"])
-    start = "reward.reward_model."
-    if values.get(start + "enable"):
-        if path := values.get(start + "model_path"):
+        place = str(path).removeprefix("pkg://").removeprefix("file://")
+        yield Move((start + "path", start + "name"), "reward.functions", [f"{place}:{name}"])
+        arguments = start + "reward_kwargs."
+        given = {key.removeprefix(arguments): key for key in values if key.startswith(arguments)}
+        for argument, key in given.items():
+            yield Move((key,), f"reward.arguments.{argument}", values[key])
+        if problem := _not_taken(place, name, [name.partition(".")[0] for name in given]):
+            yield Move(tuple(given.values()), problem=problem)
+    if values.get(model + "enable"):
+        if path and values.get(start + "path"):
+            problem = "the function that scores asks the reward model: serve that model, and ask it in the function"
+            yield Move((model + "enable",), problem=problem)
+        elif path := values.get(model + "model_path"):
             remark = "a model folder with a value head"
-            yield Move((start + "enable", start + "model_path"), "algorithm.reward_model", path, remark)
+            yield Move((model + "enable", model + "model_path"), "algorithm.reward_model", path, remark)
         else:
-            yield Move((start + "enable",), problem="the reward model has no path")
+            yield Move((model + "enable",), problem="the reward model has no path")
+
+
+def _not_taken(file: str, function: str, arguments: Sequence[str]) -> str:
+    """Returns why a function of a file cannot be given these arguments; empty if it can, or for a module."""
+    if not arguments or not file.endswith(".py"):
+        return ""
+    try:
+        tree = ast.parse(Path(home(file)).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError) as error:
+        return f"whether {function} takes it cannot be seen: {file} cannot be read ({error}); give the file's path"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+            taken = {one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+            missing = [] if node.args.kwarg else [name for name in arguments if name not in taken]
+            return f"{function} in {file} has no parameter {missing[0]}" if missing else ""
+    return ""
 
 
 def run(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
@@ -299,9 +405,60 @@ def run(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[M
         yield Move((key,), "trainer.max_ckpt_to_keep", keep)
     elif values["trainer.save_freq"] > 0:
         yield Move((key,), "trainer.max_ckpt_to_keep", 1_000_000, "verl keeps all by default")
-    mode = values.get(key := "trainer.resume_mode")
-    if mode is not None:
-        yield Move((key,), "trainer.resume_mode", {"resume_path": "auto"}.get(mode, mode))
+    if (most := values.get(key := "data.val_max_samples", -1)) != -1 and most is not None:
+        yield Move((key,), "data.val_size", most)
+    mode = values[key := "trainer.resume_mode"]
+    yield Move((key,), "trainer.resume_mode", {"resume_path": "auto"}.get(mode, mode))
+    if mode == "resume_path" and (start := values.get(path := "trainer.resume_from_path")):
+        yield Move((key, path), "trainer.resume_from_path", start)
 
 
-COMPUTED = (algorithm, unequal, correction, length, layouts, budgets, rollout, rewards, run)
+def tables(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
+    """Yields the keys of tables that are the user's, such as arguments of the chat template."""
+    for key, value in values.items():
+        for start, ours in TABLES.items():
+            name = key.removeprefix(start)
+            if not key.startswith(start) or value == {}:
+                continue
+            if start.endswith("transformer_config."):
+                yield from _provider(key, ours, name, value)
+            else:
+                yield Move((key,), ours + name, value)
+    thinks = values.get(key := "data.enable_thinking_default")
+    if isinstance(thinks, bool):
+        yield Move((key,), "data.chat_template_kwargs.enable_thinking", thinks)
+
+
+def _provider(key: str, ours: str, name: str, value: Any) -> Iterator[Move]:
+    """Yields a field of Megatron's provider, as far as its backend leaves it to the user."""
+    from verl_fn.backends.megatron.overrides import DECIDED, IMPURE, OF_FOLDER
+
+    if name in DECIDED:
+        yield Move((key,), problem="the Megatron backend decides it, from the keys of its table; remove it")
+    elif name in IMPURE:
+        yield Move((key,), problem=f"it {IMPURE[name]}; remove it")
+    elif name in OF_FOLDER:
+        yield Move((key,), problem="config.json in the model's folder decides it; remove it")
+    elif name not in MEGATRON_CHOICES or MEGATRON_CHOICES[name] not in (value, None):
+        yield Move((key,), ours + name, value)
+
+
+def refused(values: Values, settings: Settings, count_rows: CountRows) -> Iterator[Move]:
+    """Yields problems of the whole: another trainer, and models that see."""
+    if not settings.trainer_is_known:
+        problem = f"the trainer of {settings.module} is not translated; main_ppo and sft_trainer are"
+        yield Move(("module",), problem=problem)
+    if settings.module.endswith("fsdp_sft_trainer"):
+        problem = f"{settings.module} is no longer part of verl: write the settings of verl.trainer.sft_trainer"
+        yield Move(("module",), problem=problem)
+    for name in ("image", "video", "audio"):
+        # A whole dump of verl's has these keys with the names that its data loader looks for.
+        key, standard = f"data.{name}_key", f"{name}s"
+        if key in values and (key in settings.words or values[key] not in (None, standard)):
+            yield Move((key,), problem=f"{TEXT}, and {name}s are not read; remove it if no row has any")
+    path = str(values[key := MODEL + "path"])
+    if VISION.search(path.rstrip("/").rpartition("/")[2]):
+        yield Move((key,), problem=f"{path} is named like a model of images or sounds, which are not read here")
+
+
+COMPUTED = (algorithm, unequal, correction, length, layouts, budgets, rollout, rewards, run, tables, refused)

@@ -13,6 +13,12 @@ ALIASES: Mapping[str, str] = {
     "critic.model.fsdp_config.": "critic.fsdp.",
     "critic.fsdp_config.": "critic.fsdp.",
     "custom_reward_function.": "reward.custom_reward_function.",
+    "reward_model.overlong_buffer.": "reward.reward_kwargs.overlong_buffer_cfg.",
+    "reward_model.reward_kwargs.": "reward.reward_kwargs.",
+    "reward.overlong_buffer.": "reward.reward_kwargs.overlong_buffer_cfg.",
+    "actor_rollout_ref.actor.policy_loss.tau_": "actor_rollout_ref.actor.tau_",
+    **{f"{role}optim.override_optimizer_config.{name}": f"{role}optim.{name}"
+       for role in ("actor_rollout_ref.actor.", "critic.") for name in ("lr", "betas", "eps", "weight_decay")},
     "reward_model.enable": "reward.reward_model.enable",
     "reward_model.model.path": "reward.reward_model.model_path",
     "reward_model.reward_manager": "reward.reward_manager.name",
@@ -25,18 +31,20 @@ ALIASES: Mapping[str, str] = {
     "actor_rollout_ref.actor.optim.lr_decay_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
     "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     "critic.optim.lr_decay_style": "critic.optim.lr_scheduler_type",
-    "actor_rollout_ref.model.lora.rank": "actor_rollout_ref.model.lora_rank",
-    "actor_rollout_ref.model.lora.alpha": "actor_rollout_ref.model.lora_alpha",
-    "critic.model.lora.rank": "critic.model.lora_rank",
-    "critic.model.lora.alpha": "critic.model.lora_alpha",
+    "actor_rollout_ref.actor.optim.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "critic.optim.grad_clip": "critic.optim.clip_grad",
+    **{f"{model}lora.": f"{model}lora_" for model in ("actor_rollout_ref.model.", "critic.model.")},
 }  # fmt: skip
 SFT_ALIASES: Mapping[str, str] = {
     "optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
     "optim.lr_decay_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+    "optim.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    **{f"optim.override_optimizer_config.{name}": f"actor_rollout_ref.actor.optim.{name}"
+       for name in ("lr", "betas", "eps", "weight_decay")},
     "optim.": "actor_rollout_ref.actor.optim.",
+    "model.lora.": "actor_rollout_ref.model.lora_",
     "model.": "actor_rollout_ref.model.",
     "engine.strategy": "actor_rollout_ref.actor.strategy",
-    "engine.": "actor_rollout_ref.actor.fsdp_config.",
     "data.micro_batch_size_per_gpu": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
     "data.max_token_len_per_gpu": "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
     "data.use_dynamic_bsz": "actor_rollout_ref.actor.use_dynamic_bsz",
@@ -44,53 +52,64 @@ SFT_ALIASES: Mapping[str, str] = {
     "profiler.": "actor_rollout_ref.actor.profiler.",
     "trainer.max_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     "trainer.seed": "data.seed",
+}  # fmt: skip
+# The table of the engine's settings, by the engine.
+SFT_ENGINES: Mapping[str, str] = {
+    "fsdp": "actor_rollout_ref.actor.fsdp_config.",
+    "megatron": "actor_rollout_ref.actor.megatron.",
 }
 
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
+
+ROLES: Mapping[str, str] = {ACTOR: "actor", "critic.": "critic"}
 
 # One key of verl, one key here, the same value. Null leaves the default here.
 SAME: Mapping[str, str] = {
     **{f"data.{name}": f"data.{name}" for name in (
         "train_files", "val_files", "train_batch_size", "max_prompt_length", "max_response_length", "prompt_key",
-        "filter_overlong_prompts", "shuffle")},
+        "filter_overlong_prompts", "truncation", "shuffle")},
     "data.seed": "trainer.seed",
     MODEL + "path": "model.path",
     "critic.model.path": "critic.path",
-    **{f"{verl}.optim.{name}": f"{ours}.optim.{name}"
-       for verl, ours in ((ACTOR[:-1], "actor"), ("critic", "critic"))
-       for name in ("lr", "weight_decay", "betas", "clip_grad", "lr_scheduler_type")},
+    **{f"{verl}optim.{name}": f"{ours}.optim.{name}"
+       for verl, ours in ROLES.items()
+       for name in ("lr", "weight_decay", "betas", "eps", "clip_grad", "lr_scheduler_type")},
     **{f"{verl}{name}": f"{ours}.{name}"
        for verl, ours in ((MODEL, "actor"), ("critic.model.", "critic"))
        for name in ("enable_gradient_checkpointing", "lora_rank", "lora_alpha", "target_modules")},
     **{f"{verl}.{name}": f"{ours}.fsdp_config.{name}"
        for verl, ours in ((ACTOR + "fsdp_config", "actor"), ("critic.fsdp", "critic"))
        for name in ("ulysses_sequence_parallel_size", "reshard_after_forward", "offload_policy")},
-    **{f"{verl}.{name}": f"{ours}.megatron.{name}"
-       for verl, ours in ((ACTOR + "megatron", "actor"), ("critic.megatron", "critic"))
+    **{f"{verl}megatron.{name}": f"{ours}.megatron.{name}"
+       for verl, ours in ROLES.items()
        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
                     "expert_model_parallel_size", "use_megatron_fsdp")},
     **{ACTOR + name: f"algorithm.{name}" for name in (
-        "ppo_mini_batch_size", "ppo_epochs", "shuffle", "clip_ratio_c", "tau_pos", "tau_neg", "loss_agg_mode",
+        "ppo_mini_batch_size", "ppo_epochs", "shuffle", "tau_pos", "tau_neg", "loss_agg_mode",
         "loss_scale_factor", "entropy_coeff", "use_kl_loss", "kl_loss_coef", "kl_loss_type")},
     **{f"{ACTOR}policy_loss.{name}": f"algorithm.{name}" for name in (
         "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio", "ppo_kl_coef", "dro_beta")},
     "critic.cliprange_value": "algorithm.cliprange_value",
     **{ROLLOUT + name: f"rollout.{name}" for name in (
-        "n", "temperature", "top_k", "top_p", "dtype", "gpu_memory_utilization", "enforce_eager",
-        "free_cache_engine")},
+        "n", "temperature", "top_p", "dtype", "gpu_memory_utilization", "enforce_eager", "free_cache_engine")},
     ROLLOUT + "max_num_seqs": "rollout.slots",
-    **{f"{ROLLOUT}val_kwargs.{name}": f"rollout.val_kwargs.{name}"
-       for name in ("n", "temperature", "top_k", "top_p")},
+    **{f"{ROLLOUT}val_kwargs.{name}": f"rollout.val_kwargs.{name}" for name in ("n", "temperature", "top_p")},
     **{f"algorithm.{name}": f"algorithm.{name}" for name in (
         "gamma", "lam", "norm_adv_by_std_in_grpo", "use_kl_in_reward", "kl_penalty", "kl_ctrl.type",
         "kl_ctrl.kl_coef", "kl_ctrl.horizon", "kl_ctrl.target_kl", "gdpo_reward_keys", "gdpo_reward_weights")},
     "algorithm.rollout_correction.rollout_is": "algorithm.rollout_is",
     "reward.num_workers": "reward.num_workers",
     **{f"trainer.{name}": f"trainer.{name}" for name in (
-        "project_name", "experiment_name", "save_freq", "test_freq", "val_before_train", "log_val_generations",
-        "resume_from_path")},
+        "project_name", "experiment_name", "save_freq", "test_freq", "val_before_train", "log_val_generations")},
     "trainer.critic_warmup": "algorithm.critic_warmup",
     MODEL.removesuffix("model.") + "nccl_timeout": "ray.timeout",
+}  # fmt: skip
+# Tables whose keys become those of a table here, whatever they are.
+TABLES: Mapping[str, str] = {
+    "data.apply_chat_template_kwargs.": "data.chat_template_kwargs.",
+    ROLLOUT + "engine_kwargs.vllm.": "rollout.engine_kwargs.",
+    **{f"{verl}megatron.override_transformer_config.": f"{ours}.megatron.override_transformer_config."
+       for verl, ours in ROLES.items()},
 }  # fmt: skip
 
 ONE_LAYOUT = "the reference policy has the actor's layout and budget"
@@ -99,19 +118,128 @@ PACKED = "rows are always packed, without padding"
 KERNELS = "kernels and their memory are not options here"
 COMPLETE = "checkpoints hold the whole state and a Hugging Face folder"
 OFFLOADED = "rollout.offload_trainer decides for all states: they move to the CPU while vLLM generates"
+TEXT = "models and problems are text here"
+FSDP_ITSELF, MEGATRON_ITSELF = "the fsdp backend sets it itself", "the Megatron backend sets it itself"
+AS_AN_ENV = "a conversation needs an environment here; set env.name"
+NOT_SAVED = "the optimizer is AdamW with moments and weights in fp32"
 
-# Patterns and the reason why keys that fit have no effect here. The first that fits counts.
+Rule = tuple[tuple[Any, ...], str]
+# Patterns of keys that may only have these values, and what is missing here otherwise. Null is always allowed. The
+# first pattern that fits counts, before those of NO_EFFECT.
+ONLY: Mapping[str, Rule] = {
+    "data.train_max_samples": ((-1,), "all rows are trained on; write a smaller file"),
+    "data.reward_fn_key": (("data_source",), "the column is data_source; rename it"),
+    "data.messages_key": (("messages",), "the column is messages; rename it"),
+    "data.tools_key": (("tools",), "the column is tools; rename it"),
+    "data.enable_thinking_key": (("enable_thinking",), "give it in the rows' column chat_template_kwargs"),
+    "data.multiturn.enable": ((True,), "write prompts and answers as messages, in a column messages"),
+    "data.custom_cls.*": ((), "rows are read from files alone; write them with the class, or set data.convert"),
+    "data.sampler.*": ((), "data.shuffle decides on the order of rows; write the file in another order"),
+    "data.datagen.*": ((), "rows are read from files alone"),
+    "data.apply_chat_template_kwargs": (({},), "it is a table of arguments"),
+    "data.mm_processor_kwargs*": (({},), TEXT),
+    "data.pad_mode": (("no_padding",), PACKED),
+    "data.tokenizer": ((), "the tokenizer lies in the model's folder"),
+    "data.*tool_*path": ((), AS_AN_ENV),
+    "*freeze_vision_tower": ((False,), f"{TEXT}; take a model without vision, and remove the key"),
+    "*.custom_chat_template": ((), "write it into chat_template.jinja in the model's folder"),
+    "*.tokenizer_path": ((), "the tokenizer lies in the model's folder"),
+    "*.hf_config_path": ((), "config.json lies in the model's folder"),
+    "*.lora_adapter_path": ((), "training continues from merged weights, or from a checkpoint of a run here"),
+    "*.model.exclude_modules": (([],), "name the layers in target_modules"),
+    "*.model.external_lib": ((), "nothing is imported for its side effects"),
+    "*.model.override_config.attn_implementation": (
+        ("flash_attention_2", "sdpa", "eager", "flash_attention_3"), KERNELS),
+    "*.model.override_config*": (({},), "change config.json in the model's folder"),
+    "*.model.mtp.enable*": ((False,), "extra prediction heads are not trained here; set it to False"),
+    "*.model.lora_type": (("lora",), "adapters are LoRA's"),
+    "*.model.lora_dropout": ((0, 0.0), "adapters have no dropout"),
+    "*.model.lora_dtype": ((), "adapters are trained in fp32"),
+    "*.model.lora_exclude_modules": (([],), "name the layers in target_modules"),
+    "*.model.lora_lora_B_init_method": (("zero",), "adapters start at zero"),
+    "actor_rollout_ref.ref.model.*": ((), "the reference policy is the actor's first state; remove the key"),
+    "*optim.optimizer": (("AdamW", "adamw", "adam", "Adam"), "the optimizer is AdamW"),
+    "*optim.optimizer_impl": (("torch.optim",), "the optimizer is AdamW"),
+    "*optim.override_optimizer_config": (({},), "the optimizer is AdamW"),
+    "*optim.override_optimizer_config.amsgrad": ((False,), "the optimizer is AdamW"),
+    "*optim.override_optimizer_config.main_params_dtype": (("fp32", "float32"), NOT_SAVED),
+    "*optim.num_cycles": ((0.5,), "a cosine falls once"),
+    "*optim.lr_warmup_init": ((0, 0.0), "warm-up starts from 0"),
+    "*optim.init_lr_ratio": ((0, 0.0), "warm-up starts from 0"),
+    "*optim.zero_indexed_step": ((True,), "the first update has the learning rate of step 0"),
+    "*optim.weight_decay_incr_style": (("constant",), "weight decay is constant"),
+    "*optim.main_grads_dtype": (("fp32", "float32", 32, "32"), NOT_SAVED),
+    "*optim.exp_avg*_dtype": (("fp32", "float32", 32, "32"), NOT_SAVED),
+    "*optim.master_weights": ((True,), NOT_SAVED),
+    "*model_dtype": (("fp32", "float32"), "master weights are fp32; remove the key"),
+    "*.mixed_precision.param_dtype": (("bf16", "bfloat16"), "set fsdp_config.dtype"),
+    "*.qat.enable": ((False,), "there is no training with quantized weights here; set it to False"),
+    "*.router_replay.*_file": ((), "routes are kept in memory"),
+    ROLLOUT + "ignore_eos": ((False,), "responses end at an end token"),
+    ROLLOUT + "do_sample": ((True,), "responses are drawn at rollout.temperature"),
+    ROLLOUT + "over_sample_rate": ((0, 0.0), "a step samples what it learns from"),
+    ROLLOUT + "multi_turn.enable": ((False,), AS_AN_ENV),
+    ROLLOUT + "multi_turn.num_repeat_rollouts": ((), AS_AN_ENV),
+    ROLLOUT + "agent.default_agent_loop": (("single_turn_agent",), AS_AN_ENV),
+    ROLLOUT + "agent.agent_loop_config_path": ((), AS_AN_ENV),
+    ROLLOUT + "agent.custom_async_server.path": ((), "the engines are vLLM's"),
+    ROLLOUT + "agent.agent_loop_manager_class": ((), AS_AN_ENV),
+    ROLLOUT + "repetition_penalty": ((1, 1.0), "responses are drawn from the model's own distribution"),
+    ROLLOUT + "checkpoint_manager_class": ((), "weights are published bucket by bucket"),
+    ROLLOUT + "custom*": ((), "the engines are vLLM's"),
+    ACTOR + "use_rollout_log_probs": ((False,), "set algorithm.rollout_correction.bypass_mode"),
+    "*.model.model_type": (("language_model", "value_model"), "algorithms decide which model has a value head"),
+    "*.model.target_parameters": ((), "name the layers in target_modules"),
+    ROLLOUT + "quantization*": ((), "the engine has the trainer's weights, unquantized; remove the key"),
+    ROLLOUT + "logprobs_mode": (("processed_logprobs",), "log-probs are those of the drawn distribution"),
+    ROLLOUT + "router_config_path": ((), "prompts are divided evenly among engines"),
+    ROLLOUT + "disaggregation.enabled": ((False,), "each engine has a prompt and its response"),
+    ROLLOUT + "checkpoint_engine.custom_backend_module": ((), "weights are published bucket by bucket"),
+    "algorithm.rollout_correction.rollout_rs": ((), "rows are not rejected by their ratio; take rollout_is"),
+    "algorithm.rollout_correction.bypass_mode": (
+        (False,), "the ratio starts from the trainer's own log-probs; set it to False, and take rollout_is"),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": (
+        (False,), "importance weights are not divided by their mean; set it to False"),
+    "algorithm.use_pf_ppo": ((False,), "responses are not reweighted by preference; set it to False"),
+    "reward.reward_manager.source": (("register",), "write a reward function, and name it in reward.functions"),
+    "reward.reward_manager.module.path": ((), "write a reward function, and name it in reward.functions"),
+    "reward.reward_manager.name": (
+        ("naive", "batch", "prime", "dapo", "gdpo", "remote"),
+        "write a reward function, and name it in custom_reward_function; a limit of requests belongs there too"),
+    "reward.reward_kwargs.*": ((), "write the value into the reward function"),
+    "reward.custom_reward_function.reward_kwargs": (({},), "it is a table of arguments"),
+    "reward_model.reward_loop_*": ((), "write a reward function, and name it in custom_reward_function"),
+    "reward_model.input_tokenizer": ((), "the reward model reads the policy's tokens"),
+    "*sandbox_fusion.url": ((), "rewards run in processes of their own; call a sandbox from a function of yours"),
+    "distillation.enabled": (
+        (False,), "write a config with algorithm.name = distill and algorithm.teacher; docs/algorithms.md says how"),
+    "trainer.val_only": ((False,), "use verl-fn eval"),
+    "trainer.checkpoint_callback_class": ((), "nothing is called after a checkpoint"),
+    "trainer.v1.trainer_mode": (("sync",), "set driver.max_lag and rollout.placement yourself"),
+    "trainer.v1.sampler.custom_sampler.*": ((), "a step learns from the samples of its prompts"),
+    "skip.*.enable": ((False,), "steps are not skipped here"),
+    **{f"*.{engine}.*": ((), f"there is no engine {engine}; take fsdp or megatron, and its keys")
+       for engine in ("veomni", "torchtitan", "automodel", "mindspeed")},
+}  # fmt: skip
+
+# Patterns and the reason why keys that fit have no effect here, whatever their value. The first that fits counts.
 NO_EFFECT: Mapping[str, str] = {
     "*_target_": "it names a class of verl",
     "defaults": "it composes verl's config from its own files",
     "hydra.*": "it configures Hydra",
-    "*.profiler.*": "there is no profiler here",
-    "global_profiler.*": "there is no profiler here",
+    "*profiler.*": "there is no profiler here",
+    "actor_rollout_ref.ref.fsdp_config.model_dtype": "the reference policy has no masters",
     "actor_rollout_ref.ref.*": ONE_LAYOUT,
+    "*.mixed_precision.reduce_dtype": "gradients are summed in fp32",
+    "*.mixed_precision.buffer_dtype": "buffers are fp32",
     "*.checkpoint.*": COMPLETE,
     "*ppo_micro_batch_size*": "micro-batches are cut by tokens; see ppo_max_token_len_per_gpu",
     "*forward_micro_batch_size*": "micro-batches are cut by tokens; see ppo_max_token_len_per_gpu",
     "*forward_max_token_len_per_gpu": "the budget of training holds for every pass",
+    "*infer_*": "the budget of training holds for every pass",
+    "*_config.m*_per_gpu": "ppo_max_token_len_per_gpu is the budget",
+    "critic.fsdp.m*_per_gpu": "ppo_max_token_len_per_gpu is the budget",
+    "*.megatron.m*_per_gpu": "ppo_max_token_len_per_gpu is the budget",
     "*log_prob_*": "the budget of training holds for every pass",
     "*use_dynamic_bsz": "micro-batches are always cut by tokens",
     "*use_remove_padding": PACKED,
@@ -119,8 +247,14 @@ NO_EFFECT: Mapping[str, str] = {
     "*grad_offload": OFFLOADED,
     "*param_offload": OFFLOADED,
     "*optimizer_offload": OFFLOADED,
+    **{f"*optim.override_optimizer_config.{name}": "it moves or speeds up the optimizer, whose numbers are the same"
+       for name in ("optimizer_cpu_offload", "*offload_fraction", "overlap_cpu_optimizer*", "pin_cpu_*",
+                    "use_precision_aware_optimizer", "use_torch_optimizer_for_cpu_offload", "foreach", "fused",
+                    "capturable")},
+    "*.override_transformer_config.attention_backend": KERNELS,
+    "*.override_transformer_config.recompute_modules": "it is Megatron's default",
     "*use_torch_compile": "verl compiles its entropy; here fsdp_config.use_torch_compile compiles layers",
-    "*.qat.*": "there is no training with quantized weights here",
+    "*.qat.*": "qat.enable is off",
     "*router_replay.*": "routing is replayed in updates of the actor alone, from memory",
     "*data_loader_seed": "trainer.seed is the seed of everything",
     "*.seed": "trainer.seed is the seed of everything",
@@ -128,125 +262,93 @@ NO_EFFECT: Mapping[str, str] = {
     "*entropy_*": KERNELS,
     "*calculate_*": "entropies and log-probs are computed where they are needed",
     "*use_prefix_grouper": KERNELS,
-    "*freeze_vision_*": "models are language models",
     "*rollout_n": "it repeats rollout.n",
     "*.clip_ratio": "verl reads clip_ratio_low and clip_ratio_high, which its defaults set",
     "*use_shm": "folders are read where they are",
     "*trust_remote_code": "Python code of a model's folder is never run",
-    "*external_lib": "nothing is imported for its side effects",
+    "reward_model.model.external_lib": "Python code of a model's folder is never run",
     "*use_liger": KERNELS,
     "*fused_kernel*": KERNELS,
     "*enable_activation_offload": KERNELS,
     "*tiled_mlp.*": KERNELS,
     "*.mtp.*": "extra prediction heads are not trained here",
-    "*.model.lora.*": "adapters have a rank, an alpha and target modules",
+    "*model.lora.*": "there are no adapters: their rank is 0",
+    "*.model.lora_merge": "rollout.adapters decides how adapters reach the engine",
+    "*.model.lora_*": "adapters have a rank, an alpha and target modules",
     "*hybrid_engine": "it has no other value in verl",
     "data.dataloader_num_workers": "rows are read when the run starts",
     "data.num_workers": "rows are read when the run starts",
     "data.filter_overlong_prompts_workers": "rows are read when the run starts",
-    "data.val_max_samples": "all held-out problems are evaluated",
+    "data.val_max_samples": "all held-out rows are evaluated",
     "data.val_batch_size": "an evaluation asks for all answers at once",
     "data.gen_batch_size": "a step samples what it learns from",
     "data.return_*": "it selects what verl's data loader returns",
     "data.validation_shuffle": "metrics do not depend on the order of problems",
-    "data.tools_key": "tools are not rendered here",
-    "data.enable_thinking*": "templates get no such argument here",
-    "data.*image*": "problems are text",
-    "data.*video*": "problems are text",
-    "data.*audio*": "problems are text",
-    "data.mm_processor_kwargs*": "problems are text",
+    "data.enable_thinking_default": "without it a template's own default counts",
+    "data.*image*": TEXT,
+    "data.*video*": TEXT,
+    "data.*audio*": TEXT,
+    "data.ignore_input_ids_mismatch": "rows are tokenized as the template renders them",
     "data.balance_dp_token": "rows are dealt to ranks by their tokens",
-    "data.ignore_input_ids_mismatch": "a template that changes earlier turns is an error here",
-    "data.tool_config_path": "tools are not called here",
-    "data.function_tool_path": "tools are not called here",
     "trainer.balance_batch": "rows are dealt to ranks by their tokens",
-    **{
-        f"*.fsdp*.{name}": "the fsdp backend sets it itself"
-        for name in (
-            "wrap_policy.*",
-            "forward_prefetch",
-            "use_orig_params",
-            "use_no_sync_for_gradient_accumulation",
-            "forward_only",
-            "strategy",
-            "turbo_config.*",
-            "mixed_precision*",
-        )
-    },
-    **{
-        f"*.megatron.{name}": "the Megatron backend sets it itself"
-        for name in (
-            "virtual_pipeline_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "use_dist*",
-            "dist*",
-            "dynamic_context_parallel",
-            "max_seqlen_per_dp_cp_rank",
-            "override_ddp_config*",
-            "override_mcore_model_config*",
-            "use_mbridge",
-            "vanilla_mbridge",
-            "forward_only",
-            "offload.*",
-        )
-    },
+    **{f"*.fsdp*.{name}": FSDP_ITSELF for name in (
+        "wrap_policy.*", "forward_prefetch", "use_orig_params", "use_no_sync_for_gradient_accumulation",
+        "forward_only", "strategy", "turbo_config.*", "mixed_precision")},
+    **{f"*.megatron.{name}": MEGATRON_ITSELF for name in (
+        "virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size", "use_dist*", "dist*",
+        "dynamic_context_parallel", "max_seqlen_per_dp_cp_rank", "override_ddp_config*",
+        "override_mcore_model_config*", "strategy", "use_mbridge", "vanilla_mbridge", "forward_only", "offload.*")},
+    "*optim.lr_decay_steps": "the learning rate is constant",
     "*optim.lr_wsd*": "the schedules are constant, linear and cosine",
     "*optim.muon*": "the optimizer is AdamW",
+    "*optim.use_layer_wise*": "the optimizer is AdamW",
+    "*optim.use_precision_aware_optimizer": "its states are in fp32",
     "*optim.use_*": "the optimizer's state is always saved and restored whole",
-    "*optim.total_training_steps": "a schedule decays over the whole run",
-    "*optim.zero_indexed_step": "warm-up starts from 0",
-    **{
-        f"critic.{name}": f"actor and critic share algorithm.{name}"
-        for name in ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")
-    },
+    "*optim.total_training_steps": "verl's trainer replaces it by the steps of the run",
+    **{f"critic.{name}": f"actor and critic share algorithm.{name}" for name in (
+        "ppo_mini_batch_size", "ppo_epochs", "shuffle", "loss_agg_mode", "loss_scale_factor")},
     "critic.enable": "algorithm.adv_estimator decides",
-    "actor_rollout_ref.rollout.mode": "engines always run beside the driver",
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": "its temperature decides",
-    "actor_rollout_ref.rollout.do_sample": "its temperature decides",
-    "actor_rollout_ref.rollout.load_format": "engines get their weights from the trainer",
-    "actor_rollout_ref.rollout.layered_summon": "weights are published bucket by bucket",
-    "actor_rollout_ref.rollout.multi_turn.*": "multi_turn.enable is off",
-    "actor_rollout_ref.rollout.agent.*": "responses have one turn",
-    "actor_rollout_ref.rollout.engine_kwargs.*": "it configures another engine than vLLM",
-    **{
-        ROLLOUT + name: "it has no counterpart in the rollout engines here"
-        for name in (
-            "prompt_length",
-            "response_length",
-            "cudagraph_capture_sizes",
-            "data_parallel_size",
-            "expert_parallel_size",
-            "pipeline_model_parallel_size",
-            "max_model_len",
-            "enable_chunked_prefill",
-            "enable_prefix_caching",
-            "logprobs_mode",
-            "scheduling_policy",
-            "disable_log_stats",
-            "multi_stage_wake_up",
-            "checkpoint_engine.*",
-            "update_weights_bucket_megabytes",
-            "trace.*",
-            "skip_tokenizer_init",
-            "enable_rollout_routing_replay",
-            "moe_load_balance_metrics_interval",
-            "prometheus.*",
-            "quantization_config_file",
-            "disaggregation.*",
-            "limit_images",
-            "mtp",
-            "qat",
-        )
-    },
-    "reward.sandbox_fusion.*": "rewards run in processes of their own; call a sandbox from a function",
+    "critic.nccl_timeout": "ray.timeout decides, for all ranks",
+    ROLLOUT + "mode": "engines always run beside the driver",
+    ROLLOUT + "val_kwargs.do_sample": "its temperature decides",
+    ROLLOUT + "load_format": "engines get their weights from the trainer",
+    ROLLOUT + "layered_summon": "weights are published bucket by bucket",
+    ROLLOUT + "multi_turn.*": "multi_turn.enable is off",
+    ROLLOUT + "agent.*": "responses have one turn",
+    ROLLOUT + "engine_kwargs*": "it configures another engine than vLLM",
+    ROLLOUT + "checkpoint_engine*": "weights are published bucket by bucket",
+    ROLLOUT + "trace.*": "there are no traces; trainer.journal keeps samples",
+    ROLLOUT + "disaggregation.*": "disaggregation.enabled is off",
+    ROLLOUT + "prompt_length": "it repeats data.max_prompt_length",
+    ROLLOUT + "response_length": "it repeats data.max_response_length",
+    ROLLOUT + "max_model_len": "prompt and response fit into it",
+    ROLLOUT + "limit_images": TEXT,
+    ROLLOUT + "n_gpus_per_node": "rollout.nnodes is 0: engines share the GPUs of training",
+    ROLLOUT + "enable_sleep_mode": "rollout.free_cache_engine decides",
+    ROLLOUT + "sglang_engine_mode": "it configures another engine than vLLM",
+    "*.model.load_tokenizer": "the tokenizer lies in the model's folder",
+    ROLLOUT + "enable_rollout_routing_replay": "actor.router_replay.mode decides",
+    **{ROLLOUT + name: "it has no counterpart in the rollout engines here" for name in (
+        "cudagraph_capture_sizes", "data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size",
+        "moe_tensor_parallel_size", "enable_chunked_prefill", "enable_prefix_caching", "scheduling_policy",
+        "disable_log_stats", "multi_stage_wake_up", "update_weights_bucket_megabytes", "skip_tokenizer_init",
+        "moe_load_balance_metrics_interval", "prometheus.*", "mtp", "qat", "server*",
+        "standalone_gpu_memory_utilization")},
+    "*sandbox_fusion.*": "no sandbox is set",
     "reward.reward_model.*": "the reward model is a model folder with a value head, on the training ranks",
     "reward_model.*": "the reward model is a model folder with a value head, on the training ranks",
     "reward.custom_reward_function.*": "the rule of each data source scores; no function is named",
     "reward.reward_manager.*": "functions are called row by row, or in batches by their signature",
-    "sandbox_fusion.*": "rewards run in processes of their own; call a sandbox from a function",
+    **{f"reward.reward_kwargs.{name}": "overlong_buffer_cfg.enable is off" for name in (
+        "overlong_buffer_cfg.enable", "overlong_buffer_cfg.len", "overlong_buffer_cfg.penalty_factor",
+        "overlong_buffer_cfg.log", "max_resp_len")},
+    "reward.launch_reward_fn_async": "rewards run in processes of their own",
     "algorithm.pf_ppo.*": "algorithm.use_pf_ppo is off",
+    "algorithm.filter_groups.max_inflight_gen_batches": "a step asks for the groups that it lacks",
     "algorithm.filter_groups.*": "algorithm.filter_groups.enable is off",
-    "algorithm.rollout_correction.*": "without bypass_mode, rollout_is and its threshold decide",
+    "algorithm.rollout_correction.loss_type": "algorithm.rollout_correction.bypass_mode is off",
+    "algorithm.rollout_correction.rollout_rs_threshold": "algorithm.rollout_correction.rollout_rs is not set",
+    "algorithm.rollout_correction.*": "algorithm.rollout_correction.rollout_is is not set",
     "distillation.*": "distillation.enabled is off",
     "trainer.rollout_data_dir": RECORDED,
     "trainer.validation_data_dir": RECORDED,
@@ -261,91 +363,85 @@ NO_EFFECT: Mapping[str, str] = {
     "trainer.ray_wait_register_center_timeout": "ray.timeout decides",
     "trainer.use_v1": "there is one trainer",
     "trainer.use_legacy_worker_impl": "there is one trainer",
+    "trainer.resume_from_path": "trainer.resume_mode is not resume_path",
     "trainer.v1.*": "trainer.v1.trainer_mode is sync",
     "trainer.profile_*": "there is no profiler here",
     "transfer_queue.*": "batches travel between the workers themselves",
     "ray_kwargs.*": "the [ray] table configures Ray",
     "ray_init.*": "the [ray] table configures Ray",
     "skip.*": "steps are not skipped here",
-}
-
-_MODEL_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "custom_chat_template": ((), "write it into chat_template.jinja in the model's folder"),
-    "tokenizer_path": ((), "the tokenizer lies in the model's folder"),
-    "hf_config_path": ((), "config.json lies in the model's folder"),
-    "lora_adapter_path": ((), "training continues from merged weights or from a checkpoint"),
-    "exclude_modules": (([],), "name the layers in target_modules"),
-    "override_config": (({},), "change config.json in the model's folder"),
-}
-_OPTIM_ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "optimizer": (("AdamW", "adamw", "adam"), "the optimizer is AdamW"),
-    "optimizer_impl": (("torch.optim",), "the optimizer is AdamW"),
-    "override_optimizer_config": (({},), "the optimizer is AdamW"),
-    "num_cycles": ((0.5,), "a cosine falls once"),
-    "lr_warmup_init": ((0.0,), "warm-up starts from 0"),
-    "lr_decay_steps": ((), "a schedule decays over the whole run"),
-    "weight_decay_incr_style": (("constant",), "weight decay is constant"),
-}
-# Keys that may only have these values, and what is missing here otherwise. Null is always allowed.
-ONLY: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "data.train_max_samples": ((-1,), "all rows are trained on; write a smaller file"),
-    "data.reward_fn_key": (("data_source",), "the column is data_source; rename it"),
-    "data.truncation": (("error",), "prompts are never cut; set data.filter_overlong_prompts"),
-    "data.messages_key": (("messages",), "the column is messages; rename it"),
-    "data.custom_cls.path": ((), "rows are read from files alone"),
-    "data.custom_cls.name": ((), "rows are read from files alone"),
-    "data.apply_chat_template_kwargs": (({},), "templates get no arguments; write them into chat_template.jinja"),
-    "data.pad_mode": (("no_padding",), PACKED),
-    "data.tokenizer": ((), "the tokenizer lies in the model's folder"),
-    **{model + name: rule for model in (MODEL, "critic.model.") for name, rule in _MODEL_ONLY.items()},
-    **{f"{role}optim.{name}": rule for role in (ACTOR, "critic.") for name, rule in _OPTIM_ONLY.items()},
-    ACTOR + "fsdp_config.model_dtype": (("fp32", "float32"), "master weights are fp32"),
-    "critic.fsdp.model_dtype": (("fp32", "float32"), "master weights are fp32"),
-    ROLLOUT + "ignore_eos": ((False,), "responses end at an end token"),
-    ROLLOUT + "over_sample_rate": ((0,), "a step samples what it learns from"),
-    ROLLOUT + "multi_turn.enable": ((False,), "a conversation needs an environment here; set env.name"),
-    ROLLOUT + "agent.default_agent_loop": (
-        ("single_turn_agent",), "a conversation needs an environment here; set env.name",
-    ),
-    ROLLOUT + "quantization": ((), "the engine has the trainer's weights, unquantized"),
-    "algorithm.use_pf_ppo": ((False,), "responses are not reweighted by preference"),
-    "algorithm.rollout_correction.rollout_rs": ((), "rows are not rejected by their ratio"),
-    "algorithm.rollout_correction.bypass_mode": ((False,), "the ratio starts from the trainer's own log-probs"),
-    "algorithm.rollout_correction.rollout_is_batch_normalize": ((False,), "importance weights are not normalized"),
-    "reward.reward_manager.name": (("naive", "batch", "prime"), "its manager is not here; write a reward function"),
-    "reward.custom_reward_function.reward_kwargs": (({},), "write the values into the function"),
-    "distillation.enabled": ((False,), "use algorithm.name = distill"),
-    "trainer.val_only": ((False,), "use verl-fn eval"),
-    "trainer.v1.trainer_mode": (("sync",), "set driver.max_lag and rollout.placement yourself"),
 }  # fmt: skip
 
-_OPTIM = {"weight_decay": 0.01, "clip_grad": 1.0, "lr_scheduler_type": "constant", "lr_warmup_steps": -1}
-_ACTOR = {f"{ACTOR}optim.{name}": value for name, value in _OPTIM.items()}
-# verl's defaults that differ from those here, or that other keys are computed with.
+# verl's defaults of keys that are translated, as far as they differ from those here or are computed with.
+_OPTIM = {
+    "weight_decay": 0.01, "betas": [0.9, 0.999], "clip_grad": 1.0, "lr_scheduler_type": "constant",
+    "lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.0,
+}  # fmt: skip
+_ACTOR = {f"{ACTOR}optim.{name}": value for name, value in _OPTIM.items()} | {
+    MODEL + "path": "~/models/deepseek-llm-7b-chat", MODEL + "enable_gradient_checkpointing": True,
+    MODEL + "lora_alpha": 16, ACTOR + "fsdp_config.dtype": "bfloat16", ACTOR + "megatron.dtype": "bfloat16",
+    "trainer.logger": ["console", "wandb"], "trainer.save_freq": -1, "trainer.test_freq": -1,
+    "trainer.log_val_generations": 0, "trainer.nnodes": 1,
+}  # fmt: skip
 PPO_DEFAULTS: Mapping[str, Any] = _ACTOR | {f"critic.optim.{name}": value for name, value in _OPTIM.items()} | {
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet", "data.val_files": "~/data/rlhf/gsm8k/test.parquet",
     "data.train_batch_size": 1024, "data.max_prompt_length": 512, "data.max_response_length": 512,
-    MODEL + "path": "~/models/deepseek-llm-7b-chat", MODEL + "enable_gradient_checkpointing": True,
-    "critic.model.enable_gradient_checkpointing": True,
+    "data.shuffle": True, "critic.model.path": "~/models/deepseek-llm-7b-chat",
+    "critic.model.enable_gradient_checkpointing": True, "critic.model.lora_alpha": 16,
+    "critic.fsdp.dtype": "bfloat16", "critic.megatron.dtype": "bfloat16",
     ACTOR + "optim.lr": 1e-6, "critic.optim.lr": 1e-5,
-    ACTOR + "ppo_mini_batch_size": 256, ACTOR + "ppo_epochs": 1, ACTOR + "clip_ratio_low": 0.2,
-    ACTOR + "clip_ratio_high": 0.2, ACTOR + "loss_agg_mode": "token-mean", ACTOR + "policy_loss.loss_mode": "vanilla",
+    ACTOR + "ppo_mini_batch_size": 256, ACTOR + "ppo_epochs": 1, ACTOR + "shuffle": False,
+    ACTOR + "clip_ratio": 0.2, ACTOR + "clip_ratio_low": 0.2, ACTOR + "clip_ratio_high": 0.2,
+    ACTOR + "clip_ratio_c": 3.0, ACTOR + "tau_pos": 1.0, ACTOR + "tau_neg": 1.05,
+    ACTOR + "loss_agg_mode": "token-mean", ACTOR + "policy_loss.loss_mode": "vanilla",
+    ACTOR + "policy_loss.clip_cov_ratio": 0.0002, ACTOR + "policy_loss.clip_cov_lb": 1.0,
+    ACTOR + "policy_loss.clip_cov_ub": 5.0, ACTOR + "policy_loss.kl_cov_ratio": 0.0002,
+    ACTOR + "policy_loss.ppo_kl_coef": 0.1, ACTOR + "entropy_coeff": 0.0, ACTOR + "use_kl_loss": False,
+    ACTOR + "kl_loss_coef": 0.001, ACTOR + "kl_loss_type": "low_var_kl",
     ACTOR + "use_dynamic_bsz": False, ACTOR + "ppo_max_token_len_per_gpu": 16384,
-    "critic.ppo_max_token_len_per_gpu": 32768,
+    "critic.ppo_max_token_len_per_gpu": 32768, "critic.cliprange_value": 0.5,
     ROLLOUT + "name": "vllm", ROLLOUT + "dtype": "bfloat16", ROLLOUT + "max_num_seqs": 256,
+    ROLLOUT + "max_num_batched_tokens": 8192, ROLLOUT + "gpu_memory_utilization": 0.5,
+    ROLLOUT + "free_cache_engine": True, ROLLOUT + "enforce_eager": False,
     ROLLOUT + "tensor_model_parallel_size": 2, ROLLOUT + "nnodes": 0, ROLLOUT + "n": 1,
-    "algorithm.adv_estimator": "gae",
-    "reward.num_workers": 8,
+    ROLLOUT + "temperature": 1.0, ROLLOUT + "top_k": -1, ROLLOUT + "top_p": 1.0,
+    ROLLOUT + "val_kwargs.n": 1, ROLLOUT + "val_kwargs.temperature": 0.0, ROLLOUT + "val_kwargs.top_k": -1,
+    ROLLOUT + "val_kwargs.top_p": 1.0,
+    "algorithm.adv_estimator": "gae", "algorithm.gamma": 1.0, "algorithm.lam": 1.0,
+    "algorithm.norm_adv_by_std_in_grpo": True, "algorithm.filter_groups.metric": "reward",
+    "algorithm.filter_groups.max_num_gen_batches": 0, "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_penalty": "kl", "algorithm.kl_ctrl.type": "fixed", "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.horizon": 10000, "algorithm.kl_ctrl.target_kl": 0.1,
+    "algorithm.rollout_correction.rollout_is_threshold": "2.0",
+    "reward.num_workers": 8, "reward.custom_reward_function.name": "compute_score",
+    "reward.reward_manager.name": "naive", ACTOR.removesuffix("actor.") + "nccl_timeout": 600,
     "trainer.project_name": "verl_examples", "trainer.experiment_name": "gsm8k", "trainer.total_epochs": 30,
-    "trainer.logger": ["console", "wandb"], "trainer.save_freq": -1, "trainer.test_freq": -1,
-    "trainer.log_val_generations": 0, "trainer.nnodes": 1, "trainer.n_gpus_per_node": 8,
+    "trainer.n_gpus_per_node": 8, "trainer.val_before_train": True, "trainer.critic_warmup": 0,
+    "trainer.resume_mode": "auto",
 }  # fmt: skip
 SFT_DEFAULTS: Mapping[str, Any] = _ACTOR | {
     "data.train_files": "~/data/gsm8k/train.parquet", "data.train_batch_size": 256, "data.max_length": 1024,
-    "data.seed": 1, MODEL + "path": "~/models/deepseek-llm-7b-chat", MODEL + "enable_gradient_checkpointing": True,
-    ACTOR + "optim.lr": 1e-3, ACTOR + "use_dynamic_bsz": True, ACTOR + "ppo_max_token_len_per_gpu": 8192,
+    "data.seed": 1, ACTOR + "optim.lr": 1e-3, ACTOR + "use_dynamic_bsz": True,
+    ACTOR + "ppo_max_token_len_per_gpu": 8192, ACTOR + "ppo_micro_batch_size_per_gpu": 4,
     "trainer.project_name": "gsm8k-sft", "trainer.experiment_name": "test", "trainer.total_epochs": 4,
-    "trainer.logger": ["console", "wandb"], "trainer.save_freq": -1, "trainer.test_freq": -1,
-    "trainer.log_val_generations": 0, "trainer.nnodes": 1, "trainer.n_gpus_per_node": 1,
-    "trainer.val_before_train": False,
+    "trainer.n_gpus_per_node": 1, "trainer.val_before_train": False, "trainer.resume_mode": "auto",
+}  # fmt: skip
+# Further keys that are computed with; verl has no number by default.
+NUMBERS = frozenset({
+    *(role + name for role in ROLES for name in (
+        "ppo_micro_batch_size_per_gpu", "grad_clip", "optim.lr_decay_steps", "optim.min_lr", "optim.min_lr_ratio",
+        "megatron.context_parallel_size", "megatron.tensor_model_parallel_size")),
+    *(fsdp + name for fsdp in (ACTOR + "fsdp_config.", "critic.fsdp.")
+      for name in ("fsdp_size", "ulysses_sequence_parallel_size")),
+    *(ROLLOUT + name for name in ("prompt_length", "response_length", "max_model_len", "n_gpus_per_node")),
+    "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.val_max_samples", "data.seed",
+    "reward.reward_kwargs.max_resp_len", "reward.reward_kwargs.overlong_buffer_cfg.len",
+    "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
+})  # fmt: skip
+# Fields of Megatron's provider with verl's default, which is Megatron's own; None: any value, without effect here.
+MEGATRON_CHOICES: Mapping[str, Any] = {"recompute_modules": ["core_attn"], "attention_backend": None}
+# With verl's files for Megatron.
+MEGATRON_DEFAULTS: Mapping[str, Any] = {
+    ACTOR + "strategy": "megatron", "critic.strategy": "megatron", ACTOR + "megatron.sequence_parallel": True,
+    "critic.megatron.sequence_parallel": True,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reading of verl's settings: YAML files and Hydra's ``key=value`` overrides, with their references resolved."""
+"""Reading of verl's settings: scripts, YAML files and Hydra's ``key=value`` overrides, with references resolved."""
 
 from __future__ import annotations
 
@@ -14,9 +14,19 @@ import yaml
 from verl_fn.config.fields import ConfigError, home
 from verl_fn.config.tables import flat
 
+from .keys import PPO_DEFAULTS, SFT_DEFAULTS
+from .scripts import launch_of
+
 _REFERENCE = re.compile(r"\$\{([^${}]*)\}")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
-_LAUNCHER = re.compile(r"--(nproc[-_]per[-_]node|nnodes)=(\d+)")
+_LAUNCHER = re.compile(r"--(nproc[-_]per[-_]node|nnodes)")
+# Modules with the trainers of ppo_trainer.yaml and of sft_trainer_engine.yaml.
+_PPO_MODULES = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "verl.trainer.main_ppo_v0",
+                "recipe.dapo.main_dapo")  # fmt: skip
+_SFT_MODULES = ("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray", "verl.trainer.fsdp_sft_trainer")
+# verl's own files; all of them have the same keys and defaults but for the engine.
+_CONFIGS = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine", "dapo_trainer",
+            "dapo_megatron_trainer")  # fmt: skip
+_ENGINES = {"dp": "fsdp", "fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
 
 
 @attrs.frozen
@@ -26,16 +36,25 @@ class Settings:
     Attributes:
         values: the value of each key that was set.
         sft: whether they are for ``sft_trainer``; otherwise they are for ``ppo_trainer``.
-        megatron: whether the chosen config files are those of Megatron.
+        engine: verl's engine of the chosen config files: ``fsdp``, ``megatron``, or another one as verl names it.
+        module: the module of the trainer; empty if no command was given.
+        words: the keys that words of a command line have set; all other keys are from files.
     """
 
     values: Mapping[str, Any]
     sft: bool = False
-    megatron: bool = False
+    engine: str = "fsdp"
+    module: str = ""
+    words: frozenset[str] = frozenset()
+
+    @property
+    def trainer_is_known(self) -> bool:
+        """Returns whether the module's trainer is one of those whose settings are translated."""
+        return self.module in ("", *_PPO_MODULES, *_SFT_MODULES)
 
 
 def read_settings(words: Sequence[str]) -> Settings:
-    """Reads the words of a command line of verl, or YAML files and overrides.
+    """Reads a script of verl with its arguments, the words of a command line of verl, or YAML files and overrides.
 
     Words of a launcher (``python3 -m verl.trainer.main_ppo``, ``torchrun --nproc_per_node=8``) may stay. Later
     settings replace earlier ones.
@@ -44,96 +63,171 @@ def read_settings(words: Sequence[str]) -> Settings:
         words: as a shell hands them over: variables are replaced and quotes removed.
 
     Raises:
-        ConfigError: a file cannot be read, or a word is neither a file nor a setting.
+        ConfigError: a file cannot be read, a script starts no trainer, or a word is neither a file nor a setting.
 
     Example:
-        >>> read_settings(["algorithm.adv_estimator=grpo", "+trainer.logger=['console']", "model_engine=megatron"])
-        Settings(values={'algorithm.adv_estimator': 'grpo', 'trainer.logger': ['console']}, sft=False, megatron=True)
+        >>> words = ["algorithm.adv_estimator=grpo", "+trainer.logger=['console']", "model_engine=megatron"]
+        >>> read = read_settings(words)
+        >>> read.values, read.engine
+        ({'algorithm.adv_estimator': 'grpo', 'trainer.logger': ['console']}, 'megatron')
     """
-    launcher: list[str] = []
     words = [word for word in words if word.strip() not in ("", "\\")]
-    if "-m" in words:
-        start = words.index("-m")
-        launcher, words = words[: start + 2], words[start + 2 :]
+    if words and words[0].endswith((".sh", ".bash")):
+        words = launch_of(words[0], words[1:])
+    launcher, module, words = _command(words)
+    words, chosen = _options(words)
     values: dict[str, Any] = {}
-    options = [word for word in words if word.startswith("--")]
+    given: set[str] = set()
     for word in words:
-        if word.startswith("--"):
-            continue
         key, equals, string = word.partition("=")
         if word.startswith("~") and "/" not in key:
             values.pop(key[1:], None)
         elif not equals:
             values |= _file(word)
         else:
-            values[key.lstrip("+")] = _value(key, string)
-    groups = [key for key in values if "." not in key and not isinstance(values[key], list | dict)]
-    chosen = " ".join([*options, *(str(values.pop(key)) for key in groups if key != "defaults")])
+            key = key.lstrip("+")
+            inner = _value(key, string)
+            table = flat({key: inner}) if isinstance(inner, Mapping) and inner else {key: inner}
+            values |= table
+            given |= table.keys()
+    chosen |= {key: values.pop(key) for key in list(values) if _is_group(key, values[key])}
     values |= _ranks(launcher)
-    sft = "sft_trainer" in " ".join([*launcher, *options]) or any(
-        key.startswith(("optim.", "engine.")) for key in values
-    )
-    return Settings(_resolved(values), sft, "megatron" in chosen)
+    tables = ("optim.", "engine.", "model.", "checkpoint.")
+    sft = module in _SFT_MODULES or (not module and any(key.startswith(tables) for key in values))
+    sft = sft or str(chosen.get("config-name", "")).startswith("sft_trainer")
+    defaults = SFT_DEFAULTS if sft else PPO_DEFAULTS
+    return Settings(_resolved(values, defaults), sft, _engine(chosen), module, frozenset(given))
+
+
+def _command(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
+    """Splits the words of a command into those of the launcher, the trainer's module, and its arguments."""
+    if "-m" in words:
+        start = list(words).index("-m")
+        return list(words[:start]), words[start + 1] if start + 1 < len(words) else "", list(words[start + 2 :])
+    for number, word in enumerate(words):
+        if word.endswith(".py") and "=" not in word:
+            parts = Path(word).with_suffix("").parts
+            starts = [place for place, part in enumerate(parts) if part in ("verl", "recipe")]
+            return list(words[:number]), ".".join(parts[starts[-1] :] if starts else parts), list(words[number + 1 :])
+    return [], "", list(words)
+
+
+def _options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Returns the words without Hydra's options, and what those choose; a config of the user's becomes a word.
+
+    Raises:
+        ConfigError: the chosen config is not one of verl's, and there is no such file.
+    """
+    short, chosen, rest = {"-cn": "--config-name", "-cp": "--config-path"}, {}, []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        name, equals, value = word.partition("=")
+        name = short.get(name, name)
+        if not name.startswith("--"):
+            rest.append(word)
+        elif not equals and name in ("--config-name", "--config-path", "--config-dir") and left:
+            chosen[name[2:]] = left.pop(0)
+        else:
+            chosen[name[2:]] = value
+    config = str(chosen.get("config-name", "")).removesuffix(".yaml")
+    if config and config not in _CONFIGS:
+        file = Path(str(chosen.get("config-path", ".")), config + ".yaml")
+        if not file.is_file():
+            raise ConfigError(
+                f"--from-verl: --config-name={config} is none of verl's own configs, and there is no {file}; give "
+                "--config-path as an absolute path, or the YAML file itself in its place"
+            )
+        rest.insert(0, str(file))
+    return rest, chosen
+
+
+def _is_group(key: str, value: Any) -> bool:
+    """Returns whether a setting chooses the engine's file of a group, such as ``model_engine=megatron``."""
+    return isinstance(value, str) and (key in ("model_engine", "engine", "optim") or key.startswith("actor@"))
+
+
+def _engine(chosen: Mapping[str, Any]) -> str:
+    names = [str(chosen[key]) for key in chosen if key.partition("@")[0] in ("model_engine", "engine")]
+    names += [str(value).rpartition("_")[0] for key, value in chosen.items() if key.startswith("actor@")]
+    if names:
+        return _ENGINES.get(names[-1], names[-1])
+    return "megatron" if "megatron" in str(chosen.get("config-name", "")) else "fsdp"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as OmegaConf reads it: ``1e-6`` is a number, dates are strings; and, as in Hydra's words, so is ``on``."""
+
+
+_RESOLVERS = {
+    "bool": ("true|True|TRUE|false|False|FALSE", "tTfF"),
+    "int": (r"[-+]?\d+", "-+0123456789"),
+    "float": (r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.?(inf|Inf)|\.?(nan|NaN)", "-+.0123456789inN"),
+    "null": ("~|null|Null|NULL|", ["~", "n", "N", ""]),
+}
+_Loader.yaml_implicit_resolvers = {}
+for _tag, (_pattern, _first) in _RESOLVERS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
 def _file(name: str) -> dict[str, Any]:
     path = Path(home(name))
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"--from-verl: {name!r} is neither a setting key=value nor a YAML file")
+        raise ConfigError(f"--from-verl: {name!r} is neither a setting key=value nor a YAML file or a script (.sh)")
     try:
-        table = yaml.safe_load(path.read_text(encoding="utf-8"))
+        table = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"--from-verl: {path} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--from-verl: {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"--from-verl: {path} has no table of keys")
-    return {key: _number(value) for key, value in flat(_with_names(table)).items() if value != "???"}
+    return {key: value for key, value in flat(_with_names(table)).items() if value != "???"}
 
 
 def _with_names(table: Mapping[Any, Any]) -> dict[str, Any]:
-    """Makes every key a string: YAML reads the key ``n`` as false."""
-    names = {False: "n", True: "y"}
-    return {
-        str(names.get(key, key) if isinstance(key, bool) else key): _with_names(value)
-        if isinstance(value, Mapping) and value
-        else value
-        for key, value in table.items()
-    }
+    """Makes every key a string."""
+    return {str(key): _with_names(value) if isinstance(value, Mapping) else value for key, value in table.items()}
 
 
 def _value(key: str, string: str) -> Any:
     if re.search(r"\$\w", string):
         raise ConfigError(f"--from-verl: {key} has a shell variable in {string!r}; let the shell replace it first")
+    if not string:
+        return string
     if string.lstrip().startswith("{"):
         string = re.sub(r":(?=[^\s/])", ": ", string)
     try:
-        return _number(yaml.safe_load(string))
+        value = yaml.load(string, _Loader)
+        # Lists in quotes are strings to Hydra, and lists to the classes that verl makes of them.
+        again = isinstance(value, str) and value.startswith("[")
+        return yaml.load(value, _Loader) if again else value
     except yaml.YAMLError:
         return string
 
 
-def _number(value: Any) -> Any:
-    """Reads 1e-6 as a number, which YAML does not."""
-    if isinstance(value, list):
-        return [_number(item) for item in value]
-    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
-
-
 def _ranks(launcher: Sequence[str]) -> dict[str, int]:
     """Returns the keys of verl's trainer that torchrun's options stand for."""
-    names = {"nnodes": "trainer.nnodes"}
-    matches = (match for word in launcher if (match := _LAUNCHER.fullmatch(word)))
-    return {names.get(match[1], "trainer.n_gpus_per_node"): int(match[2]) for match in matches}
+    ranks = {}
+    for place, word in enumerate(launcher):
+        name, equals, value = word.partition("=")
+        if match := _LAUNCHER.fullmatch(name):
+            value = value if equals else "".join(launcher[place + 1 : place + 2])
+            if value.isdigit():
+                ranks["trainer.nnodes" if match[1] == "nnodes" else "trainer.n_gpus_per_node"] = int(value)
+    return ranks
 
 
-def _resolved(values: Mapping[str, Any]) -> dict[str, Any]:
+def _resolved(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Replaces OmegaConf's references by the values of the keys that they name; null where there is none."""
+    known = {**defaults, **values}
 
     def replaced(key: str, value: Any, depth: int = 0) -> Any:
+        if isinstance(value, list):
+            return [replaced(key, item, depth) for item in value]
         if not isinstance(value, str) or depth > 20 or not (match := _REFERENCE.search(value)):
             return value
-        inner = _referred(key, match[1], values)
+        inner = _referred(key, match[1], known)
         if match[0] == value:
             return replaced(key, inner, depth + 1)
         return replaced(key, value[: match.start()] + str(inner) + value[match.end() :], depth + 1)

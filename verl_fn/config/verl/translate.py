@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 
+from verl_fn.config.fields import ConfigError
 from verl_fn.config.loading import default_table, keys, structure
 from verl_fn.config.notes import without_effect
+from verl_fn.config.plan import make_plan
 from verl_fn.config.tables import Table, flat
 
 from .computed import COMPUTED, CountRows, Move
-from .keys import ALIASES, NO_EFFECT, ONLY, PPO_DEFAULTS, SAME, SFT_ALIASES, SFT_DEFAULTS
+from .keys import (
+    ALIASES,
+    MEGATRON_DEFAULTS,
+    NO_EFFECT,
+    NUMBERS,
+    ONLY,
+    PPO_DEFAULTS,
+    SAME,
+    SFT_ALIASES,
+    SFT_DEFAULTS,
+    SFT_ENGINES,
+    TABLES,
+    Rule,
+)
 from .reading import Settings
 
 _WRAPPED = textwrap.TextWrapper(
@@ -90,29 +106,32 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
     """
     names = _canonical_names(settings)
     given = _given(settings, names)
-    written = {key: name for name, key in names.items()}
-    values = dict(SFT_DEFAULTS if settings.sft else PPO_DEFAULTS) | given
-    refused = _not_allowed(given, written)
+    written: dict[str, list[str]] = {}
+    for name, key in names.items():
+        written.setdefault(key, []).append(name)
+    defaults = dict(SFT_DEFAULTS if settings.sft else PPO_DEFAULTS)
+    values = defaults | (dict(MEGATRON_DEFAULTS) if settings.engine == "megatron" else {}) | given
+    refused = _no_numbers(given, defaults, written)
+    values |= {key: defaults.get(key) for key in refused}
     moves: dict[str, Move] = {}
     for move in _moves(values, settings, count_rows):
         if move.problem:
-            whose = [written[key] for key in move.keys if key in written] or move.keys
-            refused |= dict.fromkeys(move.keys, f"{', '.join(whose)}: {move.problem}")
+            refused |= _refusal(move.keys, move.problem, written)
         else:
             moves[move.ours] = move
-    table, ignored = _config({key: move.value for key, move in moves.items()})
+    moved = {key for move in moves.values() for key in move.keys}
+    refused |= _not_allowed({key: value for key, value in given.items() if key not in moved}, written)
+    table, ignored, unusable = _config(moves)
+    for key, message in unusable.items():
+        refused |= _refusal(moves.pop(key).keys if key in moves else (key,), message, written)
     used = {key for move in moves.values() if move.ours not in ignored for key in move.keys}
     kept = flat(table)
+    others = {name: _reason(key, moves, ignored) for name, key in names.items() if key not in used | refused.keys()}
     reasons: dict[str, list[str]] = {}
-    unknown: list[str] = []
-    for name, key in names.items():
-        if key in used or key in refused:
-            continue
-        if reason := _reason(key, moves, ignored):
+    for name, reason in others.items():
+        if reason:
             reasons.setdefault(reason, []).append(name)
-        else:
-            unknown.append(_unknown(name, settings))
-    by_user = {key: [written[k] for k in move.keys if k in written] for key, move in moves.items()}
+    by_user = {key: [name for k in move.keys for name in written.get(k, ())] for key, move in moves.items()}
     lines = {key: _line(move, by_user[key]) for key, move in moves.items() if key not in ignored}
     return Translation(
         table,
@@ -120,35 +139,39 @@ def translate(settings: Settings, count_rows: CountRows = lambda files: None) ->
         [line for key, line in lines.items() if not by_user[key] and key in kept],
         reasons,
         list(dict.fromkeys(refused.values())),
-        unknown,
+        [_unknown(name, settings) for name, reason in others.items() if not reason],
     )
 
 
 def _canonical_names(settings: Settings) -> dict[str, str]:
     """Returns for each key that was set the one of ``ppo_trainer`` of 0.9 that it stands for."""
-    aliases = {**(SFT_ALIASES if settings.sft else {}), **ALIASES}
+    engine = {"engine.": SFT_ENGINES.get(settings.engine, "engine.")}
+    aliases = {**({**SFT_ALIASES, **engine} if settings.sft else {}), **ALIASES}
     names = {}
     for name in settings.values:
-        table = name.rpartition(".")[0]
+        table = name[: name.find("lora.") + 4] if "lora." in name else ""
         # Megatron's table of adapters counts where it has a rank.
         unused = table.endswith("model.lora") and not settings.values.get(f"{table}.rank")
         key = name
         for start, replacement in () if unused else aliases.items():
-            if key == start or (start.endswith(".") and key.startswith(start)):
+            if key == start or (start[-1] in "._" and key.startswith(start)):
                 key = replacement + key.removeprefix(start)
         names[name] = key
     return names
 
 
 def _given(settings: Settings, names: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the values by canonical key; of several names of a key, the last one with more than a neutral value."""
+    """Returns the values by canonical key; of several names of a key, the last one with more than a neutral value.
+
+    A null leaves verl's default, except of the clip ranges, for which it means clip_ratio.
+    """
     given: dict[str, Any] = {}
     for name, key in names.items():
         value = settings.values[name]
         neutral = value is None or (not isinstance(value, str) and value in (0, 1))
         if key not in given or not neutral or given[key] is None:
             given[key] = value
-    return given
+    return {key: value for key, value in given.items() if value is not None or "clip_ratio_" in key}
 
 
 def _moves(values: Mapping[str, Any], settings: Settings, count_rows: CountRows) -> Iterator[Move]:
@@ -160,10 +183,43 @@ def _moves(values: Mapping[str, Any], settings: Settings, count_rows: CountRows)
         yield from compute(values, settings, count_rows)
 
 
-def _config(values: Mapping[str, Any]) -> tuple[Table, dict[str, str]]:
-    """Returns the nested table of values that are not defaults, and why others are left out, by key."""
-    table = _nested(values)
-    cfg = structure(table)
+def _no_numbers(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], written: Mapping[str, Sequence[str]]
+) -> dict[str, str]:
+    """Returns a line for each key that should have a number and has none."""
+    return {
+        key: f"{', '.join(written[key])}: expected a number, got {_shown(value)}"
+        for key, value in given.items()
+        if (key in NUMBERS or _is_number(defaults.get(key))) and value is not None and not _is_number(value)
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _refusal(keys: Sequence[str], problem: str, written: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    whose = [name for key in keys for name in written.get(key, ())] or keys
+    return dict.fromkeys(keys, f"{', '.join(whose)}: {problem}")
+
+
+def _config(moves: Mapping[str, Move]) -> tuple[Table, dict[str, str], dict[str, str]]:
+    """Returns the table of values that are not defaults, why others are left out, and which are unusable, by key."""
+    values = {key: move.value for key, move in moves.items() if move.value is not None}
+    unusable: dict[str, str] = {}
+    while True:
+        table = _nested(values)
+        try:
+            cfg = structure(table)
+            break
+        except ConfigError as error:
+            unusable |= (problem := _named(error, values))
+            for key in problem:
+                values.pop(key)
+    try:
+        make_plan(cfg)
+    except ConfigError as error:
+        unusable |= _named(error, values)
     with_name = f'has no effect with algorithm.name = "{cfg.algorithm.name}"'
     known = set(keys(options=type(cfg.algorithm.options)))
     others = {key: f"{key} {with_name}" for key in values if key.startswith("algorithm.") and key not in known}
@@ -174,7 +230,20 @@ def _config(values: Mapping[str, Any]) -> tuple[Table, dict[str, str]]:
         for key, value in values.items()
         if key == "algorithm.name" or (key not in ignored and not _equal(value, defaults.get(key)))
     }
-    return _nested(changed), ignored
+    return _nested(changed), ignored, unusable
+
+
+def _named(error: ConfigError, values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the message of an error under the key with which it begins.
+
+    Raises:
+        ConfigError: it begins with none of the keys.
+    """
+    message = str(error)
+    for key in values:
+        if re.match(rf"{re.escape(key)}\b(?!\.)", message):
+            return {key: message}
+    raise error
 
 
 def _nested(values: Mapping[str, Any]) -> Table:
@@ -195,29 +264,39 @@ def _equal(value: Any, default: Any) -> bool:
     return bool(value == default)
 
 
-def _not_allowed(given: Mapping[str, Any], written: Mapping[str, str]) -> dict[str, str]:
+def _rule(key: str) -> Rule | str:
+    """Returns which values a key may have and what else to do, or why it has no effect; empty for an unknown key."""
+    rules: dict[str, Rule | str] = {**NO_EFFECT, **ONLY}
+    if key in rules:
+        return rules[key]
+    patterns = (pattern for pattern in (*ONLY, *NO_EFFECT) if fnmatch.fnmatchcase(key, pattern))
+    return rules.get(next(patterns, ""), "")
+
+
+def _not_allowed(given: Mapping[str, Any], written: Mapping[str, Sequence[str]]) -> dict[str, str]:
     """Returns a line for each key whose value this project cannot follow."""
     refused = {}
     for key, value in given.items():
-        allowed, reason = ONLY.get(key, ((value,), ""))
-        if value is not None and value not in allowed:
-            refused[key] = f"{written[key]} = {_shown(value)}: {reason}"
+        rule = _rule(key)
+        if not isinstance(rule, str) and value is not None and value not in rule[0]:
+            refused[key] = f"{', '.join(written[key])} = {_shown(value)}: {rule[1]}"
     return refused
 
 
 def _reason(key: str, moves: Mapping[str, Move], ignored: Mapping[str, str]) -> str:
     """Returns why a key changes nothing here; empty for an unknown key."""
     for move in moves.values():
-        if key in move.keys:
+        if key in move.keys and move.ours in ignored:
             return ignored[move.ours].partition(" has no effect ")[2]
-    if key in ONLY:
-        return "it asks for what happens here anyway"
-    reason = next((reason for pattern, reason in NO_EFFECT.items() if fnmatch.fnmatchcase(key, pattern)), "")
-    return reason or ("null leaves the default" if key in SAME or key in PPO_DEFAULTS else "")
+    rule = _rule(key)
+    if rule:
+        return rule if isinstance(rule, str) else "it asks for what happens here anyway"
+    known = key in SAME or key in PPO_DEFAULTS or key in SFT_DEFAULTS or key.startswith(tuple(TABLES))
+    return "null leaves the default" if known else ""
 
 
 def _unknown(name: str, settings: Settings) -> str:
-    known = [*SAME, *ONLY, *PPO_DEFAULTS, *(key for key in NO_EFFECT if "*" not in key)]
+    known = [key for key in (*SAME, *ONLY, *PPO_DEFAULTS, *NO_EFFECT) if "*" not in key]
     if settings.sft:
         backwards = {target: alias for alias, target in reversed(list(SFT_ALIASES.items()))}
         known = [next((a + k.removeprefix(t) for t, a in backwards.items() if k.startswith(t)), k) for k in known]
