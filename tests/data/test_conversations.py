@@ -5,10 +5,11 @@ import json
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.data.conversations import Conversation, read_conversations, turn_tokens
+from verl_fn.data.conversations import Conversation, read_conversations
 from verl_fn.data.examples import pack_examples, pack_pairs
 from verl_fn.data.judged import Judged
 from verl_fn.data.loading import read_files
+from verl_fn.data.rendering import encode_parts, turn_parts
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 
@@ -34,6 +35,13 @@ def talk(*contents):
     return tuple({"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents))
 
 
+def turn_tokens(made, messages, start=0):
+    """The only row of a conversation."""
+    problem = Conversation(messages[:-1], "", messages=messages)
+    ((ids, mask),) = encode_parts(turn_parts(made, problem, messages, [END], start), made)
+    return ids, mask
+
+
 def learned(tokens, mask, made):
     """The text of every stretch that is learned from, with its end token."""
     stretches, current = [], []
@@ -48,13 +56,13 @@ def learned(tokens, mask, made):
 def test_only_what_the_assistant_says_is_learned_turn_by_turn():
     made = tokenizer()
     messages = talk("ab", "c", "d", "ba")
-    ids, mask = turn_tokens(made, messages, END)
+    ids, mask = turn_tokens(made, messages)
     assert made.decode(ids) == "Uab<eos>\nAc<eos>\nUd<eos>\nAba<eos>"
     assert learned(ids, mask, made) == ["c<eos>", "ba<eos>"]
-    ids, mask = turn_tokens(made, messages, END, start=2)
+    ids, mask = turn_tokens(made, messages, start=2)
     assert learned(ids, mask, made) == ["ba<eos>"]
     system = ({"role": "system", "content": "dd"}, *messages[:2])
-    ids, mask = turn_tokens(made, system, END)
+    ids, mask = turn_tokens(made, system)
     assert made.decode(ids).startswith("Udd<eos>\nUab") and learned(ids, mask, made) == ["c<eos>"]
 
 
@@ -69,7 +77,6 @@ def test_one_turn_is_the_same_row_as_a_prompt_and_its_answer():
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (FORGETFUL, "renders the messages before message 3 otherwise .* make a row of its own of every turn"),
         (CHATML.replace("'A' if add_generation_prompt", "'U' if add_generation_prompt"), "begins message 1"),
         (CHATML.replace("eos_token + ", ""), "does not end message 1 with '<eos>', so the model would never learn"),
         ("{{ raise_exception('no') }}", "chat template failed"),
@@ -80,9 +87,28 @@ def test_templates_that_cannot_be_used(template, message):
     problem = Conversation(talk("ab"), "b", 5, "mine", messages=talk("ab", "cd", "a", "b"))
     with pytest.raises(DataError, match=f"problem 5 of 'mine': .*{message}"):
         pack_examples([problem], tokenizer(template), END)
-    if template == FORGETFUL:
-        single = Conversation(talk("ab", "cd", "a"), "b", messages=talk("ab", "cd"))
-        assert len(pack_examples([single], tokenizer(template), END)) == 1
+
+
+def test_a_template_that_rewrites_earlier_turns_makes_a_row_for_each_turn_as_the_model_sees_it():
+    made = tokenizer(FORGETFUL)
+    messages = talk("ab", "cd", "a", "b", "d", "ac")
+    batch = pack_examples([Conversation(messages[:-1], "ac", messages=messages), Problem(talk("a"), "b")], made, END)
+    rows = [
+        (made.decode(ids), learned(ids, mask, made))
+        for ids, mask in zip(batch.rows(), batch.rows("response_mask"), strict=True)
+    ]
+    assert rows == [
+        ("Uab<eos>\nAcd<eos>", ["cd<eos>"]),
+        # What was said so far is rewritten once and then stays, so the last two turns share a row.
+        ("Uab<eos>\nAc<eos>\nUa<eos>\nAb<eos>\nUd<eos>\nAac<eos>", ["b<eos>", "ac<eos>"]),
+        ("Ua<eos>\nAb<eos>", ["b<eos>"]),
+    ]
+    two = (*talk("ab", "cd")[1:], *talk("a", "b"))
+    pair = Judged(talk("ab"), "", 4, "mine", chosen=(two,), rejected=(talk("", "d")[1:],))
+    with pytest.raises(
+        DataError, match=r"problem 4 of 'mine': a response has several turns .* with the turns before it"
+    ):
+        pack_pairs([pair], made, END)
 
 
 def test_pairs_of_messages_learn_from_the_responses_alone():

@@ -421,13 +421,13 @@ def test_a_task_gives_what_it_has_at_once():
 
 def test_answers_that_are_trained_on_are_encoded_up_front(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", row("ab", "dc"), row("abc", ""), row("a", "abcdabcd"))
-    data = file_data(config([file]), chat_tokenizer(), end_token=2)
+    data = file_data(config([file]), chat_tokenizer(), end_tokens=2)
     rows = pack_examples(data.training, chat_tokenizer(), 2)
     assert data.max_row == max(rows.lengths) == 2 + 8 + 1
     odd = jsonl(tmp_path / "odd.jsonl", row("ab"), row("ab", "xyz"))
     assert file_data(config([odd]), chat_tokenizer()).max_row == 0
     with pytest.raises(DataError, match=r"problem 1 of 'mine': the tokenizer does not know every .* answer 'xyz'"):
-        file_data(config([odd]), chat_tokenizer(), end_token=2)
+        file_data(config([odd]), chat_tokenizer(), end_tokens=2)
     with pytest.raises(DataError, match="every character of the answer 'xyz'"):
         pack_examples([Problem("ab", "xyz")], chat_tokenizer(), 2)
 

@@ -151,10 +151,10 @@ def test_the_longest_rows_are_known_before_training(tmp_path):
     rows = [pair(), pair(prompt="abab>", chosen="b", rejected="a"), pair(chosen="bababa", rejected="b")]
     table = DataConfig(train_files=(str(write(tmp_path, *rows)),))
     tokenizer = char_tokenizer("ab>")
-    data = file_data(table, tokenizer, learns_from="pairs", end_token=2)
+    data = file_data(table, tokenizer, learns_from="pairs", end_tokens=2)
     # bos, prompt, response and end token
     assert (data.max_row, data.max_group) == (1 + 3 + 6 + 1, (1 + 3 + 6 + 1) + (1 + 3 + 1 + 1))
-    labels = file_data(table, tokenizer, learns_from="labels", end_token=2)
+    labels = file_data(table, tokenizer, learns_from="labels", end_tokens=2)
     assert labels.max_row == 1 + 5 + 6 + 1
 
 

@@ -157,15 +157,15 @@ def test_responses_of_the_data_have_a_limit(opened):
     opened["answers"] = Stored(answers)
     limits = ["data.max_prompt_length=2", "data.max_response_length=4"]
     with pytest.raises(DataError, match=r"problem 1 of 's': prompt and response have 12 tokens, and .* allows 6"):
-        source(opened, *limits, learns_from="answers", end_token=2)
-    data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="answers", end_token=2)
+        source(opened, *limits, learns_from="answers", end_tokens=2)
+    data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="answers", end_tokens=2)
     assert {problem.answer for problem in data.train(KEY, 0, 20)} == {"a"} and data.max_row == data.max_group / 2 == 6
     pairs = [{"prompt": "a", "chosen": "a" * n, "rejected": "aa"} for n in (1, 9)]
     opened["answers"] = Stored(pairs)
-    data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="pairs", end_token=2)
+    data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="pairs", end_tokens=2)
     assert {problem.chosen for problem in data.train(KEY, 0, 20)} == {("a",)}
     # A response that is as long as a row may be, behind the longest prompt of another row.
-    assert source(opened, *limits[:1], learns_from="labels", end_token=2).max_row == 2 + 16 + 2
+    assert source(opened, *limits[:1], learns_from="labels", end_tokens=2).max_row == 2 + 16 + 2
 
 
 def test_a_goal_needs_held_out_problems(opened, tiny, tmp_path):

@@ -36,7 +36,7 @@ def judged(problems: Sequence[Problem]) -> list[Judged]:
 
 def pair_batch(problems: Sequence[Problem], w: Workers) -> Batch:
     """Returns the rows of pairs, weighted for the mean over pairs."""
-    batch = pack_pairs(judged(problems), w.tokenizer, w.end_tokens[0])
+    batch = pack_pairs(judged(problems), w.tokenizer, w.end_tokens)
     return aggregate_rows(batch, "group-mean", group="pair")
 
 
@@ -45,7 +45,7 @@ def labelled_batch(problems: Sequence[Problem], w: Workers) -> Batch:
 
     Only the former have a weight.
     """
-    batch = pack_labelled(judged(problems), w.tokenizer, w.end_tokens[0])
+    batch = pack_labelled(judged(problems), w.tokenizer, w.end_tokens)
     weight = 1.0 - batch["mismatched"]
     return batch.with_rows(row_weight=weight / weight.sum())
 

@@ -38,7 +38,7 @@ def sft(options: SFT) -> Algorithm[SFTState]:
         return SFTState(states["actor"], key, step=0)
 
     def sample(state: SFTState, problems: Sequence[Problem], w: Workers) -> Experience:
-        batch = pack_examples(problems, w.tokenizer, w.end_tokens[0])
+        batch = pack_examples(problems, w.tokenizer, w.end_tokens)
         batch = aggregate(batch, options.loss_agg_mode, loss_scale_factor=loss_scale(options, w))
         return Experience(batch, len(problems), report={"train/global_tokens": float(batch.num_tokens)})
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 
-from verl_fn.backends.hf.chat import chat_tokens
 from verl_fn.data.columns import (
     OPTIONAL,
     Messages,
@@ -146,64 +143,3 @@ class TaskDialogues:
         messages = self.task.dialogue(problem)
         prompt, answer = messages[:-1], messages[-1]["content"]
         return Conversation(prompt, answer, id=problem.id, data_source=problem.data_source, messages=messages)
-
-
-def turn_tokens(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    end_token: int,
-    start: int = 0,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
-) -> tuple[list[int], list[float]]:
-    """Returns the token ids of a conversation, and a mask of those that the assistant says.
-
-    The template renders the conversation up to each turn of the assistant, once without the turn and once with it.
-    The mask is 1 from the end of the first rendering to the turn's end token. Tokens after the last one are left out.
-
-    Args:
-        tokenizer: has a chat template.
-        messages: the conversation.
-        end_token: the token that ends a turn.
-        start: turns before this message are not learned from.
-        chat_template_kwargs, tools: as of ``chat_tokens``.
-
-    Raises:
-        DataError: the template changes earlier messages where more follow, or begins a turn otherwise than for
-            sampling, or ends it without the end token.
-        ModelError: the template fails.
-
-    Example:
-        >>> from verl_fn.backends.hf.new_model import char_tokenizer
-        >>> tokenizer = char_tokenizer("abc>")
-        >>> end = "{{ '<eos>' if m['role'] == 'assistant' else '>' }}"
-        >>> tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}" + end + "{% endfor %}"
-        >>> turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "a")]
-        >>> turn_tokens(tokenizer, [{"role": role, "content": content} for role, content in turns], 2)
-        ([4, 7, 5, 2, 6, 7, 4, 2], [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0])
-    """
-    render = functools.partial(chat_tokens, tokenizer, tools=tools, chat_template_kwargs=chat_template_kwargs)
-    ids, mask, end = list[int](), list[float](), 0
-    for i in learned_turns(messages, start):
-        before, after = render(messages[:i]), render(messages[: i + 1], generation_prompt=False)
-        if before[: len(ids)] != ids:
-            raise DataError(
-                f"the chat template renders the messages before message {i} otherwise than without it, as templates "
-                "do that drop earlier reasoning; make a row of its own of every turn, or use a template that leaves "
-                "earlier messages as they are"
-            )
-        if after[: len(before)] != before:
-            raise DataError(
-                f"the chat template begins message {i} otherwise than the prompt of an answer "
-                "(add_generation_prompt); use a template in which the rendered turn continues that prompt"
-            )
-        turn = after[len(before) :]
-        if end_token not in turn:
-            raise DataError(
-                f"the chat template does not end message {i} with {tokenizer.convert_ids_to_tokens(end_token)!r}, so "
-                "the model would never learn to stop; write that token after the assistant's content in the template"
-            )
-        said = turn.index(end_token) + 1
-        mask += [0.0] * (len(before) - len(ids)) + [1.0] * said + [0.0] * (len(turn) - said)
-        ids, end = after, len(before) + said
-    return ids[:end], mask[:end]

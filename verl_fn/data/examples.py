@@ -2,72 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.data.columns import Messages
-from verl_fn.data.conversations import Conversation, turn_tokens
-from verl_fn.data.files import describe_unknown, encode_answers, encode_prompts, has_unknown, label_of, token_ids
+from verl_fn.data.conversations import Conversation
+from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, label_of
 from verl_fn.data.judged import Judged
+from verl_fn.data.rendering import Example, Parts, all_ends, encode_parts, token_ids, turn_parts
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch
 
-Example = tuple[list[int], list[float]]
-"""The tokens of a row, and its ``response_mask``."""
 
+def encode_rows(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | Sequence[int]) -> list[list[Example]]:
+    """Returns the rows of each problem.
 
-def encode_examples(problems: Sequence[Problem], tokenizer: Any, end_token: int) -> list[Example]:
-    """Returns the rows of problems: one for an answer or a conversation, one for each response of a judged problem.
+    A problem with an answer has one row, and a judged problem one for each response. A conversation has one, or more
+    where the chat template renders earlier messages otherwise once more follow.
 
     Args:
         problems: what is learned from.
         tokenizer: the model's tokenizer.
-        end_token: the first of the model's ``end_tokens``, at which sampling stops.
+        end_tokens: the model's ``end_tokens``, or the first of them, which ends answers that no template writes.
 
     Raises:
         DataError: a prompt or a response has characters that the tokenizer does not know, or its template cannot
             render a conversation turn by turn.
     """
-    answered = [p for p in problems if not isinstance(p, Conversation | Judged)]
-    prompts = encode_prompts(answered, tokenizer)
-    answers = encode_answers(answered, tokenizer, end_token)
-    rows = iter([(p + a, [0.0] * len(p) + [1.0] * len(a)) for p, a in zip(prompts, answers, strict=True)])
-    examples: list[Example] = []
-    for problem in problems:
-        if isinstance(problem, Conversation):
-            examples.append(_turns(problem, problem.messages, 0, tokenizer, end_token))
-        elif isinstance(problem, Judged):
-            examples += _responses(problem, tokenizer, end_token)
-        else:
-            examples.append(next(rows))
-    return examples
+    ends = all_ends(tokenizer, end_tokens)
+    rendered = [_rendered(problem, tokenizer, ends) for problem in problems]
+    rows = iter(encode_parts([parts for one in rendered for parts in one], tokenizer))
+    # String prompts have no template.
+    plain = [problem for problem in problems if isinstance(problem.prompt, str)]
+    prompts = iter(encode_prompts(plain, tokenizer))
+    results = []
+    for problem, parts in zip(problems, rendered, strict=True):
+        if isinstance(problem.prompt, str):
+            results.append(_answers(problem, next(prompts), tokenizer, ends[0]))
+            continue
+        results.append([next(rows) for _ in parts])
+        for ids, _ in results[-1]:
+            if has_unknown(ids, tokenizer):
+                raise DataError(f"{label_of(problem)}: {describe_unknown('messages', _texts(problem), tokenizer)}")
+            if ids[-1] not in ends:
+                raise DataError(
+                    f"{label_of(problem)}: the text of the chat template ends with {tokenizer.decode(ids[-1:])!r}, "
+                    "which the tokenizer does not make the token that ends an answer; take another template"
+                )
+    return results
 
 
-def pack_examples(problems: Sequence[Problem], tokenizer: Any, end_token: int) -> Batch:
+def encode_examples(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | Sequence[int]) -> list[Example]:
+    """Returns the rows of all problems, one after the other, as ``encode_rows`` makes them.
+
+    Raises:
+        DataError: as ``encode_rows``.
+    """
+    return [row for rows in encode_rows(problems, tokenizer, end_tokens) for row in rows]
+
+
+def pack_examples(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | Sequence[int]) -> Batch:
     """Packs the rows of ``encode_examples``; ``response_mask`` marks answer and end token.
 
     Args:
         problems: their answers are what is learned.
         tokenizer: the model's tokenizer.
-        end_token: the first of the model's ``end_tokens``, at which sampling stops.
+        end_tokens: as for ``encode_rows``.
 
     Raises:
         DataError: as ``encode_examples``.
     """
-    return _packed(encode_examples(problems, tokenizer, end_token))
+    return _packed(encode_examples(problems, tokenizer, end_tokens))
 
 
-def pack_pairs(problems: Sequence[Judged], tokenizer: Any, end_token: int) -> Batch:
+def pack_pairs(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | Sequence[int]) -> Batch:
     """Packs two rows for each pair, with the per-row fields ``pair``, the problem's id, and ``chosen``, 1 or 0.
 
     Args:
         problems: each has one chosen and one rejected response.
         tokenizer: the model's tokenizer.
-        end_token: the first of the model's ``end_tokens``, at which sampling stops.
+        end_tokens: as for ``encode_rows``.
 
     Raises:
         DataError: as ``encode_examples``.
@@ -75,18 +92,18 @@ def pack_pairs(problems: Sequence[Judged], tokenizer: Any, end_token: int) -> Ba
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
         >>> pair = Judged("a>", "b", id=7, chosen=("b",), rejected=("bb",))
-        >>> batch = pack_pairs([pair], char_tokenizer("ab>"), end_token=2)
+        >>> batch = pack_pairs([pair], char_tokenizer("ab>"), end_tokens=2)
         >>> batch.lengths.tolist(), batch["pair"].tolist(), batch["chosen"].tolist()
         ([5, 6], [7, 7], [1.0, 0.0])
     """
-    batch = _packed(encode_examples(problems, tokenizer, end_token))
+    batch = _packed(encode_examples(problems, tokenizer, end_tokens))
     judged = [(problem.id, good) for problem in problems for _, good in problem.responses]
     return batch.with_rows(
         pair=torch.tensor([number for number, _ in judged]), chosen=torch.tensor([float(good) for _, good in judged])
     )
 
 
-def pack_labelled(problems: Sequence[Judged], tokenizer: Any, end_token: int) -> Batch:
+def pack_labelled(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | Sequence[int]) -> Batch:
     """Packs a row for each response, with the per-row fields ``label``, 1 for a good one, and ``mismatched``.
 
     Behind them are as many rows with ``mismatched`` 1: each prompt with the response to the next problem's prompt, or
@@ -95,7 +112,7 @@ def pack_labelled(problems: Sequence[Judged], tokenizer: Any, end_token: int) ->
     Args:
         problems: have responses each.
         tokenizer: the model's tokenizer.
-        end_token: the first of the model's ``end_tokens``, at which sampling stops.
+        end_tokens: as for ``encode_rows``.
 
     Raises:
         DataError: as ``encode_examples``, or there is only one problem.
@@ -103,13 +120,13 @@ def pack_labelled(problems: Sequence[Judged], tokenizer: Any, end_token: int) ->
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
         >>> one, two = Judged("a>", "a", chosen=("a",)), Judged("b>", "b", rejected=("bb",))
-        >>> batch = pack_labelled([one, two], char_tokenizer("ab>"), end_token=2)
+        >>> batch = pack_labelled([one, two], char_tokenizer("ab>"), end_tokens=2)
         >>> batch["label"].tolist(), batch["mismatched"].tolist(), batch.lengths.tolist()
         ([1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0], [5, 6, 6, 5])
     """
     if len(problems) < 2:
         raise DataError("kto compares responses with those to other prompts; set data.train_batch_size to at least 2")
-    examples = encode_examples(problems, tokenizer, end_token)
+    examples = encode_examples(problems, tokenizer, end_tokens)
     labels = [float(good) for problem in problems for _, good in problem.responses]
     splits = [(ids[: mask.index(1.0)], ids[mask.index(1.0) :], mask[mask.index(1.0) :]) for ids, mask in examples]
     counts = [len(problem.responses) for problem in problems]
@@ -130,31 +147,54 @@ def _packed(examples: Sequence[Example]) -> Batch:
     return Batch.from_rows([ids for ids, _ in examples], {"response_mask": [mask for _, mask in examples]})
 
 
-def _responses(problem: Judged, tokenizer: Any, end_token: int) -> list[Example]:
-    rows: list[Example] = []
-    (prompt,) = encode_prompts([problem], tokenizer)
-    for response, _ in problem.responses:
-        if not isinstance(response, str):
-            assert not isinstance(problem.prompt, str)  # checked where files are read
-            rows.append(_turns(problem, problem.prompt + response, len(problem.prompt), tokenizer, end_token))
-            continue
-        (ids,) = token_ids([response], tokenizer)
-        if has_unknown(ids, tokenizer):
-            raise DataError(f"{label_of(problem)}: {describe_unknown('response', response, tokenizer)}")
-        rows.append(([*prompt, *ids, end_token], [0.0] * len(prompt) + [1.0] * (len(ids) + 1)))
-    return rows
-
-
-def _turns(problem: Problem, messages: Messages, start: int, tokenizer: Any, end_token: int) -> Example:
+def _rendered(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> list[Parts]:
+    """Returns the texts of the rows of a problem of chat messages; none for a string prompt."""
+    if isinstance(problem.prompt, str):
+        return []
     if tokenizer.chat_template is None:
         raise DataError(
             f"{label_of(problem)}: it is a list of chat messages, and the tokenizer has no chat template; use a "
             "tokenizer folder with chat_template.jinja"
         )
     try:
-        ids, mask = turn_tokens(tokenizer, messages, end_token, start, problem.chat_template_kwargs, problem.tools)
+        if isinstance(problem, Conversation):
+            return turn_parts(tokenizer, problem, problem.messages, ends)
+        responses = [one for one, _ in problem.responses] if isinstance(problem, Judged) else [problem.answer]
+        rows = []
+        for response in responses:
+            said = ({"role": "assistant", "content": response},) if isinstance(response, str) else response
+            rows.append(turn_parts(tokenizer, problem, (*problem.prompt, *said), ends, len(problem.prompt)))
     except (DataError, ModelError) as error:
         raise DataError(f"{label_of(problem)}: {error}") from error
-    if has_unknown(ids, tokenizer):
-        raise DataError(f"{label_of(problem)}: {describe_unknown('messages', messages, tokenizer)}")
-    return ids, mask
+    if any(len(parts) > 1 for parts in rows):
+        raise DataError(
+            f"{label_of(problem)}: a response has several turns of the assistant, and the chat template renders the "
+            "first ones otherwise once more follow, as templates do that drop earlier reasoning; let a response be "
+            "one turn, with the turns before it in the prompt, or take another template"
+        )
+    return [parts for (parts,) in rows]
+
+
+def _answers(problem: Problem, prompt: list[int], tokenizer: Any, end: int) -> list[Example]:
+    """Returns the rows of a string prompt: its answer, or its responses."""
+    kind, texts = "answer", [problem.answer]
+    if isinstance(problem, Judged):
+        kind, texts = "response", [str(response) for response, _ in problem.responses]
+    rows = []
+    for text, ids in zip(texts, token_ids(texts, tokenizer), strict=True):
+        if has_unknown(ids, tokenizer):
+            raise DataError(f"{label_of(problem)}: {describe_unknown(kind, text, tokenizer)}")
+        rows.append(([*prompt, *ids, end], [0.0] * len(prompt) + [1.0] * (len(ids) + 1)))
+    return rows
+
+
+def _texts(problem: Problem) -> str:
+    """Returns all texts of a problem's messages."""
+    return "".join(_strings((problem.prompt, getattr(problem, "messages", ()), getattr(problem, "responses", ()))))
+
+
+def _strings(value: Any) -> list[str]:
+    if isinstance(value, str):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return [text for one in inner for text in _strings(one)]

@@ -17,9 +17,9 @@ from verl_fn.config.schema import DataConfig
 from verl_fn.config.tasks import reasoning_names, verifiers_name
 from verl_fn.data.conversations import MESSAGES, TaskDialogues, read_conversations
 from verl_fn.data.entries import Convert, Entry, entry_columns
-from verl_fn.data.examples import encode_examples
+from verl_fn.data.examples import encode_rows
 from verl_fn.data.files import FileData, encode_prompts, read_problems
-from verl_fn.data.judged import Judged, TaskPairs
+from verl_fn.data.judged import TaskPairs
 from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, read_labelled, read_pairs
 from verl_fn.data.rows import DataError
 from verl_fn.data.streaming import Read, StreamedData, streamed
@@ -122,7 +122,7 @@ def file_data(
     say: Callable[[str], None] = print,
     *,
     learns_from: LearnsFrom = "samples",
-    end_token: int | None = None,
+    end_tokens: int | Sequence[int] | None = None,
 ) -> FileData | StreamedData:
     """Reads the problems of ``data.train_files`` and ``data.val_files``, and checks the length of every prompt.
 
@@ -135,8 +135,8 @@ def file_data(
         tokenizer: the model's tokenizer.
         say: prints a line; it reports how many prompts were left out.
         learns_from: what the algorithm learns from.
-        end_token: the token that ends answers if the run trains on the data's own; the tokenizer must then be able to
-            encode them.
+        end_tokens: those of the model, or the first of them, if the run trains on the data's own answers, which the
+            tokenizer must then be able to encode.
 
     Raises:
         DataError: a file cannot be used, a prompt is too long, all prompts were left out, or a response to train on
@@ -151,7 +151,7 @@ def file_data(
     _report_unused("data.val_files", unused, say)
     if table.stream and table.train_files:
         validation, _ = short_enough("data.val_files", held_out, table, tokenizer, say)
-        source = streamed(table, tokenizer, read, validation, learns_from, end_token)
+        source = streamed(table, tokenizer, read, validation, learns_from, end_tokens)
         _report_unused("data.train_files, first rows", unused, say)
         return source
     # Without training files, these are weights of the sets that data.task names.
@@ -169,9 +169,9 @@ def file_data(
         sizes=tuple(len(problems) for problems, _ in parts) if weights else (),
         weights=weights,
     )
-    if end_token is None or not training:
+    if end_tokens is None or not training:
         return data
-    max_row, max_group = _longest(training, learns_from, tokenizer, end_token)
+    max_row, max_group = _longest(training, learns_from, tokenizer, end_tokens)
     return attrs.evolve(data, max_row=max_row, max_group=max_group)
 
 
@@ -194,21 +194,22 @@ def _read_parts(files: Sequence[str], each: bool, read: Read) -> list[tuple[Prob
     return parts
 
 
-def _longest(problems: Sequence[Problem], learns_from: LearnsFrom, tokenizer: Any, end_token: int) -> tuple[int, int]:
+def _longest(
+    problems: Sequence[Problem], learns_from: LearnsFrom, tokenizer: Any, end_tokens: int | Sequence[int]
+) -> tuple[int, int]:
     """Returns the tokens of the longest row, and of the rows that are longest together."""
-    examples = encode_examples(problems, tokenizer, end_token)
-    lengths = [len(ids) for ids, _ in examples]
+    rows = encode_rows(problems, tokenizer, end_tokens)
+    lengths = [[len(ids) for ids, _ in examples] for examples in rows]
+    longest = max(itertools.chain.from_iterable(lengths))
     if learns_from == "labels":
         # Prompts also come with the responses to others.
-        prompts = [mask.index(1.0) for _, mask in examples]
-        longest = max(prompts) + max(length - prompt for length, prompt in zip(lengths, prompts, strict=True))
-        return longest, longest
-    counts = [len(problem.responses) if isinstance(problem, Judged) else 1 for problem in problems]
-    groups, start = [], 0
-    for count in counts:
-        groups.append(sum(lengths[start : start + count]))
-        start += count
-    return max(lengths), max(groups)
+        prompts = [mask.index(1.0) for examples in rows for _, mask in examples]
+        together = max(prompts) + max(
+            length - prompt for length, prompt in zip(itertools.chain.from_iterable(lengths), prompts, strict=True)
+        )
+        return together, together
+    # The rows of a conversation need not stay together, those of a pair must.
+    return longest, max(map(sum, lengths)) if learns_from == "pairs" else longest
 
 
 def short_enough(

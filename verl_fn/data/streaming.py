@@ -14,9 +14,8 @@ import torch
 from verl_fn.config.roles import LearnsFrom
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.entries import Entry
-from verl_fn.data.examples import encode_examples
+from verl_fn.data.examples import encode_rows
 from verl_fn.data.files import encode_prompts, label_of
-from verl_fn.data.judged import Judged
 from verl_fn.data.mixing import turns
 from verl_fn.data.rows import DataError
 from verl_fn.data.sets import Table, is_set, open_set
@@ -124,7 +123,7 @@ def streamed(
     read: Read,
     validation: tuple[Problem, ...],
     learns_from: LearnsFrom,
-    end_token: int | None,
+    end_tokens: int | Sequence[int] | None,
 ) -> StreamedData:
     """Opens the data sets of ``data.train_files``, and checks the first rows of each.
 
@@ -134,7 +133,7 @@ def streamed(
         read: makes problems of rows.
         validation: the held-out problems.
         learns_from: what the algorithm learns from.
-        end_token: the token that ends answers if the run trains on the data's own.
+        end_tokens: those of the model if the run trains on the data's own answers.
 
     Raises:
         DataError: an entry is a file, or a data set or one of the first rows cannot be used.
@@ -147,10 +146,10 @@ def streamed(
     tables = tuple(map(open_set, table.train_files))
     first = tuple(problem for one in tables for problem in read([one.take(range(min(FIRST, len(one))))]))
     prompt, response = table.max_prompt_length, table.max_response_length
-    fits = Fits(prompt, prompt + response, table.filter_overlong_prompts, tokenizer, end_token, table.truncation)
+    fits = Fits(prompt, prompt + response, table.filter_overlong_prompts, tokenizer, end_tokens, table.truncation)
     fits(first)
     # KTO puts responses behind the prompts of others.
-    longest = 0 if end_token is None else prompt + response + (prompt if learns_from == "labels" else 0)
+    longest = 0 if end_tokens is None else prompt + response + (prompt if learns_from == "labels" else 0)
     return StreamedData(
         tables,
         read,
@@ -174,7 +173,7 @@ class Fits:
         max_row: tokens that no training row may exceed.
         leave_out: whether longer ones are left out.
         tokenizer: the model's tokenizer.
-        end_token: the token that ends answers if the run trains on the data's own; otherwise only prompts count.
+        end_tokens: those of the model if the run trains on the data's own answers; otherwise only prompts count.
         truncation: how longer prompts are cut, if they are not left out.
     """
 
@@ -182,7 +181,7 @@ class Fits:
     max_row: int
     leave_out: bool
     tokenizer: Any
-    end_token: int | None
+    end_tokens: int | Sequence[int] | None
     truncation: str = "error"
 
     def __call__(self, problems: Sequence[Problem]) -> list[bool]:
@@ -194,12 +193,11 @@ class Fits:
         limit = None if self.leave_out else self.max_prompt
         prompts = encode_prompts(problems, self.tokenizer, limit, self.truncation)
         fits = [len(ids) <= self.max_prompt for ids in prompts]
-        if self.end_token is None:
+        if self.end_tokens is None:
             return fits
-        rows = iter(encode_examples(problems, self.tokenizer, self.end_token))
-        for i, problem in enumerate(problems):
-            count = len(problem.responses) if isinstance(problem, Judged) else 1
-            longest = max(len(ids) for ids, _ in itertools.islice(rows, count))
+        rows = encode_rows(problems, self.tokenizer, self.end_tokens)
+        for i, (problem, examples) in enumerate(zip(problems, rows, strict=True)):
+            longest = max(len(ids) for ids, _ in examples)
             if longest > self.max_row and not self.leave_out:
                 raise DataError(
                     f"{label_of(problem)}: prompt and response have {longest} tokens, and data.stream allows "

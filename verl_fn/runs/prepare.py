@@ -71,10 +71,10 @@ def prepare(plan: Plan, say: Say) -> Source:
     check_parts(plan, tokenizer, ends)
     learns_from = plan.learns_from
     answers = learns_from != "samples" and any(role.optim is not None for role in plan.roles.values())
-    end_token = ends[0] if answers else None
+    taught = ends if answers else None
     source: Source
     if from_files:
-        source = file_data(plan.data, tokenizer, say, learns_from=learns_from, end_token=end_token)
+        source = file_data(plan.data, tokenizer, say, learns_from=learns_from, end_tokens=taught)
     elif verifiers_name(plan.data.task) and learns_from == "samples":
         source = environment_data(plan.data, plan.env, tokenizer, say)
     else:

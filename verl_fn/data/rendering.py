@@ -1,0 +1,283 @@
+"""Conversations as a model sees and writes them, by its chat template, and as rows of tokens with a mask."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from verl_fn.backends.hf.chat import chat_texts
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.tokenizer import end_tokens
+from verl_fn.data.columns import learned_turns
+from verl_fn.data.rows import DataError
+from verl_fn.data.tasks import Problem
+
+Message: TypeAlias = Mapping[str, Any]
+Example: TypeAlias = tuple[list[int], list[float]]
+"""The tokens of a row, and its ``response_mask``."""
+
+Parts: TypeAlias = list[tuple[str, bool]]
+"""The text of a row in parts, and whether each is learned."""
+
+REASONING = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts")
+"""Fields of an assistant's message that hold what it thought before its content."""
+
+_OPENED = re.compile(r"<(\w+)>(\s*)$")
+
+
+def all_ends(tokenizer: Any, ends: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the tokens that end an answer; for a single one, those that the tokenizer's folder names as well.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> all_ends(char_tokenizer("ab"), 2), all_ends(char_tokenizer("ab"), [2, 3])
+        ((2,), (2, 3))
+    """
+    if not isinstance(ends, int):
+        return tuple(ends)
+    try:
+        named = end_tokens(tokenizer.name_or_path, tokenizer) if tokenizer.name_or_path else ()
+    except ModelError:
+        named = ()
+    return (ends, *(token for token in named if token != ends))
+
+
+def prompt_text(tokenizer: Any, problem: Problem) -> str:
+    """Returns the text of a prompt of chat messages, up to the start of the assistant's answer.
+
+    Raises:
+        DataError: the template leaves out a message, a tool call or the tools.
+        ModelError: the template fails.
+    """
+    assert not isinstance(problem.prompt, str)
+    render = _renderer(tokenizer, problem)
+    text = render([(problem.prompt, True)])[0]
+    _check_seen(problem.prompt, problem.tools, text, render, tokenizer, problem)
+    return text
+
+
+def turn_parts(
+    tokenizer: Any, problem: Problem, messages: Sequence[Message], ends: Sequence[int], start: int = 0
+) -> list[Parts]:
+    """Returns the texts of the rows from which the turns of a conversation are learned.
+
+    Each turn follows the text that the model would get for it: what the template makes of the messages before it, up
+    to the start of an answer. What is learned is the rest of what the template makes of the turn, up to the first
+    token that ends an answer. A row holds as many turns as possible; the next one begins where the template renders
+    earlier messages otherwise once more follow, as templates do that drop earlier reasoning.
+
+    Where the prompt of an answer opens a tag such as ``<think>``, which the template does not write in a turn, the
+    answer begins with the reasoning that closes it: that of the message, or none.
+
+    Args:
+        tokenizer: has a chat template.
+        problem: has the tools and arguments of the template.
+        messages: the conversation.
+        ends: the tokens that end an answer.
+        start: turns before this message are not learned from.
+
+    Raises:
+        DataError: the template begins a turn otherwise than for sampling, ends it without such a token, or leaves out
+            something.
+        ModelError: the template fails.
+    """
+    ends = [tokenizer.decode([token]) for token in ends]
+    messages = [_without_end(i, message, ends) for i, message in enumerate(messages)]
+    render, turns = _renderer(tokenizer, problem), learned_turns(messages, start)
+    texts = render([(messages[: i + said], not said) for i in turns for said in (0, 1)])
+    rows: list[Parts] = []
+    for i, before, after in zip(turns, texts[::2], texts[1::2], strict=True):
+        said = _ended(_said(messages[i], before, after, i), ends, i)
+        _check_seen(messages[:i], problem.tools, before, render, tokenizer, problem)
+        _check_said(messages, i, said, after, render)
+        seen = "".join(text for text, _ in rows[-1]) if rows else None
+        if seen is not None and before.startswith(seen):
+            rows[-1] += [(before[len(seen) :], False), (said, True)]
+        else:
+            rows.append([(before, False), (said, True)])
+    return rows
+
+
+def encode_parts(rows: Sequence[Parts], tokenizer: Any) -> list[Example]:
+    """Returns the tokens and masks of rows.
+
+    A part's tokens follow those of the parts before it, as they follow a prompt when they are sampled: where a token
+    would reach from one part into the next, both are encoded by themselves.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> encode_parts([[("ab", False), ("c<eos>", True)]], char_tokenizer("abc"))
+        [([4, 5, 6, 2], [0.0, 0.0, 1.0, 1.0])]
+    """
+    whole = [["".join(text for text, _ in parts[: i + 1]) for i in range(len(parts))] for parts in rows]
+    encoded = iter(token_ids([text for texts in whole for text in texts], tokenizer))
+    examples: list[Example] = []
+    for parts in rows:
+        ids, mask = list[int](), list[float]()
+        for text, learned in parts:
+            tokens = next(encoded)
+            new = tokens[len(ids) :] if tokens[: len(ids)] == ids else token_ids([text], tokenizer)[0]
+            ids, mask = ids + new, mask + [float(learned)] * len(new)
+        examples.append((ids, mask))
+    return examples
+
+
+def token_ids(strings: list[str], tokenizer: Any) -> list[list[int]]:
+    """Returns the token ids of each string; one call for all takes half the time of a call for each."""
+    return tokenizer(strings, add_special_tokens=False)["input_ids"] if strings else []
+
+
+def _renderer(tokenizer: Any, problem: Problem) -> Any:
+    return functools.partial(
+        chat_texts, tokenizer, tools=problem.tools, chat_template_kwargs=problem.chat_template_kwargs
+    )
+
+
+def _without_end(number: int, message: Message, ends: Sequence[str]) -> Message:
+    """Returns an assistant's message without the end token after its content, since the template writes it."""
+    content = message.get("content")
+    if message["role"] != "assistant" or not content:
+        return message
+    for end in ends:
+        text, found, rest = content.partition(end)
+        if found and rest.strip():
+            raise DataError(
+                f"message {number} has {end!r}, the token that ends an answer, inside its content, so the rest would "
+                "never be said; remove it"
+            )
+        content = text
+    return {**message, "content": content}
+
+
+def _said(message: Message, before: str, after: str, number: int) -> str:
+    """Returns what the model writes after the prompt ``before``, of the template's text of the turn ``after``."""
+    if after.startswith(before):
+        return after[len(before) :]
+    opened = _OPENED.search(before)
+    if opened is None or not after.startswith(before[: opened.start()]):
+        raise DataError(
+            f"the chat template begins message {number} otherwise than the prompt of an answer "
+            "(add_generation_prompt); use a template in which the rendered turn continues that prompt"
+        )
+    tag, line = opened[1], "\n" if opened[2] else ""
+    content, close = message.get("content") or "", f"</{tag}>"
+    within = content.rpartition(close)[0].rpartition(f"<{tag}>")[2]
+    thought = next((message[name] for name in REASONING if message.get(name)), within)
+    answer = after[opened.start() :]
+    return f"{thought.strip()}{line}{close}{line}{line}{answer.rpartition(close)[2].lstrip(line)}"
+
+
+def _ended(text: str, ends: Sequence[str], number: int) -> str:
+    """Returns the text up to the first end token, with it."""
+    places = [text.find(end) + len(end) for end in ends if end in text]
+    if not places:
+        raise DataError(
+            f"the chat template does not end message {number} with {' or '.join(map(repr, ends))}, so the model "
+            "would never learn to stop; write that token after the assistant's content in the template, or "
+            "name the token that it writes as eos_token_id in generation_config.json"
+        )
+    return text[: min(places)]
+
+
+def _check_seen(
+    messages: Sequence[Message],
+    tools: Sequence[Message],
+    text: str,
+    render: Any,
+    tokenizer: Any,
+    problem: Problem,
+) -> None:
+    """Checks that a prompt shows tools, tool calls, and messages other than the assistant's.
+
+    Raises:
+        DataError: it does not: without it, or with something else in its place, the text is the same.
+    """
+    if tools and not all(_names(tool, text) for tool in tools):
+        without = chat_texts(tokenizer, [(messages, True)], (), problem.chat_template_kwargs)[0]
+        if without == text:
+            raise DataError(
+                "the chat template does not show the tools of the row to the model; take a template that renders "
+                "`tools`, or remove the column tools"
+            )
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if content and message["role"] != "assistant" and not _has(text, content):
+            _check_changes(messages, i, {"content": content + "x"}, "content", text, render, prompt=True)
+        _check_calls(messages, i, text, text, render, prompt=True)
+
+
+def _check_said(messages: Sequence[Message], number: int, said: str, after: str, render: Any) -> None:
+    """Checks that a turn to learn says all that its message has: content, reasoning and tool calls.
+
+    Raises:
+        DataError: it does not.
+    """
+    message, until = messages[number], messages[: number + 1]
+    content = message.get("content") or ""
+    if not _has(said, content):
+        parts = re.split(r"(</?\w+>)", content)
+        for place, part in enumerate(parts):
+            if part.strip() and not re.fullmatch(r"</?\w+>", part) and not _has(said, part):
+                changed = "".join([*parts[: place + 1], "x", *parts[place + 1 :]])
+                _check_changes(until, number, {"content": changed}, "content", after, render)
+    for name in REASONING:
+        value = message.get(name)
+        if isinstance(value, str) and value.strip() and not _has(said, value):
+            _check_changes(until, number, {name: value + "x"}, name, after, render)
+    _check_calls(until, number, said, after, render)
+
+
+def _check_calls(
+    messages: Sequence[Message], number: int, seen: str, text: str, render: Any, *, prompt: bool = False
+) -> None:
+    calls = messages[number].get("tool_calls") or ()
+    if not all(_names(call, seen) for call in calls):
+        other = [{"type": "function", "function": {"name": "x", "arguments": {}}}]
+        _check_changes(messages, number, {"tool_calls": other}, "tool_calls", text, render, prompt=prompt)
+
+
+def _check_changes(
+    messages: Sequence[Message],
+    number: int,
+    fields: Message,
+    name: str,
+    text: str,
+    render: Any,
+    *,
+    prompt: bool = False,
+) -> None:
+    """Checks that a field has an effect on the text.
+
+    Raises:
+        DataError: with another value, the text is the same.
+    """
+    changed = [*messages[:number], {**messages[number], **fields}, *messages[number + 1 :]]
+    try:
+        same = render([(changed, prompt)])[0] == text
+    except ModelError:
+        # The template looks at it.
+        return
+    if same:
+        hint = " (templates have other names for reasoning, or none)" if name in REASONING else ""
+        raise DataError(
+            f"the chat template leaves out {name} of message {number}, of the role {messages[number]['role']}, or a "
+            f"part of it{hint}; take another template, or change the message"
+        )
+
+
+def _has(text: str, part: str) -> bool:
+    """Returns whether a text has a part, which templates may strip or write as JSON."""
+    return (
+        part.strip() in text
+        or json.dumps(part, ensure_ascii=False)[1:-1] in text
+        or "".join(part.split()) in "".join(text.split())
+    )
+
+
+def _names(function: Message, text: str) -> bool:
+    """Returns whether a text has the name of a tool or of a call."""
+    inner = function.get("function", function)
+    return isinstance(inner, Mapping) and str(inner.get("name")) in text
