@@ -84,13 +84,13 @@ def turn_parts(
             something.
         ModelError: the template fails.
     """
-    ends = [tokenizer.decode([token]) for token in ends]
-    messages = [_without_end(i, message, ends) for i, message in enumerate(messages)]
+    written = [tokenizer.decode([token]) for token in ends]
+    messages = [_without_end(i, message, written) for i, message in enumerate(messages)]
     render, turns = _renderer(tokenizer, problem), learned_turns(messages, start)
     texts = render([(messages[: i + said], not said) for i in turns for said in (0, 1)])
     rows: list[Parts] = []
     for i, before, after in zip(turns, texts[::2], texts[1::2], strict=True):
-        said = _ended(_said(messages[i], before, after, i), ends, i)
+        said = _ended(_said(messages[i], before, after, i), written, i)
         _check_seen(messages[:i], problem.tools, before, render, tokenizer, problem)
         _check_said(messages, i, said, after, render)
         seen = "".join(text for text, _ in rows[-1]) if rows else None
