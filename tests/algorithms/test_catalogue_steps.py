@@ -6,15 +6,17 @@ import attrs
 import pytest
 import torch
 
-from verl_fn.algorithms import Workers, grpo, ppo
-from verl_fn.algorithms.experience import weighted_minibatches
+from verl_fn.algorithms import Workers, grpo, make, ppo
+from verl_fn.algorithms.experience import selecting, weighted_minibatches
 from verl_fn.algorithms.policy import selection
+from verl_fn.algorithms.reports import batch_report, update_report
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import GRPO, PPO
+from verl_fn.config.algorithms import BUILT_IN
 from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.data.tasks import TASKS
 from verl_fn.rewards import Reward, by_rules
-from verl_fn.state import Key, Sampling, tree
+from verl_fn.state import Batch, Key, Sampling, Sum, Weighted, tree
 from verl_fn.steps import adamw
 from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.testing import Mock, MockRollout, sample_table, tiny_batch, tiny_outputs
@@ -58,12 +60,12 @@ class Watched:
         return self.backend.forward_backward(state, batch, loss)
 
 
-def run(options, steps=2, make=grpo):
+def run(options, steps=2, algorithm=grpo):
     actor = Watched(Mock(len(TOKENIZER), adamw(0.1), max_tokens=64))
-    trainers = {"actor": actor, "critic": Mock(len(TOKENIZER), adamw(0.1))} if make is ppo else {"actor": actor}
+    trainers = {"actor": actor, "critic": Mock(len(TOKENIZER), adamw(0.1))} if algorithm is ppo else {"actor": actor}
     sampling = Sampling(max_tokens=8, n=4, stop_token_ids=(TOKENIZER.eos_token_id,))
     workers = Workers(trainers, MockRollout(sample_table), Scored(), TOKENIZER, sampling)
-    algorithm, key = make(options), Key.from_seed(0)
+    algorithm, key = algorithm(options), Key.from_seed(0)
     state = algorithm.init({role: backend.init(key) for role, backend in trainers.items()}, key)
     before = tree.digest(state.actor.params)
     for step in range(steps):
@@ -95,7 +97,7 @@ def test_every_policy_loss_takes_steps(name, share):
 
 
 def test_ppo_takes_them_too():
-    _, report, _ = run(PPO(policy_loss="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=0.0), make=ppo)
+    _, report, _ = run(PPO(policy_loss="clip_cov", clip_cov_ratio=0.2, clip_cov_lb=0.0), algorithm=ppo)
     assert "actor/pg_clipfrac" in report
 
 
@@ -133,3 +135,68 @@ def test_a_selection_travels_to_another_process():
 def test_dro_needs_its_weight():
     with pytest.raises(ValueError, match=r"policy_loss.*dro needs algorithm.dro_beta"):
         GRPO(policy_loss="dro")
+
+
+@attrs.define
+class Asked:
+    """An engine that remembers the keys of its requests."""
+
+    engine: MockRollout = attrs.field(factory=lambda: MockRollout(sample_table))
+    keys: list = attrs.field(factory=list)
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def generate(self, requests, *, version=None):
+        self.keys += [(tree.digest(r.key), r.sampling.temperature) for r in requests]
+        return self.engine.generate(requests, version=version)
+
+
+@pytest.mark.parametrize("name", [name for name, cls in BUILT_IN.items() if cls().learns_from == "samples"])
+def test_every_step_draws_with_keys_of_its_own(name):
+    """The same problems again, with the same weights."""
+    algorithm, key, engine = make(name, BUILT_IN[name]()), Key.from_seed(0), Asked()
+    trainers = {role: Mock(len(TOKENIZER), adamw(0.1)) for role in algorithm.roles}
+    sampling = Sampling(max_tokens=8, n=4, stop_token_ids=(TOKENIZER.eos_token_id,))
+    more = lambda count: TASK.train(key, 50 + len(engine.keys), count)  # noqa: E731
+    w = Workers(trainers, engine, Scored(), TOKENIZER, sampling, more=more)
+    state = algorithm.init({role: backend.init(key) for role, backend in trainers.items()}, key)
+    for step in range(2):
+        algorithm.sample(attrs.evolve(state, step=step), TASK.train(key, 0, 4), w)
+    assert len(set(engine.keys)) == len(engine.keys) >= 8
+
+
+def test_every_update_and_every_step_selects_with_a_key_of_its_own():
+    options = GRPO(policy_loss="clip_cov", clip_cov_ratio=0.3, clip_cov_lb=-9.0, clip_cov_ub=9.0)
+    actor, key = Mock(8, adamw(0.1)), Key.from_seed(0)
+    w = Workers({"actor": actor}, MockRollout(sample_table), None, TOKENIZER, Sampling(8))
+    state, batch = actor.init(key), tiny_batch(rows=12)
+    selects = [selecting(actor, selection(options), w, key.fold_in(step)) for step in range(2)]
+    chosen = [tuple(select(state, batch, number)["cov_selected"].tolist()) for select in selects for number in (0, 1)]
+    assert len(set(chosen)) == 4
+
+
+def test_metrics_of_updates_are_their_means():
+    updates = [({"actor/pg_loss": Sum(loss)}, {"lr": Weighted(lr, 1.0), "perf/copies": Sum(3)})
+               for loss, lr in ((1.0, 0.5), (4.0, 0.1))]  # fmt: skip
+    expected = {"actor/pg_loss": 2.5, "critic/lr": 0.3, "perf/copies/critic": 3.0}
+    assert update_report("critic", updates) == pytest.approx(expected)
+
+
+def test_metrics_of_a_batch_by_hand():
+    """Values where the model drew nothing count nowhere."""
+    fields = {"response_mask": [[0.0, 1.0, 1.0], [0.0, 1.0]], "token_level_rewards": [[9.0, 1.0, 2.0], [9.0, -1.0]],
+              "advantages": [[9.0, 1.0, 2.0], [9.0, 6.0]], "returns": [[9.0, 0.5, 1.0], [9.0, 4.5]],
+              "values": [[9.0, 0.5, 3.0], [9.0, 2.5]], "entropys": [[9.0, 0.3, 0.6], [9.0, 0.9]],
+              "old_log_probs": [[0.0, -1.0, -1.0], [0.0, -1.0]]}  # fmt: skip
+    fields["rollout_log_probs"] = fields["old_log_probs"]
+    rows = {"score": [4.0, 1.0], "finished": [1.0, 0.0], "near_ties": [0, 2], "prompt_length": [1, 1]}
+    report = batch_report(Batch.from_rows([[1, 2, 3], [1, 2]], fields, rows | {"acc": [1.0, 0.0], "group": [0, 0]}))
+    expected = {
+        "critic/rewards/mean": 1.0, "critic/rewards/max": 3.0, "critic/rewards/min": -1.0, "critic/score/mean": 2.5,
+        "critic/advantages/mean": 3.0, "critic/advantages/max": 6.0, "critic/returns/mean": 2.0,
+        "critic/values/max": 3.0, "critic/vf_explained_var": 1.0 - (8 / 3) / (57 / 18), "actor/entropy": 0.6,
+        "response_length/mean": 1.5, "response_length/clip_ratio": 0.5, "training/rollout_near_ties": 1.0,
+        "training/acc": 0.5, "perf/total_num_tokens": 5.0,
+    }  # fmt: skip
+    assert {name: report[name] for name in expected} == pytest.approx(expected)

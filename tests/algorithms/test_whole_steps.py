@@ -576,7 +576,7 @@ def test_sft(mode, steps):
     run = steps("sft", f"algorithm.loss_agg_mode={mode}", "algorithm.loss_scale_factor=5", updates=2)
     for _ in range(2):
         problems, rows = run.draw()
-        assert [row.tokens for row in rows] == [row.tokens for row in answers_of(run, problems)]
+        assert [(row.tokens, row.start) for row in rows] == [(r.tokens, r.start) for r in answers_of(run, problems)]
         run.learn()
         run.models["actor"].update(paper.averaged([-one for one in run.models["actor"].log_probs(rows)], mode, 5))
         run.check()
@@ -590,7 +590,7 @@ def test_preferences(kind, steps):
     for _ in range(2):
         problems, rows = run.draw()
         expected = answers_of(run, problems)
-        assert [row.tokens for row in rows] == [row.tokens for row in expected]
+        assert [(row.tokens, row.start) for row in rows] == [(row.tokens, row.start) for row in expected]
         new = run.models["actor"].log_probs(rows)
         old = run.models["reference"].log_probs(rows) if "reference" in run.models else new
         run.learn()
@@ -624,7 +624,7 @@ def test_kto(steps):
         others = [Row(prompts[row.group] + replies[after[row.group]], row.start) for row in rows]
         of_roles = [run.models[role].log_probs(rows + others) for role in ("actor", "reference")]
         ratios = [(new - old.detach()).sum() for new, old in zip(*of_roles, strict=True)]
-        point = max(0.0, float(sum(ratios[len(rows) :]) / len(others)))
+        point = max(0.0, float(sum(ratios[len(rows) :]).detach()) / len(others))
         run.learn()
         assert run.report["kto/reference_point"] == pytest.approx(point, abs=1e-5)
         labels = [row.parts["good"] for row in rows]

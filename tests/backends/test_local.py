@@ -52,6 +52,16 @@ def plain_logprobs(model, batch, temperature=1.0):
     return torch.cat(found)
 
 
+def test_each_row_has_its_own_temperature(tiny):
+    """Also where that of some rows is 1."""
+    backend, batch, heat = Local(tiny, frozen()), ragged(), [1.0, 0.5, 1.0, 2.0, 0.7, 1.0]
+    params = backend.load_pretrained().params
+    found = backend.forward(params, batch.with_rows(temperature=heat)).logprobs
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    expected = torch.cat([plain_logprobs(model, batch.take([row]), one) for row, one in enumerate(heat)])
+    torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("arch", [a for a, o in ARCHITECTURES.items() if o is not None])
 def test_packed_rows_equal_rows_alone(arch, tmp_path):
     """Log-probs and every gradient agree with transformers' own, one row at a time."""

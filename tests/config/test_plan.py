@@ -5,6 +5,11 @@ from pathlib import Path
 import pytest
 
 from verl_fn.config import ConfigError, evaluation_plan, load, make_plan
+from verl_fn.config.schema import ValConfig
+from verl_fn.config.trained import CriticOptimConfig, OptimConfig
+from verl_fn.driver import build
+from verl_fn.state import Sampling
+from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cosine, linear
 
 HERE = Path("/somewhere")
 
@@ -39,6 +44,44 @@ def test_a_critic_has_the_actors_layout_unless_it_has_its_own():
     assert shared["actor"].max_tokens == shared["critic"].max_tokens == 2 * 16384
     own = plan(*sharded, "critic.strategy=local", "critic.ppo_max_token_len_per_gpu=100").roles["critic"]
     assert (own.strategy, own.max_tokens, own.offload) == ("local", 100, False)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read"),
+    [
+        ("optim.lr", 0.5, lambda role: role.optim.lr),
+        ("optim.clip_grad", 0.5, lambda role: role.optim.clip_grad),
+        ("optim.lr_warmup_steps", 3, lambda role: role.optim.lr_warmup_steps),
+        ("dtype", "float32", lambda role: role.dtype),
+        ("dtype", "bfloat16", lambda role: role.dtype),
+        ("enable_gradient_checkpointing", True, lambda role: role.checkpointing),
+        ("ppo_max_token_len_per_gpu", 77, lambda role: role.max_tokens),
+        ("lora_rank", 3, lambda role: role.lora and role.lora[0]),
+    ],
+)
+def test_a_setting_is_that_of_its_own_table(key, value, read):
+    before = plan().roles
+    for table, other in (("actor", "critic"), ("critic", "actor")):
+        roles = plan(f"{table}.{key}={str(value).lower()}").roles
+        assert read(roles[table]) == value and read(roles[other]) == read(before[other])
+
+
+@pytest.mark.parametrize("table", [OptimConfig, CriticOptimConfig])
+def test_an_optimizer_has_all_settings_of_its_table(table):
+    settings = {"lr": 0.5, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.9, "clip_grad": 0.7}
+    settings |= {"lr_warmup_steps": 3, "min_lr_ratio": 0.2}
+    schedules = {"constant": constant(0.5, 3), "linear": linear(0.5, 40, 3, 0.2), "cosine": cosine(0.5, 40, 3, 0.2)}
+    for kind, schedule in schedules.items():
+        expected = chain(clip_by_global_norm(0.7), adamw(schedule, (0.5, 0.6), 1e-3, 0.9))
+        assert build.optimizer(table(**settings, lr_scheduler_type=kind), 40) == expected
+
+
+def test_training_and_evaluation_sample_as_their_tables_say():
+    table = {"temperature": 0.3, "top_k": 5, "top_p": 0.7, "n": 2}
+    assert build.validation_sampling(ValConfig(**table), 11) == Sampling(11, **table)
+    of_training = plan(*(f"rollout.{key}={value}" for key, value in table.items()), "data.max_response_length=11")
+    assert build.sampling(of_training.rollout) == Sampling(11, **table)
+    assert build.validation_sampling(of_training.rollout.validation, 11) == Sampling(11, temperature=0.0)
 
 
 def test_a_layout_of_megatron():

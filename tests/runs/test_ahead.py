@@ -18,7 +18,7 @@ from verl_fn.runs.checkpoints import restore
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.evaluate import validate
 from verl_fn.runs.folder import Run
-from verl_fn.runs.journal import Recorded, entry
+from verl_fn.runs.journal import Recorded, digests, entry
 from verl_fn.runs.logs import TIMED, read_journal, read_metrics
 from verl_fn.runs.loop import Interrupted, train
 from verl_fn.runs.prepare import prepare
@@ -226,6 +226,34 @@ def test_an_evaluation_has_the_weights_of_its_step_and_changes_nothing(parts, ne
         if until == 1:
             assert expected[0] == report
     assert evaluated.entries == whole.entries
+
+
+def test_every_evaluation_draws_with_the_same_keys(parts, new):
+    """Also at temperature 1 its answers differ only by the weights."""
+    plan, w, source = parts
+    hot = attrs.evolve(plan.rollout.validation, temperature=1.0, n=2)
+    plan = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, validation=hot))
+    state = new().state
+    later = attrs.evolve(state, algorithm=attrs.evolve(state.algorithm, step=3))
+    first, again = (validate(one, source.held_out(8), w, plan) for one in (state, later))
+    assert first == again and len({answer["response"] for answer in first[1]}) > 8
+
+
+def test_all_that_waits_is_saved(parts, new, tmp_path):
+    """Problems that were taken, problems that are answered, rows that were asked for, and rows that were left out."""
+    plan, w, _ = parts
+    state = new().take(1, 1).state
+    (drawn,) = state.waiting
+    experience = attrs.evolve(
+        drawn.experience, problems=5, report={"train/x": 0.5}, dropped={"odd": drawn.experience.batch.take([3, 1])}
+    )
+    odd = attrs.evolve(drawn, experience=experience, problems=11, asked=47)
+    run = Run(attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path))), SILENT)
+    (read,) = restore(run.save(attrs.evolve(state, waiting=(odd,)), w), blank_state(plan), plan, w).waiting
+    assert (read.problems, read.experience.problems, read.asked) == (11, 5, 47)
+    assert read.experience.report == {"train/x": 0.5}
+    assert digests(read.experience.dropped["odd"]) == digests(experience.dropped["odd"])
+    assert digests(read.experience.batch) == digests(experience.batch)
 
 
 def test_experience_that_cannot_be_saved_is_refused(parts, new, tmp_path):

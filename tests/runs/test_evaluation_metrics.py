@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import Problem
-from verl_fn.runs.judged import judged, pass_at
+from verl_fn.runs.continuing import goal_reached
+from verl_fn.runs.judged import judged, pass_at, spread
 from verl_fn.state import Batch
 
 
@@ -53,3 +55,21 @@ def test_without_acc_or_with_one_answer_there_is_no_pass_at_k():
     unknown, answers = judged(scored(2, [1.0, 0.0]).without("acc"), problems, char_tokenizer("ab"), [2])
     assert not [name for name in (*alone, *unknown) if "pass@" in name]
     assert [answer["acc"] for answer in answers] == [None, None]
+
+
+def test_the_best_and_the_majority_are_those_of_each_problem():
+    """Among equally frequent answers the first counts."""
+    values, preds = (
+        torch.tensor([[0.2, 0.8, 0.0, 0.4], [1.0, 0.0, 0.0, 0.0]]),
+        torch.tensor([[5, 7, 7, 5], [9, 3, 3, 4]]),
+    )
+    report = spread("x", values, preds)
+    expected = {"x/mean@4": 0.3, "x/best@4/mean": 0.9, "x/maj@4/mean": 0.1}
+    assert report == pytest.approx(expected)
+    assert spread("x", values[:, :1], preds[:, :1]) == pytest.approx({"x/mean@1": 0.6})
+
+
+def test_a_goal_is_reached_by_the_value_itself():
+    plan = make_plan(load(overrides=["model.path=m", "trainer.stop_at=0.5", "trainer.test_freq=1"]))
+    for value, reached in ((0.5, True), (0.499, False), (0.6, True)):
+        assert goal_reached(plan, {"val-core/x/acc/mean@1": value, "val-aux/x/reward/mean@1": 1 - value}) == reached

@@ -54,6 +54,12 @@ def test_the_first_value_that_differs_is_named(copy):
     assert replay(copy, 3, say=SILENT).difference == "samples .tokens: differs from the journal"
 
 
+def test_an_evaluation_that_differs_is_named(copy):
+    name = "val-core/reverse/acc/mean@1"
+    change(copy / "metrics.jsonl", 3, lambda row: row.update({name: row[name] + 1e-9}))
+    assert replay(copy, 3, say=SILENT).difference.startswith(f"metric {name}: logged")
+
+
 def test_a_step_of_several_processes_is_not_replayed_in_one(copy):
     """It would be rounded otherwise, which is no fault of the run."""
     change(copy / "metrics.jsonl", 2, lambda row: row.update({"perf/ranks": 2}))

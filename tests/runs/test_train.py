@@ -16,6 +16,7 @@ from verl_fn.runs.folder import Run
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import workers
+from verl_fn.runs.state import initial_state
 from verl_fn.state import tree
 
 SMALL = [
@@ -71,6 +72,14 @@ def test_a_resumed_run_is_the_uninterrupted_run(algorithm, model, tmp_path):
     ours, theirs = (files(tmp_path / name / "checkpoints" / f"step_{steps}") for name in ("resumed", "whole"))
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+def test_every_role_starts_from_a_key_of_its_own(model, tmp_path):
+    cfg = config(model, tmp_path, "ppo", "algorithm.use_kl_in_reward=true")
+    with workers(cfg) as w:
+        state = initial_state(cfg, w)
+    keys = [tree.digest(state.role(name).rng) for name in cfg.roles]
+    assert len(keys) == len(set(keys)) == 3
 
 
 def test_what_a_run_leaves_behind(model, tmp_path):
