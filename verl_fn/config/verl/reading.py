@@ -144,7 +144,10 @@ def _options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 def _is_group(key: str, value: Any) -> bool:
     """Returns whether a setting chooses the engine's file of a group, such as ``model_engine=megatron``."""
-    return isinstance(value, str) and (key in ("model_engine", "engine", "optim") or key.startswith("actor@"))
+    groups = ("model_engine", "engine", "optim")
+    return isinstance(value, str) and (
+        key in groups or key.startswith("actor@") or (key, value) == ("model", "hf_model")
+    )
 
 
 def _engine(chosen: Mapping[str, Any]) -> str:
@@ -161,7 +164,7 @@ class _Loader(yaml.SafeLoader):
 
 _RESOLVERS = {
     "bool": ("true|True|TRUE|false|False|FALSE", "tTfF"),
-    "int": (r"[-+]?\d+", "-+0123456789"),
+    "int": (r"[-+]?(0|[1-9][\d_]*)", "-+0123456789"),
     "float": (r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.?(inf|Inf)|\.?(nan|NaN)", "-+.0123456789inN"),
     "null": ("~|null|Null|NULL|", ["~", "n", "N", ""]),
 }

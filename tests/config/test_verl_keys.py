@@ -1,0 +1,93 @@
+"""Every key of verl's own config files and classes, with its default and with another value.
+
+``verl_keys.json`` has the keys and defaults, with their source, and which keys are expected to be translated or
+refused if their value is another one; all others have no effect. A key joins one of the two lists where it gets a rule.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from verl_fn.config.tables import flat
+from verl_fn.config.verl import translate
+from verl_fn.config.verl.reading import Settings, _resolved
+
+VERL = json.loads(Path(__file__).with_name("verl_keys.json").read_text())
+KINDS = {
+    "gae": ({}, False, "fsdp"),
+    "grpo": ({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}, False, "fsdp"),
+    "megatron": ({}, False, "megatron"),
+    "sft": ({}, True, "fsdp"),
+    "sft_megatron": ({}, True, "megatron"),
+}
+# Their values come from another key, or differ only where another key does.
+SAME_TABLE = {
+    "actor_rollout_ref.rollout.tensor_model_parallel_size", "actor_rollout_ref.rollout.val_kwargs.n",
+    "actor_rollout_ref.actor.megatron.sequence_parallel", "critic.megatron.sequence_parallel",
+    "engine.fsdp_size", "engine.sequence_parallel",
+}  # fmt: skip
+
+
+@cache
+def defaults(kind):
+    """Returns verl's keys with their defaults, references replaced."""
+    if kind.startswith("sft"):
+        keys = flat(VERL[kind])
+    else:
+        keys = flat(VERL["ppo"]) | flat(VERL["ppo_classes"])
+        if kind == "megatron":
+            keys = {key: value for key, value in keys.items() if key not in VERL["ppo_megatron_without"]}
+            keys |= flat(VERL["ppo_megatron"]) | flat(VERL["ppo_megatron_classes"])
+    return _resolved({key: value for key, value in keys.items() if value != "???"}, {})
+
+
+def translated(kind, values):
+    base, sft, engine = KINDS[kind]
+    base = base | {"trainer.total_training_steps": 8}
+    return translate(Settings(values | base, sft, engine), lambda files: 7473)
+
+
+def another(value):
+    match value:
+        case bool():
+            return not value
+        case int():
+            return value + 2 if value > 0 else 3
+        case float():
+            return value / 2 if value else 0.5
+        case list():
+            return ["other"]
+    return "other"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_default_of_verl_written_out_is_the_same_as_left_out(kind):
+    """A dump of verl's whole config, as Hydra writes it beside each run, is a translation of nothing."""
+    whole = translated(kind, defaults(kind))
+    assert whole.complete, whole.report()
+    assert whole.table == translated(kind, {}).table
+    named = whole.report().replace(",", " ").replace(":", " ").split()
+    assert not set(defaults(kind)) - set(named) - set(KINDS[kind][0])
+
+
+@pytest.mark.parametrize("kind", ["gae", "megatron", "sft", "sft_megatron"])
+def test_another_value_of_each_key_is_translated_without_effect_or_refused(kind):
+    changed = {key: another(value) for key, value in defaults(kind).items()}
+    changed.pop("trainer.total_training_steps")
+    plain, before = translated(kind, {}), VERL["expected"]["gae"] if kind == "megatron" else {}
+    moved, refused = (VERL["expected"][kind][group] for group in ("translated", "refused"))
+    others = {key: value for key, value in changed.items() if key not in {*moved, *refused}}
+    # Without it, the rows of a micro-batch would count.
+    others.pop("data.use_dynamic_bsz", None)
+    without = translated(kind, others)
+    assert without.complete and without.table == plain.table
+    assert {key for keys in without.without_effect.values() for key in keys} == set(others)
+    for key in set(refused) - set(before.get("refused", ())):
+        lines = translated(kind, {key: changed[key]}).not_possible
+        assert len(lines) == 1 and key in lines[0], key
+    for key in set(moved) - set(before.get("translated", ())):
+        translation = translated(kind, {key: changed[key]})
+        assert translation.complete and any(key in line for line in translation.translated), key
+        assert (translation.table != plain.table) is (key not in SAME_TABLE), key

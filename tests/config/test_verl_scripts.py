@@ -1,0 +1,201 @@
+"""Launch scripts of verl: how bash is read, and that what verl's examples mean there is what they mean here.
+
+``benchmarks/results/from_verl.json`` has what each of verl's examples means in verl; ``benchmarks/from_verl.py`` made
+it from the scripts. With VERL_EXAMPLES, verl's folder of examples, the scripts themselves are read again.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_fn.benchmarks import from_verl
+from verl_fn.config import ConfigError
+from verl_fn.config.verl import read_settings, translate
+from verl_fn.config.verl.reading import Settings
+from verl_fn.config.verl.scripts import launch_of
+
+RESULTS = Path(__file__).parents[2] / "benchmarks/results/from_verl.json"
+TABLE = json.loads(RESULTS.read_text())["table"]
+TRANSLATED = {name: entry["values"] for name, entry in TABLE.items() if not entry["exit"]}
+# Of the algorithms' folders, the scripts for text models on FSDP and Megatron that are refused: for their master
+# weights in bf16, a router's bias, a teacher, and old log-probs of the engine.
+REFUSED = {
+    "grpo_trainer/run_gpt_oss_20b_fsdp.sh", "grpo_trainer/run_hy_v3_megatron.sh",
+    "grpo_trainer/run_qwen3_next_80b_a3b_fsdp.sh", "on_policy_distillation_trainer/run_qwen3_8b_fsdp.sh",
+    "on_policy_distillation_trainer/run_qwen3_8b_megatron.sh", "rollout_correction/run_qwen2_5_7b_fsdp.sh",
+    "rollout_correction/run_qwen2_5_7b_fsdp_multi_rs.sh",
+}  # fmt: skip
+
+
+def settings_of(values):
+    """Returns settings of verl that mean these values, as verl names them today."""
+    values = dict(values)
+    name, engine = values.pop("algorithm.name"), values.pop("actor.strategy")
+    sft, arr = name == "sft", "actor_rollout_ref."
+    names = {key: spelled[-1] for key, spelled, _ in from_verl.PLAIN}
+    if sft:
+        names |= {key: spelled[-1] for key, (spelled, _) in from_verl.SFT_PLAIN.items()}
+    optim = "optim." if sft else f"{arr}actor.optim."
+    batch, mini = values["data.train_batch_size"], values.get("algorithm.ppo_mini_batch_size", 256)
+    updates = 1 if sft else values["algorithm.ppo_epochs"] * -(-batch // min(batch, mini))
+    penalty = "reward.reward_kwargs.overlong_buffer_cfg."
+    names |= {
+        "trainer.total_training_steps": "trainer.total_training_steps", "ray.ranks": "trainer.n_gpus_per_node",
+        "actor.optim.lr_warmup_steps": optim + "lr_warmup_steps", "actor.optim.min_lr_ratio": optim + "min_lr_ratio",
+        "actor.optim.lr_scheduler_type": optim + "lr_scheduler_type",
+        "actor.ppo_max_token_len_per_gpu": "data.max_token_len_per_gpu" if sft else
+        f"{arr}actor.ppo_max_token_len_per_gpu",
+        "critic.ppo_max_token_len_per_gpu": "critic.ppo_max_token_len_per_gpu",
+        "algorithm.policy_loss": f"{arr}actor.policy_loss.loss_mode",
+        **{f"algorithm.clip_ratio_{end}": f"{arr}actor.clip_ratio_{end}" for end in ("low", "high", "c")},
+        "algorithm.filter_groups.enable": "algorithm.filter_groups.enable",
+        "algorithm.overlong_buffer.len": penalty + "len",
+        "algorithm.overlong_buffer.penalty_factor": penalty + "penalty_factor",
+    }  # fmt: skip
+    found = {names[key]: value for key, value in values.items() if key in names}
+    found[names["actor.optim.lr_warmup_steps"]] //= updates
+    found["data.use_dynamic_bsz" if sft else f"{arr}actor.use_dynamic_bsz"] = True
+    if not sft:
+        found[f"{arr}actor.policy_loss.loss_mode"] = found[f"{arr}actor.policy_loss.loss_mode"].replace(
+            "ppo_clip", "vanilla"
+        )
+        found.setdefault("algorithm.adv_estimator", {"ppo": "gae"}.get(name, name))
+        found[penalty + "enable"] = penalty + "len" in found
+    return Settings({key: value for key, value in found.items() if value is not None}, sft, engine)
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_what_an_example_means_in_verl_is_what_its_translation_means_here(name):
+    settings = settings_of(TRANSLATED[name])
+    translation = translate(settings, lambda files: from_verl.ROWS)
+    assert translation.complete, translation.report()
+    pairs = from_verl.compared(settings, translation)
+    assert {key: value for key, value in TRANSLATED[name].items() if not from_verl.agree(value, pairs[key][1])} == {}
+
+
+def test_most_of_verls_examples_for_text_models_translate():
+    folders = [name for name in TABLE if name.partition("/")[0].endswith(("_trainer", "correction", "grouper"))]
+    ours = [name for name in folders if name in TRANSLATED and not name.startswith("mtp_trainer")]
+    assert len(ours) == 35 and len(ours) / (len(ours) + len(REFUSED)) > 34 / 42
+    assert all(TABLE[name]["refused"] for name in REFUSED)
+    assert sum(len(entry["differ"]) for entry in TABLE.values() if not entry["exit"]) == 0
+
+
+@pytest.mark.skipif("VERL_EXAMPLES" not in os.environ, reason="VERL_EXAMPLES names no folder of verl's examples")
+def test_verls_own_scripts_give_the_table(tmp_path):
+    words = [os.environ["VERL_EXAMPLES"], "--source", "again", "--out", str(tmp_path / "again.json")]
+    subprocess.run([sys.executable, "-m", "verl_fn.benchmarks.from_verl", *words], check=True)
+    assert json.loads((tmp_path / "again.json").read_text())["table"] == TABLE
+
+
+SCRIPT = r"""#!/usr/bin/env bash
+# As verl's examples are written.
+set -xeuo pipefail
+DEVICE=${DEVICE:-$(python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu)}
+HERE=$(cd -- "$(dirname "${BASH_SOURCE[0]}")/.." >/dev/null 2>&1 && pwd)
+length=$((1024 * 2))
+start_time=$(date +%Y)_$0
+mkdir -p logs && rm -rf logs/old > logs/said 2>&1 || true
+source ./no_such_file || true
+ulimit -n 100000
+DATA=(
+    data.train_files="['$HERE/a b.parquet', '/c.parquet']"
+    data.max_response_length=${length}  # twice
+)
+EXTRA=()
+case "${DEVICE}" in
+    gpu) EXTRA+=("+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_log_stats=True");;
+    *) exit 1;;
+esac
+launch() {
+    local n=$1; shift
+    nohup env WANDB_MODE=offline python3 -u -m verl.trainer.main_ppo \
+        "${DATA[@]}" ${EXTRA[@]+"${EXTRA[@]}"} actor_rollout_ref.rollout.n=$n \
+        trainer.project_name="$DEVICE" trainer.logger=\[\'console\'\] "$@" 2>&1 | tee logs/$start_time.log
+}
+for n in 4; do launch "$n" "$@"; done
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(text, name="run.sh"):
+        (tmp_path / "examples").mkdir(exist_ok=True)
+        (tmp_path / "examples" / name).write_text(text)
+        return str(tmp_path / "examples" / name)
+
+    return write
+
+
+def test_a_script_is_read_as_bash_reads_it_and_starts_nothing(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = script(SCRIPT)
+    settings = read_settings([file, "trainer.total_epochs=2", "data.prompt_key=a b"])
+    assert settings.module == "verl.trainer.main_ppo" and settings.values == {
+        "data.train_files": [f"{tmp_path}/a b.parquet", "/c.parquet"], "data.max_response_length": 2048,
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.disable_log_stats": True, "actor_rollout_ref.rollout.n": 4,
+        "trainer.project_name": "gpu", "trainer.logger": ["console"], "trainer.total_epochs": 2,
+        "data.prompt_key": "a b",
+    }  # fmt: skip
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["examples", "run.sh"], "nothing was written"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("echo hello\n", r"starts no trainer of verl \(it ended with: hello\)"),
+        ("set -u\npython3 -m verl.trainer.main_ppo a.b=$NOT_SET_ANYWHERE\n", "NOT_SET_ANYWHERE: unbound variable"),
+        ("for n in 1 2; do python3 -m verl.trainer.main_ppo rollout.n=$n; done\n", "starts verl 2 times"),
+        ("/usr/bin/python3 -m verl.trainer.main_ppo a.b=1\n", "restricted"),
+        ("python3 -m verl.trainer.main_ppo a.b=1 > old.log\n", "restricted: cannot redirect output"),
+    ],
+)
+def test_what_cannot_be_read_from_a_script_is_an_error_with_a_way_out(script, tmp_path, monkeypatch, text, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.log").write_text("kept")
+    with pytest.raises(ConfigError, match=said) as error:
+        launch_of(script(text))
+    assert "put 'verl-fn config --from-verl' in front" in str(error.value)
+    assert (tmp_path / "old.log").read_text() == "kept"
+
+
+def test_a_config_of_the_users_is_read_and_another_trainer_is_named(tmp_path):
+    (tmp_path / "mine.yaml").write_text("actor_rollout_ref: {rollout: {multi_turn: {enable: True}, n: 3}}\n")
+    words = ["python3", "-m", "verl.trainer.main_ppo", f"--config-path={tmp_path}", "--config-name", "mine"]
+    settings = read_settings([*words, "actor_rollout_ref.rollout.n=5"])
+    assert settings.values == {
+        "actor_rollout_ref.rollout.multi_turn.enable": True, "actor_rollout_ref.rollout.n": 5
+    }  # fmt: skip
+    assert any("set env.name" in line for line in translate(settings, lambda files: 9).not_possible)
+    with pytest.raises(ConfigError, match=r"none of verl's own configs, and there is no .*other\.yaml"):
+        read_settings(["python3", "-m", "verl.trainer.main_ppo", "--config-name=other"])
+    other = read_settings(["python3", "-m", "verl.experimental.fully_async_policy.fully_async_main", "a.b=1"])
+    assert "fully_async_main is not translated" in " ".join(translate(other).not_possible)
+    for words, engine in (
+        (["model_engine=veomni"], "veomni"),
+        (["torchrun", "-m", "verl.trainer.sft_trainer", "engine=automodel", "optim=automodel"], "automodel"),
+        (["actor@actor_rollout_ref.actor=mlite_actor"], "mlite"),
+    ):
+        lines = translate(read_settings([*words, "trainer.total_training_steps=3"])).not_possible
+        assert any(f"there is no engine {engine}" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("a.b=2026-01-05", "2026-01-05"), ("a.b=on", "on"), ("a.b=12:30:00", "12:30:00"), ("a.b=1e-6", 1e-6),
+        ("a.b=010", "010"), ("a.b=", ""), ("a.b=null", None), ("a.b='1'", "1"), ("a.b='[0.9,0.95]'", [0.9, 0.95]),
+        ("++a.b=True", True), ("a.b=[x,y]", ["x", "y"]), ("a.b=1.5e3", 1500.0), ("a.b=v1.0", "v1.0"), ("a.b=-1", -1),
+    ],
+)  # fmt: skip
+def test_words_have_the_values_that_hydra_gives_them(word, value):
+    assert read_settings([word]).values == {"a.b": value}
+
+
+def test_references_reach_verls_own_defaults():
+    values = read_settings(["trainer.default_local_dir=/x/${trainer.experiment_name}/${oc.select:a.b,7}"]).values
+    assert values == {"trainer.default_local_dir": "/x/gsm8k/7"}
