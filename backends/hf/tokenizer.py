@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,40 @@ def end_tokens(folder: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
             f"id of the token that ends an answer"
         )
     return (own, *(token for token in named if token != own)) if own in named else named
+
+
+def begun(ids: list[int], tokenizer: Any) -> list[int]:
+    """Returns token ids that begin with the tokenizer's bos token, if it has one; a template's text may do already.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> begun([4], char_tokenizer("ab")), begun([1, 4], char_tokenizer("ab"))
+        ([1, 4], [1, 4])
+    """
+    bos = tokenizer.bos_token_id
+    return ids if bos is None or ids[:1] == [bos] else [bos, *ids]
+
+
+def ended(ids: list[int], tokenizer: Any, ends: Sequence[int]) -> list[int]:
+    """Returns token ids of an answer that end with an end token: the first one is added unless there is one.
+
+    White space after an end token, as templates write it, is left out.
+
+    Args:
+        ids: of the answer.
+        tokenizer: knows which tokens are white space.
+        ends: the model's ``end_tokens``.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> tokenizer = char_tokenizer("ab ")
+        >>> ended([5], tokenizer, [2, 3]), ended([5, 3, 6], tokenizer, [2, 3]), ended([5, 4], tokenizer, [2, 3])
+        ([5, 2], [5, 3], [5, 4, 2])
+    """
+    last = len(ids)
+    while last and ids[last - 1] not in ends and not tokenizer.decode(ids[last - 1]).strip():
+        last -= 1
+    return ids[:last] if last and ids[last - 1] in ends else [*ids, ends[0]]
 
 
 def contradiction(folder: str | Path, tokenizer: Any) -> str | None:

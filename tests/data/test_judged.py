@@ -3,18 +3,20 @@
 import json
 import random
 
+import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.examples import pack_labelled, pack_pairs
+from verl_fn.data.examples import pack_examples, pack_labelled, pack_pairs
+from verl_fn.data.files import encode_prompts
 from verl_fn.data.judged import Judged, TaskPairs, edited
 from verl_fn.data.judged_files import read_labelled, read_pairs
 from verl_fn.data.loading import file_data, read_files
 from verl_fn.data.rows import DataError
-from verl_fn.data.tasks import TASKS
+from verl_fn.data.tasks import TASKS, Problem
 from verl_fn.state import Key
 
 USER, SAID = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
@@ -164,3 +166,25 @@ def test_held_out_files_may_have_prompts_alone(tmp_path):
     assert read_files([file], "pairs", held_out=True)[0].answer == "ba"
     with pytest.raises(DataError, match="there is no column 'chosen'"):
         read_files([file], "pairs")
+
+
+def test_a_turn_before_the_prompt_ends_once():
+    tokenizer = char_tokenizer("ab")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    said = [{"role": "assistant", "content": f"b{end}"} for end in ("", "<eos>")]
+    prompts = encode_prompts([Problem((USER, one, USER), "") for one in said], tokenizer)
+    assert prompts[0] == prompts[1] == [4, 5, 2, 5, 2, 4, 5, 2]
+
+
+@pytest.mark.parametrize("end", ["", "<eos>", "<eos> ", "<eos>\n"])
+def test_text_that_a_template_rendered_has_each_border_token_once(end):
+    """Strings of a prompt and of responses, in rows of every kind; white space after an end is the template's."""
+    tokenizer = char_tokenizer("ab> \n")
+    pair = Judged("<bos>a>", "b" + end, chosen=("b" + end,), rejected=("ba" + end,))
+    answer = Problem("<bos>a>", "b" + end)
+    want = ["<bos>a>b<eos>", "<bos>a>ba<eos>"]
+    for batch in (pack_pairs([pair], tokenizer, 2), pack_examples([answer], tokenizer, 2)):
+        assert [tokenizer.decode(row) for row in batch.rows()] == want[: len(batch)]
+    labelled = pack_labelled([pair, attrs.evolve(pair, prompt="b>")], tokenizer, 2)
+    texts = [tokenizer.decode(row) for row in labelled.rows()]
+    assert all(text.count("<bos>") == text.count("<eos>") == 1 for text in texts)

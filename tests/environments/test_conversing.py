@@ -89,9 +89,9 @@ def play(
 
 
 def test_a_conversation_by_hand():
-    """The tokens of the messages have mask 0, and a special token that was drawn is in the row as it was drawn."""
+    """The tokens of the messages have mask 0, and a special token that was drawn is in the row and in the reply."""
     odd = [*ids("c"), 1, *ids("d"), END]
-    results = script(ab=user("ab"), cd=user("ef"), g=End(0.5, 1.0))
+    results = script(**{"ab": user("ab"), "c<bos>d": user("ef"), "g": End(0.5, 1.0)})
     (sample,), asked, _ = play(results, {"ab\n": odd, "ab\ncdef\n": [*ids("g"), END]})
     assert sample.prompt.tolist() == [1, *ids("ab\n")]
     assert sample.tokens.tolist() == [*odd, *ids("ef\n"), *ids("g"), END]

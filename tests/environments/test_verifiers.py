@@ -24,6 +24,7 @@ from verl_fn.environments.interpreter import EnvError
 from verl_fn.environments.problems import environment_data
 from verl_fn.environments.processes import End, EnvProcesses, Job, Opening, Scores, Scoring
 from verl_fn.environments.verifiers import plain, said
+from verl_fn.rewards.reward import texts_of
 from verl_fn.runs.evaluate import has_held_out
 from verl_fn.runs.inputs import fingerprints
 from verl_fn.runs.journal import read_samples
@@ -243,7 +244,7 @@ def test_a_rubric_of_the_package_scores_groups_in_a_run_that_replays(chatty, tmp
     tokenizer, ends = read_tokenizer(chatty), set()
     for batch in (*read_samples(tmp_path / "run", 1), *read_samples(tmp_path / "run", 2)):
         rows = zip(batch.rows(), batch.rows("response_mask"), strict=True)
-        texts = [tokenizer.decode(tokens[mask > 0], skip_special_tokens=True) for tokens, mask in rows]
+        texts = texts_of([tokens[mask > 0].tolist() for tokens, mask in rows], tokenizer)
         lengths = torch.tensor([len(text) for text in texts])
         ended = batch["env_end"] == END_REASONS.index("done")
         for group in batch["group"].unique():

@@ -10,7 +10,7 @@ from verl_fn.config.scoring import RewardConfig
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import Problem
 from verl_fn.driver import build
-from verl_fn.rewards.reward import Reward, RewardError, response_texts
+from verl_fn.rewards.reward import Reward, RewardError, response_texts, texts_of
 from verl_fn.rewards.rules import by_rules
 from verl_fn.state import Batch
 from verl_fn.steps import grpo
@@ -146,3 +146,15 @@ def test_problems_may_have_different_numbers_of_rows(tiny):
         Reward(judge, tokenizer)(batch, problems[:1])
     with pytest.raises(ValueError, match="two of the problems of one batch have the same id"):
         Reward(judge, tokenizer)(batch, [*problems, problems[0]])
+
+
+def test_texts_keep_special_tokens_that_do_not_end_an_answer():
+    """A reward that looks for a special <think> finds it."""
+    tokenizer = char_tokenizer("ab")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    think, close = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    pad = tokenizer.pad_token_id
+    assert texts_of([[think, 4, close, 5, 2, pad], [think, 4]], tokenizer, [2]) == ["<think>a</think>b", "<think>a"]
+    # Any of the model's end tokens ends an answer, and the tokenizer's own if none is named.
+    assert texts_of([[4, close], [5, 2]], tokenizer, [2, close]) == ["a", "b"]
+    assert texts_of([[4, close, 2]], tokenizer) == ["a</think>"]

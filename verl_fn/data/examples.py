@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.tokenizer import ended
 from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, label_of
 from verl_fn.data.judged import Judged
@@ -41,7 +42,7 @@ def encode_rows(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | S
     results = []
     for problem, parts in zip(problems, rendered, strict=True):
         if isinstance(problem.prompt, str):
-            results.append(_answers(problem, next(prompts), tokenizer, ends[0]))
+            results.append(_answers(problem, next(prompts), tokenizer, ends))
             continue
         results.append([next(rows) for _ in parts])
         for ids, _ in results[-1]:
@@ -175,7 +176,7 @@ def _rendered(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> list[Par
     return [parts for (parts,) in rows]
 
 
-def _answers(problem: Problem, prompt: list[int], tokenizer: Any, end: int) -> list[Example]:
+def _answers(problem: Problem, prompt: list[int], tokenizer: Any, ends: Sequence[int]) -> list[Example]:
     """Returns the rows of a string prompt: its answer, or its responses."""
     kind, texts = "answer", [problem.answer]
     if isinstance(problem, Judged):
@@ -184,7 +185,8 @@ def _answers(problem: Problem, prompt: list[int], tokenizer: Any, end: int) -> l
     for text, ids in zip(texts, token_ids(texts, tokenizer), strict=True):
         if has_unknown(ids, tokenizer):
             raise DataError(f"{label_of(problem)}: {describe_unknown(kind, text, tokenizer)}")
-        rows.append(([*prompt, *ids, end], [0.0] * len(prompt) + [1.0] * (len(ids) + 1)))
+        ids = ended(ids, tokenizer, ends)
+        rows.append(([*prompt, *ids], [0.0] * len(prompt) + [1.0] * len(ids)))
     return rows
 
 

@@ -11,6 +11,7 @@ import attrs
 import torch
 
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.tokenizer import begun
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
 from verl_fn.data.entries import Convert, Entry, entry_rows
 from verl_fn.data.mixing import turns
@@ -90,8 +91,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Returns the token ids of each prompt.
 
-    A string is encoded after the tokenizer's bos token, if the tokenizer has one. Chat messages go through the
-    tokenizer's chat template, up to the start of the assistant's answer.
+    A string is encoded after the tokenizer's bos token, if the tokenizer has one and the string does not begin with
+    it. Chat messages go through the tokenizer's chat template, up to the start of the assistant's answer.
 
     Args:
         problems: the problems whose prompts are encoded.
@@ -108,11 +109,10 @@ def encode_prompts(
         >>> encode_prompts([Problem("cab", "")], char_tokenizer("abc"))
         [[1, 6, 4, 5]]
     """
-    start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     texts = [p.prompt if isinstance(p.prompt, str) else _rendered(p, tokenizer) for p in problems]
     prompts = []
     for problem, ids in zip(problems, token_ids(texts, tokenizer), strict=True):
-        ids = start + ids if isinstance(problem.prompt, str) else ids
+        ids = begun(ids, tokenizer) if isinstance(problem.prompt, str) else ids
         _check_prompt(problem, ids, tokenizer, max_length if truncation == "error" else None)
         prompts.append(ids if max_length is None else truncated(ids, max_length, truncation))
     return prompts

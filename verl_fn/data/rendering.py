@@ -53,9 +53,13 @@ def prompt_text(tokenizer: Any, problem: Problem) -> str:
         ModelError: the template fails.
     """
     assert not isinstance(problem.prompt, str)
+    messages: Sequence[Message] = problem.prompt
+    if any(message["role"] == "assistant" for message in messages):
+        ends = tokenizer.batch_decode([[token] for token in all_ends(tokenizer, tokenizer.eos_token_id)])
+        messages = [_without_end(i, message, ends) for i, message in enumerate(messages)]
     render = _renderer(tokenizer, problem)
-    text = render([(problem.prompt, True)])[0]
-    _check_seen(problem.prompt, problem.tools, text, render, tokenizer, problem)
+    text = render([(messages, True)])[0]
+    _check_seen(messages, problem.tools, text, render, tokenizer, problem)
     return text
 
 

@@ -78,7 +78,7 @@ class Environment(Protocol):
         ...
 
     def step(self, reply: str) -> Sequence[Message] | Done:
-        """Answers a reply of the model, which is given without its end token and other special tokens.
+        """Answers a reply of the model, which is given without its end token; other special tokens are a part of it.
 
         Returns:
             Messages to which the model replies, or the end.

@@ -28,7 +28,7 @@ class Answer:
 
     Attributes:
         problem: the problem that was asked.
-        text: the response without special tokens.
+        text: the response without end tokens and padding; other special tokens are a part of it.
         finished: whether it ended with the end token; False if it was cut off at the length limit.
         tokens: those of the whole row, with its prompt and end token; None outside of ``Reward``.
     """
@@ -50,7 +50,8 @@ class Reward:
     Args:
         judge: returns the scores of a sequence of answers.
         tokenizer: decodes the responses.
-        end_tokens: those of the model; they are no part of a response's text, nor are the tokenizer's special tokens.
+        end_tokens: those of the model; they are no part of a response's text. By default the
+            tokenizer's own.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
@@ -183,7 +184,7 @@ def joined(texts: Sequence[str], conversation: Tensor) -> list[str]:
 
 
 def response_texts(batch: Batch, tokenizer: Any, end_tokens: Sequence[int] = ()) -> list[str]:
-    """Decodes the response of each row, without the end token that it may end with and without special tokens.
+    """Decodes the response of each row, as ``texts_of`` does.
 
     Of a conversation with an environment these are the model's replies, with line breaks between them.
     """
@@ -201,12 +202,16 @@ def response_texts(batch: Batch, tokenizer: Any, end_tokens: Sequence[int] = ())
 
 
 def texts_of(responses: Sequence[list[int]], tokenizer: Any, end_tokens: Sequence[int] = ()) -> list[str]:
-    """Decodes token ids, without the end token that each may end with and without special tokens.
+    """Decodes token ids, without end tokens and padding.
+
+    Other special tokens stay: a model may reason and call tools with them. Without ``end_tokens``, the tokenizer's
+    eos token ends responses.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
-        >>> texts_of([[4, 5, 2], [5]], char_tokenizer("ab"))
-        ['ab', 'b']
+        >>> texts_of([[4, 5, 2], [5, 1]], char_tokenizer("ab"), end_tokens=[2])
+        ['ab', 'b<bos>']
     """
-    ids = [tokens[:-1] if tokens and tokens[-1] in end_tokens else tokens for tokens in responses]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    silent = {*(end_tokens or [tokenizer.eos_token_id]), tokenizer.pad_token_id}
+    ids = [[token for token in tokens if token not in silent] for tokens in responses]
+    return tokenizer.batch_decode(ids, skip_special_tokens=False)
