@@ -54,7 +54,7 @@ def prompt_text(tokenizer: Any, problem: Problem) -> str:
     """
     assert not isinstance(problem.prompt, str)
     messages: Sequence[Message] = problem.prompt
-    if any(message["role"] == "assistant" for message in messages):
+    if tokenizer.eos_token_id is not None and any(one["role"] == "assistant" for one in messages):
         ends = tokenizer.batch_decode([[token] for token in all_ends(tokenizer, tokenizer.eos_token_id)])
         messages = [_without_end(i, message, ends) for i, message in enumerate(messages)]
     render = _renderer(tokenizer, problem)
