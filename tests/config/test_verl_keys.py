@@ -1,7 +1,7 @@
 """Every key of verl's own config files and classes, with its default and with another value.
 
 ``verl_keys.json`` has the keys and defaults, with their source, and which keys are expected to be translated or
-refused if their value is another one; all others have no effect. A key joins one of the two lists where it gets a rule.
+refused if their value is another one; all others have no effect. A key with a new rule joins one of the two lists.
 """
 
 import json
@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from verl_fn.backends.megatron.overrides import DECIDED, IMPURE, OF_FOLDER
 from verl_fn.config.tables import flat
 from verl_fn.config.verl import translate
+from verl_fn.config.verl.keys import PROVIDER_FIELDS
 from verl_fn.config.verl.reading import Settings, _resolved
 
 VERL = json.loads(Path(__file__).with_name("verl_keys.json").read_text())
@@ -91,3 +93,15 @@ def test_another_value_of_each_key_is_translated_without_effect_or_refused(kind)
         translation = translated(kind, {key: changed[key]})
         assert translation.complete and any(key in line for line in translation.translated), key
         assert (translation.table != plain.table) is (key not in SAME_TABLE), key
+
+
+def test_fields_of_megatrons_provider_are_refused_as_the_backend_refuses_them():
+    assert set(PROVIDER_FIELDS) == DECIDED | OF_FOLDER | IMPURE.keys()
+    start = "actor_rollout_ref.actor.megatron.override_transformer_config."
+    allowed = {"moe_aux_loss_coeff": 0.1, "attention_backend": "auto", "recompute_modules": ["core_attn"]}
+    translation = translated("megatron", {start + name: value for name, value in allowed.items()})
+    table = translation.table["actor"]["megatron"]["override_transformer_config"]
+    assert translation.complete and table == {"moe_aux_loss_coeff": 0.1}
+    for name in PROVIDER_FIELDS:
+        lines = translated("megatron", {start + name: 1}).not_possible
+        assert len(lines) == 1 and name in lines[0] and "remove it" in lines[0]

@@ -13,7 +13,7 @@ import attrs
 from verl_fn.config.catalogue import GROUP_ESTIMATORS
 from verl_fn.config.fields import home
 
-from .keys import ACTOR, MEGATRON_CHOICES, MODEL, ROLES, ROLLOUT, TABLES, TEXT
+from .keys import ACTOR, MEGATRON_CHOICES, MODEL, PROVIDER_FIELDS, ROLES, ROLLOUT, TABLES, TEXT
 from .reading import Settings
 
 Values = Mapping[str, Any]
@@ -431,14 +431,8 @@ def tables(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
 
 def _provider(key: str, ours: str, name: str, value: Any) -> Iterator[Move]:
     """Yields a field of Megatron's provider, as far as its backend leaves it to the user."""
-    from verl_fn.backends.megatron.overrides import DECIDED, IMPURE, OF_FOLDER
-
-    if name in DECIDED:
-        yield Move((key,), problem="the Megatron backend decides it, from the keys of its table; remove it")
-    elif name in IMPURE:
-        yield Move((key,), problem=f"it {IMPURE[name]}; remove it")
-    elif name in OF_FOLDER:
-        yield Move((key,), problem="config.json in the model's folder decides it; remove it")
+    if name in PROVIDER_FIELDS:
+        yield Move((key,), problem=PROVIDER_FIELDS[name])
     elif name not in MEGATRON_CHOICES or MEGATRON_CHOICES[name] not in (value, None):
         yield Move((key,), ours + name, value)
 

@@ -440,6 +440,24 @@ NUMBERS = frozenset({
 })  # fmt: skip
 # Fields of Megatron's provider with verl's default, which is Megatron's own; None: any value, without effect here.
 MEGATRON_CHOICES: Mapping[str, Any] = {"recompute_modules": ["core_attn"], "attention_backend": None}
+# Fields of Megatron's provider that a user cannot set here, and why: those that its backend refuses.
+PROVIDER_FIELDS: Mapping[str, str] = {
+    **dict.fromkeys((
+        "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
+        "expert_model_parallel_size", "expert_tensor_parallel_size", "virtual_pipeline_model_parallel_size",
+        "sequence_parallel", "params_dtype", "bf16", "fp16", "pipeline_dtype", "autocast_dtype", "hidden_dropout",
+        "attention_dropout", "calculate_per_token_loss", "finalize_model_grads_func", "grad_scale_func",
+        "share_embeddings_and_output_weights", "vocab_size", "perform_initialization", "use_cpu_initialization",
+        "moe_enable_routing_replay", "mtp_num_layers", "use_mup"),
+        "the Megatron backend decides it, from the keys of its table; remove it"),
+    **dict.fromkeys((
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk"),
+        "config.json in the model's folder decides it; remove it"),
+    **dict.fromkeys(("moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
+        "it changes a buffer of the model between calls, which no state holds; remove it"),
+    "moe_input_jitter_eps": "it draws random numbers in each pass; remove it",
+}  # fmt: skip
 # With verl's files for Megatron.
 MEGATRON_DEFAULTS: Mapping[str, Any] = {
     ACTOR + "strategy": "megatron", "critic.strategy": "megatron", ACTOR + "megatron.sequence_parallel": True,
