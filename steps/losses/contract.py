@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import attrs
@@ -69,6 +69,11 @@ class Term:
             returned = self.fn(outputs, batch)
         except Exception as error:
             error.add_note(f"raised in {described(self.fn)}")
+            if "must match the size" in str(error) and batch.per_row:
+                error.add_note(
+                    f"a field for each row ({', '.join(sorted(batch.per_row))}) goes with fields for each token as "
+                    "batch.spread(field)"
+                )
             raise
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor)):
             raise self._error(f"{_kind(returned)}; a loss returns its values and its metrics")
@@ -161,6 +166,9 @@ def loss(
         level: ``token`` if it returns one value per token, ``row`` if it returns one value per row.
         together: a per-row field of integers; rows with the same value are always in one micro-batch.
 
+    Raises:
+        LossError: in the decorator: the function does not take outputs and batch.
+
     Example:
         >>> @loss(needs=["logprobs"])
         ... def reinforce(outputs, batch):
@@ -172,7 +180,17 @@ def loss(
         >>> sorted(both.needs), sorted(both.levels), both.together
         (['logprobs', 'row_values'], ['row', 'token'], 'pair')
     """
-    return lambda fn: Loss((Term(fn, frozenset(needs), level, together),))
+
+    def made(fn: LossFn) -> Loss:
+        if not takes(fn, ["outputs", "batch"]):
+            raise LossError(
+                f"{described(fn)} takes {signature_of(fn)}, and a loss takes (outputs, batch): outputs.logprobs are "
+                'the policy\'s log-probs, and batch["old_log_probs"], batch["advantages"] and batch["response_mask"] '
+                "have one value for each token, too"
+            )
+        return Loss((Term(fn, frozenset(needs), level, together),))
+
+    return made
 
 
 def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
@@ -342,9 +360,45 @@ def described(fn: Callable[..., object]) -> str:
         >>> described(len), described(described)
         ('the loss len', 'the loss described (...contract.py:...)')
     """
+    return f"the loss {place_of(fn)}"
+
+
+def place_of(fn: Callable[..., object]) -> str:
+    """Returns the name of a function with its file and line.
+
+    Example:
+        >>> place_of(place_of)
+        'place_of (...contract.py:...)'
+    """
     fn = inspect.unwrap(getattr(fn, "func", fn))
     name, code = getattr(fn, "__name__", type(fn).__name__), getattr(fn, "__code__", None)
-    return f"the loss {name}" + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
+    return name + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
+
+
+def signature_of(fn: Callable[..., object]) -> str:
+    """Returns the names of a function's parameters.
+
+    Example:
+        >>> signature_of(lambda outputs, batch: None)
+        '(outputs, batch)'
+    """
+    return f"({', '.join(inspect.signature(fn).parameters)})"
+
+
+def takes(fn: Callable[..., object], arguments: Sequence[str], keywords: Iterable[str] = ()) -> bool:
+    """Returns whether a function can be called with so many arguments and these keywords.
+
+    Example:
+        >>> takes(lambda outputs, batch: None, ["outputs", "batch"]), takes(len, ["outputs", "batch"])
+        (True, False)
+    """
+    try:
+        inspect.signature(fn).bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    except ValueError:  # a function that is not written in Python may have no signature
+        return True
+    return True
 
 
 def _kind(value: object) -> str:

@@ -7,11 +7,12 @@ from typing import Any
 
 from verl_fn.config.names import load_object
 
-from .contract import Algorithm, AlgorithmState, Experience, Report
+from .contract import Algorithm, AlgorithmError, AlgorithmState, Experience, Report
 from .dapo import dapo
 from .distill import distill
 from .dpo import dpo
 from .grpo import grpo, rloo
+from .own import in_run
 from .ppo import ppo
 from .rejection import rejection
 from .remax import remax
@@ -21,6 +22,7 @@ from .workers import Clock, Workers
 
 __all__ = [
     "Algorithm",
+    "AlgorithmError",
     "AlgorithmState",
     "Clock",
     "Experience",
@@ -62,12 +64,13 @@ def make(name: str, options: Any) -> Algorithm[Any]:
 
     Raises:
         ConfigError: the user's function cannot be imported.
+        AlgorithmError: it returns no algorithm.
 
     Example:
         >>> from verl_fn.config import PPO
         >>> list(make("ppo", PPO()).roles)
         ['actor', 'critic']
     """
-    factory: Callable[[Any], Algorithm[Any]]
-    factory = _BUILT_IN[name] if name in _BUILT_IN else load_object(name, "algorithm.name")
-    return factory(options)
+    if name in _BUILT_IN:
+        return _BUILT_IN[name](options)
+    return in_run(load_object(name, "algorithm.name")(options), name)

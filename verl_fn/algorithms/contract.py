@@ -9,12 +9,18 @@ import attrs
 
 from verl_fn.config.roles import LearnsFrom, Role, one_a_step
 from verl_fn.data.tasks import Problem
+from verl_fn.errors import UserError
 from verl_fn.state import Key
+from verl_fn.steps.losses.contract import place_of, signature_of, takes
 
 from .workers import Workers
 
 Report: TypeAlias = dict[str, float]
 """The metrics of a step by name, as numbers."""
+
+
+class AlgorithmError(UserError, TypeError):
+    """A function of an algorithm takes or returns something else than it should."""
 
 
 class AlgorithmState(Protocol):
@@ -32,6 +38,14 @@ class AlgorithmState(Protocol):
 
 
 S = TypeVar("S", bound=AlgorithmState)
+
+CALLS = {
+    "init": ("states", "key"),
+    "sample": ("state", "problems", "workers"),
+    "learn": ("state", "experience", "workers"),
+    "updates": ("role", "prompts", "steps"),
+    "evaluate": ("state", "problems", "workers"),
+}
 
 
 @attrs.frozen(eq=False)
@@ -62,7 +76,7 @@ class Algorithm(Generic[S]):
         roles: the models by name. ``actor`` is the policy: it is sampled from, evaluated and exported.
         init: makes the state from the training states by role and a key. A training state may be a handle to
             another process, or None where only the other fields are needed, so ``init`` must only pass it on.
-            A role without workers of its own (a frozen copy, with LoRA) is missing from the mapping.
+            A role without workers of its own (a frozen copy, with LoRA) has None, too, and ``annotate`` knows it.
         sample: draws experience and does not change the state. Where sampling runs ahead of learning, it is called
             with the weights of an earlier step and the ``step`` that will learn. So it must take randomness from
             ``key`` and ``step`` alone, and ask the engine for the version ``step``, which then stands for those
@@ -88,6 +102,19 @@ class Algorithm(Generic[S]):
     learns_from: LearnsFrom = "samples"
     needs_reward: bool = True
     evaluate: Callable[[S, Sequence[Problem], Workers], Report] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        """Checks the parameters of the functions.
+
+        Raises:
+            AlgorithmError: one cannot be called as it would be.
+        """
+        for name, arguments in CALLS.items():
+            if (function := getattr(self, name)) is not None and not takes(function, arguments):
+                raise AlgorithmError(
+                    f"{place_of(function)} is the {name} of an algorithm, which is called as "
+                    f"{name}({', '.join(arguments)}), and it takes {signature_of(function)}"
+                )
 
     def step(self, state: S, problems: Sequence[Problem], workers: Workers) -> tuple[S, Report]:
         """Takes one step; it spends ``state``, since ``learn`` donates the training states that it updates."""

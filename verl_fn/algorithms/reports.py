@@ -33,7 +33,7 @@ def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> Repo
 
 
 def batch_report(batch: Batch, *, compares: bool = False) -> Report:
-    """Returns the metrics of a batch of experience; a conversation of several rows counts once.
+    """Returns the metrics of a batch of experience with outputs and advantages, those of ``sample_report`` included.
 
     Args:
         batch: the rows.
@@ -41,23 +41,10 @@ def batch_report(batch: Batch, *, compares: bool = False) -> Report:
     """
     whole = whole_conversations(batch)
     mask = batch["response_mask"]
-    lengths = whole.sum_rows(mask)
-    every, answered = torch.ones(len(whole)), (lengths > 0).float()
-    metrics: Metrics = {
-        "actor/entropy": Weighted.of(batch["entropys"], mask),
-        "response/aborted_ratio": Weighted.of(lengths == 0, every),
-        "response_length/clip_ratio": Weighted.of(whole["finished"] == 0, every),
-        "training/rollout_near_ties": Weighted.of(whole["near_ties"], every),
-    }
-    for family, values, weights in (
-        ("critic/score", whole["score"], answered),
-        ("critic/rewards", whole.sum_rows(torch.where(mask != 0, whole["token_level_rewards"], 0.0)), answered),
-        ("critic/advantages", batch["advantages"], mask),
-        ("critic/returns", batch["returns"], mask),
-        ("response_length", lengths, every),
-        ("prompt_length", whole["prompt_length"], every),
-    ):
-        metrics |= _spread_of(family, values, weights)
+    answered = (whole.sum_rows(mask) > 0).float()
+    metrics: Metrics = {"actor/entropy": Weighted.of(batch["entropys"], mask)}
+    metrics |= _spread_of("critic/advantages", batch["advantages"], mask)
+    metrics |= _spread_of("critic/returns", batch["returns"], mask)
     if "values" in batch:
         metrics |= _spread_of("critic/values", batch["values"], mask)
         metrics["critic/vf_explained_var"] = Weighted(
@@ -66,11 +53,38 @@ def batch_report(batch: Batch, *, compares: bool = False) -> Report:
     if "reward_baselines" in batch:
         metrics |= _spread_of("critic/baselines", whole["reward_baselines"], answered)
     metrics |= rollout_gap(batch)
-    report = {name: metric.value for name, metric in metrics.items()}
-    report |= _judged_report(whole, answered)
+    report = sample_report(batch) | {name: metric.value for name, metric in metrics.items()}
     if compares:
         groups = groups_of(whole)
         report["rollout/rows_compared_with_none"] = float((groups.counts & ~groups.compared).sum())
+    return report
+
+
+def sample_report(batch: Batch) -> Report:
+    """Returns the metrics of sampled rows: scores, rewards and lengths. A conversation of several rows counts once.
+
+    Fields that the batch lacks have no metrics.
+    """
+    whole = whole_conversations(batch)
+    metrics: Metrics = {}
+    every = torch.ones(len(whole))
+    answered = every
+    if "response_mask" in batch:
+        lengths = whole.sum_rows(batch["response_mask"])
+        answered = (lengths > 0).float()
+        metrics["response/aborted_ratio"] = Weighted.of(lengths == 0, every)
+        metrics |= _spread_of("response_length", lengths, every)
+        if "token_level_rewards" in batch:
+            rewards = torch.where(whole["response_mask"] != 0, whole["token_level_rewards"], 0.0)
+            metrics |= _spread_of("critic/rewards", whole.sum_rows(rewards), answered)
+    if "finished" in batch:
+        metrics["response_length/clip_ratio"] = Weighted.of(whole["finished"] == 0, every)
+    if "near_ties" in batch:
+        metrics["training/rollout_near_ties"] = Weighted.of(whole["near_ties"], every)
+    for family, field, weights in (("critic/score", "score", answered), ("prompt_length", "prompt_length", every)):
+        if field in batch:
+            metrics |= _spread_of(family, whole[field], weights)
+    report = {name: metric.value for name, metric in metrics.items()} | _judged_report(whole, answered)
     return report | {"perf/total_num_tokens": float(batch.num_tokens)}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from verl_fn import algorithms
-from verl_fn.algorithms import Algorithm, Workers
+from verl_fn.algorithms import Algorithm, AlgorithmError, Workers
 from verl_fn.config import Plan
 from verl_fn.state import Key, Node, node, tree
 
@@ -62,7 +62,7 @@ def algorithm_of(plan: Plan) -> Algorithm[Any]:
 def blank_state(plan: Plan) -> RunState:
     """Returns the state before the first step, with None for each training state."""
     key = Key.from_seed(plan.trainer.seed)
-    return RunState(algorithm_of(plan).init(dict.fromkeys(plan.roles), key), cursor=0)
+    return RunState(algorithm_of(plan).init(dict.fromkeys([*plan.roles, *plan.copies]), key), cursor=0)
 
 
 def initial_state(plan: Plan, w: Workers) -> RunState:
@@ -71,7 +71,7 @@ def initial_state(plan: Plan, w: Workers) -> RunState:
     states = {
         name: w.trainers[name].load_pretrained(role.folder, key.fold_in(name)) for name, role in plan.roles.items()
     }
-    state = RunState(algorithm_of(plan).init(offloaded(states, plan, w), key), cursor=0)
+    state = RunState(algorithm_of(plan).init(dict.fromkeys(plan.copies) | offloaded(states, plan, w), key), cursor=0)
     check_fields(state, plan)
     return state
 
@@ -80,11 +80,11 @@ def check_fields(state: RunState, plan: Plan) -> None:
     """Checks that an algorithm's state has ``key``, ``step`` and a field for each role.
 
     Raises:
-        TypeError: a field is missing.
+        AlgorithmError: a field is missing.
     """
     lacking = [name for name in (*plan.roles, "key", "step") if not hasattr(state.algorithm, name)]
     if lacking:
-        raise TypeError(
+        raise AlgorithmError(
             f"the state of {plan.algorithm}, {type(state.algorithm).__name__}, has no field {', '.join(lacking)}; it "
             f"needs key, step and one field for each role ({', '.join(plan.roles)})"
         )

@@ -73,9 +73,6 @@ def advance(
 
     Returns:
         The next state, the step's metrics, and the experience that the step learned from.
-
-    Raises:
-        RuntimeError: the algorithm returned a state whose step is not the next one.
     """
     clock = Clock(w.wait)
     drawn, *waiting = _asked(algorithm, state, source, w, pace, clock)
@@ -85,11 +82,11 @@ def advance(
         clock.run("reward", get_here, experience.batch)
         experience = attrs.evolve(experience, seconds=clock.seconds)
     after, report = algorithm.learn(state.algorithm, experience, w)
-    if after.step != state.step + 1:
-        raise RuntimeError(
-            f"learn returned a state of step {after.step} after step {state.step}; it must add 1 to step"
-        )
     report |= rows_of(drawn, waiting, state.step, w)
+    for kind in ("rows", "tokens"):
+        # What learn itself has left out reached it, but was not learned from.
+        if (learned := f"rollout/{kind}_learned") in report:
+            report[learned] -= report.get(f"rollout/{kind}_dropped/learn", 0)
     if pace.in_flight:
         report |= w.get(w.call(before_update, experience.batch))
     # The config does not hold torchrun's number of processes, and a replay with another number rounds differently.

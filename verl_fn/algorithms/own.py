@@ -1,0 +1,175 @@
+"""Algorithms of the user in a run: what their functions return is checked, and their metrics are completed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import attrs
+import torch
+
+from verl_fn.backends.protocol import TrainBackend
+from verl_fn.state import Batch
+from verl_fn.state.metrics import Metric
+from verl_fn.steps.losses.contract import place_of
+
+from .contract import Algorithm, AlgorithmError, Experience, Report
+from .reports import sample_report, timing_report
+from .workers import Clock, Workers
+
+ROW = "row_of_experience"
+# Calls of a training backend that show nothing of what is learned from.
+HIDDEN = ("map", "loss_fn")
+
+
+def in_run(algorithm: Any, name: str) -> Algorithm[Any]:
+    """Returns an algorithm of the user as a run executes it.
+
+    Its metrics get what those of built-in algorithms have: the family ``actor/`` where they have none, the times of
+    the phases, scores and lengths of the samples, and the rows that ``learn`` left out.
+
+    Args:
+        algorithm: the value that the user's function returned.
+        name: the reference to that function, for errors.
+
+    Raises:
+        AlgorithmError: it is no algorithm; in its functions: they return something else than they should.
+    """
+    if not isinstance(algorithm, Algorithm):
+        raise AlgorithmError(f"{name} returns {_kind(algorithm)}; it must return a verl_fn.algorithms.Algorithm")
+    return attrs.evolve(
+        algorithm,
+        sample=functools.partial(_sample, sample=algorithm.sample),
+        learn=functools.partial(_learn, learn=algorithm.learn),
+    )
+
+
+def _sample(state: Any, problems: Any, w: Workers, *, sample: Callable[..., Any]) -> Experience:
+    experience = sample(state, problems, w)
+    if not isinstance(experience, Experience):
+        raise AlgorithmError(
+            f"{place_of(sample)} returns {_kind(experience)}; sample returns a verl_fn.algorithms.Experience"
+        )
+    return experience
+
+
+def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..., Any]) -> tuple[Any, Report]:
+    clock, passes = Clock(w.wait, experience.seconds), _Passes(w)
+    trainers = {role: cast(TrainBackend, _Watched(trainer, passes)) for role, trainer in w.trainers.items()}
+    numbered = attrs.evolve(experience, batch=w.call(_numbered, experience.batch))
+    after: list[Any] = []
+
+    def run() -> Report:
+        returned = learn(state, numbered, attrs.evolve(w, trainers=trainers))
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise AlgorithmError(
+                f"{place_of(learn)} returns {_kind(returned)}; learn returns the next state and a report, a dict of "
+                "numbers by name"
+            )
+        after.append(returned[0])
+        return _numbers(w.get(returned[1]), learn)
+
+    report = experience.report | clock.run("learn", run)
+    if (step := getattr(after[0], "step", None)) != state.step + 1:
+        raise AlgorithmError(
+            f"{place_of(learn)} returns a state of step {step} after step {state.step}; it must add 1 to step"
+        )
+    samples = w.get(w.call(_report_of_samples, experience.batch))
+    report = samples | timing_report(clock, samples.get("perf/total_num_tokens", 0.0)) | report
+    return after[0], report | passes.left_out(experience.batch, learn)
+
+
+def _numbers(report: Any, learn: Callable[..., Any]) -> Report:
+    """Returns the report of ``learn`` as numbers, with a family for each name."""
+    if not isinstance(report, Mapping):
+        raise AlgorithmError(
+            f"{place_of(learn)} returns {_kind(report)} as its report; it is a dict of numbers by name"
+        )
+    numbers: Report = {}
+    for name, value in report.items():
+        value = value.value if isinstance(value, Metric) else value
+        try:
+            numbers[name if "/" in name else f"actor/{name}"] = float(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise AlgorithmError(
+                f"{place_of(learn)} reports {_kind(value)} as {name!r}; a report has one number for each name"
+            ) from error
+    return numbers
+
+
+def _report_of_samples(batch: Any) -> Report:
+    return sample_report(batch) if isinstance(batch, Batch) else {}
+
+
+def _numbered(batch: Any) -> Any:
+    """Returns a batch whose rows know their numbers."""
+    return batch.with_rows(**{ROW: torch.arange(len(batch))}) if isinstance(batch, Batch) else batch
+
+
+class _Passes:
+    """The passes in which ``learn`` computes gradients."""
+
+    def __init__(self, w: Workers) -> None:
+        self._w = w
+        self._of: list[Any] = []
+        self.hidden = False
+
+    def add(self, batch: Any) -> None:
+        self._of.append(self._w.call(_pass, batch))
+
+    def left_out(self, batch: Any, learn: Callable[..., Any]) -> Report:
+        """Returns the counts of the rows of a batch that no pass had, and of their sampled tokens.
+
+        They are empty where there are none, or where ``learn`` computes gradients by other calls or of other rows.
+
+        Raises:
+            AlgorithmError: an advantage is not finite.
+        """
+        passes = self._w.get(self._of)
+        if bad := next((bad for _, bad in passes if bad), 0):
+            raise AlgorithmError(
+                f"{place_of(learn)} learns from advantages that are not finite, on {bad} tokens of a batch; look for "
+                "a division by the spread of equal rewards"
+            )
+        if self.hidden or any(rows is None for rows, _ in passes):
+            return {}
+        kept = {row for rows, _ in passes for row in rows}
+        rows, tokens = self._w.get(self._w.call(_others, batch, kept))
+        return {"rollout/rows_dropped/learn": rows, "rollout/tokens_dropped/learn": tokens} if rows else {}
+
+
+def _pass(batch: Batch) -> tuple[list[int] | None, int]:
+    """Returns the numbers of the rows of a pass, and the count of tokens whose advantage is not finite."""
+    rows = batch[ROW].tolist() if ROW in batch.per_row else None
+    if "advantages" not in batch.per_token or "response_mask" not in batch:
+        return rows, 0
+    return rows, int((~batch["advantages"].isfinite() & (batch["response_mask"] != 0)).sum())
+
+
+def _others(batch: Any, kept: set[int]) -> tuple[int, int]:
+    if not isinstance(batch, Batch) or "response_mask" not in batch:
+        return 0, 0
+    left = torch.tensor([row not in kept for row in range(len(batch))], dtype=torch.bool)
+    return int(left.sum()), int(batch.sum_rows((batch["response_mask"] != 0).float())[left].sum())
+
+
+class _Watched:
+    """A training backend that shows which rows it computes gradients of."""
+
+    def __init__(self, inner: TrainBackend, passes: _Passes) -> None:
+        self._inner, self._passes = inner, passes
+
+    def forward_backward(self, state: Any, batch: Any, loss: Any) -> Any:
+        self._passes.add(batch)
+        return self._inner.forward_backward(state, batch, loss)
+
+    def __getattr__(self, name: str) -> Any:
+        self._passes.hidden |= name in HIDDEN
+        return getattr(self._inner, name)
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)} values"
+    return "None" if value is None else f"a {type(value).__name__}"
