@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+from verl_fn.errors import ArgumentError, place_of
 from verl_fn.state import Batch
 
 MODES = (
@@ -19,7 +22,7 @@ ROW_MODES = ("row-mean", "row-sum", "group-mean")
 
 def aggregate(
     batch: Batch,
-    mode: str = "token-mean",
+    mode: str | Callable[[Batch], Tensor] = "token-mean",
     *,
     loss_scale_factor: float | None = None,
 ) -> Batch:
@@ -40,17 +43,21 @@ def aggregate(
 
     Args:
         batch: needs ``response_mask``.
-        mode: a mode of the table.
+        mode: a mode of the table, or a function of yours that returns the weight of each token, 0 where
+            ``response_mask`` is 0.
         loss_scale_factor: the constant of ``seq-mean-token-sum-norm``, such as the maximal response length, as in
             Dr. GRPO.
 
     Raises:
         ValueError: the mode is unknown, no token has ``response_mask`` set, or ``loss_scale_factor`` is missing.
+        ArgumentError: a function returns something else than a finite weight for each token.
 
     Example:
         >>> batch = Batch.from_rows([[1, 2], [3]], {"response_mask": [[1.0, 1.0], [1.0]]})
         >>> aggregate(batch, "seq-mean-token-mean")["loss_weight"].tolist()
         [0.25, 0.25, 0.5]
+        >>> aggregate(batch, lambda batch: batch["response_mask"] / 4)["loss_weight"].tolist()
+        [0.25, 0.25, 0.25]
 
     Source: the modes are those of verl's ``agg_loss``.
     """
@@ -59,7 +66,9 @@ def aggregate(
     rows, tokens = int((lengths > 0).sum()), mask.sum()
     if rows == 0:
         raise ValueError("no token of this batch has response_mask set, so there is nothing to learn from")
-    if mode == "token-mean":
+    if callable(mode):
+        weight = _own_weight(batch, mode)
+    elif mode == "token-mean":
         weight = mask / tokens
     elif mode == "token-sum":
         weight = mask
@@ -74,6 +83,17 @@ def aggregate(
     else:
         raise ValueError(f"unknown loss_agg_mode {mode!r}; it is one of {', '.join(MODES)}")
     return batch.with_tokens(loss_weight=weight)
+
+
+def _own_weight(batch: Batch, mode: Callable[[Batch], Tensor]) -> Tensor:
+    weight = mode(batch)
+    expected = f"it must return a tensor with a finite weight for each of the {batch.num_tokens} tokens"
+    if not isinstance(weight, Tensor) or weight.shape != (batch.num_tokens,):
+        found = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ArgumentError(f"{place_of(mode)}, a function of loss_agg_mode, returns {found}; {expected}")
+    if not bool(weight.isfinite().all()):
+        raise ArgumentError(f"{place_of(mode)}, a function of loss_agg_mode, returns inf or nan; {expected}")
+    return weight.float()
 
 
 def aggregate_rows(batch: Batch, mode: str = "row-mean", *, group: str | None = None) -> Batch:

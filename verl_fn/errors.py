@@ -1,6 +1,8 @@
-"""The base of all errors that a user can cause and fix."""
+"""The base of all errors that a user can cause and fix, and what their messages name."""
 
+import inspect
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 
@@ -31,3 +33,41 @@ def install(*requirements: str) -> str:
     """
     uv = Path(sys.prefix).parent / ".uv" / "bin" / "uv"
     return " ".join([str(uv if uv.is_file() else "uv"), "pip install --python", sys.executable, *requirements])
+
+
+def place_of(fn: Callable[..., object]) -> str:
+    """Returns the name of a function with its file and line.
+
+    Example:
+        >>> place_of(place_of)
+        'place_of (...errors.py:...)'
+    """
+    fn = inspect.unwrap(getattr(fn, "func", fn))
+    name, code = getattr(fn, "__name__", type(fn).__name__), getattr(fn, "__code__", None)
+    return name + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
+
+
+def signature_of(fn: Callable[..., object]) -> str:
+    """Returns the names of a function's parameters.
+
+    Example:
+        >>> signature_of(lambda outputs, batch: None)
+        '(outputs, batch)'
+    """
+    return f"({', '.join(inspect.signature(fn).parameters)})"
+
+
+def takes(fn: Callable[..., object], arguments: Sequence[str], keywords: Iterable[str] = ()) -> bool:
+    """Returns whether a function can be called with so many arguments and these keywords.
+
+    Example:
+        >>> takes(lambda outputs, batch: None, ["outputs", "batch"]), takes(len, ["outputs", "batch"])
+        (True, False)
+    """
+    try:
+        inspect.signature(fn).bind(*arguments, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    except ValueError:  # a function that is not written in Python may have no signature
+        return True
+    return True

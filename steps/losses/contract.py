@@ -10,9 +10,8 @@ averages and does not depend on micro-batches or ranks, and any two losses can b
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeAlias
 
 import attrs
@@ -20,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from verl_fn.errors import ArgumentError, UserError
+from verl_fn.errors import ArgumentError, UserError, place_of, signature_of, takes
 from verl_fn.state import PER_ROW, Batch, Metrics, Sum, TokenOutputs, Weighted, metrics
 from verl_fn.state.metrics import Metric
 
@@ -361,44 +360,6 @@ def described(fn: Callable[..., object]) -> str:
         ('the loss len', 'the loss described (...contract.py:...)')
     """
     return f"the loss {place_of(fn)}"
-
-
-def place_of(fn: Callable[..., object]) -> str:
-    """Returns the name of a function with its file and line.
-
-    Example:
-        >>> place_of(place_of)
-        'place_of (...contract.py:...)'
-    """
-    fn = inspect.unwrap(getattr(fn, "func", fn))
-    name, code = getattr(fn, "__name__", type(fn).__name__), getattr(fn, "__code__", None)
-    return name + (f" ({code.co_filename}:{code.co_firstlineno})" if code else "")
-
-
-def signature_of(fn: Callable[..., object]) -> str:
-    """Returns the names of a function's parameters.
-
-    Example:
-        >>> signature_of(lambda outputs, batch: None)
-        '(outputs, batch)'
-    """
-    return f"({', '.join(inspect.signature(fn).parameters)})"
-
-
-def takes(fn: Callable[..., object], arguments: Sequence[str], keywords: Iterable[str] = ()) -> bool:
-    """Returns whether a function can be called with so many arguments and these keywords.
-
-    Example:
-        >>> takes(lambda outputs, batch: None, ["outputs", "batch"]), takes(len, ["outputs", "batch"])
-        (True, False)
-    """
-    try:
-        inspect.signature(fn).bind(*arguments, **dict.fromkeys(keywords))
-    except TypeError:
-        return False
-    except ValueError:  # a function that is not written in Python may have no signature
-        return True
-    return True
 
 
 def _kind(value: object) -> str:

@@ -13,6 +13,7 @@ from .distill import distill
 from .dpo import dpo
 from .grpo import grpo, rloo
 from .own import in_run
+from .policy import aggregation
 from .ppo import ppo
 from .rejection import rejection
 from .remax import remax
@@ -72,5 +73,7 @@ def make(name: str, options: Any) -> Algorithm[Any]:
         ['actor', 'critic']
     """
     if name in _BUILT_IN:
+        if hasattr(options, "loss_agg_mode"):
+            aggregation(options)  # an object that does not exist is an error now, and not in the first step
         return _BUILT_IN[name](options)
     return in_run(load_object(name, "algorithm.name")(options), name)

@@ -9,9 +9,8 @@ import attrs
 
 from verl_fn.config.roles import LearnsFrom, Role, one_a_step
 from verl_fn.data.tasks import Problem
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, place_of, signature_of, takes
 from verl_fn.state import Key
-from verl_fn.steps.losses.contract import place_of, signature_of, takes
 
 from .workers import Workers
 

@@ -13,6 +13,7 @@ from verl_fn.steps import distill as distill_loss
 
 from .contract import Algorithm, Experience, Report
 from .experience import loss_scale, sample_and_score, update, with_outputs
+from .policy import aggregation
 from .reports import timing_report, update_report
 from .workers import Clock, Workers
 
@@ -63,7 +64,7 @@ def distill(options: Distill) -> Algorithm[DistillState]:
         clock, batch = Clock(w.wait, experience.seconds), experience.batch
         outputs = clock.run("teacher", w.trainers["teacher"].forward, state.teacher.params, batch, tuple(fields))
         batch = w.call(with_outputs, batch, outputs, **fields)
-        batch = w.call(aggregate, batch, options.loss_agg_mode, loss_scale_factor=loss_scale(options, w))
+        batch = w.call(aggregate, batch, aggregation(options), loss_scale_factor=loss_scale(options, w))
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, [batch], loss)
         report = update_report("actor", w.get(metrics)) | experience.report
         tokens = float(w.get(w.call(_tokens, batch)))

@@ -30,7 +30,7 @@ from verl_fn.state import (
 from verl_fn.steps import AdaptiveKL, FixedKL, Loss, aggregate, aggregate_rows, apply_kl_in_reward, scan
 
 from .contract import Experience
-from .policy import Selection
+from .policy import Selection, aggregation
 from .reports import update_report
 from .workers import Clock, Workers
 
@@ -157,12 +157,7 @@ def annotate(
         outputs = (*outputs, "routed_experts")
     passes: dict[str, Callable[[], Any]] = {"old_log_prob": lambda: actor.forward(params, batch, outputs)}
     if reference:
-        if state.reference is None:
-            # The reference picks its own experts.
-            free = w.call(without_routes, batch) if w.router_replay else batch
-            passes["ref"] = lambda: actor.forward(params.base, free, ("logprobs",))
-        else:
-            passes["ref"] = lambda: w.trainers["reference"].forward(state.reference.params, batch, ("logprobs",))
+        passes["ref"] = lambda: _reference_outputs(batch, state, w, "reference")
     if critic:
         passes["values"] = lambda: w.trainers["critic"].forward(state.critic.params, batch, ("values",))
     results = clock.run_all(passes)
@@ -175,6 +170,29 @@ def annotate(
     for phase, output in results.items():
         batch = w.call(with_outputs, batch, output, **names[phase])
     return batch
+
+
+def with_reference(batch: Any, state: Any, w: Workers, role: str = "reference") -> Any:
+    """Writes the log-probs of a frozen copy of the actor into a batch, as ``ref_log_prob``.
+
+    With LoRA, the actor's frozen base is that copy.
+
+    Args:
+        batch: a batch or a reference to one.
+        state: has ``actor`` and a field of the role's name.
+        w: the workers.
+        role: the name of a ``Role(trained=False, copy_of="actor")``.
+    """
+    outputs = _reference_outputs(batch, state, w, role)
+    return w.call(with_outputs, batch, outputs, logprobs="ref_log_prob")
+
+
+def _reference_outputs(batch: Any, state: Any, w: Workers, role: str) -> Ref[TokenOutputs]:
+    if (own := getattr(state, role)) is not None:
+        return w.trainers[role].forward(own.params, batch, ("logprobs",))
+    # The reference picks its own experts.
+    free = w.call(without_routes, batch) if w.router_replay else batch
+    return w.trainers["actor"].forward(state.actor.params.base, free, ("logprobs",))
 
 
 def with_outputs(batch: Batch, outputs: TokenOutputs, **names: str) -> Batch:
@@ -266,7 +284,7 @@ def update_batches(
         (size, problems),
         options.ppo_epochs,
         key if options.shuffle else None,
-        options.loss_agg_mode,
+        aggregation(options),
         loss_scale(options, w),
         "row" in loss.levels,
         returns=options.minibatches(problems) * options.ppo_epochs,

@@ -10,9 +10,9 @@ import attrs
 import torch
 
 from verl_fn.backends.protocol import TrainBackend
+from verl_fn.errors import place_of
 from verl_fn.state import Batch
 from verl_fn.state.metrics import Metric
-from verl_fn.steps.losses.contract import place_of
 
 from .contract import Algorithm, AlgorithmError, Experience, Report
 from .reports import sample_report, timing_report

@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
+from torch import Tensor
 
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
 from verl_fn.config.catalogue import GROUP_ESTIMATORS, TOKEN_BASELINES
 from verl_fn.config.names import is_reference, load_object
+from verl_fn.errors import signature_of, takes
 from verl_fn.state import Batch, Key, TokenOutputs
 from verl_fn.steps import (
     Loss,
@@ -49,6 +51,9 @@ from verl_fn.steps import (
 
 from .by_conversation import by_conversation
 
+WRITTEN = ("advantages", "returns")
+RETURNS = "an estimator returns batch.with_tokens(advantages=..., returns=...)"
+
 
 def policy_loss(options: PolicyOptimization) -> Loss:
     """Makes the policy's loss, with the KL and entropy terms that the options ask for.
@@ -58,6 +63,8 @@ def policy_loss(options: PolicyOptimization) -> Loss:
     """
     if is_reference(options.policy_loss):
         loss = load_object(options.policy_loss, "algorithm.policy_loss")
+        if options.policy_loss_kwargs:
+            loss = _made(loss, options.policy_loss, options.policy_loss_kwargs)
         if not isinstance(loss, Loss):
             raise ConfigError(
                 f"algorithm.policy_loss: {options.policy_loss} is a {type(loss).__name__}, where a Loss is expected; "
@@ -75,6 +82,33 @@ def policy_loss(options: PolicyOptimization) -> Loss:
     if options.entropy_coeff:
         loss = loss - options.entropy_coeff * entropy()
     return loss
+
+
+def _made(make: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+    """Returns what a function of the user makes of keyword arguments."""
+    if isinstance(make, Loss) or not callable(make) or not takes(make, (), arguments):
+        raise ConfigError(
+            f"algorithm.policy_loss_kwargs: {name} must be a function that takes {', '.join(arguments)}, and returns "
+            "a Loss"
+        )
+    return make(**arguments)
+
+
+def aggregation(options: Any) -> str | Callable[[Batch], Tensor]:
+    """Returns the mode of ``steps.aggregate`` that ``loss_agg_mode`` names, or the user's own function.
+
+    Raises:
+        ConfigError: it refers to an object that is not a function of a batch.
+    """
+    name: str = options.loss_agg_mode
+    if not is_reference(name):
+        return name
+    function: Callable[[Batch], Tensor] = load_object(name, "algorithm.loss_agg_mode")
+    if not callable(function) or not takes(function, ["batch"]):
+        raise ConfigError(
+            f"algorithm.loss_agg_mode: {name} must be a function from an update batch to the weight of each token"
+        )
+    return function
 
 
 def _clip_range(options: PolicyOptimization) -> dict[str, Any]:
@@ -182,14 +216,36 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str) -> Batch
     """Returns the result of an estimator of the user.
 
     Raises:
-        ConfigError: it is no batch, or lacks a field.
+        ConfigError: it is no batch, or lacks a field, or a value is for a whole row or not finite.
     """
-    estimated = estimate(batch)
-    how = "an estimator returns batch.with_tokens(advantages=..., returns=...)"
+    try:
+        estimated = estimate(batch)
+    except (RuntimeError, ValueError) as error:
+        if str(len(batch)) in str(error) and str(batch.num_tokens) in str(error):
+            raise ConfigError(
+                f"algorithm.adv_estimator: {name} fails with: {error}. The batch has {len(batch)} rows and "
+                f"{batch.num_tokens} tokens; batch.sum_rows(x) gives one value for each row, and batch.spread(x) one "
+                "for each token"
+            ) from error
+        error.add_note(f"raised in algorithm.adv_estimator = {name}")
+        raise
     if not isinstance(estimated, Batch):
-        raise ConfigError(f"algorithm.adv_estimator: {name} returns a {type(estimated).__name__}; {how}")
-    if missing := [field for field in ("advantages", "returns") if field not in estimated]:
-        raise ConfigError(f"algorithm.adv_estimator: {name} does not write {' and '.join(missing)}; {how}")
+        raise ConfigError(f"algorithm.adv_estimator: {name} returns a {type(estimated).__name__}; {RETURNS}")
+    if missing := [field for field in WRITTEN if field not in estimated]:
+        raise ConfigError(f"algorithm.adv_estimator: {name} does not write {' and '.join(missing)}; {RETURNS}")
+    if by_row := [field for field in WRITTEN if field not in estimated.per_token]:
+        raise ConfigError(
+            f"algorithm.adv_estimator: {name} writes {by_row[0]} for each row; batch.spread(values) makes one value "
+            f"for each token of them; {RETURNS}"
+        )
+    for field in WRITTEN:
+        bad = ~estimated[field].isfinite() & (estimated["response_mask"] != 0)
+        if bool(bad.any()):
+            raise ConfigError(
+                f"algorithm.adv_estimator: {name} writes {field} that are inf or nan, first in row "
+                f"{int(estimated.row_ids[bad][0])} of {len(estimated)}; look for a division by the spread of equal "
+                "rewards"
+            )
     return estimated
 
 
@@ -197,9 +253,15 @@ def _estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
     name = options.adv_estimator
     if is_reference(name):
         function = load_object(name, "algorithm.adv_estimator")
-        if not callable(function):
-            raise ConfigError(f"algorithm.adv_estimator: {name} is not a function from batch to batch")
-        return functools.partial(_checked, estimate=function, name=name)
+        arguments = options.adv_estimator_kwargs
+        if not callable(function) or not takes(function, ["batch"], arguments):
+            has = f"takes {signature_of(function)}" if callable(function) else f"is a {type(function).__name__}"
+            given = ", ".join(["batch", *(f"{argument}=..." for argument in arguments)])
+            raise ConfigError(
+                f"algorithm.adv_estimator: {name} {has}, and is called with ({given}); the batch has "
+                f"token_level_rewards, response_mask, group and more; {RETURNS}"
+            )
+        return functools.partial(_checked, estimate=functools.partial(function, **arguments), name=name)
     if isinstance(options, PPO):
         return functools.partial(gae, gamma=options.gamma, lam=options.lam)
     by_std: dict[str, Any] = {"norm_adv_by_std": options.norm_adv_by_std_in_grpo}

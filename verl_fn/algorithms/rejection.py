@@ -16,6 +16,7 @@ from verl_fn.steps import aggregate, cross_entropy
 from .by_conversation import whole_conversations
 from .contract import Algorithm, Experience, Report
 from .experience import loss_scale, sample_and_score, update
+from .policy import aggregation
 from .reports import timing_report, update_report
 from .workers import Clock, Workers
 
@@ -57,7 +58,7 @@ def rejection(options: Rejection) -> Algorithm[RejectionState]:
         report = {"rejection/rows_kept": float(rows), "perf/total_num_tokens": float(tokens)} | experience.report
         if rows:
             scale = loss_scale(options, w)
-            batch = w.call(aggregate, experience.batch, options.loss_agg_mode, loss_scale_factor=scale)
+            batch = w.call(aggregate, experience.batch, aggregation(options), loss_scale_factor=scale)
             actor, metrics = clock.run("update_actor", update, w.trainers["actor"], actor, [batch], loss)
             report |= {"rejection/score/mean": score} | update_report("actor", w.get(metrics))
         report |= timing_report(clock, float(tokens))

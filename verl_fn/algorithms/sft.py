@@ -13,6 +13,7 @@ from verl_fn.steps import aggregate, cross_entropy
 
 from .contract import Algorithm, Experience, Report
 from .experience import loss_scale, update
+from .policy import aggregation
 from .reports import timing_report, update_report
 from .workers import Clock, Workers
 
@@ -39,7 +40,7 @@ def sft(options: SFT) -> Algorithm[SFTState]:
 
     def sample(state: SFTState, problems: Sequence[Problem], w: Workers) -> Experience:
         batch = pack_examples(problems, w.tokenizer, w.end_tokens)
-        batch = aggregate(batch, options.loss_agg_mode, loss_scale_factor=loss_scale(options, w))
+        batch = aggregate(batch, aggregation(options), loss_scale_factor=loss_scale(options, w))
         return Experience(batch, len(problems), report={"train/global_tokens": float(batch.num_tokens)})
 
     def learn(state: SFTState, experience: Experience, w: Workers) -> tuple[SFTState, Report]:

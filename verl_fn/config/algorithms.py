@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -10,27 +10,13 @@ from attrs.validators import ge, gt, le
 
 from .aggregation import Aggregation
 from .catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
-from .fields import MOST, ConfigError, nearest, one_of, opt, paths, sub
+from .fields import MOST, ConfigError, free, one_of, opt, paths, sub
 from .learners import Distill, Rejection
-from .names import is_reference
+from .names import one_of_or_own
 from .preferences import DPO, RewardModel
 from .roles import LearnsFrom, Role, one_a_step
 
 KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
-
-
-def one_of_or_own(*choices: str) -> Callable[[Any, Any, str], None]:
-    """Returns a validator that accepts these names, and references to objects of the user."""
-
-    def check(instance: Any, attribute: Any, value: str) -> None:
-        if value not in choices and not is_reference(value):
-            known = ", ".join(choices)
-            raise ValueError(
-                f"must be {known}, or an object of yours as FILE.py:NAME or MODULE:NAME (got {value!r})"
-                f"{nearest(value, choices)}"
-            )
-
-    return check
 
 
 def has_its_options(instance: Any, attribute: Any, value: str) -> None:
@@ -86,6 +72,9 @@ class PolicyOptimization(Aggregation):
         f"the policy's loss: {', '.join(POLICY_LOSSES)}, or a Loss of yours as FILE.py:NAME",
         one_of_or_own(*POLICY_LOSSES),
         has_its_options,
+    )
+    policy_loss_kwargs: Mapping[str, Any] = free(
+        "a table of keyword arguments; policy_loss then names a function of yours that returns a Loss"
     )
     clip_ratio: float = opt(0.2, "clip range of the ratio; for dppo_*, of the divergence", gt(0), le(MOST))
     clip_ratio_low: float | None = opt(None, "lower clip range, by default clip_ratio", gt(0), le(MOST))
@@ -182,6 +171,7 @@ class PPO(PolicyOptimization):
     """Options of PPO with a critic."""
 
     adv_estimator: str = opt("gae", "gae, or an estimator of yours as FILE.py:NAME", one_of_or_own("gae"))
+    adv_estimator_kwargs: Mapping[str, Any] = free("a table of keyword arguments of an estimator of yours")
     lam: float = opt(1.0, "GAE's lambda", ge(0), le(1))
     cliprange_value: float = opt(0.5, "clip range of the value loss", gt(0), le(MOST))
     critic_warmup: int = opt(0, "steps in which only the critic learns", ge(0))
@@ -206,6 +196,7 @@ class GRPO(PolicyOptimization):
         f"{', '.join(GROUP_ESTIMATORS)}, reinforce_plus_plus, or an estimator of yours as FILE.py:NAME",
         one_of_or_own(*GROUP_ESTIMATORS, "reinforce_plus_plus"),
     )
+    adv_estimator_kwargs: Mapping[str, Any] = free("a table of keyword arguments of an estimator of yours")
     norm_adv_by_std_in_grpo: bool = opt(True, "grpo, grpo_passk, gdpo: divide by the group's standard deviation")
     gdpo_reward_keys: tuple[str, ...] = opt((), "gdpo: names of the rewards, by default all there are")
     gdpo_reward_weights: tuple[float, ...] = opt((), "gdpo: one weight for each reward, by default 1")

@@ -16,6 +16,9 @@ import attrs
 
 from .fields import ConfigError, check_path, home, nearest
 
+# The options of algorithms that may refer to an object of the user.
+OWN_PARTS = ("policy_loss", "adv_estimator", "loss_agg_mode")
+
 
 def is_reference(value: str) -> bool:
     """Returns whether a string has the form of a reference.
@@ -26,6 +29,20 @@ def is_reference(value: str) -> bool:
     """
     module, colon, name = value.rpartition(":")
     return bool(colon and module and name.isidentifier())
+
+
+def one_of_or_own(*choices: str) -> Callable[[Any, Any, str], None]:
+    """Returns a validator that accepts these names, and references to objects of the user."""
+
+    def check(instance: Any, attribute: Any, value: str) -> None:
+        if value not in choices and not is_reference(value):
+            known = ", ".join(choices)
+            raise ValueError(
+                f"must be {known}, or an object of yours as FILE.py:NAME or MODULE:NAME (got {value!r})"
+                f"{nearest(value, choices)}"
+            )
+
+    return check
 
 
 def absolute(reference: str, folder: Path) -> str:

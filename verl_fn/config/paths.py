@@ -6,7 +6,7 @@ from pathlib import Path
 
 import attrs
 
-from .names import absolute
+from .names import OWN_PARTS, absolute
 from .schema import Config
 from .tasks import absolute_env, absolute_task
 
@@ -25,7 +25,7 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
     d, t, a = cfg.data, cfg.trainer, cfg.algorithm
     references = {
         name: absolute(value, folder)
-        for name, value in ((n, getattr(a.options, n, None)) for n in ("policy_loss", "adv_estimator"))
+        for name, value in ((n, getattr(a.options, n, None)) for n in OWN_PARTS)
         if isinstance(value, str)
     }
     folders = ((name, getattr(a.options, name, None)) for name in ("reward_model", "teacher"))

@@ -17,7 +17,7 @@ from .algorithms import BUILT_IN
 from .fields import ConfigError
 from .lag import check_lag, corrected
 from .loading import to_table
-from .names import is_reference, load_object
+from .names import OWN_PARTS, is_reference, load_object
 from .paths import with_absolute_paths
 from .roles import LearnsFrom, Outline, Role, uses_critic
 from .schema import (
@@ -380,5 +380,5 @@ def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str, lora: Adapters | 
 def _code(cfg: Config) -> tuple[str, ...]:
     """Returns the references to the user's objects that workers use."""
     options = cfg.algorithm.options
-    values = (cfg.algorithm.name, *(getattr(options, name, None) for name in ("policy_loss", "adv_estimator")))
+    values = (cfg.algorithm.name, *(getattr(options, name, None) for name in OWN_PARTS))
     return tuple(value for value in values if isinstance(value, str) and is_reference(value))

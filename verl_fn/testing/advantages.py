@@ -26,6 +26,7 @@ def check_advantage(
     batch: Batch | None = None,
     *,
     equal_rewards: bool = True,
+    zero_rewards: bool | None = None,
     tolerance: float = 1e-5,
     key: Key | None = None,
 ) -> None:
@@ -47,7 +48,11 @@ def check_advantage(
     Args:
         estimator: batch -> batch; options are bound with a lambda or ``functools.partial``.
         batch: by default ``tiny_batch()``; add the fields that it lacks with ``tiny_batch().with_tokens(...)``.
-        equal_rewards: whether equal rewards in a group must give advantages of 0, if ``group`` is read.
+        equal_rewards: whether equal rewards in a group must give advantages of 0, if ``group`` is read. Turn it off
+            for an estimator that adds something of its own, such as a penalty of length.
+        zero_rewards: whether rewards and values of 0 must give advantages of 0; by default as ``equal_rewards``. Turn
+            it off for an estimator with a baseline that is not made of the batch's rewards; equal rewards are then
+            not tried either.
         tolerance: how far orders of rows may differ, relative to the largest value.
         key: other keys give other orders.
 
@@ -76,8 +81,9 @@ def check_advantage(
     _rows(estimator, batch, whole, key, tolerance)
     _dropped(estimator, batch)
     _holes(estimator, batch, whole, key, tolerance)
-    _without_rewards(estimator, batch)
-    if equal_rewards and _reads_groups(estimator, batch):
+    if zero_rewards if zero_rewards is not None else equal_rewards:
+        _without_rewards(estimator, batch)
+    if equal_rewards and zero_rewards is not False and _reads_groups(estimator, batch):
         _equal_rewards(estimator, batch)
     _voteless(estimator, batch, whole, tolerance)
     require_full_precision("the estimator", lambda: estimator(batch))
@@ -135,7 +141,8 @@ def _reads_groups(estimator: Callable[[Batch], Batch], batch: Batch) -> bool:
 def _without_rewards(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
     still = _with_rewards(batch, torch.zeros(len(batch)))
     top = float(_result(estimator, still)["advantages"].abs().max())
-    require(top == 0.0, "Zero", f"with neither rewards nor values an advantage is {top:.3g}", "a constant added")
+    cause = "a constant added; if it is meant (a penalty of length, a baseline), pass zero_rewards=False"
+    require(top == 0.0, "Zero", f"with neither rewards nor values an advantage is {top:.3g}", cause)
 
 
 def _equal_rewards(estimator: Callable[[Batch], Batch], batch: Batch) -> None:

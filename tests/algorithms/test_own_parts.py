@@ -1,0 +1,361 @@
+"""Algorithms, estimators and losses of one's own on mocks: what they may return, and what is said if they do not."""
+
+from types import SimpleNamespace
+
+import attrs
+import pytest
+import torch
+from test_without_critic import KEY, TASK, step, workers
+
+from verl_fn.algorithms import Algorithm, AlgorithmError
+from verl_fn.algorithms.experience import sample_and_score, with_reference
+from verl_fn.algorithms.own import in_run
+from verl_fn.algorithms.policy import aggregation, estimator, policy_loss
+from verl_fn.config import GRPO, ConfigError, Role, load, make_plan
+from verl_fn.data.tasks import Task
+from verl_fn.runs.state import RunState, blank_state
+from verl_fn.runs.steps import Pace, advance
+from verl_fn.state import Key, Node, node
+from verl_fn.steps import aggregate, dr_grpo, entropy, loss, token_mean
+from verl_fn.steps.losses.contract import LossError
+from verl_fn.testing import LawViolation, check_advantage
+
+
+@node
+class State(Node):
+    actor: object
+    key: Key
+    step: int
+
+
+@loss(needs=["logprobs"])
+def reinforce(outputs, batch):
+    return -batch["advantages"] * outputs.logprobs, {"own/mean": token_mean(batch, batch["advantages"])}
+
+
+def init(states, key):
+    return State(states["actor"], key, step=0)
+
+
+def sample(state, problems, w):
+    return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
+
+
+def learn(state, experience, w, rows=None, estimate=dr_grpo):
+    batch = estimate(experience.batch)
+    batch = aggregate(batch if rows is None else batch.take(rows), "token-mean")
+    grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, reinforce)
+    actor, more = w.trainers["actor"].apply_update(state.actor, grads)
+    return State(actor, state.key, state.step + 1), metrics | more | {"plain": torch.tensor(2.0)}
+
+
+def own(**functions):
+    return in_run(
+        Algorithm({"actor": Role()}, **({"init": init, "sample": sample, "learn": learn} | functions)), "me"
+    )
+
+
+def test_reports_are_completed():
+    w = workers()
+    _, _, report = step(own(), w)
+    assert report["actor/plain"] == 2.0 and report["actor/grad_norm"] > 0 and "own/mean" in report
+    assert {"timing_s/gen", "timing_s/reward", "timing_s/learn", "timing_s/step", "perf/throughput"} <= report.keys()
+    assert report["critic/score/max"] > report["critic/score/min"] and report["response_length/mean"] > 0
+    assert all(isinstance(value, float) for value in report.values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "left"), [(slice(None), 0), ([0, 1, 2, 5], 8), ([3, 3, 4], 10)], ids=["all", "some", "twice"]
+)
+def test_rows_that_learn_leaves_out_are_counted_as_dropped(rows, left):
+    w = workers()
+    rows = torch.arange(12)[rows]
+    algorithm = own(learn=lambda state, experience, w: learn(state, experience, w, rows))
+    state = RunState(algorithm.init({"actor": w.trainers["actor"].init(KEY)}, KEY), cursor=0)
+    _, report, drawn = advance(algorithm, state, TASK, w, Pace(4, 1))
+    assert isinstance(TASK, Task) and report["rollout/rows_asked"] == 12
+    assert report.get("rollout/rows_dropped/learn", 0) == left
+    assert report["rollout/rows_learned"] == 12 - left and "row_of_experience" not in drawn.experience.batch
+    kept = drawn.experience.batch.take(torch.tensor(sorted(set(rows.tolist()))))
+    assert report["rollout/tokens_learned"] == int(kept["response_mask"].sum())
+
+
+def test_rows_of_other_batches_are_not_counted():
+    def elsewhere(state, experience, w):
+        return learn(state, attrs.evolve(experience, batch=experience.batch.without("row_of_experience")), w)
+
+    _, _, report = step(own(learn=elsewhere), workers())
+    assert "rollout/rows_dropped/learn" not in report
+
+
+def forgets(state, experience, w):
+    return learn(state, experience, w)[0]
+
+
+def stays(state, experience, w):
+    after, report = learn(state, experience, w)
+    return attrs.evolve(after, step=0), report
+
+
+def lists(state, experience, w):
+    return learn(state, experience, w)[0], {"scores": [1.0, 2.0]}
+
+
+def counts(state, experience, w):
+    return learn(state, experience, w)[0], 3
+
+
+def breaks(state, experience, w):
+    def divided(batch):
+        advantages = dr_grpo(batch)["advantages"] / torch.zeros(())
+        return batch.with_tokens(advantages=advantages)
+
+    return learn(state, experience, w, estimate=divided)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (forgets, r"forgets \(.*test_own_parts.py:\d+\) returns a State; learn returns the next state and a report"),
+        (stays, "stays .* returns a state of step 0 after step 0; it must add 1 to step"),
+        (lists, "lists .* reports a list as 'scores'; a report has one number for each name"),
+        (counts, "counts .* returns a int as its report; it is a dict of numbers by name"),
+        (breaks, "breaks .* learns from advantages that are not finite, on 7|breaks .* not finite, on .* tokens"),
+    ],
+)
+def test_what_learn_must_not_return(function, message):
+    with pytest.raises(AlgorithmError, match=message):
+        step(own(learn=function), workers())
+
+
+def test_what_the_other_functions_must_not_be():
+    with pytest.raises(AlgorithmError, match=r"returns a Batch; sample returns a verl_fn.algorithms.Experience"):
+        step(own(sample=lambda state, problems, w: sample(state, problems, w).batch), workers())
+    with pytest.raises(AlgorithmError, match=r"me returns None; it must return a verl_fn.algorithms.Algorithm"):
+        in_run(None, "me")
+    with pytest.raises(
+        AlgorithmError, match=r"is the learn .*learn\(state, experience, workers\), and it takes \(w\)"
+    ):
+        own(learn=lambda w: None)
+    with pytest.raises(AlgorithmError, match=r"is the init of an algorithm.* it takes \(states\)"):
+        own(init=lambda states: None)
+
+
+def test_with_lora_a_reference_is_the_frozen_base():
+    """The state gets None for it, and with_reference takes the actor's base."""
+    asked = []
+
+    def of(name):
+        def forward(params, batch, needs):
+            asked.append((name, params))
+            return w.trainers["actor"].forward(state.actor.params, batch, needs)
+
+        return SimpleNamespace(forward=forward)
+
+    w = workers()
+    state = SimpleNamespace(actor=w.trainers["actor"].init(KEY), reference=None, anchor=SimpleNamespace(params="own"))
+    batch = rewarded()
+    watched = attrs.evolve(w, trainers={name: of(name) for name in ("actor", "anchor")})
+    adapted = SimpleNamespace(**vars(state) | {"actor": SimpleNamespace(params=SimpleNamespace(base="frozen"))})
+    assert "ref_log_prob" in with_reference(batch, adapted, watched)
+    assert "ref_log_prob" in with_reference(batch, adapted, watched, "anchor")
+    assert asked == [("actor", "frozen"), ("anchor", "own")]
+
+
+ANCHORED = """
+import attrs
+from verl_fn.algorithms import Algorithm
+from verl_fn.config import Role
+from verl_fn.state import Node, node
+
+@attrs.frozen
+class Options:
+    pass
+
+@node
+class State(Node):
+    actor: object
+    reference: object
+    key: object
+    step: int
+
+def mine(options: Options):
+    roles = {"actor": Role(), "reference": Role(trained=False, copy_of="actor")}
+    init = lambda states, key: State(states["actor"], states["reference"], key, 0)
+    return Algorithm(roles, init, lambda s, problems, w: None, lambda s, experience, w: None)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_frozen_copy_is_given_to_init_with_and_without_lora(tmp_path, rank):
+    (tmp_path / "mine.py").write_text(ANCHORED)
+    more = [f"algorithm.name={tmp_path}/mine.py:mine", f"actor.lora_rank={rank}", "model.path=m"]
+    plan = make_plan(load(overrides=more))
+    assert ("reference" in plan.roles) == (rank == 0)
+    assert blank_state(plan).algorithm.reference is None
+
+
+# Estimators
+
+
+def scaled(batch, factor=1.0, name=""):
+    advantages = dr_grpo(batch)["advantages"] * factor
+    return batch.with_tokens(advantages=advantages, returns=advantages)
+
+
+def by_row(batch):
+    rows = batch.sum_rows(batch["token_level_rewards"])
+    return batch.with_rows(advantages=rows, returns=rows)
+
+
+def short(batch):
+    rows = batch.sum_rows(batch["token_level_rewards"])
+    return batch.with_tokens(advantages=rows, returns=rows)
+
+
+def mixed(batch):
+    return batch.with_tokens(advantages=batch["token_level_rewards"] - batch["score"])
+
+
+def nan(batch):
+    return scaled(batch, float("nan"))
+
+
+def of_verl(token_level_rewards, response_mask, index, epsilon=1e-6):
+    return token_level_rewards, token_level_rewards
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """References to the functions of this file."""
+    monkeypatch.setattr(
+        "verl_fn.algorithms.policy.load_object", lambda reference, key: globals()[reference.partition(":")[2]]
+    )
+
+
+def rewarded():
+    w = workers()
+    return sample(State(w.trainers["actor"].init(KEY), KEY, 0), TASK.train(KEY, 0, 4), w).batch
+
+
+def test_options_of_an_estimator(here):
+    batch = rewarded()
+    plain, doubled = (
+        estimator(GRPO(adv_estimator="me:scaled", adv_estimator_kwargs=kwargs))(batch)["advantages"]
+        for kwargs in ({}, {"factor": 2.0})
+    )
+    assert torch.equal(doubled, 2 * plain) and bool(plain.any())
+    with pytest.raises(
+        ConfigError, match=r"me:scaled takes \(batch, factor, name\), and is called with \(batch, fac="
+    ):
+        estimator(GRPO(adv_estimator="me:scaled", adv_estimator_kwargs={"fac": 2.0}))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "by_row",
+            r"me:by_row writes advantages for each row; batch.spread\(values\) makes one value",
+        ),
+        ("nan", "adv_estimator: me:nan writes advantages that are inf or nan, first in row 0 of 12"),
+        (
+            "of_verl",
+            r"me:of_verl takes \(token_level_rewards, response_mask, index, epsilon\), and is called",
+        ),
+    ],
+)
+def test_what_an_estimator_must_not_do(here, name, message):
+    with pytest.raises(ConfigError, match=message):
+        estimator(GRPO(adv_estimator=f"me:{name}"))(rewarded())
+
+
+@pytest.mark.parametrize("name", ["short", "mixed"])
+def test_rows_in_place_of_tokens_are_explained(here, name):
+    with pytest.raises(
+        ConfigError, match=rf"adv_estimator: me:{name} fails with: .* batch has 12 rows and \d+ to"
+    ):
+        estimator(GRPO(adv_estimator=f"me:{name}"))(rewarded())
+
+
+# Losses
+
+
+def maker(weight):
+    return reinforce + weight * entropy()
+
+
+def test_options_of_a_loss(here):
+    made = policy_loss(GRPO(policy_loss="me:maker", policy_loss_kwargs={"weight": 0.5}))
+    assert [term.factor for term in made.terms] == [1.0, 0.5]
+    for name in ("reinforce", "maker"):
+        with pytest.raises(ConfigError, match="must be a function that takes wait, and returns a Loss"):
+            policy_loss(GRPO(policy_loss=f"me:{name}", policy_loss_kwargs={"wait": 0.5}))
+
+
+def test_a_loss_with_the_parameters_of_verl_says_what_a_loss_takes():
+    with pytest.raises(LossError, match=r"the loss mine .* takes \(old_log_prob, log_prob, .*a loss takes \(outp"):
+
+        @loss(needs=["logprobs"])
+        def mine(old_log_prob, log_prob, advantages, response_mask):
+            return log_prob, {}
+
+
+def test_a_field_for_each_row_in_a_loss_is_explained():
+    @loss(needs=["logprobs"])
+    def mine(outputs, batch):
+        return batch["score"] * outputs.logprobs, {}
+
+    w = workers()
+    state, batch = w.trainers["actor"].init(KEY), aggregate(rewarded())
+    with pytest.raises(RuntimeError) as error:
+        w.trainers["actor"].forward_backward(state, batch, mine)
+    assert any("goes with fields for each token as batch.spread(field)" in note for note in error.value.__notes__)
+
+
+def per_problem(batch):
+    """Every problem weighs the same, and in it every token."""
+    _, group = batch["group"].unique(return_inverse=True)
+    tokens = torch.zeros(int(group.max()) + 1).index_add(0, group, batch.sum_rows(batch["response_mask"]))
+    return batch["response_mask"] / (batch.spread(tokens[group]) * len(tokens))
+
+
+def too_few(batch):
+    return torch.ones(len(batch))
+
+
+def test_a_denominator_of_ones_own(here):
+    mode = aggregation(GRPO(loss_agg_mode="me:per_problem"))
+    batch = aggregate(rewarded(), mode)
+    problems = batch["group"].unique()
+    weights = batch.sum_rows(batch["loss_weight"])
+    assert [float(weights[batch["group"] == one].sum()) for one in problems] == pytest.approx([0.25] * 4)
+    with pytest.raises(TypeError, match=r"too_few .* returns \(12,\); it must return a tensor with a finite weight"):
+        aggregate(rewarded(), aggregation(GRPO(loss_agg_mode="me:too_few")))
+    with pytest.raises(ConfigError, match="me:of_verl must be a function from an update batch"):
+        aggregation(GRPO(loss_agg_mode="me:of_verl"))
+
+
+# What check_advantage lets an estimator add
+
+
+def penalized(batch):
+    lengths = batch.sum_rows((batch["response_mask"] != 0).float())
+    advantages = dr_grpo(batch)["advantages"] - 0.01 * batch.spread(lengths) * batch["response_mask"]
+    return batch.with_tokens(advantages=advantages, returns=advantages)
+
+
+def against_half(batch):
+    mask = batch["response_mask"] != 0
+    rows = batch.sum_rows(torch.where(mask, batch["token_level_rewards"], 0.0)) - 0.5
+    advantages = torch.where(mask, batch.spread(rows), 0.0)
+    return batch.with_tokens(advantages=advantages, returns=advantages)
+
+
+@pytest.mark.parametrize("function", [penalized, against_half])
+def test_baselines_and_penalties_are_known_to_the_law_of_zero(function):
+    check_advantage(function, equal_rewards=False)
+    check_advantage(function, zero_rewards=False)
+    for more in ({}, {"equal_rewards": False, "zero_rewards": True}):
+        with pytest.raises(LawViolation, match=r"with neither rewards nor values .* pass zero_rewards=False"):
+            check_advantage(function, **more)
