@@ -21,10 +21,7 @@ ROW_MODES = ("row-mean", "row-sum", "group-mean")
 
 
 def aggregate(
-    batch: Batch,
-    mode: str | Callable[[Batch], Tensor] = "token-mean",
-    *,
-    loss_scale_factor: float | None = None,
+    batch: Batch, mode: str | Callable[[Batch], Tensor] = "token-mean", *, loss_scale_factor: float | None = None
 ) -> Batch:
     """Writes ``loss_weight`` such that ``(loss_weight * per_token).sum()`` is the loss of the whole batch.
 
@@ -43,14 +40,12 @@ def aggregate(
 
     Args:
         batch: needs ``response_mask``.
-        mode: a mode of the table, or a function of yours that returns the weight of each token, 0 where
-            ``response_mask`` is 0.
-        loss_scale_factor: the constant of ``seq-mean-token-sum-norm``, such as the maximal response length, as in
-            Dr. GRPO.
+        mode: a mode of the table, or a function that returns a weight for each token, 0 without ``response_mask``.
+        loss_scale_factor: the constant of ``seq-mean-token-sum-norm``, such as the maximal response length.
 
     Raises:
         ValueError: the mode is unknown, no token has ``response_mask`` set, or ``loss_scale_factor`` is missing.
-        ArgumentError: a function returns something else than a finite weight for each token.
+        ArgumentError: a function returns something else.
 
     Example:
         >>> batch = Batch.from_rows([[1, 2], [3]], {"response_mask": [[1.0, 1.0], [1.0]]})

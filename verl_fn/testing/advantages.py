@@ -35,9 +35,8 @@ def check_advantage(
     * Signature: ``advantages`` and ``returns``, one number per token in the dtype of the rewards; finite, without a
       graph; all other fields as they were.
     * Purity: twice the same, and its input as it was.
-    * Rows: another order of rows gives the same in that order, and so do other ids of the groups. Groups may have any
-      number of rows: with some rows dropped, as when problems are filtered, the signature still holds.
-      Rows without a response token, which the loss does not see, change nothing for the others.
+    * Rows: other orders of rows and other ids of groups give the same. Groups may have any number of rows: with some
+      rows dropped the signature still holds. Rows without a response token change nothing for the others.
     * Zero: both are 0 where ``response_mask`` is 0, whatever the fields hold there (nan and infinities too), and
       longer prompts change nothing. Without rewards and values there is no advantage. Equal rewards in a group give
       advantages of exactly 0, for an estimator that reads ``group``.
@@ -48,11 +47,9 @@ def check_advantage(
     Args:
         estimator: batch -> batch; options are bound with a lambda or ``functools.partial``.
         batch: by default ``tiny_batch()``; add the fields that it lacks with ``tiny_batch().with_tokens(...)``.
-        equal_rewards: whether equal rewards in a group must give advantages of 0, if ``group`` is read. Turn it off
-            for an estimator that adds something of its own, such as a penalty of length.
-        zero_rewards: whether rewards and values of 0 must give advantages of 0; by default as ``equal_rewards``. Turn
-            it off for an estimator with a baseline that is not made of the batch's rewards; equal rewards are then
-            not tried either.
+        equal_rewards: whether equal rewards in a group must give advantages of 0, if ``group`` is read.
+        zero_rewards: whether rewards and values of 0 must, by default as ``equal_rewards``. Turn it off for penalties
+            of length and for baselines that are not made of rewards; equal rewards are then not tried either.
         tolerance: how far orders of rows may differ, relative to the largest value.
         key: other keys give other orders.
 
@@ -75,9 +72,7 @@ def check_advantage(
     except RuntimeError as error:
         raise LawViolation("Rows", f"the estimator raises: {error}", UNEQUAL) from error
     _require_finite(whole, "")
-    for name, t in whole.items():
-        top = float(torch.where(batch["response_mask"] == 0, t, 0.0).abs().max())
-        require(top == 0.0, "Zero", f"where response_mask is 0, {name} reaches {top:.3g}", "a missing mask")
+    _masked(batch, whole)
     _rows(estimator, batch, whole, key, tolerance)
     _dropped(estimator, batch)
     _holes(estimator, batch, whole, key, tolerance)
@@ -87,6 +82,12 @@ def check_advantage(
         _equal_rewards(estimator, batch)
     _voteless(estimator, batch, whole, tolerance)
     require_full_precision("the estimator", lambda: estimator(batch))
+
+
+def _masked(batch: Batch, whole: dict[str, Tensor]) -> None:
+    for name, t in whole.items():
+        top = float(torch.where(batch["response_mask"] == 0, t, 0.0).abs().max())
+        require(top == 0.0, "Zero", f"where response_mask is 0, {name} reaches {top:.3g}", "a missing mask")
 
 
 def _holes(
