@@ -2,10 +2,14 @@
 
 import json
 
+import pytest
 from run_configs import TINY, tiny_run
 
 from verl_fn.cli import main
-from verl_fn.runs.loop import train
+from verl_fn.config import load, make_plan
+from verl_fn.runs.errors import RunError
+from verl_fn.runs.folder import Run
+from verl_fn.runs.loop import _end_if_skipping, train
 from verl_fn.runs.notices import without_signal
 
 
@@ -35,3 +39,12 @@ def test_a_run_says_each_of_them_once(tiny, tmp_path, capsys):
     args = [*TINY, *more, f"model.path={tiny}", f"trainer.dir={tmp_path}/other"]
     assert main(["train", str(tmp_path / "empty.toml"), *args, "--check"]) == 0
     assert "note: data.train_files: 1 of 2 prompts repeat an earlier one" in capsys.readouterr().out
+
+
+def test_only_steps_in_a_row_without_any_update_end_a_run(tmp_path):
+    plan = make_plan(load(overrides=["model.path=m", f"trainer.dir={tmp_path}", "trainer.max_skipped_steps=2"]))
+    run, skipped = Run(plan, lambda line: None), {}
+    for step, share in enumerate((1.0, 0.5, 1.0, 0.0, 1.0), 1):
+        _end_if_skipping(skipped, {"actor/update_skipped": share, "critic/update_skipped": 0.0}, step, plan, run)
+    with pytest.raises(RunError, match=r"gradients of the actor .* in any update of the last 2 steps, up to step 6"):
+        _end_if_skipping(skipped, {"actor/update_skipped": 1.0}, 6, plan, run)

@@ -83,7 +83,8 @@ def test_every_role_starts_from_a_key_of_its_own(model, tmp_path):
 
 
 def test_what_a_run_leaves_behind(model, tmp_path):
-    cfg = config(model, tmp_path, "ppo", "trainer.total_training_steps=2", "trainer.max_ckpt_to_keep=1")
+    settings = ["trainer.total_training_steps=2", "trainer.max_ckpt_to_keep=1", "data.date=2026-11-25"]
+    cfg = config(model, tmp_path, "ppo", *settings)
     evaluation = train(cfg, lambda line: None)
     assert set(evaluation) == {"val-core/reverse/acc/mean@1", "val-aux/reverse/reward/mean@1"}
     assert make_plan(load(tmp_path / "config.toml")) == cfg
