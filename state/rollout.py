@@ -163,6 +163,7 @@ class Outcome:
         score: the environment's reward; 0 unless the environment ended it.
         acc: how right it was, from 0 to 1; 0 unless the environment ended it.
         turns: the model's replies.
+        messages: all that were said, as JSON, for people to read; empty after ``unpack``, since batches lack it.
     """
 
     conversation: int
@@ -170,6 +171,7 @@ class Outcome:
     score: float
     acc: float
     turns: int
+    messages: str = attrs.field(default="", eq=False, repr=False)
 
 
 @attrs.frozen(eq=False)

@@ -33,7 +33,7 @@ def test_a_run_says_each_of_them_once(tiny, tmp_path, capsys):
     lines = []
     train(tiny_run(tiny, tmp_path / "run", *more), lines.append)
     notes = [line for line in lines if line.startswith("note: ")]
-    assert [line.split()[1] for line in notes] == ["data.train_files:", "data.train_batch_size", "all"]
+    assert [line.split()[1] for line in notes] == ["data.train_files:", "data.train_batch_size", "all", "in"]
     assert "all rewards of step 1 are 1, and all advantages are 0" in notes[2]
     (tmp_path / "empty.toml").write_text("")
     args = [*TINY, *more, f"model.path={tiny}", f"trainer.dir={tmp_path}/other"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_fn.config import ConfigError, Plan, evaluation_plan, load
+from verl_fn.data.tasks import content_of
 from verl_fn.runs.screen import say
 
 from .models import model_of, pruning
@@ -83,7 +84,12 @@ def _show(reports: Mapping[str, Mapping[str, float]], answers: Sequence[Mapping[
         say(f"{name:<48} {value:.4f}")
     for answer in answers[::n][:3]:
         verdict = f"reward {answer['score']:.3g}; expected {answer['answer']!r}"
-        say(f"{answer['prompt']!r} -> {answer['response']!r} ({verdict})")
+        if "messages" not in answer:
+            say(f"{answer['prompt']!r} -> {answer['response']!r} ({verdict})")
+            continue
+        say(f"a conversation that ended with {answer['ended']} ({verdict}):")
+        for message in answer["messages"]:
+            say(f"  {message['role']}: {content_of(message)!r}")
 
 
 def _write(

@@ -32,7 +32,12 @@ def with_absolute_paths(cfg: Config, folder: Path) -> Config:
     references |= {name: path(value) for name, value in folders if isinstance(value, str)}
     return attrs.evolve(
         cfg,
-        trainer=attrs.evolve(t, dir=path(t.dir), resume_from_path=t.resume_from_path and path(t.resume_from_path)),
+        trainer=attrs.evolve(
+            t,
+            dir=path(t.dir),
+            resume_from_path=t.resume_from_path and path(t.resume_from_path),
+            rollout_data_dir=t.rollout_data_dir and path(t.rollout_data_dir),
+        ),
         data=attrs.evolve(
             d,
             train_files=tuple(map(path, d.train_files)),

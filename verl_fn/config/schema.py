@@ -263,6 +263,7 @@ class TrainerConfig:
     project_name: str = opt("verl_fn", "wandb's project")
     experiment_name: str = opt("", "the run's name in wandb, by default the folder's name")
     log_val_generations: int = opt(8, "held-out answers of each evaluation to log, for the report", ge(0))
+    rollout_data_dir: str | None = paths(None, "write each step's training responses as text to STEP.jsonl there")
     journal: str = opt(
         "off",
         "record for replay: off; digests of each step's samples and state; or samples, which adds the samples",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ _TYPES = {
     "score": pa.float64(),
     "acc": pa.float64(),
     "finished": pa.bool_(),
+    "ended": pa.string(),
+    "messages": pa.string(),
 }
 
 
@@ -28,7 +31,8 @@ def write_answers(file: str | Path, answers: Sequence[Mapping[str, Any]]) -> Pat
 
     Args:
         file: the file; its folder exists.
-        answers: the rows. Columns beside the usual ones are numbers; rows that lack one get null there.
+        answers: the rows. Columns beside the usual ones are numbers; rows that lack one get null there. Messages are
+            written as JSON.
 
     Returns:
         The file.
@@ -45,7 +49,8 @@ def write_answers(file: str | Path, answers: Sequence[Mapping[str, Any]]) -> Pat
     schema = pa.schema([(name, _TYPES.get(name, pa.float64())) for name in names])
     aside = file.with_name(f".{file.name}.writing")
     try:
-        table = pa.Table.from_pylist(list(answers), schema)
+        rows = [a | {"messages": json.dumps(a["messages"])} if a.get("messages") else a for a in map(dict, answers)]
+        table = pa.Table.from_pylist(rows, schema)
         pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
         aside.replace(file)
     finally:

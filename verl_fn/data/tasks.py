@@ -52,7 +52,18 @@ def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     """
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(f"{m['role']}: {m['tool_calls'] if m['content'] is None else m['content']}" for m in prompt)
+    return "\n".join(f"{m['role']}: {content_of(m)}" for m in prompt)
+
+
+def content_of(message: Mapping[str, Any]) -> str:
+    """Returns the content of a message and its tool calls as a string for people to read.
+
+    Example:
+        >>> content_of({"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]})
+        "[{'name': 'add'}]"
+    """
+    parts = (message.get("content"), message.get("tool_calls"))
+    return "\n".join(str(part) for part in parts if part is not None)
 
 
 class Source(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -131,7 +132,8 @@ class Conversation:
     def samples(self, first: int) -> list[Sample]:
         """Returns a sample for each row, numbered from ``first``."""
         assert self.reason is not None
-        outcome = Outcome(self.number, self.reason, self.score, self.acc, len(self.replies))
+        said = json.dumps(list(map(dict, self.messages)))
+        outcome = Outcome(self.number, self.reason, self.score, self.acc, len(self.replies), said)
         samples = []
         for i, row in enumerate(self.rows):
             tokens, log_probs, full, mask, versions = zip(*row.parts, strict=True)

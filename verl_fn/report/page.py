@@ -21,11 +21,12 @@ import attrs
 from verl_fn import __version__
 from verl_fn.config import ConfigError, flat
 from verl_fn.config.loading import default_table
+from verl_fn.data.tasks import content_of
 from verl_fn.errors import UserError
 from verl_fn.report import html, plots
 from verl_fn.report.curves import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
-from verl_fn.runs.logs import read_answers, read_metrics
+from verl_fn.runs.logs import answer_problem, read_answers, read_lines, read_metrics
 
 SHOWN = 32  # prompts in the table of held-out answers
 _SUMMARY_COLUMNS = (
@@ -40,6 +41,7 @@ _SUMMARY_COLUMNS = (
     "training reward",
 )
 _CHARTS_IN_PNG = 6
+_TRAINING = ("prompt", "expected", "response")
 _ESTIMATORS = {"ppo": "gae", "grpo": "grpo"}
 
 
@@ -163,7 +165,15 @@ def _check_shown(config: Mapping[str, Any], file: Path) -> None:
 
 def _page(runs: Sequence[RunRecord], curves: str, command: str) -> str:
     title = html.escaped(", ".join(run.label for run in runs))
-    sections = (_summary(runs), curves, _samples(runs), _differences(runs), _configs(runs), _footer(runs, command))
+    sections = (
+        _summary(runs),
+        curves,
+        _samples(runs),
+        _training(runs),
+        _differences(runs),
+        _configs(runs),
+        _footer(runs, command),
+    )
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -283,6 +293,27 @@ def _sample(logged: Sequence[RunRecord], alone: bool) -> str:
     return f'<p class="soft">{whose}{when if alone else when[0].lower() + when[1:]}{cut}.</p>\n{table}{changes}'
 
 
+def _training(runs: Sequence[RunRecord]) -> str:
+    """Shows a few responses of each run's newest training step, if it wrote them (``trainer.rollout_data_dir``)."""
+    tables = []
+    for run in runs:
+        folder = run.config.get("trainer.rollout_data_dir")
+        steps = (
+            {int(file.stem): file for file in Path(folder).glob("*.jsonl") if file.stem.isdecimal()}
+            if isinstance(folder, str)
+            else {}
+        )
+        if steps:
+            answers = read_lines(steps[max(steps)], answer_problem)
+            rows = [
+                f"<td>{html.block(one['prompt'])}</td><td>{html.block(one['answer'])}</td>{_answer(one)}"
+                for one in answers[:SHOWN]
+            ]
+            title = f"{run.label}: {len(rows)} of {len(answers)} responses of step {max(steps):,}"
+            tables.append(f"<p>{html.escaped(title)}</p>" + html.table(_TRAINING, rows, "samples", title))
+    return "<h2>Training responses</h2>\n" + "".join(tables) if tables else ""
+
+
 def _change(run: RunRecord, last: int, prompts: Iterable[tuple[str, str]]) -> str:
     """Shows the answers of the first evaluation beside those of the last one, in a folded section."""
     first = min(run.answers)
@@ -386,4 +417,11 @@ def _answer(answer: Mapping[str, Any] | None) -> str:
         right = ""
     reward = html.MISSING if answer.get("score") is None else f"{answer['score']:.3g}"
     cut = "" if answer["finished"] else ", cut off"
-    return f'<td>{html.block(answer["response"])}{right} <span class="soft">reward {reward}{cut}</span></td>'
+    if said := answer.get("messages"):
+        cut = f", ended: {html.escaped(answer.get('ended', ''))}"
+        content = "".join(
+            f'<div class="soft">{html.escaped(m["role"])}</div>{html.block(content_of(m))}' for m in said
+        )
+    else:
+        content = html.block(answer["response"])
+    return f'<td>{content}{right} <span class="soft">reward {reward}{cut}</span></td>'

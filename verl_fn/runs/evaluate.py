@@ -46,9 +46,9 @@ def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w:
     sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
     requests = requests_of(problems, w, sampling, key)
     with in_phase("gen"):
-        batch = w.call(pack, w.rollout.generate(requests, version=version))
-        scored = w.reward(batch, problems)
-        return w.get(w.call(judged, scored, problems, w.tokenizer, w.end_tokens, returns=2))
+        samples = w.rollout.generate(requests, version=version)
+        scored = w.reward(w.call(pack, samples), problems)
+        return w.get(w.call(judged, scored, problems, w.tokenizer, w.end_tokens, samples, returns=2))
 
 
 def evaluate_model(plan: Plan, say: Say) -> Evaluation:

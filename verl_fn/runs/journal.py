@@ -5,6 +5,7 @@ Replay re-executes a step and compares.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from verl_fn.config import Plan, flat
 from verl_fn.state import Batch, pack, serial, tree, unpack
 
 from .batch_file import batches_in, numbered, tensors_of
-from .checkpoints import write_bytes
+from .checkpoints import write_bytes, write_text
 from .errors import RunError
 from .folder import Run
+from .judged import answers_of
 from .recorder import Drawn
 from .state import RunState
 
@@ -127,6 +129,28 @@ def keep_samples(run: Run, step: int, drawn: Drawn, w: Workers) -> None:
     with run.written(f"the samples of step {step}"), disk_errors(run.folder):
         (run.folder / "samples").mkdir(exist_ok=True)
         write_bytes(_file(run.folder, step), save(tensors))
+
+
+def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) -> None:
+    """Writes the responses that a step was trained with as text, one a line, under verl's names and those of answers.
+
+    Responses that waited in a checkpoint are without their ground truths, which it does not hold; they are left out.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    # Without a reward, as for demonstrations, there are no responses. An engine may be called without a reward.
+    matching = len(drawn.samples) == len(drawn.scored)
+    lines = []
+    for i, (scored, problems) in enumerate(zip(drawn.scored, drawn.judged, strict=False)):
+        samples = drawn.samples[i] if matching else ()
+        for row in w.get(w.call(answers_of, scored, problems, w.tokenizer, w.end_tokens, samples)):
+            names = {"input": row["prompt"], "output": row["response"], "gts": row["answer"], "step": step}
+            lines.append(json.dumps(names | row) + "\n")
+    if lines:
+        with run.written(str(file)):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, "".join(lines))
 
 
 def read_samples(folder: Path, step: int) -> list[Batch]:

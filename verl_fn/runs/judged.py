@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -11,13 +12,19 @@ import torch
 
 from verl_fn.algorithms import Report
 from verl_fn.data.tasks import Problem, text_of
-from verl_fn.rewards.reward import joined, response_texts
-from verl_fn.state import Batch, conversations
+from verl_fn.rewards.reward import joined, problems_of, response_texts
+from verl_fn.state import END_REASONS, Batch, Sample, conversations
 
 Evaluation = tuple[Report, list[dict[str, Any]]]
 
 
-def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, end_tokens: Sequence[int]) -> Evaluation:
+def judged(
+    batch: Batch,
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    end_tokens: Sequence[int],
+    samples: Sequence[Sample] = (),
+) -> Evaluation:
     """Returns accuracy and reward by data source, and every answer as a row.
 
     As in verl, the reward is the core metric where the reward functions return no ``acc``.
@@ -27,10 +34,10 @@ def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, end_tokens
         problems: the held-out problems.
         tokenizer: decodes the answers.
         end_tokens: those of the model, which are no part of an answer's text.
+        samples: what the rows were made of, for the messages of conversations.
     """
-    conversation, last = conversations(batch)
-    texts = joined(response_texts(batch, tokenizer, end_tokens), conversation)
-    batch = batch.take(last)
+    answers = answers_of(batch, problems, tokenizer, end_tokens, samples)
+    batch = batch.take(conversations(batch)[1])
     n = len(batch) // len(problems)
     score, pred = (batch[name].reshape(-1, n) for name in ("score", "pred"))
     acc = batch["acc"].reshape(-1, n) if "acc" in batch else None
@@ -43,31 +50,52 @@ def judged(batch: Batch, problems: Sequence[Problem], tokenizer: Any, end_tokens
             report |= spread(f"val-aux/{source}/reward", score[rows])
         else:
             report |= spread(f"val-core/{source}/reward", score[rows], pred[rows])
-    return report, _rows(batch, problems, texts)
+    return report, answers
 
 
-def _rows(batch: Batch, problems: Sequence[Problem], texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the answers as rows; ``problem`` is the number of the problem, ``sample`` that of its answer."""
-    n = len(batch) // len(problems)
-    prompts = [text_of(problem.prompt) for problem in problems]
+def answers_of(
+    batch: Batch,
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    end_tokens: Sequence[int],
+    samples: Sequence[Sample] = (),
+) -> list[dict[str, Any]]:
+    """Returns the answers as rows that people can read; see ``judged`` for the arguments.
+
+    ``problem`` is the number of the problem, ``sample`` that of its answer. ``ended`` says why it ended: ``stop`` by
+    the end token, ``length`` at the limit, or the reason for the end of a conversation, whose ``messages`` follow.
+    """
+    conversation, last = conversations(batch)
+    texts = joined(response_texts(batch, tokenizer, end_tokens), conversation)
+    said = [s.outcome.messages if s.outcome is not None else "" for s in samples]
+    said = [said[i] for i in last.tolist()] if said else [""] * len(texts)
+    batch = batch.take(last)
+    if "env_end" in batch:
+        ended = [END_REASONS[number] for number in batch["env_end"].tolist()]
+    else:
+        ended = ["stop" if finished else "length" for finished in batch["finished"].tolist()]
+    asked, numbers = problems_of(batch, problems), Counter[int]()
     values = {name: field.tolist() for name, field in batch.per_row.items() if name.startswith("reward/")}
     score, finished = batch["score"].tolist(), batch["finished"].tolist()
     acc = batch["acc"].tolist() if "acc" in batch else [None] * len(batch)
-    return [
-        {
-            "data_source": problems[i // n].data_source,
-            "problem": problems[i // n].id,
-            "sample": i % n,
-            "prompt": prompts[i // n],
+    rows = []
+    for i, (problem, response) in enumerate(zip(asked, texts, strict=True)):
+        row = {
+            "data_source": problem.data_source,
+            "problem": problem.id,
+            "sample": numbers[problem.id],
+            "prompt": text_of(problem.prompt),
             "response": response,
-            "answer": problems[i // n].answer,
+            "answer": problem.answer,
             "score": score[i],
             "acc": acc[i],
             "finished": bool(finished[i]),
+            "ended": ended[i],
         }
-        | {name: field[i] for name, field in values.items()}
-        for i, response in enumerate(texts)
-    ]
+        numbers[problem.id] += 1
+        row |= {"messages": json.loads(said[i])} if said[i] else {}
+        rows.append(row | {name: field[i] for name, field in values.items()})
+    return rows
 
 
 def spread(name: str, values: torch.Tensor, pred: torch.Tensor | None = None) -> dict[str, float]:

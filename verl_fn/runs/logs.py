@@ -43,7 +43,7 @@ def read_metrics(folder: str | Path) -> list[Row]:
 
 def read_answers(folder: str | Path) -> list[Row]:
     """Reads the held-out answers of ``generations.jsonl``, as ``read_metrics`` reads the metrics."""
-    return read_lines(Path(folder) / GENERATIONS, _answer_problem)
+    return read_lines(Path(folder) / GENERATIONS, answer_problem)
 
 
 def read_journal(folder: str | Path) -> dict[int, Row]:
@@ -152,13 +152,20 @@ def _metrics_problem(row: Row) -> str:
     return "" if wrong is None else f"{wrong} is not a number"
 
 
-def _answer_problem(row: Row) -> str:
+def answer_problem(row: Row) -> str:
+    """Describes what is wrong with a row about an answer; empty for a good one."""
     for name in ("data_source", "prompt", "response", "answer"):
         if not isinstance(row.get(name), str):
             return f"{name} is not a string"
     for name in ("score", "acc"):
         if row.get(name) is not None and not _is_number(row[name]):
             return f"{name} is not a number"
+    messages = row.get("messages", [])
+    said = messages if isinstance(messages, list) else [None]
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in said):
+        return "messages is not a list of messages"
+    if not isinstance(row.get("ended", ""), str):
+        return "ended is not a string"
     return "" if isinstance(row.get("finished"), bool) else "finished is not true or false"
 
 

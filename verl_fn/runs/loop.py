@@ -20,11 +20,11 @@ from .errors import RunError
 from .evaluate import check_goal, evaluation_line, validate
 from .folder import Follower, Run
 from .history import run_config
-from .journal import entry, keep_samples
+from .journal import entry, keep_responses, keep_samples
 from .loggers import Log, loggers
 from .logs import GENERATIONS, JOURNAL, altered, last_evaluation, read_metrics
 from .memory import check_memory
-from .notices import wide_gap, without_signal
+from .notices import cut_off, wide_gap, without_signal
 from .out_of_memory import explained
 from .parts import check_all_weights
 from .prepare import prepare, workers
@@ -218,6 +218,7 @@ class _Loop:
                 progress.show(state.step, report, evaluation_line(report, t.stop_metric))
                 self._say_once("signal", without_signal(state.step, report))
                 self._say_once("gap", wide_gap(state.step, report))
+                self._say_once("cut", cut_off(state.step, report))
                 if any(ranks.gathered(bool(stop_signals))):
                     self._save(state)
                     if state.step < total:
@@ -280,6 +281,8 @@ class _Loop:
             self.say(f"note: {notice}")
 
     def _write_journal(self, state: RunState, drawn: Drawn) -> None:
+        if folder := self.plan.trainer.rollout_data_dir:
+            keep_responses(self.run, Path(folder) / f"{state.step}.jsonl", state.step, drawn, self.w)
         journal = self.plan.trainer.journal
         if journal != "off":
             if journal == "samples":

@@ -52,3 +52,35 @@ def wide_gap(step: int, report: Report) -> str:
         "rollout.dtype differs from actor.dtype; the model's kernels round differently in the engine; or samples "
         "are older than the weights (driver.max_lag). algorithm.rollout_is corrects for the difference"
     )
+
+
+MOST = 0.5
+
+
+def cut_off(step: int, report: Report) -> str:
+    """Returns a sentence about a step in which most responses or conversations were cut off; or nothing.
+
+    Example:
+        >>> cut_off(3, {"response_length/clip_ratio": 0.75})[:64]
+        'in step 3 75% of the responses were cut off at data.max_response'
+        >>> cut_off(3, {"env/ended/turn_limit": 0.5, "env/ended/length": 0.25})[:56]
+        'in step 3 75% of the conversations were cut off: 50% at '
+        >>> cut_off(3, {"response_length/clip_ratio": 0.25})
+        ''
+    """
+    turns, length = (report.get(f"env/ended/{reason}") for reason in ("turn_limit", "length"))
+    if turns is not None and length is not None:
+        if turns + length <= MOST:
+            return ""
+        return (
+            f"in step {step} {turns + length:.0%} of the conversations were cut off: {turns:.0%} at env.max_turns, "
+            f"{length:.0%} at env.max_turn_length or data.max_response_length. Their reward is 0; raise these keys, "
+            "or look at some in generations.jsonl (trainer.rollout_data_dir writes those of training)"
+        )
+    share = report.get("response_length/clip_ratio", 0.0)
+    if share <= MOST:
+        return ""
+    return (
+        f"in step {step} {share:.0%} of the responses were cut off at data.max_response_length; raise it, or let the "
+        "model end earlier"
+    )

@@ -26,6 +26,7 @@ class Drawn:
         asked: how many responses the engine was asked for.
         samples: what the engine gave, for each call in order.
         scored: what the reward gave, for each call in order.
+        judged: the problems of each call of the reward; empty for experience that waited in a checkpoint.
     """
 
     experience: Experience
@@ -33,6 +34,7 @@ class Drawn:
     asked: int
     samples: tuple[Any, ...]
     scored: tuple[Any, ...]
+    judged: tuple[Sequence[Any], ...] = ()
 
 
 def draw(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> Drawn:
@@ -46,7 +48,8 @@ def draw(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> 
     recorder = _Recorder(w, problems)
     listening = _Listening(w.rollout, recorder)
     experience = sample(attrs.evolve(w, rollout=listening, reward=recorder.reward, more=recorder.more))
-    return Drawn(experience, recorder.problems, recorder.asked, tuple(recorder.samples), tuple(recorder.scored))
+    samples, scored, judged = map(tuple, (recorder.samples, recorder.scored, recorder.judged))
+    return Drawn(experience, recorder.problems, recorder.asked, samples, scored, judged)
 
 
 class _Recorder:
@@ -58,9 +61,11 @@ class _Recorder:
         self.asked = 0
         self.samples: list[Any] = []
         self.scored: list[Any] = []
+        self.judged: list[Sequence[Any]] = []
 
     def reward(self, batch: Any, problems: Sequence[Any]) -> Any:
         self.scored.append(self._reward(batch, problems))
+        self.judged.append(problems)
         return self.scored[-1]
 
     def more(self, count: int) -> Sequence[Problem]:

@@ -100,7 +100,8 @@ SAME: Mapping[str, str] = {
     "algorithm.rollout_correction.rollout_is": "algorithm.rollout_is",
     "reward.num_workers": "reward.num_workers",
     **{f"trainer.{name}": f"trainer.{name}" for name in (
-        "project_name", "experiment_name", "save_freq", "test_freq", "val_before_train", "log_val_generations")},
+        "project_name", "experiment_name", "save_freq", "test_freq", "val_before_train", "log_val_generations",
+        "rollout_data_dir")},
     "trainer.critic_warmup": "algorithm.critic_warmup",
     MODEL.removesuffix("model.") + "nccl_timeout": "ray.timeout",
 }  # fmt: skip
@@ -350,7 +351,6 @@ NO_EFFECT: Mapping[str, str] = {
     "algorithm.rollout_correction.rollout_rs_threshold": "algorithm.rollout_correction.rollout_rs is not set",
     "algorithm.rollout_correction.*": "algorithm.rollout_correction.rollout_is is not set",
     "distillation.*": "distillation.enabled is off",
-    "trainer.rollout_data_dir": RECORDED,
     "trainer.validation_data_dir": RECORDED,
     "trainer.default_hdfs_dir": "checkpoints are written to trainer.dir",
     "trainer.del_local_ckpt_after_load": "checkpoints are written to trainer.dir",
