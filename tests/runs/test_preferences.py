@@ -67,7 +67,7 @@ def test_a_reward_model_is_evaluated_by_pairs_and_has_the_actors_settings(tiny, 
         3e-3,
     )
     report = train(run, silent)
-    assert set(report) == {"val-core/reverse/acc/mean@1", "val-aux/reverse/margin/mean@1"}
+    assert set(report) == {"val/loss", "val-core/reverse/acc/mean@1", "val-aux/reverse/margin/mean@1"}
     assert not (tmp_path / "run/generations.jsonl").exists()
     assert main(["eval", str(tmp_path / "run")]) == 0
     shown = capsys.readouterr().out

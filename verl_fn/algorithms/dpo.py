@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from verl_fn.config.preferences import DPO
+from verl_fn.data.judged import Judged
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch, Key, Node, node
-from verl_fn.steps import Loss, cdpo, ipo, kto, kto_reference_point, orpo, simpo
+from verl_fn.steps import Loss, cdpo, ipo, kto, kto_reference_point, orpo, simpo, total_loss
 from verl_fn.steps import dpo as dpo_loss
 from verl_fn.steps.losses.pairs import row_log_probs, row_mean_log_probs
 
 from .contract import Algorithm, Experience, Report
 from .experience import update, with_outputs
-from .judged import held_out_pairs, labelled_batch, pair_batch, pair_report
+from .judged import held_out_pairs, label_report, labelled_batch, pair_batch, pair_report
 from .reports import timing_report, update_report
 from .workers import Clock, Workers
 
@@ -78,34 +81,51 @@ def dpo(options: DPO) -> Algorithm[DPOState]:
         return Experience(batch, len(problems), report={"train/global_tokens": float(batch.num_tokens)})
 
     def learn(state: DPOState, experience: Experience, w: Workers) -> tuple[DPOState, Report]:
-        clock, batch = Clock(w.wait, experience.seconds), experience.batch
-        if needs_reference:
-            outputs = clock.run("ref", reference_log_probs, state, batch, w)
-            batch = w.call(with_outputs, batch, outputs, logprobs="ref_log_prob")
-        if labels:
-            batch, others = w.call(apart, batch, returns=2)
-            forward = w.trainers["actor"].forward
-            outputs = clock.run("old_log_prob", forward, state.actor.params, others, ("logprobs",))
-            others = w.call(with_outputs, others, outputs, logprobs="old_log_probs")
-            batch = w.call(kto_reference_point, batch, others)
+        clock = Clock(w.wait, experience.seconds)
+        batch = annotated(state, experience.batch, w, clock, options)
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, [batch], loss)
         report = update_report("train", w.get(metrics)) | experience.report
         report |= timing_report(clock, report["train/global_tokens"])
         return DPOState(actor, state.reference, state.key, state.step + 1), report
 
     def evaluate(state: DPOState, problems: Sequence[Problem], w: Workers) -> Report:
-        if not (pairs := held_out_pairs(problems)):
+        known = [p for p in problems if isinstance(p, Judged)] if labels else held_out_pairs(problems)
+        # The reference point of labelled responses needs another prompt.
+        if len(known) < 1 + labels:
             return {}
-        batch = pair_batch(pairs, w)
-        policy = w.get(w.trainers["actor"].forward(state.actor.params, batch, ("logprobs",))).logprobs
+        batch = labelled_batch(known, w) if labels else pair_batch(known, w)
+        batch = w.get(annotated(state, batch, w, Clock(w.wait), options))
+        outputs = w.get(w.trainers["actor"].forward(state.actor.params, batch, ("logprobs",)))
+        report = {"val/loss": float(total_loss(loss, outputs, batch)[0])}
         if not needs_reference:
-            return pair_report(pairs, row_mean_log_probs(batch, policy), "val-aux", "preference/mean@1")
-        reference = w.get(reference_log_probs(state, batch, w)).logprobs
-        return pair_report(pairs, row_log_probs(batch, policy - reference), "val-aux", "preference/mean@1")
+            scores = row_mean_log_probs(batch, outputs.logprobs)
+        else:
+            scores = row_log_probs(batch, outputs.logprobs - batch["ref_log_prob"])
+        if labels:
+            report |= label_report(known, scores > batch["reference_point"])
+        pairs = held_out_pairs(known)
+        if not pairs:
+            return report
+        rows = [len(held_out_pairs([problem])) > 0 for problem in known for _ in problem.responses]
+        return report | pair_report(pairs, scores[torch.tensor(rows)], "val-aux", "preference/mean@1")
 
     return Algorithm(
         options.roles, init, sample, learn, options.updates, options.min_n, options.learns_from, False, evaluate
     )
+
+
+def annotated(state: DPOState, batch: Any, w: Workers, clock: Clock, options: DPO) -> Any:
+    """Writes into a batch what the loss compares the policy with: reference and reference point."""
+    if "reference" in options.roles:
+        outputs = clock.run("ref", reference_log_probs, state, batch, w)
+        batch = w.call(with_outputs, batch, outputs, logprobs="ref_log_prob")
+    if options.loss_type != "kto":
+        return batch
+    batch, others = w.call(apart, batch, returns=2)
+    forward = w.trainers["actor"].forward
+    outputs = clock.run("old_log_prob", forward, state.actor.params, others, ("logprobs",))
+    others = w.call(with_outputs, others, outputs, logprobs="old_log_probs")
+    return w.call(kto_reference_point, batch, others)
 
 
 def reference_log_probs(state: DPOState, batch: Any, w: Workers) -> Any:

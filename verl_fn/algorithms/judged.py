@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from verl_fn.data.examples import pack_labelled, pack_pairs
@@ -76,4 +76,25 @@ def pair_report(pairs: Sequence[Judged], scores: Float[Tensor, " B"], prefix: st
         margin = (chosen - rejected)[rows].double()
         report[f"{prefix}/{source}/{suffix}"] = float((margin > 0).double().mean())
         report[f"val-aux/{source}/margin/mean@1"] = float(margin.mean())
+    return report
+
+
+def label_report(problems: Sequence[Judged], gained: Bool[Tensor, " B"]) -> Report:
+    """Returns, by data source, the share of labelled responses that the policy prefers if and only if they are good.
+
+    Args:
+        problems: the held-out problems.
+        gained: whether each response has gained more than the reference point.
+
+    Example:
+        >>> good, bad = Judged("a", "", 0, "mine", chosen=("b",)), Judged("c", "", 1, "mine", rejected=("d",))
+        >>> label_report([good, bad], torch.tensor([True, True]))
+        {'val-aux/mine/label_acc/mean@1': 0.5}
+    """
+    rows = [(problem.data_source, good) for problem in problems for _, good in problem.responses]
+    right = gained == torch.tensor([good for _, good in rows])
+    report: Report = {}
+    for source in dict.fromkeys(name for name, _ in rows):
+        own = torch.tensor([name == source for name, _ in rows])
+        report[f"val-aux/{source}/label_acc/mean@1"] = float(right[own].double().mean())
     return report

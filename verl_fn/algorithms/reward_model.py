@@ -8,7 +8,7 @@ from typing import Any
 from verl_fn.config.preferences import RewardModel
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key, Node, node
-from verl_fn.steps import bradley_terry
+from verl_fn.steps import bradley_terry, total_loss
 
 from .contract import Algorithm, Experience, Report
 from .experience import update
@@ -58,7 +58,8 @@ def reward_model(options: RewardModel) -> Algorithm[RewardModelState]:
     def evaluate(state: RewardModelState, problems: Sequence[Problem], w: Workers) -> Report:
         pairs = held_out_pairs(problems)
         batch = pair_batch(pairs, w)
-        scores = w.get(w.trainers["actor"].forward(state.actor.params, batch, ("row_values",))).row_values
-        return pair_report(pairs, scores, "val-core", "acc/mean@1")
+        outputs = w.get(w.trainers["actor"].forward(state.actor.params, batch, ("row_values",)))
+        report = {"val/loss": float(total_loss(loss, outputs, w.get(batch))[0])}
+        return report | pair_report(pairs, outputs.row_values, "val-core", "acc/mean@1")
 
     return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n, "pairs", False, evaluate)

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from verl_fn.config.algorithms import SFT
-from verl_fn.data.examples import pack_examples
+from verl_fn.data.examples import encode_rows, pack_examples, packed
 from verl_fn.data.tasks import Problem
-from verl_fn.state import Key, Node, node
-from verl_fn.steps import aggregate, cross_entropy
+from verl_fn.state import Batch, Key, Node, TokenOutputs, node
+from verl_fn.steps import aggregate, cross_entropy, total_loss
 
 from .contract import Algorithm, Experience, Report
 from .experience import loss_scale, update
 from .policy import aggregation
 from .reports import timing_report, update_report
 from .workers import Clock, Workers
+
+LIKELIEST = "top_ids_1"  # the output with the likeliest token of each place
 
 
 @node
@@ -51,4 +55,39 @@ def sft(options: SFT) -> Algorithm[SFTState]:
         report |= timing_report(clock, report["train/global_tokens"])
         return SFTState(actor, state.key, state.step + 1), report
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n, "answers", False)
+    def evaluate(state: SFTState, problems: Sequence[Problem], w: Workers) -> Report:
+        groups = encode_rows(problems, w.tokenizer, w.end_tokens)
+        sources = [problem.data_source for problem, rows in zip(problems, groups, strict=True) for _ in rows]
+        batch = packed([row for rows in groups for row in rows])
+        needs = ("logprobs", LIKELIEST) if w.gives_likeliest else ("logprobs",)
+        outputs = w.get(w.trainers["actor"].forward(state.actor.params, batch, needs))
+        weighted = aggregate(batch, options.loss_agg_mode, loss_scale_factor=loss_scale(options, w))
+        report = {"val/loss": float(total_loss(cross_entropy(), outputs, weighted)[0])}
+        return report | answer_report(sources, batch, outputs)
+
+    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n, "answers", False, evaluate)
+
+
+def answer_report(sources: Sequence[str], batch: Batch, outputs: TokenOutputs) -> Report:
+    """Returns, by data source, the mean of -log p over tokens of held-out answers, and how many are the likeliest.
+
+    Args:
+        sources: the data source of each row.
+        batch: the rows.
+        outputs: ``logprobs``, and ``top_ids_1`` if the backend gives it.
+
+    Example:
+        >>> batch = Batch.from_rows([[4, 5, 6]], {"response_mask": [[0.0, 1.0, 1.0]]})
+        >>> ids = torch.tensor([[0], [5], [7]])
+        >>> outputs = TokenOutputs({"logprobs": torch.tensor([0.0, -1.0, -2.0]), "top_ids_1": ids})
+        >>> answer_report(["mine"], batch, outputs)
+        {'val-aux/mine/nll/mean@1': 1.5, 'val-aux/mine/token_acc/mean@1': 0.5}
+    """
+    report: Report = {}
+    for source in dict.fromkeys(sources):
+        own = torch.tensor([name == source for name in sources])[batch.row_ids] & (batch["response_mask"] != 0)
+        report[f"val-aux/{source}/nll/mean@1"] = float(-outputs.logprobs[own].double().mean())
+        if LIKELIEST in outputs.by_name:
+            right = outputs.by_name[LIKELIEST][:, 0] == batch.tokens
+            report[f"val-aux/{source}/token_acc/mean@1"] = float(right[own].double().mean())
+    return report

@@ -70,6 +70,7 @@ class Workers:
         gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
         router_replay: whether updates of the actor replay the experts of each token: those of the engine where its
             samples have them, and otherwise those that ``forward`` gives as ``routed_experts``.
+        gives_likeliest: whether the actor's ``forward`` gives the likeliest tokens of each place.
     """
 
     trainers: Mapping[str, TrainBackend]
@@ -89,6 +90,7 @@ class Workers:
     about: str = ""
     gpu_memory: int | None = None
     router_replay: bool = False
+    gives_likeliest: bool = True
 
     @end_tokens.default
     def _own_end_token(self) -> tuple[int, ...]:

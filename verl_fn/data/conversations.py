@@ -134,9 +134,12 @@ class TaskDialogues:
         """Returns the conversations of the task's problems ``start`` to ``start + count``."""
         return tuple(self._of(problem) for problem in self.task.train(key, start, count))
 
-    def held_out(self, count: int | None) -> tuple[Problem, ...]:
-        """Returns the task's held-out problems, which an evaluation lets the model talk about."""
-        return self.task.held_out(count)
+    def held_out(self, count: int | None) -> tuple[Conversation, ...]:
+        """Returns the task's held-out problems, which an evaluation lets the model talk about, with conversations."""
+        problems = self.task.held_out(count)
+        return tuple(
+            attrs.evolve(self._of(problem), prompt=problem.prompt, answer=problem.answer) for problem in problems
+        )
 
     def _of(self, problem: Problem) -> Conversation:
         assert self.task.dialogue is not None

@@ -37,11 +37,11 @@ def encode_rows(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | S
     rendered = [_rendered(problem, tokenizer, ends) for problem in problems]
     rows = iter(encode_parts([parts for one in rendered for parts in one], tokenizer))
     # String prompts have no template.
-    plain = [problem for problem in problems if isinstance(problem.prompt, str)]
+    plain = [problem for problem in problems if _is_plain(problem)]
     prompts = iter(encode_prompts(plain, tokenizer))
     results = []
     for problem, parts in zip(problems, rendered, strict=True):
-        if isinstance(problem.prompt, str):
+        if _is_plain(problem):
             results.append(_answers(problem, next(prompts), tokenizer, ends))
             continue
         results.append([next(rows) for _ in parts])
@@ -76,7 +76,7 @@ def pack_examples(problems: Sequence[Problem], tokenizer: Any, end_tokens: int |
     Raises:
         DataError: as ``encode_examples``.
     """
-    return _packed(encode_examples(problems, tokenizer, end_tokens))
+    return packed(encode_examples(problems, tokenizer, end_tokens))
 
 
 def pack_pairs(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | Sequence[int]) -> Batch:
@@ -97,7 +97,7 @@ def pack_pairs(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | Seq
         >>> batch.lengths.tolist(), batch["pair"].tolist(), batch["chosen"].tolist()
         ([5, 6], [7, 7], [1.0, 0.0])
     """
-    batch = _packed(encode_examples(problems, tokenizer, end_tokens))
+    batch = packed(encode_examples(problems, tokenizer, end_tokens))
     judged = [(problem.id, good) for problem in problems for _, good in problem.responses]
     return batch.with_rows(
         pair=torch.tensor([number for number, _ in judged]), chosen=torch.tensor([float(good) for _, good in judged])
@@ -139,18 +139,28 @@ def pack_labelled(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | 
         _, response, mask = splits[first[(place + 1) % len(problems)]]
         others.append((prompt + response, [0.0] * len(prompt) + mask))
     zeros, ones = [0.0] * len(examples), [1.0] * len(examples)
-    return _packed([*examples, *others]).with_rows(
+    return packed([*examples, *others]).with_rows(
         label=torch.tensor(labels + labels), mismatched=torch.tensor(zeros + ones)
     )
 
 
-def _packed(examples: Sequence[Example]) -> Batch:
+def packed(examples: Sequence[Example]) -> Batch:
+    """Packs rows and their ``response_mask``.
+
+    Example:
+        >>> packed([([4, 5], [0.0, 1.0])])["response_mask"].tolist()
+        [0.0, 1.0]
+    """
     return Batch.from_rows([ids for ids, _ in examples], {"response_mask": [mask for _, mask in examples]})
+
+
+def _is_plain(problem: Problem) -> bool:
+    return isinstance(problem.prompt, str) and not isinstance(problem, Conversation)
 
 
 def _rendered(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> list[Parts]:
     """Returns the texts of the rows of a problem of chat messages; none for a string prompt."""
-    if isinstance(problem.prompt, str):
+    if _is_plain(problem):
         return []
     if tokenizer.chat_template is None:
         raise DataError(
@@ -162,6 +172,7 @@ def _rendered(problem: Problem, tokenizer: Any, ends: Sequence[int]) -> list[Par
             return turn_parts(tokenizer, problem, problem.messages, ends)
         responses = [one for one, _ in problem.responses] if isinstance(problem, Judged) else [problem.answer]
         rows = []
+        assert not isinstance(problem.prompt, str)
         for response in responses:
             said = ({"role": "assistant", "content": response},) if isinstance(response, str) else response
             rows.append(turn_parts(tokenizer, problem, (*problem.prompt, *said), ends, len(problem.prompt)))

@@ -19,7 +19,7 @@ from verl_fn.data.conversations import MESSAGES, TaskDialogues, read_conversatio
 from verl_fn.data.entries import Convert, Entry, entry_columns
 from verl_fn.data.examples import encode_rows
 from verl_fn.data.files import FileData, encode_prompts, read_problems
-from verl_fn.data.judged import TaskPairs
+from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, read_labelled, read_pairs
 from verl_fn.data.rows import DataError
 from verl_fn.data.streaming import Read, StreamedData, streamed
@@ -171,7 +171,9 @@ def file_data(
     )
     if end_tokens is None or not training:
         return data
-    max_row, max_group = _longest(training, learns_from, tokenizer, end_tokens)
+    # Held-out rows that hold what is learned have a loss.
+    of_kind = (*training, *(p for p in validation if learns_from == "answers" or isinstance(p, Judged)))
+    max_row, max_group = _longest(of_kind, learns_from, tokenizer, end_tokens)
     return attrs.evolve(data, max_row=max_row, max_group=max_group)
 
 

@@ -32,4 +32,5 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
             converses=bool(plan.env.name),
             gpu_memory=ranks.gpu_memory(device),
             router_replay=plan.roles["actor"].router_replay,
+            gives_likeliest=plan.roles["actor"].strategy != "megatron",
         )

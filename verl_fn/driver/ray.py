@@ -97,10 +97,10 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 about=_about(cluster, plan, device),
                 gpu_memory=cluster.get(ranks.run("call", gpu_memory, {}, False, device)),
                 router_replay=plan.roles["actor"].router_replay,
+                gives_likeliest=plan.roles["actor"].strategy != "megatron",
             )
             if plan.rollout.sleeps:
-                sharing = [role.name for role in groups["trainer"]]
-                w = by_turns(w, sharing, lambda: cluster.finish(ranks))
+                w = by_turns(w, [role.name for role in groups["trainer"]], lambda: cluster.finish(ranks))
             yield w
         finally:
             cluster.stop()

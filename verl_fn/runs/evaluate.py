@@ -71,15 +71,18 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
     key = Key.from_seed(plan.trainer.seed)
     with workers(plan) as w:
         actor = w.trainers["actor"].load_pretrained(plan.roles["actor"].folder, key.fold_in("actor"))
-        if plan.roles["actor"].head != "lm":
-            algorithm = algorithm_of(plan)
-            assert algorithm.evaluate is not None
-            return algorithm.evaluate(algorithm.init({"actor": actor}, key), held_out, w), []
+        algorithm, own = algorithm_of(plan), {}
+        # Others compare with a model that is not there.
+        if algorithm.evaluate is not None and set(algorithm.roles) == {"actor"}:
+            own = algorithm.evaluate(algorithm.init({"actor": actor}, key), held_out, w)
         if not samples_answers(plan, held_out):
+            if own:
+                return own, []
             raise ConfigError(
                 "held-out responses have no ground truth to judge answers by; set reward.functions or reward.url"
             )
-        return _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan)
+        report, answers = _answers(actor, 0, key.fold_in("evaluation"), held_out, w, plan)
+        return report | own, answers
 
 
 def held_out_value(report: Mapping[str, Any], metric: str) -> float | None:
@@ -104,7 +107,7 @@ def evaluation_line(report: Report, metric: str = "acc") -> str:
     for name in (metric, "acc", "reward"):
         if (value := held_out_value(report, name)) is not None:
             return f"held-out {name} {value:.3f}"
-    return ""
+    return f"held-out loss {report['val/loss']:.3f}" if "val/loss" in report else ""
 
 
 def has_held_out(plan: Plan) -> bool:

@@ -1,0 +1,86 @@
+"""Losses on held-out rows of algorithms that learn from given answers, against the model's own log-probabilities."""
+
+import json
+
+import pytest
+import torch
+from run_configs import tiny_run
+from transformers import AutoModelForCausalLM
+
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.runs.evaluate import evaluation_line
+from verl_fn.runs.logs import read_metrics
+from verl_fn.runs.loop import train
+
+
+def talk(*contents):
+    return [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chatty") / "model"
+    return new_model(folder, chars="abcd\n", hidden_size=16, num_hidden_layers=1, chat_template=True)
+
+
+def run(model, folder, name, training, held_out, *more):
+    """The rows of metrics of a run of one step."""
+    folder.mkdir()
+    files = []
+    for key, rows in (("train", training), ("val", held_out)):
+        (folder / f"{key}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        files.append(f"data.{key}_files={folder / f'{key}.jsonl'}")
+    steps = ["trainer.total_training_steps=1", "trainer.val_before_train=true", "data.train_batch_size=2"]
+    train(tiny_run(model, folder / "run", f"algorithm.name={name}", *steps, *files, *more), lambda line: None)
+    return read_metrics(folder / "run")
+
+
+def scores(model, *rows):
+    """The log-probability and the likeliest token of each learned token, of rows as (prompt, answer) in ids."""
+    net, results = AutoModelForCausalLM.from_pretrained(model).double(), []
+    for prompt, answer in rows:
+        logits = net(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].detach().log_softmax(-1)
+        results.append(
+            (logits.gather(1, torch.tensor(answer)[:, None])[:, 0], logits.argmax(1) == torch.tensor(answer))
+        )
+    return results
+
+
+A, B, C, D, NL, BOS, END = 4, 5, 6, 7, 8, 1, 2
+
+
+def test_sft_reports_the_loss_and_the_accuracy_of_held_out_answers(chatty, tmp_path):
+    held_out = [{"messages": talk("a", "bc")}, {"messages": talk("b", "d"), "data_source": "mine"}]
+    before, after = run(chatty, tmp_path / "files", "sft", [{"messages": talk("a", "b")}] * 2, held_out)
+    (first, hit), (second, other) = scores(chatty, ([BOS, A, NL], [B, C, END]), ([BOS, B, NL], [D, END]))
+    assert before["val-aux/messages/nll/mean@1"] == pytest.approx(float(-first.mean()), rel=1e-5)
+    assert before["val-aux/mine/nll/mean@1"] == pytest.approx(float(-second.mean()), rel=1e-5)
+    assert before["val-aux/messages/token_acc/mean@1"] == pytest.approx(float(hit.double().mean()))
+    assert before["val-aux/mine/token_acc/mean@1"] == pytest.approx(float(other.double().mean()))
+    assert before["val/loss"] == pytest.approx(float(-torch.cat([first, second]).mean()), rel=1e-5)
+    assert after["val/loss"] != before["val/loss"] and not any(
+        "acc/mean" in key for key in before if "token" not in key
+    )
+    assert evaluation_line(before) == f"held-out loss {before['val/loss']:.3f}"
+
+
+def test_preferences_report_their_loss_on_held_out_rows(chatty, tmp_path):
+    pair = {"prompt": talk("a"), "chosen": "b", "rejected": "cd"}
+    labelled = [
+        {"prompt": talk("a"), "completion": text, "label": good} for text, good in (("b", True), ("cd", False))
+    ]
+    ln2 = pytest.approx(0.6931472, rel=1e-5)
+    before, after = run(chatty, tmp_path / "dpo", "dpo", [pair] * 2, [pair])
+    assert before["val/loss"] == ln2 and after["val/loss"] < 0.69
+    assert after["val-aux/preferences/preference/mean@1"] == 1.0
+    before, after = run(chatty, tmp_path / "kto", "dpo", labelled, labelled, "algorithm.loss_type=kto")
+    # The policy is its own reference at first: a good response has not gained more than the reference point of 0.
+    assert before["val/loss"] == pytest.approx(0.5) and before["val-aux/preferences/label_acc/mean@1"] == 0.5
+    assert after["val/loss"] != before["val/loss"]
+    (good, _), (bad, _) = scores(chatty, ([BOS, A, NL], [B, END]), ([BOS, A, NL], [C, D, END]))
+    before, _ = run(chatty, tmp_path / "simpo", "dpo", [pair] * 2, [pair], "algorithm.loss_type=simpo")
+    gap = 2.0 * (good.mean() - bad.mean()) - 1.0
+    assert before["val/loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(gap)), rel=1e-5)
+    before, after = run(chatty, tmp_path / "scores", "reward_model", [pair] * 2, [pair])
+    margin = before["val-aux/preferences/margin/mean@1"]
+    assert before["val/loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(torch.tensor(margin))), rel=1e-4)
