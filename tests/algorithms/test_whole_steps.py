@@ -6,6 +6,7 @@ large, so that ratios leave their clip ranges, and AdamW's epsilon as well, sinc
 
 import contextlib
 import functools
+import re
 
 import attrs
 import paper
@@ -27,7 +28,7 @@ from verl_fn.steps import sgd
 
 TASK = TASKS["count"]
 PROMPTS, LONGEST, HEAT = 4, 6, 0.7
-EOS, SPECIAL = 2, 4
+EOS = 2
 OPTIM = {"betas": [0.8, 0.95], "eps": 0.03, "weight_decay": 0.1, "clip_grad": 0.5}
 ACTOR = {"lr": 0.06, "lr_warmup_steps": 3, "lr_scheduler_type": "linear", "min_lr_ratio": 0.2}
 CRITIC = {"lr": 0.03, "lr_warmup_steps": 2, "lr_scheduler_type": "constant", "min_lr_ratio": 0.0, "clip_grad": 0.3}
@@ -57,7 +58,8 @@ class Row:
 
 
 def score_of(text):
-    """A reward that differs between responses, and two more."""
+    """A reward that differs between responses, and two more; special tokens count nothing."""
+    text = re.sub(r"<\w+>", "", text)
     return {
         "score": sum(place * ord(letter) for place, letter in enumerate(text, 1)) % 97 / 97,
         "long": float(len(text)),
@@ -163,8 +165,7 @@ class Steps:
         return problems, rows
 
     def text(self, row):
-        letters = [token for token in row.tokens[row.start :] if token >= SPECIAL]
-        return self.w.tokenizer.decode(letters)
+        return self.w.tokenizer.decode(row.tokens[row.start :])
 
     def check_draws(self, problems, rows, temperature=HEAT):
         """The rows answer the problems, and the weights of this very step drew them at the temperature."""
