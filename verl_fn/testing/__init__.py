@@ -1,4 +1,4 @@
-"""Checks for losses, advantage estimators, training backends and rollout engines that users write.
+"""Checks for losses, advantage estimators, environments, training backends and rollout engines that users write.
 
     from verl_fn.testing import check_loss
 
@@ -16,6 +16,7 @@ usually causes the difference. The laws:
 * Restore: a restored state equals the saved one, and training continues identically.
 * Layout: a backend restores what another one saved.
 * Signature: names, shapes and dtypes are those of the protocol.
+* Environments obey laws of their own; see ``check_environment``.
 * Backends also obey Outputs, Derivative and Update, losses Finite and Precision, estimators Rows and Precision, and
   rollout engines Version, Log-probs and Capabilities; each check describes its laws.
 
@@ -32,6 +33,7 @@ from verl_fn.backends.mock.train import Mock
 from .advantages import check_advantage
 from .backends import check_backend
 from .builders import tiny_batch, tiny_outputs, tiny_pairs
+from .environments import check_environment
 from .losses import check_loss
 from .reference import compare_advantage, compare_loss
 from .rollouts import check_rollout
@@ -45,6 +47,7 @@ __all__ = [
     "Turn",
     "check_advantage",
     "check_backend",
+    "check_environment",
     "check_loss",
     "check_rollout",
     "compare_advantage",
