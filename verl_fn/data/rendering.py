@@ -238,9 +238,13 @@ def _check_calls(
     messages: Sequence[Message], number: int, seen: str, text: str, render: Any, *, prompt: bool = False
 ) -> None:
     calls = messages[number].get("tool_calls") or ()
-    if not all(_names(call, seen) for call in calls):
-        other = [{"type": "function", "function": {"name": "x", "arguments": {}}}]
-        _check_changes(messages, number, {"tool_calls": other}, "tool_calls", text, render, prompt=prompt)
+    if calls and not all(map(functools.partial(_shows, seen), calls)):
+        # Some templates show only arguments that are an object.
+        none = [{"type": "function", "function": {"name": "x", "arguments": {}}}]
+        _check_changes(messages, number, {"tool_calls": none}, "tool_calls", text, render, prompt=prompt)
+        if (other := [_otherwise(call) for call in calls]) != list(calls):
+            name = "the arguments of tool_calls"
+            _check_changes(messages, number, {"tool_calls": other}, name, text, render, prompt=prompt)
 
 
 def _check_changes(
@@ -266,6 +270,7 @@ def _check_changes(
         return
     if same:
         hint = " (templates have other names for reasoning, or none)" if name in REASONING else ""
+        hint = " (many show only an object, not a string of JSON)" if "arguments" in name else hint
         raise DataError(
             f"the chat template leaves out {name} of message {number}, of the role {messages[number]['role']}, or a "
             f"part of it{hint}; take another template, or change the message"
@@ -279,6 +284,31 @@ def _has(text: str, part: str) -> bool:
         or json.dumps(part, ensure_ascii=False)[1:-1] in text
         or "".join(part.split()) in "".join(text.split())
     )
+
+
+def _shows(text: str, call: Message) -> bool:
+    """Returns whether a text has the name and the arguments of a call."""
+    inner = call.get("function", call)
+    arguments = inner.get("arguments") if isinstance(inner, Mapping) else None
+    values = list(arguments.values()) if isinstance(arguments, Mapping) else [arguments or ""]
+    return _names(call, text) and all(
+        _has(text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for value in values
+    )
+
+
+def _otherwise(call: Message) -> Message:
+    """Returns a tool call with other arguments of the same kind.
+
+    Example:
+        >>> _otherwise({"function": {"name": "add", "arguments": {"a": 1}}})
+        {'function': {'name': 'add', 'arguments': {'other': 'value'}}}
+    """
+    inner = call.get("function", call)
+    if not isinstance(inner, Mapping) or not inner.get("arguments"):
+        return call
+    text = isinstance(inner["arguments"], str)
+    changed = {**inner, "arguments": '{"other": "value"}' if text else {"other": "value"}}
+    return {**call, "function": changed} if "function" in call else changed
 
 
 def _names(function: Message, text: str) -> bool:

@@ -1,0 +1,207 @@
+# ruff: noqa: RUF001
+"""Rows of the shapes of public chat templates: as transformers renders them, with what is learned written out."""
+
+import functools
+
+import attrs
+import pytest
+from chat_templates import FAMILIES, PHI3_FIRST
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from verl_fn.data.conversations import Conversation
+from verl_fn.data.examples import encode_examples, encode_rows
+from verl_fn.data.files import encode_prompts
+from verl_fn.data.judged import Judged
+from verl_fn.data.rows import DataError
+from verl_fn.data.tasks import Problem
+
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}},)
+SYSTEM, ASKS, MORE = (
+    {"role": role, "content": text} for role, text in (("system", "Be kind."), ("user", "2+3?"), ("user", "And 4?"))
+)
+SAYS, ADDS = {"role": "assistant", "content": "5"}, {"role": "assistant", "content": "9"}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": "2"}}}],
+}
+RESULT = {"role": "tool", "content": "five"}
+
+
+@functools.cache
+def tokenizer(family):
+    """A tokenizer of bytes with the special tokens of a family, and the tokens that end an answer."""
+    template, eos, bos, ends = FAMILIES[family]
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    special = dict.fromkeys([eos, *([bos] if bos else []), *ends])
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, **({"bos_token": bos} if bos else {}))
+    made.chat_template = template
+    return made, tuple(made.convert_tokens_to_ids(ends))
+
+
+def talk(*messages, **more):
+    return Conversation(tuple(messages[:-1]), "", messages=messages, **more)
+
+
+def rows(family, problem):
+    """Each row of a problem as the text before what is learned and a list of the learned texts."""
+    made, ends = tokenizer(family)
+    results = []
+    for ids, mask in encode_examples([problem], made, ends):
+        learned, last = [], 0.0
+        for token, on in zip(ids, mask, strict=True):
+            learned = [*learned, []] if on and not last else learned
+            if on:
+                learned[-1].append(token)
+            last = on
+        results.append((made.decode(ids), [made.decode(part) for part in learned]))
+    return results
+
+
+def rendered(family, messages, tools=(), *, prompt=False, **more):
+    made, _ = tokenizer(family)
+    return made.apply_chat_template(
+        list(messages), tools=list(tools) or None, add_generation_prompt=prompt, tokenize=False, **more
+    )
+
+
+# What is learned of an answer "5", with its end token.
+ANSWERS = {
+    "Qwen2.5": "5<|im_end|>",
+    "Qwen3": "<think>\n\n</think>\n\n5<|im_end|>",
+    "Qwen3.5": "\n</think>\n\n5<|im_end|>",
+    "Llama 3": "5<|eot_id|>",
+    "Gemma 3": "5<end_of_turn>",
+    "Phi-3": "5<|end|>",
+    "Phi-4": "5<|im_end|>",
+    "DeepSeek-R1": "\n</think>\n\n5<｜end▁of▁sentence｜>",
+    "gpt-oss": "<|channel|>final<|message|>5<|return|>",
+    "Mistral": " 5</s>",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_answer_is_the_same_row_in_every_layout(family):
+    system = () if family == "Mistral" else (SYSTEM,)
+    prompt = (*system, ASKS)
+    before = rendered(family, prompt, prompt=True)
+    expected = [(before + ANSWERS[family], [ANSWERS[family]])]
+    assert rows(family, talk(*prompt, SAYS)) == rows(family, Problem(prompt, "5")) == expected
+    # The end token in the data is the template's.
+    assert rows(family, talk(*prompt, SAYS | {"content": "5" + FAMILIES[family][3][-1]})) == expected
+    pair = rows(family, Judged(prompt, "", chosen=("5",), rejected=((ADDS,),)))
+    assert pair == [*expected, (before + ANSWERS[family].replace("5", "9"), [ANSWERS[family].replace("5", "9")])]
+    if family != "DeepSeek-R1":  # whose template leaves out what it opens
+        assert rendered(family, [*prompt, SAYS]).startswith(expected[0][0])
+    made, ends = tokenizer(family)
+    (asked,), ((ids, _),) = (
+        encode_prompts([Problem(prompt, "")], made),
+        encode_examples([Problem(prompt, "5")], made, ends),
+    )
+    assert ids[: len(asked)] == asked
+
+
+# The learned texts of two turns, "5" and "9", and whether they share a row.
+TURNS = {family: (ANSWERS[family], True) for family in FAMILIES} | dict.fromkeys(
+    ["Qwen3", "Qwen3.5", "DeepSeek-R1", "gpt-oss"], None
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_share_a_row_unless_the_template_rewrites_earlier_ones(family):
+    first, second = ANSWERS[family], ANSWERS[family].replace("5", "9")
+    got = rows(family, talk(ASKS, SAYS, MORE, ADDS))
+    whole = rendered(family, [ASKS, SAYS, MORE], prompt=True) + second
+    if TURNS[family]:
+        assert got == [(whole, [first, second])]
+    else:
+        assert got == [(rendered(family, [ASKS], prompt=True) + first, [first]), (whole, [second])]
+    # A turn with weight 0 is context.
+    assert rows(family, talk(ASKS, SAYS | {"weight": 0}, MORE, ADDS)) == [(whole, [second])]
+
+
+REASONED = {
+    "Qwen3": "<think>\nhm\n</think>\n\n5<|im_end|>",
+    "Qwen3.5": "hm\n</think>\n\n5<|im_end|>",
+    "DeepSeek-R1": "hm\n</think>\n\n5<｜end▁of▁sentence｜>",
+    "gpt-oss": "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>5<|return|>",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reasoning_is_learned_or_refused(family):
+    field = "thinking" if family == "gpt-oss" else "reasoning_content"
+    problem = talk(ASKS, SAYS | {field: "hm"})
+    if family not in REASONED:
+        with pytest.raises(DataError, match=f"leaves out {field} of message 1, of the role assistant"):
+            rows(family, problem)
+        return
+    expected = [(rendered(family, [ASKS], prompt=True) + REASONED[family], [REASONED[family]])]
+    assert rows(family, problem) == expected
+    if family == "gpt-oss":
+        with pytest.raises(DataError, match=r"leaves out reasoning_content .*other names for reasoning"):
+            rows(family, talk(ASKS, SAYS | {"reasoning_content": "hm"}))
+    else:
+        assert rows(family, Problem((ASKS,), "<think>\nhm\n</think>\n\n5")) == expected
+
+
+CALLS = {
+    "Qwen2.5": '<tool_call>\n{"name": "add", "arguments": {"a": "2"}}\n</tool_call><|im_end|>',
+    "Qwen3": '<think>\n\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": "2"}}\n</tool_call><|im_end|>',
+    "Qwen3.5": "\n</think>\n\n<tool_call>\n<function=add><parameter=a>2</function>\n</tool_call><|im_end|>",
+    "Llama 3": '{"name": "add", "arguments": {"a": "2"}}<|eot_id|>',
+    "gpt-oss": ' to=functions.add<|channel|>commentary json<|message|>{"a": "2"}<|call|>',
+    "Mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": "2"}}]</s>',
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tools_and_calls_are_shown_or_refused(family):
+    made, _ = tokenizer(family)
+    asked = Problem((ASKS,), "5", tools=TOOLS)
+    if family not in CALLS:
+        for use in (lambda: encode_prompts([asked], made), lambda: rows(family, talk(ASKS, SAYS, tools=TOOLS))):
+            with pytest.raises(DataError, match="does not show the tools of the row to the model"):
+                use()
+        if family != "DeepSeek-R1":
+            with pytest.raises(DataError, match=r"leaves out tool_calls of message 1|template failed"):
+                rows(family, talk(ASKS, CALL))
+        return
+    assert made.decode(encode_prompts([asked], made)[0]) == rendered(family, [ASKS], TOOLS, prompt=True)
+    got = rows(family, talk(ASKS, CALL, RESULT, SAYS, tools=TOOLS))
+    assert [part for _, learned in got for part in learned] == [CALLS[family], ANSWERS[family]]
+    assert got[0][0].startswith(rendered(family, [ASKS], TOOLS, prompt=True) + CALLS[family])
+    assert got[-1][0] == rendered(family, [ASKS, CALL, RESULT], TOOLS, prompt=True) + ANSWERS[family]
+    if family == "Qwen3.5":
+        text = {"type": "function", "function": {"name": "add", "arguments": '{"a": "2"}'}}
+        with pytest.raises(DataError, match=r"leaves out the arguments of tool_calls .* only an object"):
+            rows(family, talk(ASKS, CALL | {"tool_calls": [text]}))
+
+
+def test_messages_that_a_template_drops_are_refused():
+    made, ends = tokenizer("Phi-3")
+    first = PreTrainedTokenizerFast(tokenizer_object=made.backend_tokenizer, eos_token=made.eos_token)
+    first.chat_template = PHI3_FIRST
+    for use in (
+        lambda: encode_prompts([Problem((SYSTEM, ASKS), "")], first),
+        lambda: encode_examples([talk(SYSTEM, ASKS, SAYS)], first, ends),
+    ):
+        with pytest.raises(DataError, match="leaves out content of message 0, of the role system"):
+            use()
+    with pytest.raises(
+        DataError, match=r"message 1 has '<\|end\|>', the token that ends an answer, inside its content"
+    ):
+        encode_examples([talk(ASKS, SAYS | {"content": "a<|end|>b"})], made, ends)
+
+
+def test_arguments_of_templates_reach_what_is_learned():
+    made, ends = tokenizer("Qwen3.5")
+    problem = attrs.evolve(Problem((ASKS,), "5"), chat_template_kwargs={"enable_thinking": False})
+    ((ids, mask),) = encode_rows([problem], made, ends)[0]
+    assert made.decode(ids) == rendered("Qwen3.5", [ASKS], prompt=True, enable_thinking=False) + "5<|im_end|>"
+    assert made.decode([token for token, on in zip(ids, mask, strict=True) if on]) == "5<|im_end|>"
