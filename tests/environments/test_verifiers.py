@@ -6,8 +6,10 @@ The package needs other versions of packages than the trainer. So slow tests run
 
 import importlib.util
 import itertools
+import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +19,15 @@ import pytest
 import torch
 from run_configs import TINY
 
+from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.rows import DataError
+from verl_fn.environments import calls
 from verl_fn.environments.interpreter import EnvError
 from verl_fn.environments.problems import environment_data
 from verl_fn.environments.processes import End, EnvProcesses, Job, Opening, Scores, Scoring
+from verl_fn.environments.rendering import call_format
 from verl_fn.environments.verifiers import plain, said
 from verl_fn.rewards.reward import texts_of
 from verl_fn.runs.evaluate import has_held_out
@@ -140,6 +145,84 @@ def test_calls_are_read_from_replies(reply, content, calls):
     message = said(reply, 4)
     assert message["content"] == (reply if content is None else content)
     assert [call["id"] for call in message.get("tool_calls", [])] == [f"call_4_{i}" for i in range(calls)]
+
+
+BARS = str.maketrans("|_", "\N{FULLWIDTH VERTICAL LINE}\N{LOWER ONE EIGHTH BLOCK}")
+XML = "<function=add>\n<parameter=a>\n2\n</parameter>\n<parameter=b>\n1\n</parameter>\n</function>"
+WRITTEN = {
+    "hermes": "<tool_call>\n{call}\n</tool_call>",
+    "qwen3_coder": f"<tool_call>\n{XML}\n</tool_call>",
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>2</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>1</arg_value>\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">2</parameter>\n'
+    '<parameter name="b">1</parameter>\n</invoke>\n</minimax:tool_call>',
+    "deepseek": "<|tool_calls_begin|><|tool_call_begin|>function<|tool_sep|>add\n```json\n{arguments}\n```"
+    "<|tool_call_end|><|tool_calls_end|>".translate(BARS),
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{arguments}"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+    "llama3": '<|python_tag|>{"name": "add", "parameters": {arguments}}',
+    "harmony": "<|channel|>analysis<|message|>So<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+    "<|constrain|>json<|message|>{arguments}",
+}
+ARGUMENTS = '{"a": 2, "b": "1"}'
+
+
+def written(format, name="add", first="a"):
+    """A call as models of a format write it."""
+    text = WRITTEN[format].replace("{call}", f'{{"name": "add", "arguments": {ARGUMENTS}}}')
+    text = text.replace("{arguments}", ARGUMENTS)
+    return (
+        text.replace("add", name)
+        .replace('"a"', f'"{first}"')
+        .replace("=a>", f"={first}>")
+        .replace(">a<", f">{first}<")
+    )
+
+
+@needs_package
+def test_each_format_is_read_by_the_package():
+    """Also after reasoning that the prompt opened, several at once, and none of a reply that breaks one off."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "add", "parameters": schema}}]
+    replies = {(format, 1): written(format) for format in WRITTEN}
+    replies |= {(format, 0): written(format)[: -len(written(format)) // 3] for format in WRITTEN}
+    replies |= {(format, 0, "none"): "It is 3." for format in WRITTEN}
+    # The other formats have no reasoning of this kind, or put several calls between one pair of tags.
+    tagged = ("hermes", "qwen3_coder", "glm", "minimax")
+    replies |= {(format, 2): f"So</think>{written(format) * 2}" for format in tagged}
+    script = (
+        "import importlib.util, json, sys; spec = importlib.util.spec_from_file_location('calls', sys.argv[1]);"
+        "calls = importlib.util.module_from_spec(spec); sys.modules['calls'] = calls; spec.loader.exec_module(calls);"
+        "tools, asked = json.load(sys.stdin);"
+        "print(json.dumps([calls.calls_of(reply, format, tools) for format, reply in asked]))"
+    )
+    asked = json.dumps([tools, [(key[0], text) for key, text in replies.items()]])
+    command = [PYTHON, "-c", script, calls.__file__]
+    answered = json.loads(subprocess.run(command, input=asked, capture_output=True, text=True, check=True).stdout)
+    for (key, reply), (content, found) in zip(replies.items(), answered, strict=True):
+        assert [name for name, _ in found] == ["add"] * key[1], key
+        assert content == (reply, "", "So</think>")[key[1]], key
+        assert all(json.loads(text) == json.loads(ARGUMENTS) for _, text in found), key
+
+
+@pytest.mark.parametrize("format", WRITTEN)
+def test_the_template_tells_the_format(format):
+    tokenizer = char_tokenizer("ab")
+    call = written(format, "probe", "key")
+    inner = f"{{% if m.tool_calls %}}{{% raw %}}{call}{{% endraw %}}{{% else %}}{{{{ m.content }}}}{{% endif %}}"
+    tokenizer.chat_template = f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{inner}{{% endfor %}}"
+    assert call_format(tokenizer) == format
+    tokenizer.chat_template = tokenizer.chat_template.replace(call, "[CALLS]probe{}")
+    assert call_format(tokenizer) == ""
+
+
+def test_calls_in_an_unknown_format_are_refused():
+    """Otherwise no call would ever be read, and every reward be that of a model without tools."""
+    run = EnvProcesses("verifiers:adder", folder=FOLDER, calls="")
+    rows = [row for part, row in run.problems() if part == "train"]
+    problem = {"prompt": "", "answer": "", "id": 0, "data_source": "s", "extra_info": {"verifiers_row": rows[2]}}
+    (failed,) = run([Job(0, 1, problem)])
+    assert "writes calls of tools in no format that is known here" in failed.problem
 
 
 def test_images_are_refused():

@@ -294,13 +294,20 @@ def conversations(
     from verl_fn.backends.hf.tokenizer import end_tokens
     from verl_fn.environments.engine import Conversing, Limits
     from verl_fn.environments.processes import EnvProcesses
-    from verl_fn.environments.rendering import Renderer
+    from verl_fn.environments.rendering import Renderer, call_format
 
     tokenizer = policy_tokenizer(plan)
     ends = end_tokens(plan.folder, tokenizer)
     renderer = Renderer(tokenizer, ends)
     environments = EnvProcesses(
-        env.name, env.timeout, env.num_workers, folder, env.variables, python=env.python, arguments=env.arguments
+        env.name,
+        env.timeout,
+        env.num_workers,
+        folder,
+        env.variables,
+        python=env.python,
+        arguments=env.arguments,
+        calls=call_format(tokenizer),
     )
     limits = Limits(env.max_turns, env.max_turn_length or plan.max_response_length, plan.max_prompt_length)
     return Conversing(engine(), environments, renderer, tokenizer, ends, limits)

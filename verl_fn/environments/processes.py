@@ -18,6 +18,7 @@ import attrs
 from verl_fn.rewards.child import START_SECONDS, Child, GarbledError, environment, garbled, one_line, parsed
 from verl_fn.state import EndReason
 
+from .calls import HERMES
 from .interpreter import EnvError, check_interpreter, variables_of_its_own
 from .worker import CLOSES, GROUPS, PROBLEMS
 
@@ -140,6 +141,7 @@ class EnvProcesses:
         variables: environment variables that the processes get beside those in ``child.ENVIRONMENT``.
         python: the interpreter of the processes; empty for this one. Another one needs no packages.
         arguments: keyword arguments of the class, as values of JSON.
+        calls: the format in which the model calls tools, as ``call_format`` returns it; empty if it is not known.
 
     Attributes:
         cancelled: another thread sets it to end a call, which then raises an ``EnvError``.
@@ -160,7 +162,9 @@ class EnvProcesses:
         *,
         python: str = "",
         arguments: Mapping[str, Any] | None = None,
+        calls: str = HERMES,
     ) -> None:
+        self.calls = calls
         self.name, self._timeout = name, timeout
         self.cancelled = threading.Event()
         self.scores_groups = False
@@ -301,7 +305,7 @@ class EnvProcesses:
         if child is None:
             child = self._children[i] = Child(str(SCRIPT), self._folder, self._environment, self._python)
             try:
-                greeting = child.greet([self._folder, self.name, self._arguments], "env.name", EnvError)
+                greeting = child.greet([self._folder, self.name, self._arguments, self.calls], "env.name", EnvError)
                 self.scores_groups = greeting == GROUPS
             except BaseException:
                 self._children[i] = None

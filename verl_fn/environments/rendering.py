@@ -8,10 +8,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from verl_fn.backends.hf.chat import chat_texts, chat_tokens
+from verl_fn.backends.hf.chat import chat_texts, chat_tokens, template_text
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.data.files import describe_unknown, has_unknown
 
+from .calls import HERMES, format_of
 from .contract import Message
 from .interpreter import EnvError
 
@@ -174,6 +175,38 @@ class Renderer:
             return chat_tokens(
                 self._tokenizer, messages, tools, generation_prompt=generation_prompt, chat_template_kwargs=kwargs
             )
+
+
+def call_format(tokenizer: Any) -> str:
+    """Returns the format in which a chat template writes calls of tools, a name as ``calls_of`` takes it.
+
+    It is found in what the template makes of a call. Empty if the format is not known. For a template that writes no
+    calls it is Hermes'.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> tokenizer = char_tokenizer("ab")
+        >>> call = "<tool_call>{{ c.function | tojson }}</tool_call>"
+        >>> inner = "{% for c in m.tool_calls or [] %}" + call + "{% endfor %}"
+        >>> tokenizer.chat_template = "{% for m in messages %}{{ m.content }}" + inner + "{% endfor %}"
+        >>> call_format(tokenizer)
+        'hermes'
+    """
+    if "tool_calls" not in template_text(tokenizer):
+        return HERMES
+    parameters = {"type": "object", "properties": {"key": {"type": "string"}}}
+    function = {"name": "probe", "description": "", "parameters": parameters}
+    asked = {"role": "user", "content": "1"}
+    # Some templates write arguments that are strings, others only mappings.
+    for arguments in ({"key": "1"}, '{"key": "1"}'):
+        call = {"id": "call00000", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        with contextlib.suppress(ModelError):
+            tool = {"type": "function", "function": function}
+            before, after = chat_texts(tokenizer, [([asked], True), ([asked, said], False)], [tool])
+            if (found := format_of(after.removeprefix(before.rstrip()))) is not None:
+                return found
+    return ""
 
 
 @contextlib.contextmanager

@@ -9,9 +9,7 @@ Source: https://github.com/PrimeIntellect-ai/verifiers, its classic API (``vf.En
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,10 +17,14 @@ from typing import Any
 
 import attrs
 
+from .calls import FORMATS, HERMES, calls_of
 from .contract import Done
 
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 ROW = "verifiers_row"  # the field of a problem's extra_info that has the row of its dataset
+UNREAD = (
+    "has tools, and the model's chat template writes calls of tools in no format that is known here (those of "
+    f"{', '.join((HERMES, *FORMATS))}); take a model with another template"
+)
 NEEDED = "install 'verifiers>=0.2,<0.4' for the interpreter that runs environments (env.python)"
 
 
@@ -33,14 +35,16 @@ class Loaded:
     Attributes:
         environment: as ``load_environment`` returns it.
         loop: the event loop of all its rollouts, since its clients belong to one loop.
+        calls: the format in which the model calls tools; empty if it is not known.
     """
 
     environment: Any
     loop: asyncio.AbstractEventLoop
+    calls: str
 
     def __call__(self) -> Rollout:
         """Returns an environment for one conversation."""
-        return Rollout(self.environment, self.loop, together=self.score_group is not None)
+        return Rollout(self.environment, self.loop, self.calls, together=self.score_group is not None)
 
     @property
     def score_group(self) -> Callable[[Sequence[Rollout]], list[Done]] | None:
@@ -66,12 +70,13 @@ class Loaded:
                 yield part, dict(row)
 
 
-def load(name: str, arguments: Mapping[str, Any]) -> Loaded:
+def load(name: str, arguments: Mapping[str, Any], calls: str) -> Loaded:
     """Loads an environment of verifiers.
 
     Args:
         name: of an installed package as ``vf.load_environment`` takes it, or of a file without ``.py``.
         arguments: those of its ``load_environment``.
+        calls: the format in which the model calls tools; empty if it is not known.
 
     Raises:
         ImportError: verifiers is not installed, or has no classic environments.
@@ -92,7 +97,7 @@ def load(name: str, arguments: Mapping[str, Any]) -> Loaded:
         raise TypeError(
             f"load_environment of {name} returned a {type(environment).__name__}, which is no vf.Environment"
         )
-    return Loaded(environment, asyncio.new_event_loop())
+    return Loaded(environment, asyncio.new_event_loop(), calls)
 
 
 def scores_groups(environment: Any) -> bool:
@@ -107,6 +112,7 @@ class Rollout:
     Args:
         environment: of verifiers.
         loop: its event loop.
+        calls: the format in which the model calls tools; empty if it is not known.
         together: the rollout is scored with its group, after its end.
 
     Attributes:
@@ -114,8 +120,10 @@ class Rollout:
         state: that of verifiers, of a rollout that has ended and is scored with its group.
     """
 
-    def __init__(self, environment: Any, loop: asyncio.AbstractEventLoop, *, together: bool = False) -> None:
-        self._environment, self._loop, self._together = environment, loop, together
+    def __init__(
+        self, environment: Any, loop: asyncio.AbstractEventLoop, calls: str = HERMES, *, together: bool = False
+    ) -> None:
+        self._environment, self._loop, self._calls, self._together = environment, loop, calls, together
         self.state: Any = None
         self._requests: asyncio.Queue[Any] = asyncio.Queue()
         self._task: asyncio.Task[float] | None = None
@@ -127,12 +135,15 @@ class Rollout:
     def reset(self, problem: Any) -> list[dict[str, Any]] | Done:
         """Begins the rollout of a problem; see ``Environment``."""
         self._task = self._loop.create_task(self._played(row_of(problem)))
-        return self._loop.run_until_complete(self._next())
+        asked = self._loop.run_until_complete(self._next())
+        if self.tools and not self._calls:
+            raise ValueError(UNREAD)
+        return asked
 
     def step(self, reply: str) -> list[dict[str, Any]] | Done:
         """Gives the rollout a reply; see ``Environment``."""
         assert self._answer is not None
-        message = said(reply, self._replies) if self.tools else {"content": reply}
+        message = said(reply, self._replies, self._calls, self.tools) if self.tools else {"content": reply}
         self._replies += 1
         self._messages.append(plain({"role": "assistant", **message}))
         self._answer.set_result(message)
@@ -244,14 +255,16 @@ def row_of(problem: Any) -> dict[str, Any]:
     return {"prompt": messages, "answer": problem.answer, "info": problem.extra_info, "example_id": problem.id}
 
 
-def said(reply: str, turn: int) -> dict[str, Any]:
-    """Returns the content and the tool calls of a reply in the form of Hermes and Qwen models.
+def said(reply: str, turn: int, format: str = HERMES, tools: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Returns the content and the tool calls of a reply.
 
-    A reply with a call that is no JSON object with a name is content as a whole.
+    A reply with a call that cannot be read is content as a whole.
 
     Args:
         reply: of the model.
         turn: its number, which makes the ids of calls.
+        format: of the calls, as for ``calls_of``.
+        tools: JSON schemas of the functions that the model can call.
 
     Example:
         >>> said('Let me add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', 0)
@@ -259,21 +272,10 @@ def said(reply: str, turn: int) -> dict[str, Any]:
         >>> said("<tool_call>add</tool_call>", 0)
         {'content': '<tool_call>add</tool_call>'}
     """
-    calls = []
-    for i, text in enumerate(CALL.findall(reply)):
-        try:
-            call = json.loads(text)
-        except (ValueError, RecursionError):
-            return {"content": reply}
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return {"content": reply}
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, str):
-            arguments = json.dumps(arguments)
-        calls.append({"id": f"call_{turn}_{i}", "name": call["name"], "arguments": arguments})
-    return (
-        {"content": reply[: reply.index("<tool_call>")].strip(), "tool_calls": calls} if calls else {"content": reply}
-    )
+    content, calls = calls_of(reply, format, tools)
+    ids = [f"call_{turn}_{i}" for i in range(len(calls))]
+    called = [{"id": id, "name": name, "arguments": text} for id, (name, text) in zip(ids, calls, strict=True)]
+    return {"content": content, "tool_calls": called} if called else {"content": content}
 
 
 def plain(message: Any) -> dict[str, Any]:

@@ -252,8 +252,10 @@ def scores(values: Any, count: int) -> dict[str, list[float]]:
     return {"rewards": list(rewards), "acc": list(acc)}
 
 
-def load(spec: str, folder: str, arguments: Mapping[str, Any]) -> Callable[[], Any]:
+def load(spec: str, folder: str, arguments: Mapping[str, Any], calls: str) -> Callable[[], Any]:
     """Imports an environment, and returns a function that makes an instance with keyword arguments.
+
+    ``calls`` is the format in which the model calls tools, for environments of verifiers.
 
     Raises:
         functions.LoadError: it cannot be imported, or is no class with ``reset`` and ``step`` that takes them.
@@ -261,7 +263,7 @@ def load(spec: str, folder: str, arguments: Mapping[str, Any]) -> Callable[[], A
     if spec.startswith(VERIFIERS):
         adapter = importlib.import_module("verl_fn.environments.verifiers")
         try:
-            loaded: Callable[[], Any] = adapter.load(spec.removeprefix(VERIFIERS), arguments)
+            loaded: Callable[[], Any] = adapter.load(spec.removeprefix(VERIFIERS), arguments, calls)
         except BaseException as error:
             raise functions.LoadError(f"loading {spec} {functions.raised(error)}") from error
         return loaded
@@ -307,12 +309,12 @@ def send_problems(environment: Any, parent: functions.Parent) -> None:
 
 def serve(parent: functions.Parent) -> None:
     """Loads the class that the parent names, and answers its calls until it closes the connection."""
-    folder, spec, arguments = parent.receive()
+    folder, spec, arguments, calls = parent.receive()
     sys.path.insert(0, folder)
     provide_package()
     functions.seed_numbers(0)
     try:
-        environment = load(spec, folder, arguments)
+        environment = load(spec, folder, arguments, calls)
     except functions.LoadError as error:
         parent.send(str(error))
         return
