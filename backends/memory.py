@@ -59,9 +59,13 @@ def reason_of(error: BaseException) -> str:
     return said[0].strip() if said else type(error).__name__
 
 
+RUNNING: list[str] = []
+"""The phases that the step of this process is in, the outermost first, for those who show its progress."""
+
+
 @contextlib.contextmanager
 def in_phase(phase: str) -> Iterator[None]:
-    """Names the phase in an error that says that memory lacks; other errors pass.
+    """Keeps the phase in ``RUNNING``, and names it in an error that says that memory lacks; other errors pass.
 
     Args:
         phase: the phase, as in ``timing_s/*``.
@@ -76,6 +80,7 @@ def in_phase(phase: str) -> Iterator[None]:
         verl_fn.backends.memory.PhaseOutOfMemory: out of memory in the phase update_actor: CUDA out of memory. Tried
         to allocate 2.00 GiB.
     """
+    RUNNING.append(phase)
     try:
         yield
     except PhaseOutOfMemory:
@@ -87,6 +92,8 @@ def in_phase(phase: str) -> Iterator[None]:
         for note in getattr(error, "__notes__", ()):
             failure.add_note(note)
         raise failure from error
+    finally:
+        RUNNING.remove(phase)
 
 
 @contextlib.contextmanager

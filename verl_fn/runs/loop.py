@@ -28,7 +28,7 @@ from .notices import cut_off, wide_gap, without_signal
 from .out_of_memory import explained
 from .parts import check_all_weights
 from .prepare import prepare, workers
-from .progress import Lines, Live, Progress, Say
+from .progress import Lines, Live, Progress, Say, always_zero
 from .recorder import Drawn
 from .residency import on_one_gpu, resting
 from .screen import say as print_line
@@ -200,7 +200,10 @@ class _Loop:
                 self.saved = self.run.save(state, self.w)
             stop_signals = stack.enter_context(stop_requests(self.say))
             total = t.total_training_steps
-            progress: Progress = Live(state.step, total) if live else Lines(state.step, total, t.log_freq, self.say)
+            hidden = always_zero(plan)
+            progress: Progress = (
+                Live(state.step, total, hidden) if live else Lines(state.step, total, t.log_freq, self.say, hidden)
+            )
             stack.enter_context(progress)
             skipped: dict[str, int] = {}
             while state.step < total and not goal_reached(plan, self.evaluation):

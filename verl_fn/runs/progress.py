@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from verl_fn.backends.memory import RUNNING
+from verl_fn.config import Plan
+
 Say = Callable[[str], None]
+LONG = 30.0  # seconds of a step between two lines about it
 
 NUMBERS = (
     ("critic/score/mean", "reward", ".3f"),
     ("train/loss", "loss", ".3f"),
-    # ppo_kl compares with the policy that sampled: it is 0 where a batch is one update. The other two compare with
-    # the reference policy.
+    # ppo_kl compares with the policy that sampled. The other two compare with the reference policy.
     ("actor/ppo_kl", "ppo_kl", ".4f"),
     ("actor/kl_loss", "ref_kl", ".4f"),
     ("actor/reward_kl_penalty", "ref_kl", ".4f"),
     ("actor/grad_norm", "grad", ".2f"),
+    ("response_length/mean", "length", ",.0f"),
+    ("response_length/clip_ratio", "cut off", ".0%"),
+    ("perf/time_per_step", "s/step", ",.3g"),
     ("perf/throughput", "tok/s", ",.0f"),
 )
 
 
-def numbers(report: Mapping[str, float]) -> str:
-    """Formats the most important metrics of a step's report.
+def numbers(report: Mapping[str, float], hidden: Sequence[str] = ()) -> str:
+    """Formats the most important metrics of a step's report, but for hidden ones.
 
     Example:
         >>> numbers({"critic/score/mean": 0.51234, "perf/throughput": 12345.6})
@@ -30,7 +37,9 @@ def numbers(report: Mapping[str, float]) -> str:
         >>> numbers({"actor/grad_norm": float("nan"), "actor/update_skipped": 1.0})
         'grad nan  updates skipped'
     """
-    parts = [f"{label} {report[name]:{form}}" for name, label, form in NUMBERS if name in report]
+    parts = [
+        f"{label} {report[name]:{form}}" for name, label, form in NUMBERS if name in report and name not in hidden
+    ]
     skipped = any(name.endswith("/update_skipped") and value for name, value in report.items())
     return "  ".join([*parts, *["updates skipped"] * skipped])
 
@@ -44,6 +53,74 @@ def duration(seconds: float) -> str:
     """
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def always_zero(plan: Plan) -> tuple[str, ...]:
+    """Returns the metrics that are 0 in every step: ``actor/ppo_kl`` where each batch is a single update."""
+    several = getattr(plan.options, "ppo_mini_batch_size", 0) or plan.data.train_batch_size
+    updates_more = several < plan.data.train_batch_size or getattr(plan.options, "ppo_epochs", 1) > 1
+    return () if updates_more else ("actor/ppo_kl",)
+
+
+class Pulse:
+    """Says what a long step is doing: its phase, how much of that is done, and the time that is left.
+
+    Shares and times are judged by the step before; the first step only tells its phase and its age. A thread calls
+    ``beat`` while the pulse is open.
+
+    Args:
+        total: the steps of the run.
+        every: seconds between two lines.
+        tell: gets a line.
+    """
+
+    def __init__(self, total: int, every: float, tell: Callable[[str], None]) -> None:
+        self._total, self._every, self._tell = total, every, tell
+        self._before: Mapping[str, float] = {}
+        self._step, self._began = 0, time.perf_counter()
+        self._phase, self._entered = "", self._began
+        self._told = self._began
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="verl_fn progress", daemon=True)
+
+    def start(self, step: int) -> None:
+        """Opens the pulse after ``step``."""
+        self.done(step, {})
+        self._thread.start()
+
+    def done(self, step: int, report: Mapping[str, float]) -> None:
+        """Notes that a step has ended."""
+        now = time.perf_counter()
+        self._before = report or self._before
+        self._step, self._began, self._told, self._phase = step, now, now, ""
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(min(1.0, self._every)):
+            self.beat(time.perf_counter())
+
+    def beat(self, now: float) -> None:
+        """Tells a line if it is time; ``now`` is a time of ``time.perf_counter``."""
+        phase = RUNNING[0] if RUNNING else ""
+        if phase != self._phase:
+            self._phase, self._entered = phase, now
+        if now - self._told < self._every or not phase or self._step >= self._total:
+            return
+        self._told = now
+        self._tell(f"step {self._step + 1}/{self._total}  {self._doing(now)}")
+
+    def _doing(self, now: float) -> str:
+        age = now - self._began
+        expected = self._before.get(f"timing_s/{self._phase}", 0.0)
+        if expected <= 0:
+            return f"{self._phase} for {duration(now - self._entered)}, {duration(age)} into the step"
+        share = min((now - self._entered) / expected, 0.99)
+        left = max(self._before.get("timing_s/step", 0.0) - age, 0.0)
+        return f"{self._phase} {share:.0%}, about {duration(left)} left of the step"
 
 
 class Progress(Protocol):
@@ -61,50 +138,60 @@ class Progress(Protocol):
 class Lines:
     """Prints a line every few steps, and one for every evaluation."""
 
-    def __init__(self, start: int, total: int, every: int, say: Say) -> None:
-        self._first, self._total, self._every, self._say = start, total, every, say
+    def __init__(self, start: int, total: int, every: int, say: Say, hidden: Sequence[str] = ()) -> None:
+        self._first, self._total, self._every, self._say, self._hidden = start, total, every, say, hidden
+        self._pulse = Pulse(total, LONG, say)
         self._began = time.perf_counter()
 
     def show(self, step: int, report: Mapping[str, float], evaluation: str) -> None:
         """Prints a line for every ``every``-th step, for the last one, and for steps with an evaluation."""
+        self._pulse.done(step, report)
         if step % self._every and step != self._total and not evaluation:
             return
         per_step = (time.perf_counter() - self._began) / (step - self._first)
-        parts = [f"step {step:>{len(str(self._total))}}/{self._total}", numbers(report)]
+        parts = [f"step {step:>{len(str(self._total))}}/{self._total}", numbers(report, self._hidden)]
         parts.append(f"left {duration(per_step * (self._total - step))}")
         self._say("  ".join(part for part in (*parts, evaluation) if part))
 
     def __enter__(self) -> Lines:
+        self._pulse.start(self._first)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        pass
+        self._pulse.close()
 
 
 class Live:
     """Shows one line with a bar and the remaining time, redrawn after every step; evaluations stay above it."""
 
-    def __init__(self, start: int, total: int) -> None:
+    def __init__(self, start: int, total: int, hidden: Sequence[str] = ()) -> None:
         from rich import progress
+
+        self._first, self._hidden = start, hidden
+        self._pulse = Pulse(total, 1.0, lambda line: self._bar.update(self._task, doing=line.partition("  ")[2]))
 
         self._bar = progress.Progress(
             progress.TextColumn("step {task.completed}/{task.total}"),
             progress.BarColumn(bar_width=20),
             progress.TextColumn("{task.fields[numbers]}"),
+            progress.TextColumn("{task.fields[doing]}"),
             progress.TextColumn("left"),
             progress.TimeRemainingColumn(compact=True),
         )
-        self._task = self._bar.add_task("", total=total, completed=start, numbers="")
+        self._task = self._bar.add_task("", total=total, completed=start, numbers="", doing="")
 
     def show(self, step: int, report: Mapping[str, float], evaluation: str) -> None:
         """Redraws the line after a step."""
-        self._bar.update(self._task, completed=step, numbers=numbers(report))
+        self._pulse.done(step, report)
+        self._bar.update(self._task, completed=step, numbers=numbers(report, self._hidden), doing="")
         if evaluation:
             self._bar.print(f"step {step}  {evaluation}", highlight=False)
 
     def __enter__(self) -> Live:
         self._bar.start()
+        self._pulse.start(self._first)
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._pulse.close()
         self._bar.stop()
