@@ -137,8 +137,15 @@ def compute_dtype(asked: str | None, folder: str | Path, device: str) -> str:
 
 def _check(config: Any, folder: str | Path) -> None:
     """Raises an error for settings that a pure step cannot have, or that no model has."""
+    language_model = config.get_text_config()
+    if not hasattr(language_model, "get_text_config"):
+        # transformers keeps tables that this architecture does not know as they are.
+        raise ModelError(
+            f"{folder}/config.json has {language_model!r:.40} as the config of a language model inside "
+            f"{config.model_type}, which has none; remove text_config, decoder, generator or text_encoder"
+        )
     for name in ("vocab_size", "num_hidden_layers"):
-        count = getattr(config.get_text_config(), name, 1)
+        count = getattr(language_model, name, 1)
         if type(count) is not int or count < 1:
             raise ModelError(f"{folder}/config.json has {count!r} as {name}; it must be a whole number from 1")
     # The dropout of transformers' own heads is never run here.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from verl_fn.errors import UserError
 from verl_fn.state import Key, Params, isolated
 
+ADAPTERS = "adapter_model.safetensors"  # PEFT's name
 ABOUT = "lora.json"
 ALL = "all-linear"
 
@@ -280,8 +281,16 @@ def canonical(name: str) -> str:
     return name.replace(".lora_A.default.", ".lora_A.").replace(".lora_B.default.", ".lora_B.")
 
 
-def write_adapter(tensors: Mapping[str, Tensor], adapters: Adapters, base: str, out: Path) -> None:
-    """Writes the adapters' parameters as a folder that ``peft.PeftModel.from_pretrained(base_model, out)`` loads."""
+def write_adapter(tensors: Mapping[str, Tensor], adapters: Adapters, base: str, out: Path, head: str = "") -> None:
+    """Writes the adapters' parameters as a folder that ``peft.PeftModel.from_pretrained(base_model, out)`` loads.
+
+    Args:
+        tensors: the adapters and the head, by name.
+        adapters: their layers and settings.
+        base: the model that they adapt.
+        out: the folder.
+        head: the name of a value head among ``tensors``; empty for a language model.
+    """
     from safetensors.torch import save_file
 
     assert adapters.lora is not None
@@ -290,7 +299,8 @@ def write_adapter(tensors: Mapping[str, Tensor], adapters: Adapters, base: str, 
         lora_alpha=adapters.lora.alpha,
         lora_dropout=0.0,
         fan_in_fan_out=bool(adapters.transposed),
-        task_type="CAUSAL_LM",
+        task_type="TOKEN_CLS" if head else "CAUSAL_LM",
+        modules_to_save=[head] if head else None,
         base_model_name_or_path=base,
     )
     config.inference_mode = True
@@ -298,7 +308,7 @@ def write_adapter(tensors: Mapping[str, Tensor], adapters: Adapters, base: str, 
     out.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(out)
     named = {f"base_model.model.{name}": t.contiguous() for name, t in tensors.items()}
-    save_file(named, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(named, out / ADAPTERS, metadata={"format": "pt"})
 
 
 def _peft() -> Any:

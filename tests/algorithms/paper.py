@@ -19,7 +19,7 @@ class Model:
         self.rate, self.betas, self.eps, self.decay, self.most = rate, betas, eps, weight_decay, clip_grad
         self.first = {name: torch.zeros_like(t) for name, t in self.params.items()}
         self.second = {name: torch.zeros_like(t) for name, t in self.params.items()}
-        self.updates = 0
+        self.norms = []
 
     def hidden(self, rows):
         """The last hidden states of rows of tokens, padded on the right, which no earlier token sees."""
@@ -75,16 +75,15 @@ class Model:
         """An update of AdamW (Loshchilov & Hutter 2019) with gradients clipped by their global norm."""
         grads = torch.autograd.grad(loss, list(self.params.values()), materialize_grads=True)
         size = math.sqrt(sum(float(g.square().sum()) for g in grads))
-        rate, (b1, b2) = self.rate(self.updates), self.betas
-        self.updates += 1
+        rate, (b1, b2) = self.rate(len(self.norms)), self.betas
+        self.norms.append(size)
         for (name, p), g in zip(self.params.items(), grads, strict=True):
             g = g * min(1.0, self.most / (size + 1e-6))
             self.first[name] = b1 * self.first[name] + (1 - b1) * g
             self.second[name] = b2 * self.second[name] + (1 - b2) * g.square()
-            m, v = self.first[name] / (1 - b1**self.updates), self.second[name] / (1 - b2**self.updates)
+            m, v = self.first[name] / (1 - b1 ** len(self.norms)), self.second[name] / (1 - b2 ** len(self.norms))
             new = p.detach() * (1 - rate * self.decay) - rate * m / (v.sqrt() + self.eps)
             self.params[name] = new.requires_grad_()
-        return size
 
 
 def norm(x, weight):
@@ -197,12 +196,13 @@ def decoupled(rows, names, weights):
     return whitened([sum(a).expand(row.length) for *a, row in zip(*parts, rows, strict=True)])
 
 
-def optimal_baseline(rewards, rows, distributions):
+def optimal_baseline(rewards, rows, distributions, weights=None):
     """Each place is compared with that place of the rows that have it, by the energy of their gradients so far."""
     energy = []
-    for distribution, row in zip(distributions, rows, strict=True):
+    for i, (distribution, row) in enumerate(zip(distributions, rows, strict=True)):
         p = distribution.detach().exp()
-        energy.append((1 - 2 * drawn(p, row) + p.square().sum(-1)).cumsum(0))
+        own = 1 - 2 * drawn(p, row) + p.square().sum(-1)
+        energy.append((own if weights is None else own * weights[i].square()).cumsum(0))
     returns, found = [to_go(r) for r in rewards], []
     longest = {g: sorted((r.length for r in rows if r.group == g), reverse=True) for g in {r.group for r in rows}}
     for row, own in zip(rows, returns, strict=True):
@@ -324,7 +324,7 @@ def of_highest_entropy(distributions, advantages, share):
 # Losses of preferences, from the log-probabilities of each row
 
 
-def preference(kind, chosen, rejected, chosen_ref, rejected_ref, beta, *, smoothing=0.1, margin=1.0):
+def preference(kind, chosen, rejected, chosen_ref, rejected_ref, beta, smoothing, margin=1.0):
     h = (chosen.sum() - chosen_ref.sum()) - (rejected.sum() - rejected_ref.sum())
     if kind == "dpo":
         return -F.logsigmoid(beta * h)

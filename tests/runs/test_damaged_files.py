@@ -1,6 +1,7 @@
 """Files of a run that hold anything: whatever reads them answers or names the file, and never shows a traceback."""
 
 import copy
+import importlib
 import json
 import random
 import shutil
@@ -179,17 +180,26 @@ def test_paths_that_no_file_can_have(capsys, tmp_path, key, path):
         assert "null byte" in said or "a user who does not exist" in said, said
 
 
-def test_a_model_that_is_pruned_while_it_is_evaluated(tiny, run, tmp_path, monkeypatch, capsys):
-    from verl_fn.runs import evaluate
-
+@pytest.mark.parametrize(
+    ("place", "command"),
+    [
+        ("verl_fn.runs.evaluate.prepare", "eval"),
+        ("verl_fn.cli.evaluation.load", "eval"),
+        ("verl_fn.runs.evaluate.evaluate_model", "eval"),
+        ("verl_fn.runs.checkpoints.check_model_folder", "export"),
+    ],
+)
+def test_a_model_that_is_pruned_while_it_is_read(run, tmp_path, monkeypatch, capsys, place, command):
+    """At whatever moment after its folder was found."""
     shutil.copytree(run, tmp_path / "a", symlinks=True)
-    right = evaluate.prepare
+    module, _, name = place.rpartition(".")
+    right = getattr(importlib.import_module(module), name)
 
-    def pruned(*args):
-        shutil.rmtree(tmp_path / "a/checkpoints/step_1")
-        return right(*args)
+    def pruned(*args, **kwargs):
+        shutil.rmtree(tmp_path / "a/checkpoints/step_1", ignore_errors=True)
+        return right(*args, **kwargs)
 
-    monkeypatch.setattr(evaluate, "prepare", pruned)
-    assert main(["eval", str(tmp_path / "a")]) == 1
+    monkeypatch.setattr(place, pruned)
+    assert main([command, str(tmp_path / "a"), *([str(tmp_path / "out")] if command == "export" else [])]) == 1
     said = capsys.readouterr().err
     assert "step_1/actor was removed meanwhile" in said and "run the command again" in said

@@ -172,6 +172,9 @@ def damages(model, rng):
     for key in sorted(key for key in table if key.endswith(("size", "heads", "layers", "dim", "embeddings"))):
         for value in (-1, 0, 10**6, 10**10):
             yield "config.json", edited(table, (key,), put(value)), f"{key} = {value}"
+    # Where transformers looks for a language model inside the model.
+    for key, value in (("text_config", {}), ("text_config", []), ("decoder", {"a": 1}), ("generator", 3)):
+        yield "config.json", json.dumps(table | {key: value}).encode(), f"added {key} = {value}"
 
 
 def test_an_undamaged_folder_works(model, data, tmp_path):

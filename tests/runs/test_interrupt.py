@@ -1,16 +1,22 @@
 """Ctrl-C: the step is finished, the state saved, and the same command goes on from there."""
 
+import contextlib
+import importlib
 import os
 import signal
 import subprocess
 import time
 
 import pytest
-from run_configs import TINY
+from run_configs import TINY, tiny_run
 from warm_python import GROUP
 
+from verl_fn.cli import run
 from verl_fn.runs.checkpoints import checkpoints
 from verl_fn.runs.logs import read_metrics
+from verl_fn.runs.loop import train
+
+loop = importlib.import_module("verl_fn.runs.loop")
 
 
 def start(python, folder, model, *more):
@@ -45,3 +51,26 @@ def test_an_interrupted_run_saves_and_goes_on(kind, warm, warm_ray, tiny, tmp_pa
     assert process.returncode == 0, err
     assert f"after step {last}" in out
     assert [row["step"] for row in read_metrics(tmp_path / "a")] == list(range(last + 2))
+
+
+def test_ctrl_c_after_the_last_step_ends_nothing_in_the_middle(tiny, tmp_path, monkeypatch):
+    """The signal comes while processes are closed, and then again while Python ends."""
+    lines, right = [], loop.workers
+
+    @contextlib.contextmanager
+    def interrupted(plan):
+        with right(plan) as w:
+            yield w
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop, "workers", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    train(tiny_run(tiny, tmp_path / "a", "algorithm.name=sft", "trainer.total_training_steps=1"), lines.append)
+    assert lines[-2].startswith("done: 1 steps") and lines[-1].startswith("the run is done and saved")
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.setattr(importlib.import_module("verl_fn.cli.main"), "main", lambda: 0)
+    try:
+        assert run() == 0
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)

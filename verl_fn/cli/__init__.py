@@ -1,5 +1,5 @@
 """``verl-fn``: the command line."""
 
-from .main import main, parse
+from .main import main, parse, run
 
-__all__ = ["main", "parse"]
+__all__ = ["main", "parse", "run"]

@@ -2,9 +2,9 @@
 
 import os
 
-from .main import main, run_rank
+from .main import run, run_rank
 
 if __name__ == "__main__":
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         run_rank()
-    raise SystemExit(main())
+    raise SystemExit(run())

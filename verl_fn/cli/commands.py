@@ -171,9 +171,9 @@ def export(args: argparse.Namespace) -> int:
     from verl_fn.runs.checkpoints import check_model_folder
 
     model, _ = model_of(args.model)
-    check_model_folder(model)
     write = export_adapter if args.adapter else export_model
     with pruning(model):
+        check_model_folder(model)
         folder = write(model, args.out, args.dtype)
     say(f"wrote {folder}")
     return 0

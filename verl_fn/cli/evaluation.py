@@ -18,14 +18,21 @@ from .models import model_of, pruning
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluates models on held-out problems."""
     from verl_fn.report.page import names
+    from verl_fn.runs.checkpoints import step_of
     from verl_fn.runs.evaluate import evaluate_model
+    from verl_fn.runs.history import config_file
 
     models = [model_of(model) for model in args.models]
     labels = names([Path(model) for model in args.models])
     if twice := [label for i, label in enumerate(labels) if label in labels[:i]]:
         raise ConfigError(f"{twice[0]} is named twice; name each model once")
-    file = args.config or next((run / "config.toml" for _, run in models if run is not None), None)
-    plans = [_plan(file, [*args.overrides, f"model.path={model}"]) for model, _ in models]
+    file = args.config or next(
+        (config_file(run, step_of(model.parent)) for model, run in models if run is not None), None
+    )
+    plans = []
+    for model, _ in models:
+        with pruning(model):
+            plans.append(_plan(file, [*args.overrides, f"model.path={model}"]))
     out = _folder(args.out) if args.out else None
     reports: dict[str, Mapping[str, float]] = {}
     answers: list[dict[str, Any]] = []

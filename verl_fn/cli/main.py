@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -278,6 +279,14 @@ def _end_without_output(command: str) -> int:
     if command in ("train", "fork"):
         _refuse("nobody reads the output any more; the same command continues from the last checkpoint", CLOSED)
     return CLOSED
+
+
+def run() -> int:
+    """Runs ``main`` as a process. Once the command has ended, Ctrl-C does not disturb what Python does at its end."""
+    try:
+        return main()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def run_rank() -> NoReturn:

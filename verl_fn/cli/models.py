@@ -35,12 +35,13 @@ def model_of(path: str) -> tuple[Path, Path | None]:
 
 @contextlib.contextmanager
 def pruning(model: Path) -> Iterator[None]:
-    """Explains an error that comes of a model that was there and is gone: a run in training removes checkpoints."""
-    existed = model.is_dir()
+    """Explains an error that comes of a model of ``model_of`` that is gone: a run in training removes checkpoints."""
     try:
         yield
     except Exception as error:
-        if existed and not model.is_dir():
+        from verl_fn.runs.checkpoints import step_of
+
+        if not (model if step_of(model.parent) is None else model.parent).is_dir():
             from verl_fn.runs.errors import RunError
 
             raise RunError(

@@ -32,7 +32,7 @@ from .progress import Lines, Live, Progress, Say, always_zero
 from .recorder import Drawn
 from .residency import on_one_gpu, resting
 from .screen import say as print_line
-from .signals import stop_requests
+from .signals import ENDING, stop_requests
 from .state import RunState, algorithm_of, blank_state, differing_fields, initial_state, offloaded, run_of
 from .steps import Pace, advance
 
@@ -78,14 +78,16 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
             if origin is None:
                 check_all_weights(plan)
         say(f"{_headline(plan)}; folder {run.folder}")
-        with workers(plan) as w:
+        with contextlib.ExitStack() as ending, workers(plan) as w:
             if w.about:
                 say(w.about)
             if notice := check_memory(plan, ranks.training_ranks(plan), w.gpu_memory):
                 say(f"note: {notice}")
             try:
                 with explained(plan, w.gpu_memory):
-                    return _Loop(plan, run, w, source, say).run_to_end(origin, changed, live)
+                    evaluation = _Loop(plan, run, w, source, say).run_to_end(origin, changed, live)
+                ending.enter_context(stop_requests(say, ENDING))
+                return evaluation
             except Interrupted:
                 if not first:
                     ranks.end_after_first(130)

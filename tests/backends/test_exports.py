@@ -1,0 +1,119 @@
+"""Exports hold what the model holds, with its head, or are refused: compared by name and by bit, both ways."""
+
+import json
+
+import attrs
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_local import OPTIMIZER
+
+from verl_fn.backends.checkpoint import export
+from verl_fn.backends.checkpoint.export import export_adapter, export_model
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.lora import Lora, LoraError
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.local import Local
+from verl_fn.state import Key
+
+FILE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model by whether its embeddings are its head too."""
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        tied: new_model(folder / str(tied), chars="abcd", hidden_size=16, tie_word_embeddings=tied)
+        for tied in (True, False)
+    }
+
+
+def trained(model, folder, head, rank):
+    """A saved state of a model whose head and adapters are not zero."""
+    backend = Local(model, OPTIMIZER, head=head, lora=Lora(rank) if rank else None)
+    state = backend.load_pretrained(key=Key.from_seed(0))
+    moved = {n: p + 0.1 if n in state.params.trained() else p for n, p in state.params.items()}
+    backend.save(attrs.evolve(state, params=attrs.evolve(state.params, leaves=moved)), folder)
+    return folder
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_export_is_the_model_with_its_head(models, tmp_path, tied, head, rank):
+    source = trained(models[tied], tmp_path / "saved", head, rank)
+    export_model(source, tmp_path / "out")
+    ours, theirs = load_file(tmp_path / "out" / FILE), load_file(source / FILE)
+    assert ours.keys() == theirs.keys() and all(torch.equal(t, theirs[name]) for name, t in ours.items())
+    assert ("score.weight" in ours) == (head == "value") and ("lm_head.weight" in ours) == (head == "lm" and not tied)
+    if head == "value":
+        assert ours["score.weight"].abs().min() > 0
+        model = Local(tmp_path / "out", OPTIMIZER, head="value").load_pretrained()
+        assert torch.equal(model.params["score.weight"], theirs["score.weight"])
+    export_model(source, tmp_path / "half", "bfloat16")
+    assert all(torch.equal(t, theirs[n].bfloat16()) for n, t in load_file(tmp_path / "half" / FILE).items())
+
+
+def test_the_adapters_of_a_critic_are_exported_with_its_head(models, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForTokenClassification
+
+    source = trained(models[True], tmp_path / "saved", "value", 2)
+    export_adapter(source, tmp_path / "adapter")
+    export_model(source, tmp_path / "merged")
+    load = lambda folder: AutoModelForTokenClassification.from_pretrained(folder, num_labels=1).eval()  # noqa: E731
+    with torch.no_grad():
+        ids = torch.arange(3, 7)[None]
+        merged = load(tmp_path / "merged")(input_ids=ids).logits
+        adapted = PeftModel.from_pretrained(load(models[True]), tmp_path / "adapter").eval()(input_ids=ids).logits
+    assert merged.abs().max() > 1e-3 and (adapted - merged).abs().max() < 1e-5
+
+
+def test_adapters_that_are_not_those_of_the_state_are_refused(models, tmp_path):
+    source = trained(models[True], tmp_path / "saved", "lm", 2)
+    about = json.loads((source / "lora.json").read_text())
+    (source / "lora.json").write_text(json.dumps(about | {"layers": about["layers"][1:]}))
+    with pytest.raises(LoraError, match=r"does not hold the adapters that lora.json lists: 2 differ, such as "):
+        export_adapter(source, tmp_path / "out")
+
+
+def test_weights_that_the_model_lacks_are_not_left_out(models, tmp_path):
+    """As where an editor made a reward model a language model, or config.json is of another model."""
+    source = trained(models[True], tmp_path / "saved", "value", 0)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3ForCausalLM"]}))
+    with pytest.raises(ModelError, match=r"has 2 weights that Qwen3ForCausalLM has not, such as score\."):
+        export_model(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("harm", ["lost", "changed", "narrower"])
+def test_what_was_written_is_compared_with_the_model(models, tmp_path, monkeypatch, harm):
+    write = export.carried.write
+
+    def harmed(contents, folder):
+        tensors = load_file(folder / FILE)
+        if harm == "lost":
+            del tensors["model.norm.weight"]
+        elif harm == "changed":
+            tensors["model.norm.weight"][3] += 1e-3
+        else:
+            tensors = {name: t.bfloat16() for name, t in tensors.items()}
+        save_file(tensors, folder / FILE, metadata={"format": "pt"})
+        write(contents, folder)
+
+    monkeypatch.setattr(export.carried, "write", harmed)
+    with pytest.raises(ModelError, match="lacks 1 weights" if harm == "lost" else "lost, added or changed"):
+        export_model(models[False], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_as_it_is_means_the_dtype_of_the_weights(models, tmp_path):
+    """config.json names another one, as of a model that was saved by hand."""
+    source = trained(models[True], tmp_path / "saved", "lm", 0)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    export_model(source, tmp_path / "out")
+    ours, theirs = load_file(tmp_path / "out" / FILE), load_file(source / FILE)
+    assert all(torch.equal(t, theirs[name]) for name, t in ours.items())
