@@ -13,7 +13,7 @@ from verl_fn.driver import build
 from verl_fn.rewards.reward import Reward, RewardError, response_texts, texts_of
 from verl_fn.rewards.rules import by_rules
 from verl_fn.state import Batch
-from verl_fn.steps import grpo
+from verl_fn.steps import reinforce_plus_plus
 
 PROBLEM = Problem("abc>", "cba", id=3, data_source="reverse")
 
@@ -55,7 +55,7 @@ def test_a_score_sits_on_the_last_token_that_the_model_drew_and_is_lost_without_
     with warnings.catch_warnings(action="error"):
         found = Reward(judge, tokenizer)(batch.with_tokens(response_mask=tool_last), [PROBLEM])
     assert found.rows("token_level_rewards")[0].nonzero().flatten().tolist() == [6]
-    assert grpo(found.with_rows(group=[0, 1]))["advantages"].sum() != 0
+    assert reinforce_plus_plus(found, gamma=0.5)["returns"].sum() != 0
     no_token = torch.where(batch.row_ids == 0, 0.0, batch["response_mask"])
     with pytest.warns(UserWarning, match="1 of 2 responses have no token that the model drew"):
         Reward(judge, tokenizer)(batch.with_tokens(response_mask=no_token), [PROBLEM])

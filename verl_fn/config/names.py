@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import sys
@@ -13,6 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import attrs
+
+from verl_fn import user_files
 
 from .fields import ConfigError, check_path, home, nearest
 
@@ -131,22 +132,8 @@ def options_class(factory: Callable[..., Any], key: str) -> type[Any]:
 
 
 def _load_file(file: Path) -> ModuleType:
-    """Imports a file once. Its module name is made of its path and contents, and is the same in every process."""
     file = Path(check_path(home(str(file)))).resolve()
-    digest = hashlib.blake2b(str(file).encode() + b"\0" + file.read_bytes(), digest_size=6).hexdigest()
-    name = f"_verl_fn_user_{file.stem}_{digest}"
-    if name in sys.modules:
-        return sys.modules[name]
     if str(file.parent) not in sys.path:
         # The file may import its neighbours. They come last on the path, so that they cannot hide a library.
         sys.path.append(str(file.parent))
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    loaded = importlib.util.module_from_spec(spec)
-    sys.modules[name] = loaded
-    try:
-        spec.loader.exec_module(loaded)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return loaded
+    return user_files.load(file)

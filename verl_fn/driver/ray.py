@@ -122,7 +122,8 @@ def send_code(code: Sequence[str]) -> None:
     for reference in code:
         if is_reference(reference) and reference.rpartition(":")[0].endswith(".py"):
             module = module_of(reference, "algorithm")
-            for one in (module, *_beside(module)):
+            package = sys.modules[module.__name__.partition(".")[0]]
+            for one in (package, *_beside(module)):
                 ray.cloudpickle.register_pickle_by_value(one)
 
 

@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -251,12 +251,16 @@ def _stop(workers: list[RewardProcess]) -> None:
 
 
 def _names(functions: Sequence[str]) -> list[str]:
-    """Returns short names for metrics: each function's name, after its module's if functions share a name."""
-    short = [spec.rpartition(":")[2] for spec in functions]
-    count = Counter(short)
-    stems = [Path(spec.rpartition(":")[0]).name.removesuffix(".py").rpartition(".")[2] for spec in functions]
-    names = [name if count[name] == 1 else f"{stem}.{name}" for stem, name in zip(stems, short, strict=True)]
-    duplicates = [name for name, times in Counter(names).items() if times > 1]
-    if duplicates:
-        raise RewardError(f"reward.functions has {duplicates[0]} twice; their metrics need different names")
+    """Returns short names for metrics: each function's name, after its module's and its folders' as far as needed."""
+    paths = []
+    for spec in functions:
+        place, _, name = spec.rpartition(":")
+        file = place.endswith(".py")
+        paths.append([*(Path(place).with_suffix("").parts if file else place.split(".")), name])
+    names = []
+    for path in paths:
+        if paths.count(path) > 1:
+            raise RewardError(f"reward.functions has {'.'.join(path[-2:])} twice; their metrics need different names")
+        length = next(n for n in range(1, len(path) + 1) if sum(path[-n:] == other[-n:] for other in paths) == 1)
+        names.append(".".join(path[-length:]))
     return names

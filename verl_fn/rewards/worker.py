@@ -26,8 +26,17 @@ from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from functools import partial
 from json import dumps, loads
 from pathlib import Path
-from types import ModuleType, coroutine
-from typing import Any
+from types import coroutine
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_fn import user_files
+else:
+    # By its file, since the package may not be installed here.
+    _path = Path(__file__).resolve().parents[1] / "user_files.py"
+    _spec = importlib.util.spec_from_file_location("verl_fn_user_files", _path)
+    user_files = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(user_files)
 
 np: Any = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -74,7 +83,12 @@ def find(spec: str, folder: str, what: str = "function") -> Callable[..., Any]:
     if place.endswith(".py") and not path.is_file():
         raise LoadError(f"there is no file {path}{nearest(path.name, {p.name for p in path.parent.glob('*.py')})}")
     try:
-        module = _file(path) if place.endswith(".py") else importlib.import_module(place)
+        if place.endswith(".py"):
+            if (beside := str(path.resolve().parent)) not in sys.path:
+                sys.path.insert(0, beside)
+            module = user_files.load(path)
+        else:
+            module = importlib.import_module(place)
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             known = {p.stem for p in Path(folder).glob("*.py")} | {p.parent.name for p in Path(folder).glob("*/*.py")}
@@ -187,22 +201,10 @@ def _shown(value: Any) -> str:
     return shown if type(value).__module__ == "builtins" else f"a {type(value).__name__}, {shown}"
 
 
-def _file(path: Path) -> ModuleType:
-    name = f"reward_file:{path.resolve()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    sys.path.insert(0, str(path.resolve().parent))
-    # Dataclasses and pickle look up a module by its name, so it is registered before it runs.
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def raised(error: BaseException) -> str:
     """Describes an exception, with the last line of the user's own code in its traceback."""
-    files = [f for f in traceback.extract_tb(error.__traceback__) if f.filename and f.filename != __file__]
+    ours = (__file__, user_files.__file__)
+    files = [f for f in traceback.extract_tb(error.__traceback__) if f.filename and f.filename not in ours]
     frames = [f for f in files if not f.filename.startswith("<")]
     own = [f for f in frames if not f.filename.startswith(LIBRARIES)] or frames
     try:

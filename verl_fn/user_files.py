@@ -1,0 +1,115 @@
+"""Modules from files of the user, ``FILE.py``, under names that every process can import.
+
+The name of such a module says its file: ``file:/home/me/project/.rewards@4fa2c1``. So two files of one name do not
+collide, and the processes of a pool find the module of a function that they get. The folder is the module's package,
+and so a file may import its neighbours by ``from .helper import same``.
+
+This module imports the standard library alone, since processes run it that do not import the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from urllib.parse import quote_from_bytes, unquote_to_bytes
+
+PREFIX = "file:"
+_claimed: dict[str, Path] = {}
+
+
+def load(file: Path) -> ModuleType:
+    """Imports a file, unless it was imported with the same contents before.
+
+    Raises:
+        ImportError: it imports a neighbour whose name another file has given to a neighbour of its own.
+        OSError: it cannot be read.
+    """
+    file = file.resolve()
+    _claim(file)
+    importlib.invalidate_caches()  # for neighbours that have just been written
+    return importlib.import_module(name_of(file))
+
+
+def name_of(file: Path) -> str:
+    """Returns the name of the module of a file; it changes with the contents.
+
+    Folders that hold an ``__init__.py`` are packages of the module, so that ``from ..common import x`` works.
+    """
+    root = file.parent
+    while (root / "__init__.py").is_file() and root.parent != root:
+        root = root.parent
+    inner = file.parent.relative_to(root).parts
+    folders = ".".join(_quoted(part) + "/" for part in (str(root).rstrip("/"), *inner))
+    return f"{PREFIX}{folders}.{_quoted(file.stem)}@{_digest(file)}"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the folders and the files that ``name_of`` has named; their neighbours are found as in any package."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not fullname.startswith(PREFIX):
+            return None
+        tail = fullname.removeprefix(PREFIX).rpartition(".")[2]
+        parent = path[0] if path else ""
+        if tail.endswith("/"):
+            # Without its __init__.py, which may ask for far more than the file does.
+            spec = importlib.machinery.ModuleSpec(fullname, None, is_package=True)
+            spec.submodule_search_locations = [os.path.join(parent, _unquoted(tail))]
+            return spec
+        stem, marked, digest = tail.partition("@")
+        if not marked:
+            return None
+        file = Path(parent, _unquoted(stem) + ".py")
+        if _digest(file) != digest:
+            raise ImportError(f"{file} has changed since another process has imported it", path=str(file))
+        return importlib.util.spec_from_file_location(fullname, file)
+
+
+def _claim(file: Path) -> None:
+    """Refuses a second neighbour of one name: ``import helper`` gives all files the one that was imported first."""
+    for name in _imported(file):
+        for beside in (file.with_name(f"{name}.py"), file.with_name(name)):
+            if beside.exists() and (other := _claimed.setdefault(name, beside)) != beside:
+                raise ImportError(
+                    f"{file} imports {name}, of which there are two: {beside} and {other}, which another file has "
+                    f"imported; write `from . import {name}` or `from .{name} import ...`, or rename one of them"
+                )
+
+
+def _imported(file: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # the import itself says what is wrong
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            yield statement.module.partition(".")[0]
+
+
+def _digest(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=6).hexdigest()
+
+
+def _quoted(part: str) -> str:
+    """Returns a part of a path without the characters that have a meaning in a module's name."""
+    return quote_from_bytes(os.fsencode(part), safe="/ ").replace(".", "%2E")
+
+
+def _unquoted(part: str) -> str:
+    return os.fsdecode(unquote_to_bytes(part))
+
+
+sys.meta_path.insert(0, _Finder())
