@@ -53,7 +53,6 @@ PLAIN: Sequence[tuple[str, Sequence[str], Any]] = (
     ("algorithm.ppo_epochs", [f"{ARR}actor.ppo_epochs"], 1),
     ("algorithm.tau_pos", [f"{ARR}actor.policy_loss.tau_pos", f"{ARR}actor.tau_pos"], 1.0),
     ("algorithm.tau_neg", [f"{ARR}actor.policy_loss.tau_neg", f"{ARR}actor.tau_neg"], 1.05),
-    ("algorithm.critic_warmup", ["trainer.critic_warmup"], 0),
     ("algorithm.lam", ["algorithm.lam"], 1.0),
     ("algorithm.rollout_is", ["algorithm.rollout_correction.rollout_is"], None),
     ("actor.optim.lr", ["optim.lr", f"{ARR}actor.optim.lr"], 1e-6),
@@ -107,7 +106,7 @@ def in_verl(settings: Settings) -> dict[str, Any]:
 def _unused(settings: Settings, get: Any) -> Iterator[str]:
     estimator = get(["algorithm.adv_estimator"], "gae")
     if estimator != "gae":
-        yield from ("critic.optim.lr", "critic.path", "algorithm.critic_warmup")
+        yield from ("critic.optim.lr", "critic.path")
         yield "algorithm.lam"
     if estimator in ("gae", "remax"):
         yield "algorithm.adv_estimator"
@@ -157,6 +156,8 @@ def _computed(settings: Settings, get: Any) -> dict[str, Any]:
         lr, lowest = get([table + "lr"], 1e-3 if sft else 1e-6), get([table + "min_lr"], 0.0)
         found["actor.optim.min_lr_ratio"] = get([table + "min_lr_ratio"], 0.0) or lowest / lr
     if _algorithm(get) == "ppo" and not sft:
+        # The actor learns from step critic_warmup on, and the first step is 1.
+        found["algorithm.critic_warmup"] = max(0, get(["trainer.critic_warmup"], 0) - 1)
         found["critic.ppo_max_token_len_per_gpu"] = _budget(settings, get, "critic.")
     return found if sft else found | _losses(get)
 

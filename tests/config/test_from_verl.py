@@ -1,17 +1,20 @@
 """Translation of verl's configs: command lines as its examples have them, YAML files, and every kind of key."""
 
 import json
+import math
 import shlex
 import tomllib
 
 import pytest
 import tomli_w
+import torch
 from run_configs import TINY
 
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan, structure
 from verl_fn.config.verl import read_settings, translate
+from verl_fn.driver import build
 
 # Settings of verl's examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh.
 GRPO_LORA = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=DATA/train.jsonl
@@ -273,3 +276,196 @@ def test_the_command_prints_toml_that_train_accepts(places, tmp_path, capsys):
     assert "30 steps" in capsys.readouterr().out
     assert main(["config", "--from-verl", *words, "data.trian_files=x"]) == 1
     assert "did you mean data.train_files?" in capsys.readouterr().err
+
+
+KWARGS = "custom_reward_function.reward_kwargs."
+
+
+@pytest.mark.parametrize("start", ["", "reward."])
+def test_arguments_of_a_reward_function_reach_it(tmp_path, start):
+    file = tmp_path / "r.py"
+    file.write_text("async def mine(data_source, solution_str, ground_truth, extra_info, *, alpha, beta): ...\n")
+    line = f"{GRPO_LORA} {start}custom_reward_function.path={file} {start}custom_reward_function.name=mine"
+    given = f"+{start}{KWARGS}alpha=0.5 +{start}{KWARGS}beta.inner=[a,b]"
+    for words in (given, f"+{start}{KWARGS[:-1]}={{alpha:0.5,beta:{{inner:[a,b]}}}}"):
+        translation = translated(f"{line} {words}")
+        assert translation.complete and translation.table["reward"]["arguments"] == {
+            "alpha": 0.5, "beta": {"inner": ["a", "b"]}
+        }  # fmt: skip
+    unknown = translated(f"{line} +{start}{KWARGS}gamma=1")
+    assert f"mine in {file} has no parameter gamma" in unknown.not_possible[0]
+    elsewhere = translated(f"{line} {start}custom_reward_function.path=no/r.py {given}")
+    assert "no/r.py cannot be read" in " ".join(elsewhere.not_possible) and "arguments" in elsewhere.table["reward"]
+    unused = translated(f"{GRPO_LORA} +{start}{KWARGS}alpha=0.5")
+    assert unused.complete and "arguments" not in unused.table.get("reward", {})
+    modules = translated(f"{GRPO_LORA} custom_reward_function.path=pkg://my.rewards")
+    assert modules.table["reward"]["functions"] == ["my.rewards:compute_score"]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "reward_model.overlong_buffer.", "+reward_model.reward_kwargs.overlong_buffer_cfg.",
+        "reward.reward_kwargs.overlong_buffer_cfg.",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("filtering", [True, False])
+def test_the_penalty_of_the_manager_dapo(start, filtering):
+    line = f"{GRPO_LORA} reward_model.reward_manager=dapo {start}len=128 {start}penalty_factor=0.5 {start}log=False"
+    line += f" reward.reward_kwargs.max_resp_len=1024 algorithm.filter_groups.enable={filtering}"
+    cfg = structure(translated(f"{line} {start}enable=True").table)
+    buffer, groups = cfg.algorithm.options.overlong_buffer, cfg.algorithm.options.filter_groups
+    assert (buffer.len, buffer.penalty_factor, groups.enable) == (128, 0.5, filtering)
+    off = translated(f"{line} {start}enable=False")
+    assert off.complete and "overlong_buffer" not in off.table["algorithm"]
+    longer = translated(f"{line.replace('=1024 algorithm', '=2048 algorithm')} {start}enable=True")
+    assert "not at 2048" in longer.not_possible[0]
+    critic = translated(f"{PPO} {start}enable=True {start}len=128")
+    assert "goes with groups, not with gae" in critic.not_possible[0]
+
+
+def test_tables_of_the_users_keep_their_inner_keys():
+    line = f"{GRPO_LORA} +data.apply_chat_template_kwargs.enable_thinking=False data.truncation=left"
+    table = translated(f"{line} data.filter_overlong_prompts=False").table
+    assert (
+        table["data"]["chat_template_kwargs"] == {"enable_thinking": False} and table["data"]["truncation"] == "left"
+    )
+    sft = translated(f"{SFT} data.apply_chat_template_kwargs.x=[1,a] data.enable_thinking_default=true")
+    assert sft.table["data"]["chat_template_kwargs"] == {"x": [1, "a"], "enable_thinking": True}
+    optim = "actor_rollout_ref.actor.optim.override_optimizer_config."
+    moved = translated(f"{GRPO_LORA} +{optim}eps=1e-15 +{optim}betas=[0.9,0.95] +{optim}foreach=False")
+    assert moved.complete and moved.table["actor"]["optim"] == {"lr": 3e-6, "eps": 1e-15, "betas": [0.9, 0.95]}
+    for key, said in (
+        (f"{optim}amsgrad=True", "the optimizer is AdamW"),
+        ("actor_rollout_ref.model.override_config.max_position_embeddings=32768", "change config.json"),
+        ("actor_rollout_ref.ref.model.path=other", "the actor's first state"),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", "not rejected by their ratio"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent", "set env.name"),
+        ("actor_rollout_ref.rollout.response_length=99", "99 is not data.max_response_length = 1024"),
+    ):
+        translation = translated(f"{GRPO_LORA} +{key}")
+        assert said in " ".join(translation.not_possible) and not translation.unknown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "data.image_key=images", "+data.video_key=clips", "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct",
+        "actor_rollout_ref.model.path=/m/GLM-4.1V-9B-Thinking/", "actor_rollout_ref.model.path=openbmb/MiniCPM-o-2_6",
+        "actor_rollout_ref.model.path=/m/llava-hf", "actor_rollout_ref.actor.freeze_vision_tower=True",
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-Omni-7B",
+    ],
+)  # fmt: skip
+def test_models_that_see_are_refused_by_name(words):
+    assert any(
+        "are not read" in line or "text here" in line for line in translated(f"{GRPO_LORA} {words}").not_possible
+    )
+    for path in (
+        "Qwen/Qwen3-8B",
+        "/vlogs/m",
+        "meta-llama/Llama-3.1-8B-Instruct",
+        "Qwen/Qwen3-30B-A3B",
+        "deepseek-v3",
+    ):
+        assert translated(f"{GRPO_LORA} actor_rollout_ref.model.path={path}").complete
+
+
+@pytest.mark.parametrize(
+    ("settings", "same"),
+    [
+        ("actor_rollout_ref.actor.clip_ratio_c=3.0 actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv",
+         "actor_rollout_ref.actor.policy_loss.loss_mode=dppo_tv"),
+        ("actor_rollout_ref.actor.clip_ratio_low=null actor_rollout_ref.actor.clip_ratio_high=null "
+         "actor_rollout_ref.actor.clip_ratio=0.3",
+         "actor_rollout_ref.actor.clip_ratio_low=0.3 actor_rollout_ref.actor.clip_ratio_high=0.3"),
+        ("critic.fsdp.dtype=bfloat16", ""),
+        ("actor_rollout_ref.rollout.max_num_batched_tokens=8192 trainer.critic_warmup=0", ""),
+        ("algorithm.filter_groups.enable=True algorithm.filter_groups.metric=reward",
+         "algorithm.filter_groups.enable=True"),
+    ],
+)  # fmt: skip
+def test_defaults_of_verl_are_values(settings, same):
+    both = [translated(f"{line} {words}") for line in (GRPO_LORA,) for words in (settings, same)]
+    assert both[0].complete and both[0].table == both[1].table
+    clip = structure(both[0].table).algorithm.options.clip_ratio_c
+    assert clip == 3.0, "verl's default, for dppo too"
+
+
+def test_a_critic_has_its_own_dtype():
+    critic = structure(translated(f"{PPO} critic.fsdp.dtype=float32").table)
+    assert (critic.actor.dtype, critic.critic.dtype) == ("bfloat16", "float32")
+    megatron = structure(translated(f"{MEGATRON} actor_rollout_ref.actor.fsdp_config.dtype=float32").table)
+    assert megatron.actor.dtype == "bfloat16", "a table of another engine does not count"
+
+
+def test_a_row_on_several_ranks_shares_their_budget():
+    """24000 tokens a GPU hold rows of 8192; on four ranks 2048 are enough, and 2000 are not."""
+    actor = "actor_rollout_ref.actor."
+    line = f"{PPO} {actor}fsdp_config.ulysses_sequence_parallel_size=4 {actor}ppo_max_token_len_per_gpu="
+    assert structure(translated(f"{line}2048").table).actor.ppo_max_token_len_per_gpu == 2048
+    raised = translated(f"{line}2000")
+    assert structure(raised.table).actor.ppo_max_token_len_per_gpu == 2048
+    assert "raised to the longest row, of 8192 tokens on 4 ranks" in " ".join(raised.report().split())
+
+
+@pytest.mark.parametrize(
+    ("words", "ratio"),
+    [
+        ("min_lr_ratio=0.2", 0.2),
+        ("min_lr=2e-7", 0.2),
+        ("min_lr=0.0 +actor_rollout_ref.actor.optim.min_lr_ratio=0.2", 0.2),
+    ],
+)
+def test_the_lowest_learning_rate_is_a_share_or_a_rate(words, ratio):
+    optim = "actor_rollout_ref.actor.optim."
+    line = f"{PPO} {optim}lr_scheduler_type=cosine {optim}lr=1e-6"
+    assert structure(translated(f"{line} {optim}{words}").table).actor.optim.min_lr_ratio == pytest.approx(ratio)
+    both = translated(f"{line} {optim}min_lr=1e-7 {optim}min_lr_ratio=0.2")
+    assert "two lowest learning rates" in both.not_possible[0]
+
+
+def verls_rate(step, total, warmup, lr, lowest):
+    """verl's cosine at a step of its scheduler, which is stepped once in each step that updates the actor."""
+    if step < warmup:
+        return lr * step / max(1, warmup)
+    progress = (step - warmup) / max(1, total - warmup)
+    return lr * ((1 + lowest) / 2 + (1 - lowest) / 2 * math.cos(math.pi * progress))
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_the_schedule_of_an_actor_that_learns_late_is_verls(late, warmup):
+    """verl's schedule falls over all 20 steps; an actor that waits for the critic takes only the first ones of them.
+
+    verl's steps count from 1, and the actor learns from step ``critic_warmup`` on.
+    """
+    optim = "actor_rollout_ref.actor.optim."
+    line = f"{PPO} trainer.total_training_steps=20 trainer.critic_warmup={late} {optim}lr_scheduler_type=cosine "
+    line += f"{optim}min_lr_ratio=0.1 {optim}lr_warmup_steps={warmup} data.train_batch_size=512"
+    role = make_plan(structure(translated(line).table)).roles["actor"]
+    schedule = build.optimizer(role.optim, role.total_updates).parts[1].schedule
+    learns = sum(late <= step for step in range(1, 21))
+    assert role.total_updates == learns
+    rates = [schedule(count) for count in range(role.total_updates)]
+    assert rates == pytest.approx([verls_rate(step, 20, warmup, 1e-6, 0.1) for step in range(learns)])
+
+
+def test_megatrons_optimizer_leaves_biases_and_norms_out_of_weight_decay():
+    tensors = {"norm.weight": torch.zeros(3), "q.bias": torch.zeros(3), "q.weight": torch.zeros(3, 3)}
+    for line, decayed in ((MEGATRON, {"q.weight"}), (PPO, set(tensors))):
+        plan = make_plan(structure(translated(line).table))
+        for role in ("actor", "critic"):
+            adamw = build.optimizer(plan.roles[role].optim, 1).parts[1]
+            mask = adamw.weight_decay_mask or (lambda name, tensor: True)
+            assert adamw.weight_decay == 0.01 and {name for name, t in tensors.items() if mask(name, t)} == decayed
+
+
+@pytest.mark.parametrize(
+    "words", ["trainer.nnodes=x", "data.train_batch_size=0", "trainer.n_gpus_per_node=", "algorithm.lam=7",
+              "actor_rollout_ref.actor.optim.lr=fast", "actor_rollout_ref.rollout.dtype=float16",
+              "actor_rollout_ref.rollout.n=1"],
+)  # fmt: skip
+def test_values_that_cannot_be_used_are_named(words):
+    line = PPO if "lam" in words else GRPO_LORA
+    translation = translated(f"{line} {words}")
+    assert any(words.partition("=")[0] in line for line in translation.not_possible), translation.report()

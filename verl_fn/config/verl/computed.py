@@ -172,10 +172,15 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
     updates = 1
     if not settings.sft:
         updates = values[ACTOR + "ppo_epochs"] * -(-batch // min(batch, values[ACTOR + "ppo_mini_batch_size"]))
-    late = 0 if settings.sft or values["algorithm.adv_estimator"] != "gae" else values["trainer.critic_warmup"]
+    late = 0
+    if not settings.sft:
+        # verl counts steps from 1, and updates the actor from step critic_warmup on.
+        late = max(0, (first := values["trainer.critic_warmup"]) - 1)
+        remark = f"verl's actor learns from step {first} on" if first else ""
+        yield Move(("trainer.critic_warmup",), "algorithm.critic_warmup", late, remark)
     for verl, ours in [*ROLES.items()][: 1 if settings.sft else 2]:
         yield from _schedule(values, verl + "optim.", ours + ".optim.", steps or 0, updates)
-        after = late if verl == ACTOR else 0
+        after = late if verl == ACTOR and values.get("algorithm.adv_estimator") == "gae" else 0
         yield from _decay(values, verl + "optim.", ours + ".optim.", steps or 0, updates, after)
 
 
@@ -187,7 +192,7 @@ def _decay(values: Values, verl: str, ours: str, steps: int, updates: int, late:
     if decay:
         yield Move((key,), ours + "lr_decay_steps", decay * updates, f"{updates} updates a step" * (updates > 1))
     elif late and steps:
-        remark = f"verl's schedule falls over all {steps} steps, though the actor learns from step {late} on"
+        remark = f"verl's schedule falls over all {steps} steps, though the actor learns from step {late + 1} on"
         yield Move((kind, "trainer.critic_warmup"), ours + "lr_decay_steps", steps * updates, remark)
 
 

@@ -102,7 +102,6 @@ SAME: Mapping[str, str] = {
     **{f"trainer.{name}": f"trainer.{name}" for name in (
         "project_name", "experiment_name", "save_freq", "test_freq", "val_before_train", "log_val_generations",
         "rollout_data_dir")},
-    "trainer.critic_warmup": "algorithm.critic_warmup",
     MODEL.removesuffix("model.") + "nccl_timeout": "ray.timeout",
 }  # fmt: skip
 # Tables whose keys become those of a table here, whatever they are.
