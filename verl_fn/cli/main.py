@@ -119,7 +119,7 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
         nargs=argparse.REMAINDER,
         metavar="FILE_OR_KEY=VALUE",
         help="translate a config of verl into TOML, and report on every key on the standard error; all words that "
-        "follow are verl's: YAML files, a command line, or both",
+        "follow are verl's: a launch script with its arguments, YAML files, or a command line",
     )
     _add_overrides(config)
 
