@@ -296,6 +296,8 @@ def test_arguments_of_a_reward_function_reach_it(tmp_path, start):
     assert f"mine in {file} has no parameter gamma" in unknown.not_possible[0]
     elsewhere = translated(f"{line} {start}custom_reward_function.path=no/r.py {given}")
     assert "no/r.py cannot be read" in " ".join(elsewhere.not_possible) and "arguments" in elsewhere.table["reward"]
+    null = translated(f"{line} {given} +{start}{KWARGS}alpha=null")
+    assert "cannot pass null on" in " ".join(null.not_possible)
     unused = translated(f"{GRPO_LORA} +{start}{KWARGS}alpha=0.5")
     assert unused.complete and "arguments" not in unused.table.get("reward", {})
     modules = translated(f"{GRPO_LORA} custom_reward_function.path=pkg://my.rewards")

@@ -205,6 +205,7 @@ def _table_rules(cfg: Config) -> Iterator[Rule]:
     yield "data.chat_template_kwargs*", rendered, "without data.train_files or env.name"
     yield "data.convert", from_files, "without data.train_files"
     yield "data.truncation", not data.filter_overlong_prompts, "with data.filter_overlong_prompts"
+    yield "data.truncation", read, "without data.train_files"
     yield "data.filter_overlong_prompts", read or bool(sets), "without data.train_files"
     yield "data.stream", bool(data.train_files), "without data.train_files"
     yield "data.shuffle", read, "without data.train_files"

@@ -450,6 +450,10 @@ def refused(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
     if settings.module.endswith("fsdp_sft_trainer"):
         problem = f"{settings.module} is no longer part of verl: write the settings of verl.trainer.sft_trainer"
         yield Move(("module",), problem=problem)
+    for key, value in settings.values.items():
+        table = key.removeprefix("reward.").partition("_kwargs.")[0]
+        if value is None and table in ("custom_reward_function.reward", "data.apply_chat_template"):
+            yield Move((key,), problem="a config cannot pass null on; leave the key out, or give another value")
     for name in ("image", "video", "audio"):
         # A whole dump of verl's has these keys with the names that its data loader looks for.
         key, standard = f"data.{name}_key", f"{name}s"
