@@ -5,11 +5,18 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from run_configs import tiny_run
 
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+from verl_fn.config import ConfigError
 from verl_fn.config.schema import DataConfig
+from verl_fn.data.columns import MARKS, learned_turns
+from verl_fn.data.files import FileData
 from verl_fn.data.loading import file_data, read_files
+from verl_fn.data.notices import notices, of_template
 from verl_fn.data.rows import DataError
+from verl_fn.data.tasks import Problem
+from verl_fn.runs.checks import _check_tools
 
 USER, SAID, OTHER = (
     {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
@@ -85,3 +92,98 @@ def test_columns_that_change_what_is_learned_are_refused(write, learns, column, 
     file = write(tmp_path, LAYOUTS[learns] | {column: None}, LAYOUTS[learns] | {column: value})
     with pytest.raises(DataError, match=rf"(line 2|row 1): {message}"):
         read_files([file], learns)
+
+
+def test_fields_that_the_template_does_not_show_are_named_with_their_rows(tmp_path):
+    call = {"id": "7", "type": "function", "function": {"name": "f", "arguments": {}}}
+    rows = [
+        {"messages": [USER | {"name": "x"}, SAID | {"weight": 1}]},
+        {"messages": [USER, {"role": "assistant", "content": "b", "tool_calls": [call]},
+                      {"role": "tool", "content": "c", "tool_call_id": "7"}, SAID]},
+    ]  # fmt: skip
+    tokenizer = char_tokenizer("abc\n")
+    tokenizer.chat_template = CHAT_TEMPLATE + "{# tool_calls #}"
+    problems = read_files([jsonl(tmp_path, *rows)], "answers")
+    assert list(of_template(problems, DataConfig(), tokenizer)) == [
+        "the chat template does not show these fields of messages, so the model does not see them: id (1 rows), "
+        "name (1 rows), tool_call_id (1 rows)"
+    ]
+    # In a prompt of which nothing is learned, a mark has no effect.
+    prompts = [Problem((USER, SAID | {"weight": 0}, USER), "b")]
+    assert next(of_template(prompts, DataConfig(), tokenizer)).endswith("see them: weight (1 rows)")
+
+
+def test_prompts_of_json_are_noticed():
+    problems = [Problem('{"a": 1}', "b", 0), Problem("[1", "b", 1), Problem("a", "b", 2)]
+    said = list(notices(problems, (), DataConfig(train_batch_size=1), char_tokenizer("a"), answers=False))
+    assert said == ["data.train_files: 1 of 3 prompts are JSON, which the model sees as text"]
+
+
+@pytest.mark.parametrize("mark", [0, 0.0, False])
+@pytest.mark.parametrize("name", MARKS)
+def test_marks_exclude_turns(name, mark, tmp_path):
+    row = {"messages": [USER, SAID | {name: mark}, USER, OTHER | {name: True}, USER, SAID | {name: mark}]}
+    (problem,) = read_files([jsonl(tmp_path, row)], "answers")
+    assert learned_turns(problem.messages) == [3] and problem.messages[-1] == OTHER | {name: True}
+    pair = {"prompt": [USER], "chosen": [SAID | {name: mark}, USER, OTHER], "rejected": [OTHER]}
+    (problem,) = read_files([jsonl(tmp_path, pair)], "pairs")
+    assert learned_turns(problem.chosen[0]) == [2]
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        (SAID | {"weight": 0.5}, "message 1 of messages has weight 0.5; write 1 or true"),
+        (SAID | {"loss": "no"}, "message 1 of messages has loss 'no'"),
+        (SAID | {"train_detail": [1]}, "message 1 of messages has the field train_detail, which is not understood"),
+        (SAID | {"masked": True}, "has the field masked, which is not understood"),
+        (USER | {"train": True}, "is marked with train True, and only what the assistant says is learned"),
+    ],
+)
+def test_marks_that_cannot_be_followed(message, error, tmp_path):
+    with pytest.raises(DataError, match=error):
+        read_files([jsonl(tmp_path, {"messages": [USER, message, SAID]})], "answers")
+    with pytest.raises(DataError, match="has no turn of the assistant that is not marked"):
+        read_files([jsonl(tmp_path, {"messages": [USER, SAID | {"weight": 0}]})], "answers")
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_tools_are_read_from_every_kind_of_file(write, tmp_path):
+    for learns, row in LAYOUTS.items():
+        for tools in (TOOLS, json.dumps(TOOLS), [json.dumps(tool) for tool in TOOLS]):
+            (problem,) = read_files([write(tmp_path, row | {"tools": tools})], learns)
+            assert problem.tools == tuple(TOOLS)
+
+
+def test_messages_beside_a_prompt(tmp_path):
+    def read(learns="answers", **row):
+        (problem,) = read_files([jsonl(tmp_path, row)], learns)
+        return problem
+
+    for prompt in ("a", [USER]):
+        problem = read(prompt=prompt, prompt_id="7", messages=[USER, SAID], reward_model={"ground_truth": "z"})
+        assert (problem.messages, problem.answer) == ((USER, SAID), "z")
+    with pytest.raises(DataError, match="messages does not begin with prompt, so it is not clear what is learned"):
+        read(prompt="b", messages=[USER, SAID])
+    for prompt in ("a", [USER]):
+        pair = read("pairs", prompt=prompt, chosen=[USER, SAID], rejected=[USER, OTHER], messages=[USER, SAID])
+        assert (pair.prompt, pair.chosen, pair.rejected) == ((USER,), ((SAID,),), ((OTHER,),))
+    with pytest.raises(DataError, match="chosen repeats prompt, and rejected does not"):
+        read("pairs", prompt="a", chosen=[USER, SAID], rejected=[OTHER])
+
+
+def test_nulls_and_empty_calls_of_messages_are_absent_in_every_kind_of_file(tmp_path):
+    nulls = [USER | {"tool_calls": None, "name": None}, SAID | {"tool_calls": [], "function": {"a": None}}]
+    for write in WRITERS:
+        (problem,) = read_files([write(tmp_path, {"messages": nulls})], "answers")
+        assert problem.messages == (USER, SAID | {"function": {}})
+
+
+def test_tools_of_rows_beside_an_environment_are_refused(tiny, tmp_path):
+    row = LAYOUTS["samples"] | {"prompt": "ab>", "data_source": "reverse", "tools": TOOLS}
+    (tmp_path / "env.py").write_text("def make():\n    pass\n")
+    file = jsonl(tmp_path, row)
+    plan = tiny_run(tiny, tmp_path / "run", f"data.train_files={file}", f"env.name={tmp_path}/env.py:make")
+    source = FileData(read_files([file], "samples"), (), True)
+    with pytest.raises(ConfigError, match=r"env\.name: 1 rows have tools in the column tools"):
+        _check_tools(plan, source)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verl_fn.backends.hf.chat import prints_date, template_text
 from verl_fn.config.schema import DataConfig
+from verl_fn.data.columns import MARKS
 from verl_fn.data.tasks import Problem
 
 
@@ -54,6 +56,8 @@ def notices(
             f"data.val_size = {table.val_size} leaves out all held-out problems of {', '.join(map(repr, left_out))}; "
             "raise it, or mix the rows of data.val_files"
         )
+    if encoded := sum(map(_is_json, training)):
+        yield f"data.train_files: {encoded} of {len(training)} prompts are JSON, which the model sees as text"
     if answers and (empty := sum(not problem.answer for problem in training)):
         yield f"data.train_files: {empty} of {len(training)} ground truths are empty: the model learns to say nothing"
     yield from _special("data.train_files", training, tokenizer, answers)
@@ -76,6 +80,32 @@ def of_template(problems: Sequence[Problem], table: DataConfig, tokenizer: Any) 
     for name in sorted({*table.chat_template_kwargs, *(n for one in problems for n in one.chat_template_kwargs)}):
         if not re.search(rf"\b{re.escape(name)}\b", text):
             yield f"chat_template_kwargs.{name} has no effect: the chat template has no variable of that name"
+    if re.search(r"\b(m|msg|message)\s*\|\s*tojson", text):
+        return  # it shows all fields
+    unread = Counter(name for one in problems for name in _fields(one) if not re.search(rf"\b{name}\b", text))
+    if unread and tokenizer.chat_template is not None:
+        fields = ", ".join(f"{name} ({count} rows)" for name, count in sorted(unread.items()))
+        yield f"the chat template does not show these fields of messages, so the model does not see them: {fields}"
+
+
+def _fields(problem: Problem) -> set[str]:
+    """Returns the names of fields of a problem's messages, without role, content and marks that are followed."""
+    said = [one for one, _ in getattr(problem, "responses", ())]
+    parts = (problem.prompt, getattr(problem, "messages", ()), *said)
+    messages = [message for part in parts if not isinstance(part, str) for message in part]
+    names = {name for message in messages for name in message}
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
+    followed = MARKS if said or getattr(problem, "messages", ()) else ()
+    return (names | {name for call in calls for name in call}) - {"role", "content", "function", "type", *followed}
+
+
+def _is_json(problem: Problem) -> bool:
+    if not isinstance(problem.prompt, str) or not problem.prompt.lstrip().startswith(("{", "[")):
+        return False
+    try:
+        return isinstance(json.loads(problem.prompt), dict | list)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _special(key: str, problems: Sequence[Problem], tokenizer: Any, answers: bool) -> Iterator[str]:

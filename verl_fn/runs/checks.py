@@ -53,6 +53,7 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
             "eval_dataset"
         )
     _check_rules(plan, source)
+    _check_tools(plan, source)
     rows = row_lengths(plan, source, tokenizer)
     own = plan.learns_from != "samples"
     check_other_models(plan, tokenizer)
@@ -186,6 +187,22 @@ def check_model_folders(plan: Plan) -> None:
                 "downloads no models: for one of the Hugging Face hub, run verl-fn prepare hub:OWNER/NAME --out "
                 "FOLDER first and set the folder"
             )
+
+
+def _check_tools(plan: Plan, source: Source) -> None:
+    """Checks that no row has tools where an environment gives them.
+
+    Raises:
+        ConfigError: one has.
+    """
+    if not plan.env.name or not isinstance(source, FileData | StreamedData):
+        return
+    training = source.first if isinstance(source, StreamedData) else source.training
+    if rows := sum(bool(problem.tools) for problem in (*training, *source.validation)):
+        raise ConfigError(
+            f"env.name: {rows} rows have tools in the column tools, and the model would only see the environment's; "
+            "let the environment give them, and remove the column (a function of data.convert can)"
+        )
 
 
 def _check_rules(plan: Plan, source: Source) -> None:
