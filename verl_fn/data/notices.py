@@ -90,8 +90,8 @@ def of_template(problems: Sequence[Problem], table: DataConfig, tokenizer: Any) 
 
 def _fields(problem: Problem) -> set[str]:
     """Returns the names of fields of a problem's messages, without role, content and marks that are followed."""
-    said = [one for one, _ in getattr(problem, "responses", ())]
-    parts = (problem.prompt, getattr(problem, "messages", ()), *said)
+    said: list[Any] = [*getattr(problem, "chosen", ()), *getattr(problem, "rejected", ())]
+    parts: list[Any] = [problem.prompt, getattr(problem, "messages", ()), *said]
     messages = [message for part in parts if not isinstance(part, str) for message in part]
     names = {name for message in messages for name in message}
     calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
