@@ -34,7 +34,7 @@ def check_advantage(
 
     * Signature: ``advantages`` and ``returns``, one number per token in the dtype of the rewards; finite, without a
       graph; all other fields as they were.
-    * Purity: twice the same, and its input as it was.
+    * Purity: twice the same, input as it was.
     * Rows: other orders of rows and other ids of groups give the same. Groups may have any number of rows: with some
       rows dropped the signature still holds. Rows without a response token change nothing for the others.
     * Zero: both are 0 where ``response_mask`` is 0, whatever the fields hold there (nan and infinities too), and
@@ -71,7 +71,6 @@ def check_advantage(
         whole = repeatable("Purity", "the estimator", lambda: _result(estimator, batch), batch=batch)
     except RuntimeError as error:
         raise LawViolation("Rows", f"the estimator raises: {error}", UNEQUAL) from error
-    _require_finite(whole, "")
     _masked(batch, whole)
     _rows(estimator, batch, whole, key, tolerance)
     _dropped(estimator, batch)
@@ -85,6 +84,7 @@ def check_advantage(
 
 
 def _masked(batch: Batch, whole: dict[str, Tensor]) -> None:
+    _require_finite(whole, "")
     for name, t in whole.items():
         top = float(torch.where(batch["response_mask"] == 0, t, 0.0).abs().max())
         require(top == 0.0, "Zero", f"where response_mask is 0, {name} reaches {top:.3g}", "a missing mask")
