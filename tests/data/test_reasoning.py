@@ -66,7 +66,7 @@ def test_the_scorer_is_the_reward_unless_something_else_scores():
 def test_a_missing_package_is_named_with_the_way_to_install_it(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(
-        DataError, match=r"data\.task: reasoning_gym:never needs .*pip install 'verl_fn\[reasoning-gym\]'"
+        DataError, match=r"data\.task: reasoning_gym:never needs .*pip install .* 'verl_fn\[reasoning-gym\]'"
     ):
         source(tokenizer, "data.task=reasoning_gym:never")
 

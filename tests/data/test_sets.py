@@ -192,7 +192,7 @@ def test_a_revision_is_resolved_once_and_written_into_the_config(snapshot, monke
 def test_without_the_package_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for entry in (f"hub:datasets/me/sums@{COMMIT}#train", f"{tmp_path}#train"):
-        with pytest.raises(DataError, match=r"package datasets.*pip install 'verl_fn\[datasets\]'"):
+        with pytest.raises(DataError, match=r"package datasets.*pip install .* 'verl_fn\[datasets\]'"):
             read_files([entry], "samples")
 
 

@@ -240,7 +240,7 @@ def test_loggers_get_what_the_file_gets(tiny, tmp_path, monkeypatch):
     run = types.SimpleNamespace(log=lambda report, step: logged.update({step: report}), finish=lambda: None)
     fake = types.SimpleNamespace(init=lambda **kwargs: made.update(kwargs) or run, __spec__=True)
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    more = ["algorithm.name=sft", 'trainer.logger=["wandb", "tensorboard"]', "trainer.project_name=p"]
+    more = ["algorithm.name=sft", 'trainer.logger=["console", "wandb", "tensorboard"]', "trainer.project_name=p"]
     train(tiny_run(tiny, tmp_path / "a", *more), SILENT)
     rows = read_metrics(tmp_path / "a")
     assert (made["project"], made["name"], made["config"]["algorithm"]["name"]) == ("p", "a", "sft")
@@ -266,7 +266,7 @@ def test_commands_that_are_given_the_wrong_thing(refused, tiny, tmp_path):
     )
     assert "data.task" in refused("eval", tiny, "data.task=nothing", status=2)
     refused("prepare", "gsm8k", tmp_path / "nowhere", "--out", tmp_path / "o")
-    assert "temperature 0" in refused("eval", tiny, "rollout.val_kwargs.n=2", status=2)
+    assert "temperature 0" in refused("eval", tiny, "data.task=reverse", "rollout.val_kwargs.n=2", status=2)
 
 
 def test_unused_keys_are_told(tiny, tmp_path, capsys):
@@ -332,7 +332,9 @@ def test_places_that_cannot_be_written(refused, tiny, tmp_path):
     assert "file is a file; choose a folder" in refused("new-model", tmp_path / "file", status=2)
     assert "file is a file; choose a folder" in refused("export", tiny, tmp_path / "file", status=2)
     assert "/proc/zz" in refused("new-model", "/proc/zz", status=2)
-    assert "--out" in refused("eval", tiny, "data.val_size=4", "--out", tmp_path / "file", status=2)
+    assert "--out" in refused(
+        "eval", tiny, "data.task=reverse", "data.val_size=4", "--out", tmp_path / "file", status=2
+    )
     run = tmp_path / "run"
     train(tiny_run(tiny, run, "algorithm.name=sft", "trainer.total_training_steps=1"), SILENT)
     assert "/proc/x.html" in refused("report", run, "--out", "/proc/x.html")

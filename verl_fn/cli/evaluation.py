@@ -14,6 +14,9 @@ from verl_fn.runs.screen import say
 
 from .models import model_of, pruning
 
+# The keys that say which problems there are.
+PROBLEMS = ("data.val_files=", "data.task=")
+
 
 def evaluate(args: argparse.Namespace) -> int:
     """Evaluates models on held-out problems."""
@@ -29,6 +32,11 @@ def evaluate(args: argparse.Namespace) -> int:
     file = args.config or next(
         (config_file(run, step_of(model.parent)) for model, run in models if run is not None), None
     )
+    if file is None and not any(name.startswith(PROBLEMS) for name in args.overrides):
+        raise ConfigError(
+            f"no run says which problems {models[0][0]} is to solve: set data.val_files to a file, or data.task to a "
+            "task of verl-fn list, or name a run's config with --config"
+        )
     plans = []
     for model, _ in models:
         with pruning(model):

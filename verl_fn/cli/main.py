@@ -38,7 +38,8 @@ def source(argument: str) -> str:
         'gsm8k'
     """
     if argument not in PREPARED and not argument.startswith("hub:"):
-        raise argparse.ArgumentTypeError(f"{argument!r} is not {', '.join(PREPARED)} or hub:NAME")
+        hint = f"; of the Hugging Face hub: hub:{argument}" if "/" in argument else ""
+        raise argparse.ArgumentTypeError(f"{argument!r} is not {', '.join(PREPARED)} or hub:NAME{hint}")
     return argument
 
 
@@ -218,6 +219,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses the arguments; overrides may come before and after options."""
     top = parser()
     args, rest = top.parse_known_args(argv)
+    if dashed := [arg for arg in rest if hasattr(args, "overrides") and arg.startswith("--") and "." in arg]:
+        top.error(f"keys of the config have no dashes: {dashed[0].lstrip('-')}")
     if rest and (not hasattr(args, "overrides") or any(arg.startswith("-") or "=" not in arg for arg in rest)):
         top.error(f"{args.command} does not take {' '.join(rest)}")
     if rest:

@@ -18,7 +18,7 @@ import attrs
 from .algorithms import BUILT_IN
 from .convert import pass_through, structured
 from .fields import ConfigError
-from .names import is_reference, load_object, options_class
+from .names import beside, is_reference, load_object, options_class
 from .schema import AlgorithmTable, Config
 from .tables import Table, flat, put, read_table, split_override
 
@@ -46,6 +46,8 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 def raw_table(path: str | Path | None, overrides: Iterable[str]) -> Table:
     """Reads a file and overrides as nested tables, without checking keys and values."""
     table, overrides = read_table(path), list(overrides)
+    if path is not None:
+        table = beside(table, Path(path).parent)
     # The algorithm's name decides which options exist, so it is looked up first among the overrides.
     names = [value.strip() for key, _, value in map(split_override, overrides) if key == "algorithm.name"]
     name = names[-1].strip("\"'") if names else _name_in(table)

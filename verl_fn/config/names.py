@@ -65,6 +65,26 @@ def absolute(reference: str, folder: Path) -> str:
         raise ConfigError(str(error)) from error
 
 
+def beside(value: Any, folder: Path) -> Any:
+    """Makes references to files that lie in a folder absolute, in a table or list; all other values stay.
+
+    A config file is read from its own folder in this way. Files that are not there belong to the working directory,
+    like all other paths.
+
+    Example:
+        >>> beside({"algorithm": {"name": "nowhere.py:raft"}}, Path("/a"))
+        {'algorithm': {'name': 'nowhere.py:raft'}}
+    """
+    if isinstance(value, dict):
+        return {key: beside(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [beside(inner, folder) for inner in value]
+    if isinstance(value, str) and is_reference(value) and value.rpartition(":")[0].endswith(".py"):
+        there = absolute(value, folder)
+        return there if Path(there.rpartition(":")[0]).is_file() else value
+    return value
+
+
 def load_object(reference: str, key: str) -> Any:
     """Imports the object that a reference names.
 

@@ -258,7 +258,9 @@ class TrainerConfig:
     )
     log_freq: int = opt(1, "steps between lines on the screen", ge(1))
     logger: tuple[str, ...] = opt(
-        (), "loggers beside metrics.jsonl: tensorboard, wandb", each_in("tensorboard", "wandb")
+        (),
+        "loggers beside metrics.jsonl: tensorboard, wandb; console is always on",
+        each_in("console", "tensorboard", "wandb"),
     )
     project_name: str = opt("verl_fn", "wandb's project")
     experiment_name: str = opt("", "the run's name in wandb, by default the folder's name")

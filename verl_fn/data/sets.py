@@ -11,9 +11,10 @@ import attrs
 
 from verl_fn.data.hub import PREFIX, hub_commit, hub_name, hub_snapshot
 from verl_fn.data.rows import SUFFIXES, DataError, Row, arrow_rows
+from verl_fn.errors import install
 
 CHUNK = 1000  # rows that are read together
-INSTALL = "pip install 'verl_fn[datasets]'"
+INSTALL = install("'verl_fn[datasets]'")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 

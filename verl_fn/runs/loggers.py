@@ -35,7 +35,7 @@ def loggers(t: TrainerConfig, table: Table, folder: Path, start: int) -> Iterato
     makers = {"tensorboard": _tensorboard, "wandb": _wandb}
     with contextlib.ExitStack() as stack:
         logs: list[Log] = []
-        for name in t.logger:
+        for name in (name for name in t.logger if name in makers):
             with _failures(name):
                 logs.append(_guarded(name, stack.enter_context(makers[name](t, table, folder, start))))
         yield logs

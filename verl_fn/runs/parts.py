@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from verl_fn.driver import build
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import install
 from verl_fn.state import Key
+
+# The screen, on which a run prints whether it is asked for or not.
+CONSOLE = "console"
 
 
 def check_parts(plan: Plan, tokenizer: Any, ends: Sequence[int]) -> None:
@@ -66,7 +70,7 @@ def check_loggers(trainer: TrainerConfig) -> None:
         ConfigError: one is not.
     """
     for name in trainer.logger:
-        if importlib.util.find_spec(name) is None:
+        if name != CONSOLE and sys.modules.get(name) is None and importlib.util.find_spec(name) is None:
             raise ConfigError(f"trainer.logger asks for {name}, which is not installed: {install(name)}")
 
 

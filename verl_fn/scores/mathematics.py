@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from verl_fn.errors import install
+
 from .answers import Score, judged
 
 _SPACING = re.compile(r"\\[!,;: ]|~|\s")
@@ -62,7 +64,7 @@ def verified(data_source: str, solution_str: str, ground_truth: str, extra_info:
     r"""Scores 1 if a response's final answer is mathematically that of the ground truth, by Math-Verify.
 
     The last box counts, or else the last expression that is found. The ground truth may be the answer alone, or text
-    with a box. It needs ``pip install verl_fn[math]``.
+    with a box. It needs the extra ``verl_fn[math]``.
 
     Source: https://github.com/huggingface/Math-Verify.
 
@@ -72,7 +74,7 @@ def verified(data_source: str, solution_str: str, ground_truth: str, extra_info:
     try:
         from math_verify import parse, verify
     except ImportError as error:
-        raise ImportError("verl_fn.scores:verified needs Math-Verify: pip install 'verl_fn[math]'") from error
+        raise ImportError("verl_fn.scores:verified needs Math-Verify: " + install("'verl_fn[math]'")) from error
     truth = boxed(ground_truth) or ground_truth
     answers = parse(solution_str)
     # Both forms are tried: a bare number is no LaTeX, and LaTeX outside of dollars is not found.

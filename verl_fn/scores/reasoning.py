@@ -9,6 +9,8 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
+from verl_fn.errors import install
+
 from .answers import TAGGED, Score
 
 SOURCE = "reasoning_gym/"
@@ -110,6 +112,6 @@ def _created(name: str, seed: int, options: str) -> Any:
         from reasoning_gym import create_dataset
     except ImportError as error:
         raise ImportError(
-            f"reasoning_gym:{name} needs Reasoning Gym ({error}): pip install 'verl_fn[reasoning-gym]'"
+            f"reasoning_gym:{name} needs Reasoning Gym ({error}): " + install("'verl_fn[reasoning-gym]'")
         ) from error
     return create_dataset(name, **json.loads(options), seed=seed, size=1)
