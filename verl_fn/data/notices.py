@@ -95,7 +95,7 @@ def _fields(problem: Problem) -> set[str]:
     messages = [message for part in parts if not isinstance(part, str) for message in part]
     names = {name for message in messages for name in message}
     calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, Mapping)]
-    followed = MARKS if said or getattr(problem, "messages", ()) else ()
+    followed = MARKS if said or parts[1] else ()
     return (names | {name for call in calls for name in call}) - {"role", "content", "function", "type", *followed}
 
 
