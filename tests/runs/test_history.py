@@ -123,6 +123,11 @@ def test_a_continuation_that_dies_leaves_replay_and_fork_as_they_were(tiny, copy
     assert [replay(copy, step, say=SILENT).difference for step in (2, 3)] == [None, None]
 
 
+def test_a_fork_of_a_step_begins_with_its_config(tiny, copy, run):
+    record(copy, 1, plan(tiny, copy, "actor.optim.lr=0.5").table, {})
+    assert [fork_plan(copy, step).roles["actor"].optim.lr for step in (1, 2)] == [1e-3, 0.5]
+
+
 def test_a_replay_and_a_continuation_name_the_code_that_changed(tiny, copy, run, capsys):
     """The file that changed is one that the named file imports."""
     helper = run.parent / "code/helper.py"
