@@ -15,12 +15,13 @@ from verl_fn.runs.notices import cut_off
 @pytest.mark.filterwarnings("ignore:.* conversations have failed", "ignore:.* no token that the model drew")
 def test_conversations_can_be_read_as_they_were(chatty, tmp_path, capsys):
     more = [f"trainer.rollout_data_dir={tmp_path}/texts", "trainer.total_training_steps=1", "trainer.test_freq=1"]
+    more.append("rollout.n=8")  # a random model seldom ends two replies
     train(plan_of(chatty, tmp_path / "run", *more), silent)
     held_out = read_answers(tmp_path / "run")
     trained = [json.loads(line) for line in (tmp_path / "texts/1.jsonl").read_text().splitlines()]
-    assert len(trained) == 16 and {row["step"] for row in trained} == {1}
+    assert len(trained) == 64 and {row["step"] for row in trained} == {1}
     assert [(row["problem"], row["sample"]) for row in trained][:3] == [
-        (trained[0]["problem"], 0), (trained[0]["problem"], 1), (trained[2]["problem"], 0)
+        (trained[0]["problem"], 0), (trained[0]["problem"], 1), (trained[0]["problem"], 2)
     ]  # fmt: skip
     longest = max(trained, key=lambda row: len(row["messages"]))
     for row in (*held_out, *trained):
