@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from verl_fn.backends.megatron.overrides import DECIDED, IMPURE, OF_FOLDER
+from verl_fn.backends.vllm.arguments import KEPT
 from verl_fn.config.tables import flat
 from verl_fn.config.verl import translate
-from verl_fn.config.verl.keys import PROVIDER_FIELDS
+from verl_fn.config.verl.keys import ENGINE_ARGUMENTS, PROVIDER_FIELDS
 from verl_fn.config.verl.reading import Settings, _resolved
 
 VERL = json.loads(Path(__file__).with_name("verl_keys.json").read_text())
@@ -95,8 +96,13 @@ def test_another_value_of_each_key_is_translated_without_effect_or_refused(kind)
         assert (translation.table != plain.table) is (key not in SAME_TABLE), key
 
 
-def test_fields_of_megatrons_provider_are_refused_as_the_backend_refuses_them():
-    assert set(PROVIDER_FIELDS) == DECIDED | OF_FOLDER | IMPURE.keys()
+def test_what_backends_and_engines_refuse_is_refused():
+    assert set(PROVIDER_FIELDS) == DECIDED | OF_FOLDER | IMPURE.keys() and set(KEPT) == ENGINE_ARGUMENTS
+    kept = translated("gae", {"actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides.rope_theta": 1})
+    assert "hf_overrides.rope_theta: the engine decides it" in kept.not_possible[0]
+    for length, complete in ((1024, True), (1023, False), ("x", False)):
+        key = "actor_rollout_ref.rollout.engine_kwargs.vllm.max_model_len"
+        assert translated("gae", {key: length}).complete is complete
     start = "actor_rollout_ref.actor.megatron.override_transformer_config."
     allowed = {"moe_aux_loss_coeff": 0.1, "attention_backend": "auto", "recompute_modules": ["core_attn"]}
     translation = translated("megatron", {start + name: value for name, value in allowed.items()})

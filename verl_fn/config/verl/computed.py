@@ -13,7 +13,7 @@ import attrs
 from verl_fn.config.catalogue import GROUP_ESTIMATORS
 from verl_fn.config.fields import home
 
-from .keys import ACTOR, MEGATRON_CHOICES, MODEL, PROVIDER_FIELDS, ROLES, ROLLOUT, TABLES, TEXT
+from .keys import ACTOR, ENGINE_ARGUMENTS, MEGATRON_CHOICES, MODEL, PROVIDER_FIELDS, ROLES, ROLLOUT, TABLES, TEXT
 from .reading import Settings
 
 Values = Mapping[str, Any]
@@ -427,11 +427,22 @@ def tables(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
                 continue
             if start.endswith("transformer_config."):
                 yield from _provider(key, ours, name, value)
+            elif ours == "rollout.engine_kwargs." and (problem := _of_engine(name, value, values)) is not None:
+                yield from [Move((key,), problem=problem)] if problem else []
             else:
                 yield Move((key,), ours + name, value)
     thinks = values.get(key := "data.enable_thinking_default")
     if isinstance(thinks, bool):
         yield Move((key,), "data.chat_template_kwargs.enable_thinking", thinks)
+
+
+def _of_engine(name: str, value: Any, values: Values) -> str | None:
+    """Returns why an argument of vLLM's cannot be set; empty if it asks for what the engine does, None if it can be."""
+    if name == "max_model_len":
+        longest = values.get("data.max_prompt_length", 0) + values.get("data.max_response_length", 0)
+        return "" if value >= longest else f"the longest prompt and response have {longest} tokens; remove it"
+    decided = name.partition(".")[0] in ENGINE_ARGUMENTS
+    return "the engine decides it, from keys of the rollout table; remove it" if decided else None
 
 
 def _provider(key: str, ours: str, name: str, value: Any) -> Iterator[Move]:

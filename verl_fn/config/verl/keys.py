@@ -322,6 +322,7 @@ NO_EFFECT: Mapping[str, str] = {
     ROLLOUT + "prompt_length": "it repeats data.max_prompt_length",
     ROLLOUT + "response_length": "it repeats data.max_response_length",
     ROLLOUT + "max_model_len": "prompt and response fit into it",
+    ROLLOUT + "engine_kwargs.vllm.max_model_len": "prompt and response fit into it",
     ROLLOUT + "limit_images": TEXT,
     ROLLOUT + "n_gpus_per_node": "rollout.nnodes is 0: engines share the GPUs of training",
     ROLLOUT + "enable_sleep_mode": "rollout.free_cache_engine decides",
@@ -432,7 +433,8 @@ NUMBERS = frozenset({
         "megatron.context_parallel_size", "megatron.tensor_model_parallel_size")),
     *(fsdp + name for fsdp in (ACTOR + "fsdp_config.", "critic.fsdp.")
       for name in ("fsdp_size", "ulysses_sequence_parallel_size")),
-    *(ROLLOUT + name for name in ("prompt_length", "response_length", "max_model_len", "n_gpus_per_node")),
+    *(ROLLOUT + name for name in (
+        "prompt_length", "response_length", "max_model_len", "n_gpus_per_node", "engine_kwargs.vllm.max_model_len")),
     "trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep", "data.val_max_samples", "data.seed",
     "reward.reward_kwargs.max_resp_len", "reward.reward_kwargs.overlong_buffer_cfg.len",
     "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
@@ -457,6 +459,14 @@ PROVIDER_FIELDS: Mapping[str, str] = {
         "it changes a buffer of the model between calls, which no state holds; remove it"),
     "moe_input_jitter_eps": "it draws random numbers in each pass; remove it",
 }  # fmt: skip
+# Arguments of vLLM that a user cannot set here: its engine refuses them.
+ENGINE_ARGUMENTS = frozenset({
+    "model", "load_format", "tokenizer", "skip_tokenizer_init", "generation_config", "override_generation_config",
+    "logprobs_mode", "max_logprobs", "logits_processors", "speculative_config", "quantization", "hf_overrides",
+    "trust_remote_code", "worker_extension_cls", "worker_cls", "pipeline_parallel_size", "data_parallel_size",
+    "tensor_parallel_size", "gpu_memory_utilization", "enforce_eager", "dtype", "max_num_seqs", "max_model_len",
+    "seed", "enable_sleep_mode", "enable_lora", "enable_return_routed_experts", "kv_transfer_config",
+})  # fmt: skip
 # With verl's files for Megatron.
 MEGATRON_DEFAULTS: Mapping[str, Any] = {
     ACTOR + "strategy": "megatron", "critic.strategy": "megatron", ACTOR + "megatron.sequence_parallel": True,
