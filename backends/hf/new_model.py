@@ -25,6 +25,9 @@ DIMENSIONS = (
     "max_position_embeddings",
 )
 
+# The widths of heads that every engine serves: those of vLLM on a CPU, which has the fewest.
+WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+
 
 def char_tokenizer(chars: str) -> Any:
     """Returns a tokenizer with a token for each character, after pad, bos, eos and unk.
@@ -134,6 +137,20 @@ def _random_model(arch: str, fields: dict[str, Any], tokenizer: Any, seed: int) 
         raise ModelError(
             f"transformers makes no {arch} of these fields: {type(error).__name__}: {why:.200}"
         ) from error
+
+
+def with_served_heads(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a config, with heads that every engine serves where their width is not given.
+
+    Example:
+        >>> with_served_heads({"hidden_size": 64, "num_attention_heads": 4})["head_dim"]
+        32
+    """
+    width, heads = fields.get("hidden_size", 64), fields.get("num_attention_heads", 4)
+    # What else is wrong with these sizes is said by ``check_sizes``.
+    if "head_dim" in fields or type(width) is not int or type(heads) is not int or heads < 1 or width % heads:
+        return dict(fields)
+    return {**fields, "head_dim": next((size for size in WIDTHS if size >= width // heads), width // heads)}
 
 
 def check_sizes(fields: Mapping[str, Any]) -> None:

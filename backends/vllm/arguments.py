@@ -219,10 +219,32 @@ def _known_arguments() -> frozenset[str]:
     )
 
 
+def check_heads(folder: Path, device: str) -> None:
+    """Raises an error for a model whose heads vLLM does not compute on a CPU; on GPUs it has kernels for all.
+
+    Raises:
+        ModelError: their width is none of those that vLLM knows.
+    """
+    text = read_config(folder).get_text_config()
+    if device != "cpu" or getattr(text, "kv_lora_rank", None):
+        return
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    widths, width = CPUAttentionBackend.get_supported_head_sizes(), _width(text)
+    if width not in widths:
+        raise ModelError(
+            f"{folder} has heads of width {width}, and on a CPU vLLM serves widths of {', '.join(map(str, widths))}: "
+            "set rollout.name=sampler, or take a model with such heads (head_dim)"
+        )
+
+
+def _width(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
 def _cache_bytes(text: Any, dtype: str, slots: int, max_length: int) -> int:
     """Returns the bytes of a cache with room for all slots at their longest, on a CPU."""
     block = 128
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    token = 2 * text.num_hidden_layers * heads * width * (4 if dtype == "float32" else 2)
+    token = 2 * text.num_hidden_layers * heads * _width(text) * (4 if dtype == "float32" else 2)
     return token * block * (slots * -(-max_length // block) + 8)

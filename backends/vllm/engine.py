@@ -31,7 +31,7 @@ from verl_fn.backends.weight_sync.outlet import Outlet, send
 
 from .adapters import adapter_arguments
 from .adding import add
-from .arguments import check_names, check_version, engine_arguments, prepare_environment
+from .arguments import check_heads, check_names, check_version, engine_arguments, prepare_environment
 from .drawn import Drawn, last_draws
 from .routes import Routes
 from .starting import started
@@ -133,6 +133,7 @@ class Vllm(Growing):
         if routed_experts:
             arguments["enable_return_routed_experts"] = True
         check_names(arguments)
+        check_heads(Path(folder), device)
         _claim_process(self)
         self._engine = started(arguments, device)
         self._call("set_up", self.vocab, lora)

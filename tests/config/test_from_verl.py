@@ -74,7 +74,7 @@ def translated(line, rows=7473):
 def places(tmp_path_factory):
     """A model with a chat template, and data of 16 rows."""
     folder = tmp_path_factory.mktemp("verl")
-    new_model(folder / "model", chars="ab=", hidden_size=32, chat_template=True)
+    new_model(folder / "model", chars="ab=", hidden_size=32, head_dim=32, chat_template=True)
     row = {"data_source": "openai/gsm8k", "prompt": "a=", "reward_model": {"ground_truth": "b"}}
     for name in ("train", "test"):
         (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 16)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from run_configs import TINY, tiny_run
 
-from verl_fn.backends.hf.new_model import char_tokenizer
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.cli import main
 from verl_fn.config import ConfigError
 from verl_fn.driver import build
@@ -317,7 +318,8 @@ def test_sizes_of_a_random_model_that_do_not_go_together(refused, tmp_path):
     assert "num_attention_heads must be a whole number of at least 1, not 0" in new("num_attention_heads=0")
     assert "3 does not divide num_attention_heads = 4" in new("num_key_value_heads=3")
     assert "3 does not divide hidden_size = 64" in new("num_attention_heads=3", "num_key_value_heads=3")
-    assert "it must be even" in new("hidden_size=4")
+    with pytest.raises(ModelError, match="it must be even"):
+        new_model(tmp_path / "m", chars="ab", hidden_size=4)
     assert len(new("intermediate_size=-3")) < 300
     assert "--chars is empty" in new("--chars", "")
     assert "given twice in 'aa'" in new("--chars", "aa")

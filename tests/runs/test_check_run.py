@@ -8,13 +8,14 @@ import torch
 from run_configs import TINY, tiny_run
 from safetensors.torch import load_file, save_file
 
-from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.hf.new_model import WIDTHS, new_model
 from verl_fn.backends.hf.sizes import parameter_counts
 from verl_fn.backends.local import Local
+from verl_fn.backends.vllm.arguments import check_heads
 from verl_fn.cli import main
-from verl_fn.config import ConfigError
+from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.driver import build
 from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run
@@ -127,6 +128,7 @@ def mine(tmp_path):
         (["driver.kind=ray", "ray.runtime_env={}"], "ray.runtime_env: .*mine.py is not YAML"),
         (["driver.kind=ray", "ray.address=10.0.0.1"], "ray.address is '10.0.0.1'; it must be auto, or host:port"),
         (["driver.kind=ray", "rollout.name=vllm", "rollout.engine_kwargs.max_seq=9"], "max_seq is no argument of"),
+        (["driver.kind=ray", "rollout.name=vllm"], "has heads of width 8, and on a CPU vLLM serves widths of 32, 64"),
     ],
     ids=lambda case: case if isinstance(case, str) else None,
 )
@@ -176,6 +178,7 @@ def test_a_run_that_continues_needs_no_weights_in_its_model_folder(tiny, tmp_pat
 
 def test_a_check_counts_the_gpus_of_this_machine(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setattr("verl_fn.driver.ranks.gpu_memory", lambda device: None)
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests share a cluster
     more = ["driver.kind=ray", "ray.ranks=16", "actor.strategy=fsdp", "driver.device=auto"]
     with pytest.raises(ConfigError, match=r"ray.ranks = 16 ask for 16 GPUs, and the cluster has 8"):
@@ -187,13 +190,11 @@ def test_a_check_counts_the_gpus_of_this_machine(tiny, tmp_path, monkeypatch):
         )
 
 
-def test_a_check_shows_the_dtype_that_the_device_takes(tiny, tmp_path, monkeypatch):
-    """By default float32 on a CPU, and on a GPU the dtype of the weights in the folder."""
+def test_a_check_shows_the_dtype_that_the_device_takes(tiny, tmp_path):
+    """By default float32 on a CPU, and on a GPU, which need not be here, the dtype of the weights in the folder."""
     half = shutil.copytree(tiny, tmp_path / "half")
     config = json.loads((tiny / "config.json").read_text())
     (half / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
-    monkeypatch.setattr("verl_fn.driver.ranks.gpu_memory", lambda device: None)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
 
     def dtypes(folder, *more):
         said = check_run(tiny_run(folder, tmp_path / "run", "algorithm.name=grpo", "rollout.n=2", *more)).splitlines()
@@ -205,6 +206,20 @@ def test_a_check_shows_the_dtype_that_the_device_takes(tiny, tmp_path, monkeypat
     assert dtypes(tiny, "driver.device=cuda") == ("float32", "float32")
     asked = ["driver.device=cuda", "actor.dtype=float32", "rollout.dtype=bfloat16"]
     assert dtypes(half, *asked) == ("bfloat16", "float32")
+
+
+def test_random_models_are_served_by_every_engine(tmp_path):
+    """Those of a config and of the command, and what vLLM serves on a CPU is known."""
+    attention = pytest.importorskip("vllm.v1.attention.backends.cpu_attn").CPUAttentionBackend
+    assert list(WIDTHS) == attention.get_supported_head_sizes()
+    vllm = ["driver.kind=ray", "rollout.name=vllm", "algorithm.name=grpo", "rollout.n=2", f"trainer.dir={tmp_path}"]
+    plan = make_plan(load(overrides=[*vllm, "driver.device=cpu"]))
+    assert "vllm, float32" in check_run(plan)
+    assert main(["new-model", str(tmp_path / "made"), "num_attention_heads=8"]) == 0
+    check_heads(tmp_path / "made", "cpu")
+    assert read_config(tmp_path / "made").head_dim == 32
+    with pytest.raises(ModelError, match=r"set rollout\.name=sampler, or take a model with such heads"):
+        check_heads(new_model(tmp_path / "narrow", chars="ab"), "cpu")
 
 
 def test_trainer_and_engine_are_made_in_the_dtype_of_the_device(tiny, tmp_path, monkeypatch):

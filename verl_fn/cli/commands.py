@@ -133,7 +133,7 @@ def new_model(args: argparse.Namespace) -> int:
     """Writes a tiny random model."""
     from verl_fn.backends.checkpoint.export import check_empty
     from verl_fn.backends.hf.folder import ModelError
-    from verl_fn.backends.hf.new_model import new_model
+    from verl_fn.backends.hf.new_model import new_model, with_served_heads
     from verl_fn.data.tasks import TASKS
 
     if args.task not in TASKS:
@@ -144,6 +144,7 @@ def new_model(args: argparse.Namespace) -> int:
     fields = dict(_field(override) for override in args.overrides)
     if reserved := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):
         raise ConfigError(f"{reserved[0]} is not a field of a model's config; see verl-fn new-model --help")
+    fields = with_served_heads(fields)
     chars = TASKS[args.task].alphabet if args.chars is None else args.chars
     try:
         folder = new_model(

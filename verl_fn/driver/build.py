@@ -73,11 +73,11 @@ def make_model_folder(plan: Plan) -> None:
     if plan.new_model is None:
         return
     from verl_fn.backends.hf.config import ModelError
-    from verl_fn.backends.hf.new_model import new_model
+    from verl_fn.backends.hf.new_model import new_model, with_served_heads
     from verl_fn.data.tasks import TASKS
 
     task = TASKS[plan.data.task]
-    settings = attrs.asdict(plan.new_model) | {"chars": task.alphabet, "seed": plan.trainer.seed}
+    settings = with_served_heads(attrs.asdict(plan.new_model)) | {"chars": task.alphabet, "seed": plan.trainer.seed}
     if plan.env.name or task.dialogue is not None:
         settings |= {"chat_template": True}
     folder = Path(plan.model)

@@ -210,7 +210,7 @@ def device(driver: DriverConfig) -> str:
 
 
 def gpu_memory(device: str) -> int | None:
-    """Returns the bytes of this process's GPU; None on a CPU.
+    """Returns the bytes of this process's GPU; None on a CPU, and for a plan for a GPU that is not here.
 
     Example:
         >>> gpu_memory("cpu") is None
@@ -218,7 +218,7 @@ def gpu_memory(device: str) -> int | None:
     """
     import torch
 
-    if device != "cuda":
+    if device != "cuda" or not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 

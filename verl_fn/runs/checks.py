@@ -37,10 +37,9 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
     Raises:
         ModelError: the tokenizer's vocabulary is larger than a model's.
         ConfigError: the longest row does not fit the token budget or the model's positions, prompts are longer
-            than allowed, the device does not exist, or ``trainer.stop_at`` can never be reached.
+            than allowed, or ``trainer.stop_at`` can never be reached.
         RewardError: problems have no reward.
     """
-    _check_device(plan)
     if plan.env.name and ranks.torchrun_size() > 1:
         raise ConfigError(
             "env.name: under torchrun every rank would talk to environments of its own, which may answer "
@@ -286,7 +285,12 @@ def _check_megatron(role: RolePlan, table: str, size: int) -> None:
         )
 
 
-def _check_device(plan: Plan) -> None:
+def check_device(plan: Plan) -> None:
+    """Checks that the device exists, which ``train --check`` does without: it may run elsewhere.
+
+    Raises:
+        ConfigError: it does not.
+    """
     # A Ray cluster may have GPUs that this process does not see.
     on_ray = plan.driver.kind == "ray"
     ray = sys.modules.get("ray") if on_ray else None

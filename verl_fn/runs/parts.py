@@ -16,7 +16,7 @@ from verl_fn.backends.mock import MockRollout
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.data.tasks import Source
-from verl_fn.driver import build
+from verl_fn.driver import build, ranks
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import install
 from verl_fn.state import Key
@@ -112,15 +112,15 @@ def _elsewhere(plan: Plan, reference: str) -> bool:
 
 
 def _check_vllm(plan: Plan) -> None:
-    from verl_fn.backends.vllm.arguments import check_names, check_version, engine_arguments
+    from verl_fn.backends.vllm.arguments import check_heads, check_names, check_version, engine_arguments
 
-    r = plan.rollout
+    r, device = plan.rollout, ranks.device(plan.driver)
     check_version()
     check_names(
         engine_arguments(
             Path(r.folder),
-            device="cpu",
-            dtype=compute_dtype(r.dtype, r.folder, "cpu"),
+            device=device,
+            dtype=compute_dtype(r.dtype, r.folder, device),
             slots=r.slots,
             max_length=r.max_prompt_length + r.max_response_length,
             tensor_parallel_size=r.tensor_parallel_size,
@@ -129,3 +129,4 @@ def _check_vllm(plan: Plan) -> None:
             engine_kwargs=r.engine_kwargs,
         )
     )
+    check_heads(Path(r.folder), device)

@@ -20,7 +20,7 @@ from verl_fn.driver import build
 from verl_fn.environments.problems import environment_data
 
 from .checkpoints import check_model_folder
-from .checks import check, check_model_folders
+from .checks import check, check_device, check_model_folders
 from .parts import check_code, check_parts
 from .progress import Say
 
@@ -96,7 +96,12 @@ def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> It
 
 
 def workers(plan: Plan) -> contextlib.AbstractContextManager[Workers]:
-    """Returns the workers of a run: in this process or in Ray actors, as ``driver.kind`` asks."""
+    """Returns the workers of a run: in this process or in Ray actors, as ``driver.kind`` asks.
+
+    Raises:
+        ConfigError: the device does not exist.
+    """
+    check_device(plan)
     if plan.driver.kind == "ray":
         from verl_fn.driver.ray import ray_workers
 
