@@ -423,7 +423,7 @@ def tables(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
     for key, value in values.items():
         for start, ours in TABLES.items():
             name = key.removeprefix(start)
-            if not key.startswith(start) or value == {}:
+            if not key.startswith(start) or value in ({}, None):
                 continue
             if start.endswith("transformer_config."):
                 yield from _provider(key, ours, name, value)
@@ -437,7 +437,7 @@ def tables(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
 
 
 def _of_engine(name: str, value: Any, values: Values) -> str | None:
-    """Returns why an argument of vLLM's cannot be set; empty if it asks for what the engine does, None if it can be."""
+    """Returns why an argument of vLLM's cannot be set; empty if it asks for what happens anyway, None if it can be."""
     if name == "max_model_len":
         longest = values.get("data.max_prompt_length", 0) + values.get("data.max_response_length", 0)
         return "" if value >= longest else f"the longest prompt and response have {longest} tokens; remove it"
