@@ -119,7 +119,13 @@ def _outline(batch: Batch, together: str | None) -> bytes:
 
 
 def share_out(
-    layout: RowLayout, batch: Batch, max_tokens: int, stage: Callable[[Batch], S], together: str | None = None
+    layout: RowLayout,
+    batch: Batch,
+    max_tokens: int,
+    stage: Callable[[Batch], S],
+    together: str | None = None,
+    *,
+    padded: bool = False,
 ) -> Share[S]:
     """Returns this rank's micro-batches.
 
@@ -131,11 +137,12 @@ def share_out(
         max_tokens: the most tokens of a micro-batch.
         stage: puts the rows of a micro-batch on the device of this rank.
         together: a per-row field; rows with the same value in it go to one micro-batch of one rank.
+        padded: the budget counts rows as long as the longest of their micro-batch.
 
     Raises:
         ValueError: on all ranks, if a row or group is longer than the budget or cannot be computed on.
     """
-    rows = deal(batch, layout.shares, max_tokens, together)
+    rows = deal(batch, layout.shares, max_tokens, together, padded=padded)
     own_rows, staged = rows[layout.share], []
     with contextlib.nullcontext() if layout.size == 1 else agreed():
         for part in own_rows:

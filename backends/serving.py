@@ -288,11 +288,6 @@ def model_of(folder: str | Path, lora: Lora | None = None) -> tuple[Skeleton, di
     skeleton = model.skeleton
     # A rollout engine saves nothing.
     skeleton.files = {}
-    saved = skeleton.model.state_dict()
-    if buffers := [name for name, _ in skeleton.model.named_buffers() if name in saved]:
-        raise ModelError(
-            f"{folder} has buffers among its weights, which are never published: {', '.join(buffers[:3])}"
-        )
     return skeleton, {name: t.shape for name, t in model.shapes.items()}
 
 

@@ -26,6 +26,7 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 Rows: TypeAlias = Callable[[int], tuple[int, int]]
 RENEWED = 128 * 2**20  # bytes
 
@@ -122,6 +123,16 @@ class Slices:
         rows = part[start:end] if part.get_shape() else part[...]
         self._read += rows.nbytes
         return rows
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    """Returns the safetensors file of each tensor of a model folder; empty if the folder has no such files."""
+    if (folder / SINGLE).is_file():
+        return dict.fromkeys(Slices(folder / SINGLE).names(), folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        return {}
+    names: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    return {name: folder / file for name, file in names.items()}
 
 
 def read(file: Path, like: Mapping[str, Tensor], rows: Rows, device: torch.device) -> dict[str, Tensor]:

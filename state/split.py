@@ -68,31 +68,37 @@ class Split:
         )
 
 
-def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None) -> Split:
+def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None, *, padded: bool = False) -> Split:
     """Splits a batch into few parts of at most ``max_tokens`` tokens, with about as many tokens in each.
 
     Args:
         batch: the batch to split.
         max_tokens: the budget of each part. Rows are never cut.
         together: a per-row field of integers; rows with the same value stay in one part. Pass ``loss.together``.
+        padded: count each row of a part as long as the part's longest; rows of about the same length then share a
+            part.
 
     Raises:
         ValueError: a row or a group has more tokens than the budget, or the batch lacks the field.
 
     Example:
         >>> batch = Batch.from_rows([[1] * 3, [2] * 3, [3]])
+        >>> [part.lengths.tolist() for part in split_by_tokens(batch, 6, padded=True)]
+        [[3, 3], [1]]
         >>> [part.num_tokens for part in split_by_tokens(batch, 4)]
         [4, 3]
         >>> split_by_tokens(batch.with_rows(pair=[7, 7, 8]), 4, together="pair")
         Traceback (most recent call last):
         ValueError: the group pair = 7 (2 rows, the first is row 0) has 6 tokens, more than the budget of 4 ...
     """
-    units = _units(batch, max_tokens, together)
-    bins = _under_budget([units.sizes], max_tokens)[0]
+    units = _units(batch, max_tokens, together, padded)
+    bins = units.under_budget([list(range(len(units.rows)))], max_tokens)[0]
     return Split(batch, tuple(torch.tensor(units.rows_of(part)) for part in bins if part))
 
 
-def deal(batch: Batch, shares: int, max_tokens: int, together: str | None = None) -> list[list[list[int]]]:
+def deal(
+    batch: Batch, shares: int, max_tokens: int, together: str | None = None, *, padded: bool = False
+) -> list[list[list[int]]]:
     """Distributes the rows of a batch over ranks, and those of each rank over the same number of micro-batches.
 
     Ranks and micro-batches get about as many tokens each. The result depends on the arguments only, so all ranks
@@ -103,6 +109,7 @@ def deal(batch: Batch, shares: int, max_tokens: int, together: str | None = None
         shares: the number of ranks.
         max_tokens: the budget of each micro-batch. Rows are never cut.
         together: a per-row field of integers; rows with the same value go to one micro-batch of one rank.
+        padded: count each row of a micro-batch as long as its longest, as ``split_by_tokens`` does.
 
     Returns:
         For each rank and each of its micro-batches, the indices of its rows. A micro-batch may be empty.
@@ -115,13 +122,9 @@ def deal(batch: Batch, shares: int, max_tokens: int, together: str | None = None
         >>> deal(batch, 2, 4), deal(batch, 2, 4, together="pair")
         ([[[0]], [[1, 2]]], [[[0, 2]], [[1]]])
     """
-    units = _units(batch, max_tokens, together)
+    units = _units(batch, max_tokens, together, padded)
     shared = [sorted(share) for share in _balance(units.sizes, shares)]
-    dealt = _under_budget([[units.sizes[unit] for unit in share] for share in shared], max_tokens)
-    return [
-        [units.rows_of([share[i] for i in part]) for part in parts]
-        for share, parts in zip(shared, dealt, strict=True)
-    ]
+    return [[units.rows_of(part) for part in parts] for parts in units.under_budget(shared, max_tokens)]
 
 
 def split_by_count(batch: Batch, max_rows: int, together: str | None = None) -> Split:
@@ -192,26 +195,38 @@ class _Units:
     Attributes:
         rows: the indices of each unit's rows.
         sizes: the number of tokens of each unit.
+        longest: the length of each unit's longest row, if rows are padded; else None.
     """
 
     rows: list[list[int]]
     sizes: list[int]
+    longest: list[int] | None
 
     def rows_of(self, units: Sequence[int]) -> list[int]:
         return sorted(row for unit in units for row in self.rows[unit])
 
+    def under_budget(self, shares: list[list[int]], limit: int) -> list[list[list[int]]]:
+        """Divides the units of each share into parts of at most ``limit`` tokens, the same number for every share."""
+        if self.longest is None:
+            return _under_budget(shares, self.sizes, limit)
+        divided = [_by_length(share, [len(rows) for rows in self.rows], self.longest, limit) for share in shares]
+        most = max(map(len, divided))
+        return [parts + [[]] * (most - len(parts)) for parts in divided]
 
-def _units(batch: Batch, max_tokens: int, together: str | None) -> _Units:
+
+def _units(batch: Batch, max_tokens: int, together: str | None, padded: bool) -> _Units:
     groups, lengths = groups_of(batch, together), batch.lengths.tolist()
+    longest = [max(lengths[row] for row in group) for group in groups] if padded else None
     sizes = [sum(lengths[row] for row in group) for group in groups]
-    longest = max(range(len(groups)), key=sizes.__getitem__)
-    if sizes[longest] > max_tokens:
+    taken = sizes if longest is None else [len(g) * most for g, most in zip(groups, longest, strict=True)]
+    largest = max(range(len(groups)), key=taken.__getitem__)
+    if taken[largest] > max_tokens:
         raise ValueError(
-            f"{_description(batch, groups[longest], together)} has {sizes[longest]} tokens, more than the budget of "
-            f"{max_tokens} per micro-batch; raise the backend's max_tokens (ppo_max_token_len_per_gpu), or shorten "
-            "prompts and responses"
+            f"{_description(batch, groups[largest], together)} has {taken[largest]} tokens"
+            f"{' with padding' if padded else ''}, more than the budget of {max_tokens} per micro-batch; raise the "
+            "backend's max_tokens (ppo_max_token_len_per_gpu), or shorten prompts and responses"
         )
-    return _Units(groups, sizes)
+    return _Units(groups, sizes, longest)
 
 
 def _description(batch: Batch, group: list[int], together: str | None) -> str:
@@ -220,16 +235,37 @@ def _description(batch: Batch, group: list[int], together: str | None) -> str:
     return f"the group {together} = {int(batch[together][group[0]])} ({len(group)} rows, the first is row {group[0]})"
 
 
-def _under_budget(shares: list[list[int]], limit: int) -> list[list[list[int]]]:
-    """Packs the sizes of each share into bins of at most ``limit``, with the same number of bins for every share."""
-    parts = max(1, *(-(-sum(sizes) // limit) for sizes in shares))
+def _under_budget(shares: list[list[int]], sizes: list[int], limit: int) -> list[list[list[int]]]:
+    """Packs the units of each share into parts of at most ``limit``, as many for each share."""
+    of_shares = [[sizes[unit] for unit in share] for share in shares]
+    parts = max(1, *(-(-sum(of_share) // limit) for of_share in of_shares))
     while True:
-        dealt = [_balance(sizes, parts) for sizes in shares]
+        dealt = [_balance(of_share, parts) for of_share in of_shares]
         if all(
-            sum(sizes[i] for i in part) <= limit for sizes, bins in zip(shares, dealt, strict=True) for part in bins
+            sum(of_share[i] for i in part) <= limit
+            for of_share, bins in zip(of_shares, dealt, strict=True)
+            for part in bins
         ):
-            return dealt
+            return [[[share[i] for i in part] for part in bins] for share, bins in zip(shares, dealt, strict=True)]
         parts += 1
+
+
+def _by_length(share: list[int], rows: list[int], longest: list[int], limit: int) -> list[list[int]]:
+    """Divides units, sorted by length, into parts whose rows, padded to the longest, have at most ``limit`` tokens.
+
+    Example:
+        >>> _by_length([0, 1, 2, 3], [1, 1, 1, 1], [4, 1, 3, 1], 8)
+        [[0, 2], [1, 3]]
+    """
+    parts: list[list[int]] = []
+    held = most = 0
+    for unit in sorted(share, key=lambda unit: (-longest[unit], unit)):
+        if not parts or (held + rows[unit]) * most > limit:
+            parts.append([])
+            held, most = 0, longest[unit]
+        parts[-1].append(unit)
+        held += rows[unit]
+    return parts
 
 
 def _balance(sizes: list[int], parts: int) -> list[list[int]]:

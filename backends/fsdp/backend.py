@@ -83,6 +83,7 @@ class Fsdp:
         max_tokens: the most tokens of a micro-batch; with ``sp``, of the ranks that share it together.
         checkpointing: recompute each layer in the backward pass.
         lora: adapters to train; everything else but a value head is then frozen.
+        row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
         compile: compile each layer with ``torch.compile``, which takes about a minute in the first calls.
         reshard_after_forward: drop a layer's gathered parameters after each use and reduce gradients after each
             micro-batch; otherwise parameters stay gathered for the whole call, and gradients are reduced once at its
@@ -107,6 +108,7 @@ class Fsdp:
         max_tokens: int = 16384,
         checkpointing: bool = False,
         lora: Lora | None = None,
+        row_layout: str = "auto",
         compile: bool = False,
         reshard_after_forward: bool = True,
         device: str = "cpu",
@@ -129,7 +131,7 @@ class Fsdp:
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self.deterministic = deterministic
         self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
-        self._recipe = Recipe(head, checkpointing, lora)
+        self._recipe = Recipe(head, checkpointing, lora, row_layout)
         self._modules: ShardedModules | None = None
         self._blank = Params({})
 
@@ -347,6 +349,11 @@ class Fsdp:
         model = self._recipe.hollow(folder, key)
         if self._modules is None and Path(folder) == self.folder:
             check_heads(model.skeleton.config, self.layout.sp)
+            if model.skeleton.padded and self.layout.sp > 1:
+                raise LayoutError(
+                    f"{self.folder}: this model needs padded rows, which ranks cannot share; set "
+                    "ulysses_sequence_parallel_size to 1"
+                )
             model.skeleton.move_buffers(self.device)
             self._blank = Params(model.shapes, model.skeleton.trainable)
             self._modules = self._sharded(model)
@@ -397,4 +404,5 @@ class Fsdp:
         self._built().check_batch(batch)
         with one_thread():
             stage = functools.partial(Staged.of, device=self.device, group=self.layout.sequence)
-            return share_out(self.layout, batch, self.max_tokens, stage, together)
+            padded = self._built().padded
+            return share_out(self.layout, batch, self.max_tokens, stage, together, padded=padded)

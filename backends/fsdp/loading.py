@@ -36,14 +36,17 @@ class Recipe:
     head: str
     checkpointing: bool
     lora: Lora | None
+    row_layout: str = "auto"
 
     def hollow(self, folder: str | Path, key: Key) -> Hollow:
         """Returns the model without its weights."""
-        return hollow(folder, self.head, key=key, checkpointing=self.checkpointing, lora=self.lora)
+        return hollow(
+            folder, self.head, key=key, checkpointing=self.checkpointing, lora=self.lora, row_layout=self.row_layout
+        )
 
     def whole(self, folder: str | Path, key: Key, *, pretrained: bool) -> dict[str, Tensor]:
         """Returns all weights but those of adapters."""
-        return build(folder, self.head, pretrained=pretrained, key=key)[1]
+        return build(folder, self.head, pretrained=pretrained, key=key, row_layout=self.row_layout)[1]
 
 
 def read(

@@ -111,8 +111,8 @@ class ShardedModules:
 
     def _wrap(self, dtype: torch.dtype, reshard: bool, compile: bool, folder: Path) -> None:
         model = self.skeleton.model
-        layers = getattr(model.base_model, "layers", None)
-        if not isinstance(layers, nn.ModuleList):
+        layers = self.skeleton.layers
+        if not layers:
             raise ModelError(f"{folder}: {type(model).__name__} has no list of layers to shard by")
         mesh = self.layout.mesh
         policy = MixedPrecisionPolicy(

@@ -51,6 +51,11 @@ class Packing:
         return cls(cu_seqlens, torch.arange(longest, device=device), slots.to(device, non_blocking=True), sequence)
 
     @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return len(self.cu_seqlens) - 1
+
+    @property
     def longest(self) -> int:
         """How many tokens the longest row has."""
         return len(self.places)
@@ -73,8 +78,10 @@ def packed_attention(
     """Computes causal attention within each row: FlashAttention on CUDA in half precision, SDPA elsewhere.
 
     Raises:
-        NotImplementedError: the model uses soft-capped scores or attention sinks.
+        NotImplementedError: the model uses soft-capped scores, attention sinks or a mask that it made itself.
     """
+    if attention_mask is not None and attention_mask.numel() > 1:
+        raise NotImplementedError(f"{type(module).__name__} makes a mask of its own, which packed attention lacks")
     if softcap is not None or s_aux is not None:
         raise NotImplementedError(
             f"{type(module).__name__} uses soft-capped scores or attention sinks, which packed attention lacks"
@@ -101,7 +108,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | N
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
     # Rows are padded on the right, so the causal mask alone hides the padding from every token.
-    rows, longest = len(packing.cu_seqlens) - 1, packing.longest
+    rows, longest = packing.rows, packing.longest
 
     def spread(x: Tensor) -> Tensor:
         table = x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, packing.slots, x)

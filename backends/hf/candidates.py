@@ -17,6 +17,8 @@ def candidate_logprobs(
     logprobs: Float[Tensor, " N"],
     candidates: Int[Tensor, "N K"],
     temperature: Float[Tensor, " N"] | None = None,
+    *,
+    softcap: float | None = None,
 ) -> Float[Tensor, "N K"]:
     """Returns the log-probabilities of ``candidates`` under softmax(logits / temperature), in nats.
 
@@ -32,6 +34,7 @@ def candidate_logprobs(
         candidates: token ids; one past the end of the vocabulary, as a model with a larger one gives it, has the
             log-probability -inf.
         temperature: one for each target; None stands for 1.
+        softcap: the bound of soft-capped logits, if they have one.
 
     Example:
         >>> ids, log_half = torch.tensor([[0, 1]]), torch.tensor([0.5]).log()
@@ -43,6 +46,8 @@ def candidate_logprobs(
     logits = torch.einsum("nh,nkh->nk", hidden.float(), weight[ids].float())
     if bias is not None:
         logits = logits + bias[ids].float()
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
     if temperature is not None:
         logits = logits / temperature[:, None]
     return (logprobs[:, None] + logits[:, :-1] - logits[:, -1:]).masked_fill(outside, -torch.inf)
@@ -57,6 +62,7 @@ def top_logprobs(
     temperature: Float[Tensor, " N"] | None = None,
     *,
     chunk: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, "N K"], Int[Tensor, "N K"]]:
     """Returns the log-probabilities of the likeliest tokens, from the likeliest on, and their ids.
 
@@ -69,6 +75,7 @@ def top_logprobs(
         count: how many tokens.
         temperature: one for each hidden state; None stands for 1.
         chunk: how many hidden states are computed at a time, as for ``logprobs_and_entropy``.
+        softcap: the bound of soft-capped logits, if they have one.
 
     Raises:
         ValueError: the vocabulary has fewer tokens.
@@ -82,7 +89,7 @@ def top_logprobs(
         raise ValueError(f"the {count} likeliest tokens are asked for, and the vocabulary has {len(weight)}")
     values, ids = [], []
     for part in slices(len(hidden), chunk or default_chunk(hidden, weight)):
-        logits = scaled(torch.nn.functional.linear(hidden[part], weight, bias), at(temperature, part))
+        logits = scaled(torch.nn.functional.linear(hidden[part], weight, bias), at(temperature, part), softcap)
         top = logits.topk(count, -1)
         values.append(top.values - logits.logsumexp(-1, keepdim=True))
         ids.append(top.indices)

@@ -1,78 +1,108 @@
-"""Checks on a small random model that an architecture computes what a pure step needs."""
+"""Finds, on a small random model, how an architecture has to be run so that each row is computed as if by itself.
+
+A model that keeps rows apart in its attention is run on rows that are packed end to end. Any other causal model is
+run as it is on rows that are padded on the right: what comes after a token cannot change it. Both are compared with
+transformers' own forward of each row, and so is what the model does to its logits after the output layer.
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
+import itertools
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor, nn
 
+from verl_fn.backends.hf import attention
 from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.config import ModelError, quiet, reason, refused
-from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skeleton
 from verl_fn.state import Batch
 
+LAYOUTS = ("auto", PACKED, PADDED)
 # Sizes that only make a model large; smaller ones do not change the results of the checks.
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim")
-VOCABULARY, WIDTH = 64, 64
-_checked: set[str] = set()
+# Limits of what a token attends to, and of what is computed at a time; rows of the checks exceed smaller ones.
+WINDOWS = ("sliding_window", "attention_chunk_size")
+CHUNKS = ("chunk_size", "mamba_chunk_size")
+VOCABULARY, WIDTH, WINDOW = 64, 64, 4
+# The lengths of the rows of each batch that is compared; linear attention has chunks of 64 tokens.
+LENGTHS = ((12, 8, 9, 2), (3,), (1, 3), (9, 10), (150, 70))
+# Names of the projections of queries and keys.
+QUERIES_AND_KEYS = re.compile(r"(?:^|[._])(?:q|k|qk|qkv|query|key|query_key_value|c_attn)(?:_proj)?\.weight$|Wqkv")
+_MIXED = "rows are not computed as each one by itself"
+# Fields that name the kind of each layer.
+KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "hybrid_override_pattern")
+# Names of the factor of the logits in configs, and of the bound of soft-capped ones.
+POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+SCALES, DIVISORS = ("logit_scale", "lm_head_multiplier"), ("logits_scaling",)
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+# The largest difference from transformers' own logits, relative to the largest logit. Rounding is a tenth of it.
+TOLERANCE = 3e-5
+_fits: dict[str, Fit] = {}
 
 
-def check_architecture(auto: Any, config: Any, head: str, options: dict[str, Any], folder: str | Path) -> None:
-    """Raises an error for a model whose rows see each other, or which changes its logits after the output layer.
-
-    Each config is checked once in a process.
+def fit_of(auto: Any, config: Any, head: str, folder: str | Path, layout: str = "auto") -> Fit:
+    """Returns how to run the models of a config; each config is checked once in a process.
 
     Args:
         auto: transformers' class that makes the model.
         config: of the whole model.
         head: ``lm`` or ``value``.
-        options: for ``auto.from_config``.
         folder: where the config comes from, for errors.
+        layout: ``packed`` or ``padded`` for this layout only; ``auto`` for the first one that is right.
 
     Raises:
-        ModelError: it is such a model, or it uses what packed attention lacks.
+        ModelError: the model is not causal, or no layout computes what transformers' own forward does.
     """
-    checked_config = json.dumps([auto.__name__, head, config.to_dict()], sort_keys=True, default=str)
-    if checked_config in _checked:
-        return
-    failure = "it has no sizes"
-    with refused(f"{folder}: a small model of this config cannot be run"):
-        for small in smaller(config):
-            try:
-                with quiet():
-                    _check(_random_model(auto, small, head, options), folder)
-            except ModelError:
-                raise
-            except NotImplementedError as error:
-                raise ModelError(f"{folder}: {error}") from error
-            except Exception as error:
-                # This architecture does not allow these sizes together; the next ones are closer to its own.
-                failure = reason(error)
-                continue
-            _checked.add(checked_config)
-            return
-    raise ModelError(f"{folder}: a small model of this config cannot be run: {failure}")
+    if layout not in LAYOUTS:
+        raise ModelError(f"model.layout is {layout!r}; it must be one of {', '.join(LAYOUTS)}")
+    checked = json.dumps([auto.__name__, head, layout, config.to_dict()], sort_keys=True, default=str)
+    if checked not in _fits:
+        attention.register()
+        failure = "it has no sizes"
+        with refused(f"{folder}: a small model of this config cannot be run"):
+            for small in smaller(auto, config):
+                try:
+                    with quiet(), torch.no_grad():
+                        _fits[checked] = _with_chunks(auto, small, config, head, folder, layout)
+                    break
+                except ModelError:
+                    raise
+                except Exception as error:
+                    # This architecture does not allow these sizes together; the next ones are closer to its own.
+                    failure = reason(error)
+            else:
+                raise ModelError(f"{folder}: a small model of this config cannot be run: {failure}")
+    return _fits[checked]
 
 
-def smaller(config: Any) -> Iterator[Any]:
+def smaller(auto: Any, config: Any) -> Iterator[Any]:
     """Yields the config with small sizes: first all sizes, then only independent ones, then the config as it is.
 
     Example:
-        >>> from transformers import Qwen2Config
-        >>> first = next(smaller(Qwen2Config(num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2)))
+        >>> from transformers import AutoModelForCausalLM, Qwen2Config
+        >>> config = Qwen2Config(num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2)
+        >>> first = next(smaller(AutoModelForCausalLM, config))
         >>> first.num_hidden_layers, first.num_attention_heads, first.num_key_value_heads, first.vocab_size
         (2, 12, 2, 64)
     """
     shallow = copy.deepcopy(config)
+    depth = _cut_layers(auto, shallow)
     text = shallow.get_text_config()
-    depth = _cut_layers(text)
     _lower(text, "vocab_size", VOCABULARY)
+    _lower(text, "vocab_size_per_layer_input", VOCABULARY)
+    for name in (*WINDOWS, *CHUNKS):
+        _lower(text, name, WINDOW)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(text, name, None) is not None:
             setattr(text, name, 0)
@@ -84,20 +114,41 @@ def smaller(config: Any) -> Iterator[Any]:
     yield config
 
 
-def _cut_layers(config: Any) -> bool:
-    layers = getattr(config, "num_hidden_layers", None)
+def _cut_layers(auto: Any, config: Any) -> bool:
+    """Removes layers of kinds that the model has already."""
+    text = config.get_text_config()
+    layers = getattr(text, "num_hidden_layers", None)
     if not isinstance(layers, int):
         return False
-    kinds = list(getattr(config, "layer_types", None) or ())
-    dense = getattr(config, "first_k_dense_replace", None)
-    # Keep a layer of every kind.
-    wanted = max([2, (dense or 0) + 1, *(kinds.index(kind) + 1 for kind in set(kinds))])
-    depth = min(layers, wanted)
+    wanted = max(2, (getattr(text, "first_k_dense_replace", None) or 0) + 1)
+    for name in KINDS:
+        kinds = list(getattr(text, name, None) or ())
+        wanted = max([wanted, *(kinds.index(kind) + 1 for kind in set(kinds))])
+    kinds_of_all = _modules(auto, config)
+    for depth in range(min(layers, wanted), layers):
+        short = copy.deepcopy(config)
+        _set_depth(short.get_text_config(), depth)
+        if _modules(auto, short) == kinds_of_all:
+            _set_depth(text, depth)
+            return True
+    return True
+
+
+def _set_depth(config: Any, depth: int) -> None:
+    layers = config.num_hidden_layers
     for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) == layers:
+        if isinstance(value, (list, str)) and len(value) == layers:
             setattr(config, name, value[:depth])
     config.num_hidden_layers = depth
-    return True
+
+
+def _modules(auto: Any, config: Any) -> frozenset[str] | None:
+    """Returns the classes of a model's modules; None if it cannot be made on the meta device."""
+    try:
+        with quiet(), torch.device("meta"):
+            return frozenset(type(module).__name__ for module in auto.from_config(copy.deepcopy(config)).modules())
+    except Exception:
+        return None
 
 
 def _cut_widths(config: Any) -> bool:
@@ -122,39 +173,162 @@ def _lower(config: Any, name: str, most: int) -> None:
         setattr(config, name, most)
 
 
-def _random_model(auto: Any, config: Any, head: str, options: dict[str, Any]) -> Skeleton:
-    """Returns a model with activations and logits as large as trained ones, since soft caps change only those."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+class NotCausalError(ModelError):
+    """What comes after a token changes what a model computes for it."""
+
+
+def _with_chunks(auto: Any, small: Any, config: Any, head: str, folder: str | Path, layout: str) -> Fit:
+    """Returns the fit of a small config, or of one with chunks as long as the config's, and rows of one chunk only.
+
+    Some families carry a state from chunk to chunk wrongly where kernels for it are missing.
+    """
+    try:
+        return _fit(auto, small, head, folder, layout)
+    except NotCausalError:
+        text = config.get_text_config()
+        chunks = {name: size for name in CHUNKS if isinstance(size := getattr(text, name, None), int)}
+        if not chunks:
+            raise
+        whole = copy.deepcopy(small)
+        for name, size in chunks.items():
+            setattr(whole.get_text_config(), name, size)
+        longest = min(chunks.values())
+        fit = _fit(auto, whole, head, folder, layout, longest)
+        return fit if importlib.util.find_spec("mamba_ssm") else attrs.evolve(fit, longest=longest)
+
+
+def _fit(auto: Any, config: Any, head: str, folder: str | Path, layout: str, longest: float = math.inf) -> Fit:
+    model = _random_model(auto, config, head, "eager")
+    text = config.get_text_config()
+    vocab = text.vocab_size
+    longest = min(longest, *(getattr(text, name, None) or math.inf for name in POSITIONS))
+    lengths = [[int(min(n, longest)) for n in of_batch] for of_batch in LENGTHS]
+    for length in (lengths[0][0], lengths[-1][0]):
+        _check_causal(model, _row(length, vocab), vocab, folder)
+    batches = [Batch.from_rows([_row(n, vocab) for n in of_batch]) for of_batch in lengths]
+    expected = [torch.cat([_own(model, row.tolist()) for row in batch.rows()]) for batch in batches]
+    reasons = []
+    for fit in _candidates(layout):
+        try:
+            skeleton = Skeleton(_random_model(auto, config, head, fit.attention), head, fit=fit)
+            skeleton.fit = _with_head(skeleton, batches[0], expected[0])
+            for batch, logits in zip(batches[1:], expected[1:], strict=True):
+                if _apart(skeleton.logits(_hidden(skeleton, batch)), logits):
+                    raise ValueError(_MIXED)
+            return skeleton.fit
+        except Exception as error:
+            reasons.append(f"{fit.layout} rows: {reason(error)}")
+    raise ModelError(f"{folder}: {type(model).__name__} cannot be run ({'; '.join(dict.fromkeys(reasons))})")
+
+
+def _check_causal(model: Any, row: list[int], vocab: int, folder: str | Path) -> None:
+    """Raises an error if what comes after a token, or how much comes, changes what the model computes for it.
+
+    Raises:
+        NotCausalError: it does.
+    """
+    whole = _own(model, row)
+    ends = range(1, len(row), 1 if len(row) <= 12 else 37)
+    others = [[*row[:-2], *((token + 1) % vocab for token in row[-2:])], *(row[:end] for end in ends)]
+    for other in others:
+        same = max(0, min(len(other), len(row) - 2))
+        if _apart(_own(model, other)[:same], whole[:same]):
+            raise NotCausalError(
+                f"{folder}: {type(model).__name__} is not causal, since what comes after a token changes what it "
+                "computes for the token; it cannot be trained as a language model"
+            )
+
+
+def _row(length: int, vocab: int) -> list[int]:
+    """Returns a row of so many tokens; rows of different lengths share no prefix."""
+    return [(7 * length + 5 * n * n + 3 * n) % vocab for n in range(length)]
+
+
+def _hidden(skeleton: Skeleton, batch: Batch) -> Tensor:
+    return skeleton.hidden_states(batch.tokens, batch.positions, Packing.of(batch, torch.device("cpu")))
+
+
+def _candidates(layout: str) -> Iterator[Fit]:
+    if layout != PADDED:
+        yield Fit(PACKED, attention.NAME)
+    if layout != PACKED:
+        yield from (Fit(PADDED, name) for name in ("sdpa", "eager"))
+
+
+def _own(model: Any, row: Sequence[int]) -> Tensor:
+    """Returns the logits of transformers' own forward of one row."""
+    logits: Tensor = model(input_ids=torch.tensor([row]), use_cache=False).logits[0]
+    return logits
+
+
+def _apart(found: Tensor, expected: Tensor) -> bool:
+    """Returns whether logits differ by more than rounding, or are not finite."""
+    if not len(found):
+        return False
+    return not bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max().clamp(min=1.0))
+
+
+def _with_head(skeleton: Skeleton, batch: Batch, expected: Tensor) -> Fit:
+    """Returns the fit with what the model does to its logits.
+
+    Raises:
+        ValueError: hidden states or logits are not those of each row by itself.
+    """
+    calls: Counter[nn.Module] = Counter()
+    hooks = [
+        layer.register_forward_hook(lambda layer, *_: calls.update([layer]))
+        for layer in skeleton.body.modules()
+        if hasattr(layer, LAYER_INDEX)
+    ]
+    hidden = _hidden(skeleton, batch)
+    for hook in hooks:
+        hook.remove()
+    fit = attrs.evolve(skeleton.fit, repeats=max(calls.values(), default=0) > 1)
+    try:
+        logits = skeleton.output_layer(hidden)
+    except (AttributeError, TypeError, RuntimeError, StopIteration):
+        logits = None
+    if logits is not None and logits.shape == expected.shape:
+        for scale, softcap in _changes(skeleton.config.get_text_config()):
+            capped = logits * scale
+            capped = capped if softcap is None else torch.tanh(capped / softcap) * softcap
+            if not _apart(capped, expected):
+                return attrs.evolve(fit, scale=scale, softcap=softcap)
+    if skeleton.head == "lm" and not _apart(skeleton.own_logits(hidden), expected):
+        return attrs.evolve(fit, own_head=True)
+    raise ValueError(_MIXED)
+
+
+def _changes(config: Any) -> Iterator[tuple[float, float | None]]:
+    """Yields what a config may ask for after the output layer: a factor and a soft cap of the logits."""
+    scales = [1.0, *(_number(config, name) for name in SCALES)]
+    scales += [1.0 / divisor for name in DIVISORS if (divisor := _number(config, name))]
+    softcaps = [None, *(_number(config, name) or None for name in SOFTCAPS)]
+    yield from dict.fromkeys(itertools.product(filter(None, scales), softcaps))
+
+
+def _number(config: Any, name: str) -> float:
+    value = getattr(config, name, None)
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any:
+    """Returns a model with activations and logits as large as trained ones, since soft caps change only those.
+
+    Raises:
+        ValueError: the architecture does not take this implementation of attention.
+    """
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = auto.from_config(copy.deepcopy(config), **options)
+        model = auto.from_config(copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32)
+        if implementation == attention.NAME and not getattr(model, "_supports_attention_backend", False):
+            raise ValueError("the model does not let its attention be chosen")
         model.config.use_cache = False
-        skeleton = Skeleton(model.eval(), head)
-        for p in model.parameters():
+        for name, p in model.named_parameters():
             if p.dim() > 1:
-                nn.init.normal_(p, std=1 / math.sqrt(p.shape[-1]))
-        if head == "lm":
-            skeleton.output_layer.weight *= 10.0
-    return skeleton
-
-
-@torch.no_grad()
-def _check(skeleton: Skeleton, folder: str | Path) -> None:
-    vocab = skeleton.config.get_text_config().vocab_size
-    rows = [[1 % vocab, 2 % vocab, 3 % vocab], [5 % vocab, 4 % vocab]]
-    batch = Batch.from_rows(rows)
-
-    def hidden(batch: Batch) -> Tensor:
-        return skeleton.hidden_states(batch.tokens, batch.positions, Packing.of(batch, torch.device("cpu")))
-
-    together = hidden(batch)
-    apart = torch.cat([hidden(Batch.from_rows([row])) for row in rows])
-    scale = together.abs().max().clamp(min=1.0)
-    if (together - apart).abs().max() > 1e-3 * scale:
-        raise ModelError(f"{folder}: rows packed together see each other in {type(skeleton.model).__name__}")
-    if skeleton.head == "value":
-        return
-    packing = Packing.of(batch, torch.device("cpu"))
-    tokens, positions = batch.tokens[None], batch.positions[None]
-    logits = skeleton.model(input_ids=tokens, position_ids=positions, use_cache=False, packing=packing).logits[0]
-    if (skeleton.output_layer(together) - logits).abs().max() > 1e-3 * logits.abs().max().clamp(min=1.0):
-        raise ModelError(f"{folder}: {type(skeleton.model).__name__} changes its logits after the output layer")
+                # Scores of attention are as large as trained ones, too.
+                nn.init.normal_(p, std=(4 if QUERIES_AND_KEYS.search(name) else 1) / math.sqrt(p.shape[-1]))
+        output = model.get_output_embeddings() if head == "lm" else None
+        if output is not None:
+            output.weight *= 10.0
+    return model.eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ LOCAL = {"trust_remote_code": False, "local_files_only": True}
 # Numbers of modules: a damaged file may have a huge one, and making so many would take for ever.
 LAYERS, EXPERTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers"), ("num_experts", "num_local_experts")
 MOST_MODULES = 4096
+# Fields with a rate of dropout. The dropout of transformers' own heads is never run here.
+_DROPOUT = re.compile(r"^(?!classifier|summary).*(?:dropout|layerdrop|_pdrop$)")
 
 
 class ModelError(UserError, ValueError):
@@ -111,6 +114,8 @@ def read_config(folder: str | Path) -> Any:
     with refused(f"{folder}/config.json cannot be read"):
         config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
         _check(config, folder)
+        for part, name, _ in _dropout(config):
+            setattr(part, name, 0.0)
     return config
 
 
@@ -135,6 +140,27 @@ def compute_dtype(asked: str | None, folder: str | Path, device: str) -> str:
     return "bfloat16" if own.endswith("float16") else "float32"
 
 
+def dropout_of(folder: str | Path) -> dict[str, float]:
+    """Returns the rates of dropout that a folder's config sets, which ``read_config`` turns off.
+
+    A step with dropout would be no function of its arguments.
+    """
+    import transformers
+
+    with refused(f"{folder}/config.json cannot be read"):
+        config = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
+    return {name: rate for _, name, rate in _dropout(config)}
+
+
+def _dropout(config: Any) -> Iterator[tuple[Any, str, float]]:
+    """Yields the part of a config, the field and the rate of each dropout above 0."""
+    for name, value in list(vars(config).items()):
+        if hasattr(value, "get_text_config"):
+            yield from _dropout(value)
+        elif isinstance(value, (int, float)) and value > 0 and _DROPOUT.search(name):
+            yield config, name, value
+
+
 def _check(config: Any, folder: str | Path) -> None:
     """Raises an error for settings that a pure step cannot have, or that no model has."""
     language_model = config.get_text_config()
@@ -148,24 +174,12 @@ def _check(config: Any, folder: str | Path) -> None:
         count = getattr(language_model, name, 1)
         if type(count) is not int or count < 1:
             raise ModelError(f"{folder}/config.json has {count!r} as {name}; it must be a whole number from 1")
-    # The dropout of transformers' own heads is never run here.
-    dropout = {
-        name: rate
-        for name, rate in config.to_dict().items()
-        if isinstance(rate, (int, float)) and rate > 0 and ("dropout" in name or name.endswith("_pdrop"))
-        if not name.startswith(("classifier", "summary"))
-    }
-    if dropout:
-        raise ModelError(f"{folder}/config.json sets {dropout}: a pure step has no dropout; set it to 0.0")
     if any("dynamic" in _kind(rope) for rope in _ropes(config)):
         raise ModelError(
             f"{folder}/config.json sets rotary embeddings of kind 'dynamic', whose frequencies depend on the rows "
             f"before, which a pure step cannot have; set rope_type to 'default', which is the same up to "
             f"max_position_embeddings"
         )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if mixing := kinds - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{folder} has layers of kind {sorted(mixing)}, which would mix packed rows")
 
 
 def _check_modules(table: dict[str, Any], folder: str | Path) -> None:

@@ -8,7 +8,6 @@ weights that are stored twice, pickled or quantized files), ``Weights.of`` retur
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from verl_fn.backends.hf.folder import HEADS, Hollow
-from verl_fn.backends.tensor_file import Slices
+from verl_fn.backends.tensor_file import Slices, files_of
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
@@ -47,7 +45,7 @@ class Weights:
         if getattr(model.skeleton.config, "quantization_config", None) or model.skeleton.constants:
             return None
         try:
-            places = _places(Path(folder))
+            places = files_of(Path(folder))
             if not places or not _needs_no_conversion(places, model):
                 return None
             shapes = {name: t.shape for name, t in model.shapes.items() if name not in model.adapters}
@@ -76,16 +74,6 @@ class Weights:
         if file not in opened:
             opened[file] = Slices(file)
         return into.copy_(opened[file].rows(name, start, end))
-
-
-def _places(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor."""
-    if (folder / SINGLE).is_file():
-        return dict.fromkeys(Slices(folder / SINGLE).names(), folder / SINGLE)
-    if not (folder / INDEX).is_file():
-        return {}
-    names: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-    return {name: folder / file for name, file in names.items()}
 
 
 def _needs_no_conversion(places: dict[str, Path], model: Hollow) -> bool:

@@ -14,9 +14,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from verl_fn.backends.hf import attention
 from verl_fn.backends.hf.carried import carried
-from verl_fn.backends.hf.checks import check_architecture
+from verl_fn.backends.hf.checks import fit_of
 from verl_fn.backends.hf.config import (
     LOCAL,
     ModelError,
@@ -28,7 +27,8 @@ from verl_fn.backends.hf.config import (
     refused,
 )
 from verl_fn.backends.hf.lora import Lora, canonical
-from verl_fn.backends.hf.skeleton import Skeleton
+from verl_fn.backends.hf.skeleton import Fit, Skeleton
+from verl_fn.backends.tensor_file import Slices, files_of
 from verl_fn.state import Key, isolated
 
 P = ParamSpec("P")
@@ -41,8 +41,6 @@ __all__ = [
 
 # What transformers calls the output layers of language models, and those of classifiers.
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
-_UNFIT = "does not let its attention be chosen"
-
 
 # Making a model uses torch's global generator, and settings of torch and transformers.
 _making = threading.RLock()
@@ -83,6 +81,7 @@ def build(
     key: Key,
     checkpointing: bool = False,
     lora: Lora | None = None,
+    row_layout: str = "auto",
 ) -> tuple[Skeleton, dict[str, Tensor]]:
     """Returns the skeleton and the parameters of a Hugging Face folder, fp32, on the CPU; adapters come last.
 
@@ -93,29 +92,31 @@ def build(
         key: what random weights and adapters are drawn from.
         checkpointing: recompute each layer in the backward pass.
         lora: adapters to put in.
+        row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
         LoraError: the model cannot have such adapters.
     """
-    auto, config, options = _recipe(folder, head)
+    auto, config, options, fit = _recipe(folder, head, row_layout)
     if pretrained:
         # A damaged config may describe a model that no memory can hold.
         _without_weights(auto, config, options, folder)
     loaded = None
-    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder, config):
+    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder):
         torch.manual_seed(key.seed())
         if pretrained:
             model, loaded = _loaded(auto, config, folder, options)
         else:
             model = auto.from_config(config, **options)
-    skeleton, new_head = _prepared(model, folder, head, config, checkpointing)
+    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing)
     if loaded is not None:
         _check_loaded(skeleton, loaded, new_head, folder)
     if new_head:
         for p in skeleton.output_layer.parameters():
             nn.init.zeros_(p)
-    check_architecture(auto, config, head, options, folder)
+    if not pretrained:
+        _read_constants(skeleton, auto, config, options, folder)
     params = {name: p.detach() for name, p in model.named_parameters()}
     params |= _adapted(skeleton, lora, key, folder)
     _to_meta(model)
@@ -133,12 +134,12 @@ def check_weights(folder: str | Path, head: str) -> None:
     Raises:
         ModelError: weights are missing, of another shape, or of another model, or a file cannot be read.
     """
-    auto, config, options = _recipe(folder, head)
+    auto, config, options, fit = _recipe(folder, head, "auto")
     _without_weights(auto, config, options, folder)
-    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder, config):
+    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder):
         # On the meta device, transformers reads the headers of the files alone.
         model, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
-    skeleton, new_head = _prepared(model, folder, head, config, checkpointing=False)
+    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing=False)
     _check_loaded(skeleton, loaded, new_head, folder)
 
 
@@ -163,7 +164,13 @@ def _loaded(auto: Any, config: Any, folder: str | Path, options: dict[str, Any])
 
 @_one_at_a_time
 def hollow(
-    folder: str | Path, head: str, *, key: Key, checkpointing: bool = False, lora: Lora | None = None
+    folder: str | Path,
+    head: str,
+    *,
+    key: Key,
+    checkpointing: bool = False,
+    lora: Lora | None = None,
+    row_layout: str = "auto",
 ) -> Hollow:
     """Returns the model of a Hugging Face folder as ``build`` does, but without memory for its weights.
 
@@ -171,10 +178,10 @@ def hollow(
         ModelError: the folder, the architecture or one of its settings cannot be used.
         LoraError: the model cannot have such adapters.
     """
-    auto, config, options = _recipe(folder, head)
+    auto, config, options, fit = _recipe(folder, head, row_layout)
     model = _without_weights(auto, config, options, folder)
-    skeleton, new_head = _prepared(model, folder, head, config, checkpointing)
-    check_architecture(auto, config, head, options, folder)
+    skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing)
+    _read_constants(skeleton, auto, config, options, folder)
     shapes = {name: p.detach() for name, p in model.named_parameters()}
     adapters: dict[str, Tensor] = {}
     if lora is not None:
@@ -186,17 +193,17 @@ def hollow(
     return Hollow(skeleton, shapes, adapters, new_head)
 
 
-def _recipe(folder: str | Path, head: str) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns transformers' class for the model, its config, and the options that it is made with."""
+def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, dict[str, Any], Fit]:
+    """Returns transformers' class for the model, its config, the options that it is made with, and how it is run."""
     import transformers
 
-    attention.register()
     config = read_config(folder)
     auto: Any = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
     if head == "value":
         config.num_labels = 1
-    options = {"attn_implementation": attention.NAME, "dtype": torch.float32, "trust_remote_code": False}
-    return auto, config, options
+    fit = fit_of(auto, config, head, folder, row_layout)
+    options = {"attn_implementation": fit.attention, "dtype": torch.float32, "trust_remote_code": False}
+    return auto, config, options, fit
 
 
 def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: str | Path) -> Any:
@@ -205,7 +212,7 @@ def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: st
     Raises:
         ModelError: it cannot be made, or is larger than the folder's weights.
     """
-    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder, config), _parameters_on_meta():
+    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder), _parameters_on_meta():
         model = auto.from_config(copy.deepcopy(config), **options)
     files = [path for pattern in ("*.safetensors", "*.bin") for path in Path(folder).glob(pattern)]
     described, held = sum(p.numel() for p in model.parameters()), sum(path.stat().st_size for path in files)
@@ -219,34 +226,55 @@ def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: st
 
 
 @contextlib.contextmanager
-def _refusals(folder: str | Path, config: Any) -> Iterator[None]:
+def _refusals(folder: str | Path) -> Iterator[None]:
     """Replaces errors of transformers by ones that name the folder."""
     with refused(str(folder)):
         try:
             yield
-        except KeyError as error:
-            # Some architectures look up the name of the attention among their own classes.
-            if error.args != (attention.NAME,):
-                raise
-            raise ModelError(f"{folder}: {config.model_type} {_UNFIT}") from error
         except RuntimeError as error:
             # The rest of the message refers to a report that is not shown.
             why = reason(error).partition(" For details")[0]
             raise ModelError(f"{folder}: its weights cannot be converted for this model: {why}") from error
 
 
-def _prepared(model: Any, folder: str | Path, head: str, config: Any, checkpointing: bool) -> tuple[Skeleton, bool]:
+def _prepared(
+    model: Any, folder: str | Path, head: str, config: Any, fit: Fit, checkpointing: bool
+) -> tuple[Skeleton, bool]:
     """Returns the model as a skeleton, and whether its output layer is new."""
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ModelError(f"{folder}: {type(model).__name__} {_UNFIT}")
     model.config.use_cache = False
-    model.train(checkpointing)
+    model.eval()
     if checkpointing:
+        if not model.supports_gradient_checkpointing:
+            raise ModelError(
+                f"{folder}: {type(model).__name__} cannot compute its layers again in the backward pass; set "
+                "enable_gradient_checkpointing to false"
+            )
         model.gradient_checkpointing_enable({"use_reentrant": False})
+        # Only these modules are told to train: others would add noise, such as that of routers.
+        for module in model.modules():
+            module.training = bool(getattr(module, "gradient_checkpointing", False))
     has_value_head = any("TokenClassification" in name for name in config.architectures or ())
-    skeleton = Skeleton(model, head, longest_row(config))
+    skeleton = Skeleton(model, head, longest_row(config), fit)
     skeleton.files = carried(folder, model)
     return skeleton, head == "value" and not has_value_head
+
+
+def _read_constants(skeleton: Skeleton, auto: Any, config: Any, options: dict[str, Any], folder: str | Path) -> None:
+    """Copies the folder's values of buffers that its weights contain, such as the biases of routers."""
+    constants = skeleton.constants
+    with refused(f"{folder}: its weights cannot be read"):
+        files = files_of(Path(folder)) if constants else {}
+        if not files:
+            return
+        if constants.keys() <= files.keys():
+            opened = {file: Slices(file) for file in {files[name] for name in constants}}
+            stored = {name: opened[files[name]].rows(name, 0, max(1, *b.shape, 1)) for name, b in constants.items()}
+        else:
+            # Under other names, which transformers knows.
+            with quiet():
+                stored = dict(auto.from_pretrained(folder, config=config, **options | LOCAL).named_buffers())
+        for name, b in constants.items():
+            b.copy_(stored[name])
 
 
 def _adapted(skeleton: Skeleton, lora: Lora | None, key: Key, folder: str | Path) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ def gradients(
     needed: Sequence[bool],
     size: int,
     grad_buffer: Float[Tensor, "V H"] | None = None,
+    softcap: float | None = None,
 ) -> Gradients:
     """Returns the gradients of hidden states, weight and bias, from those of log-probabilities and entropies.
 
@@ -53,6 +54,7 @@ def gradients(
         needed: which of the three gradients are computed; the others are None.
         size: the most logits at a time.
         grad_buffer: in fp32; the gradient of ``weight`` is added to it, and None is returned for it.
+        softcap: the bound of soft-capped logits, if they have one.
 
     Raises:
         NotDifferentiable: later, if a derivative of these gradients is taken.
@@ -65,7 +67,7 @@ def gradients(
     """
     found: Gradients = _Once.apply(
         hidden, weight, bias, targets, temperature, log_z, d_logprobs.contiguous(), entropies,
-        d_entropies.contiguous(), needed, size, grad_buffer,
+        d_entropies.contiguous(), needed, size, grad_buffer, softcap,
     )  # fmt: skip
     return found
 
@@ -103,6 +105,7 @@ class _Head:
     needed: Sequence[bool]
     size: int
     grad_buffer: Tensor | None
+    softcap: float | None
 
     def by_block(self) -> Gradients:
         hidden, weight, bias, grad_buffer = self.hidden, self.weight, self.bias, self.grad_buffer
@@ -141,7 +144,7 @@ class _Head:
         entropies = None if self.entropies is None else self.entropies[part]
         gradient_in_place(
             logits, targets, at(self.temperature, part), self.log_z[part], self.d_logprobs[part], entropies,
-            self.d_entropies[part],
+            self.d_entropies[part], self.softcap,
         )  # fmt: skip
         return logits
 

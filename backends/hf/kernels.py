@@ -23,12 +23,14 @@ def reduce_rows(
     logprobs: Float[Tensor, " N"],
     log_z: Float[Tensor, " N"],
     entropies: Float[Tensor, " N"] | None,
+    softcap: float | None = None,
 ) -> None:
     """Writes the log-probabilities of ``targets``, the log-normalisers and, if there is room for them, entropies."""
     rows, vocab = logits.shape
     _reduce[(rows,)](
-        logits, logits.stride(0), vocab, targets, temperature, logprobs, log_z, entropies,
-        HEATED=temperature is not None, ENTROPY=entropies is not None, BLOCK=BLOCK, num_warps=8,
+        logits, logits.stride(0), vocab, targets, temperature, logprobs, log_z, entropies, softcap or 1.0,
+        HEATED=temperature is not None, CAPPED=softcap is not None, ENTROPY=entropies is not None,
+        BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 
 
@@ -40,19 +42,28 @@ def gradient_in_place(
     d_logprobs: Float[Tensor, " N"],
     entropies: Float[Tensor, " N"] | None,
     d_entropies: Float[Tensor, " N"],
+    softcap: float | None = None,
 ) -> None:
     """Overwrites logits with the gradient with respect to them."""
     rows, vocab = logits.shape
     _gradient[(rows, triton.cdiv(vocab, BLOCK))](
         logits, logits.stride(0), vocab, targets, temperature, log_z, d_logprobs, entropies, d_entropies,
-        HEATED=temperature is not None, ENTROPY=entropies is not None, BLOCK=BLOCK, num_warps=8,
+        softcap or 1.0, HEATED=temperature is not None, CAPPED=softcap is not None, ENTROPY=entropies is not None,
+        BLOCK=BLOCK, num_warps=8,
     )  # fmt: skip
 
 
 @triton.jit
+def _capped(x, cap):
+    """Returns cap * tanh(x / cap); the exponent is never positive, so nothing overflows."""
+    e = tl.exp(-2.0 * tl.abs(x) / cap)
+    return tl.where(x < 0.0, -cap, cap) * (1.0 - e) / (1.0 + e)
+
+
+@triton.jit
 def _reduce(
-    logits, stride, vocab, targets, temperature, logprobs, log_z, entropies,
-    HEATED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, vocab, targets, temperature, logprobs, log_z, entropies, cap,
+    HEATED: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -65,7 +76,10 @@ def _reduce(
     moment = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32) * scale
+        x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+        if CAPPED:
+            x = tl.where(at < vocab, _capped(x, cap), -float("inf"))
+        x = x * scale
         new = tl.maximum(top, x)
         # A lane that has seen nothing, or -inf alone, has no finite maximum to subtract.
         base = tl.where(new == -float("inf"), 0.0, new)
@@ -80,15 +94,18 @@ def _reduce(
     z = highest + tl.log(total)
     target = tl.load(targets + row)
     tl.store(log_z + row, z)
-    tl.store(logprobs + row, tl.load(logits + target).to(tl.float32) * scale - z)
+    drawn = tl.load(logits + target).to(tl.float32)
+    if CAPPED:
+        drawn = _capped(drawn, cap)
+    tl.store(logprobs + row, drawn * scale - z)
     if ENTROPY:
         tl.store(entropies + row, z - tl.sum(moment * share) / total)
 
 
 @triton.jit
 def _gradient(
-    logits, stride, vocab, targets, temperature, log_z, d_logprobs, entropies, d_entropies,
-    HEATED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, stride, vocab, targets, temperature, log_z, d_logprobs, entropies, d_entropies, cap,
+    HEATED: tl.constexpr, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -96,7 +113,13 @@ def _gradient(
     if HEATED:
         scale = 1.0 / tl.load(temperature + row)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32) * scale
+    x = tl.load(logits + at, mask=at < vocab, other=-float("inf")).to(tl.float32)
+    slope = scale
+    if CAPPED:
+        x = _capped(x, cap)
+        # The derivative of c * tanh(x / c) is 1 - (its value / c)^2.
+        slope = scale * (1.0 - x / cap * (x / cap))
+    x = x * scale
     from_logprob = tl.load(d_logprobs + row)
     log_p = x - tl.load(log_z + row)
     p = tl.exp(log_p)
@@ -105,4 +128,4 @@ def _gradient(
         # d entropy / d logit = -p (log p + entropy)
         bent = tl.where(p > 0.0, p * (log_p + tl.load(entropies + row)), 0.0)
         d -= bent * tl.load(d_entropies + row)
-    tl.store(logits + at, (d * scale).to(logits.dtype.element_ty), mask=at < vocab)
+    tl.store(logits + at, (d * slope).to(logits.dtype.element_ty), mask=at < vocab)

@@ -33,8 +33,11 @@ def reduce_rows(
     logprobs: Tensor,
     log_z: Tensor,
     entropies: Tensor | None,
+    softcap: float | None = None,
 ) -> None:
     """Writes log-probabilities, log-normalisers and entropies: with kernels on CUDA, else with torch's functions.
+
+    ``softcap`` is the bound c of logits c * tanh(logits / c), which are divided by the temperature afterwards.
 
     Example:
         >>> logprobs, log_z = torch.empty(1), torch.empty(1)
@@ -43,9 +46,9 @@ def reduce_rows(
         (-1.3863, 1.3863)
     """
     if logits.is_cuda:
-        _on_cuda().reduce_rows(logits, targets, temperature, logprobs, log_z, entropies)
+        _on_cuda().reduce_rows(logits, targets, temperature, logprobs, log_z, entropies, softcap)
         return
-    logits = scaled(logits, temperature)
+    logits = scaled(logits, temperature, softcap)
     torch.logsumexp(logits, -1, out=log_z)
     logprobs.copy_(logits.gather(1, targets[:, None])[:, 0] - log_z)
     if entropies is not None:
@@ -61,6 +64,7 @@ def gradient_in_place(
     d_logprobs: Tensor,
     entropies: Tensor | None,
     d_entropies: Tensor,
+    softcap: float | None = None,
 ) -> None:
     """Overwrites logits with the gradient with respect to them; a target of -1 is in none of these columns.
 
@@ -71,10 +75,11 @@ def gradient_in_place(
         tensor([[-1., -1.]])
     """
     if logits.is_cuda:
-        _on_cuda().gradient_in_place(logits, targets, temperature, log_z, d_logprobs, entropies, d_entropies)
+        _on_cuda().gradient_in_place(logits, targets, temperature, log_z, d_logprobs, entropies, d_entropies, softcap)
         return
     given_logits = logits
-    log_probs = scaled(logits, temperature).sub_(log_z[:, None])
+    slope = None if softcap is None else torch.cosh(logits.float() / softcap).pow_(-2)
+    log_probs = scaled(logits, temperature, softcap).sub_(log_z[:, None])
     probs = log_probs.exp()
     if entropies is None:
         d_logits = probs.mul_(-d_logprobs[:, None])
@@ -85,12 +90,21 @@ def gradient_in_place(
     d_logits.scatter_add_(1, targets.clamp(min=0)[:, None], torch.where(targets >= 0, d_logprobs, 0.0)[:, None])
     if temperature is not None:
         d_logits.div_(temperature[:, None])
+    if slope is not None:
+        d_logits.mul_(slope)
     given_logits.copy_(d_logits)
 
 
-def scaled(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """Returns fp32 logits, divided by the temperature in place where they have this dtype already."""
+def scaled(logits: Tensor, temperature: Tensor | None, softcap: float | None = None) -> Tensor:
+    """Returns fp32 logits, soft-capped and divided by the temperature, in place where they have this dtype already.
+
+    Example:
+        >>> scaled(torch.tensor([[0.0, 1e9]]), torch.tensor([2.0]), softcap=30.0)
+        tensor([[ 0., 15.]])
+    """
     logits = logits.float()
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits if temperature is None else logits.div_(temperature[:, None])
 
 

@@ -27,6 +27,7 @@ def logprobs_and_entropy(
     chunk: int | None = None,
     plain: bool = False,
     grad_buffer: Float[Tensor, "V H"] | None = None,
+    softcap: float | None = None,
 ) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"] | None]:
     """Returns the log-probabilities of ``targets`` under softmax(logits / temperature), in nats, and the entropies.
 
@@ -43,6 +44,7 @@ def logprobs_and_entropy(
             fixed size. The backward pass has as many logits at a time.
         plain: use torch's own functions on all logits at once, which every ``torch.func`` transformation accepts.
         grad_buffer: in fp32; each backward pass adds the gradient of ``weight`` to it, instead of returning one.
+        softcap: the bound c of logits c * tanh(logits / c), if they have one.
 
     Raises:
         ValueError: ``grad_buffer`` is not in fp32, or goes with ``plain``.
@@ -57,9 +59,11 @@ def logprobs_and_entropy(
             "plain=True has no grad_buffer" if plain else f"grad_buffer is {grad_buffer.dtype}, not float32"
         )
     if plain:
-        return _plain(hidden, weight, bias, targets, temperature, entropy)
+        return _plain(hidden, weight, bias, targets, temperature, entropy, softcap)
     chunk = chunk or default_chunk(hidden, weight)
-    logprobs, entropies, _ = _LogProbs.apply(hidden, weight, bias, targets, temperature, entropy, chunk, grad_buffer)
+    logprobs, entropies, _ = _LogProbs.apply(
+        hidden, weight, bias, targets, temperature, entropy, chunk, grad_buffer, softcap
+    )
     return logprobs, entropies if entropy else None
 
 
@@ -71,6 +75,7 @@ def sum_pi_squared(
     temperature: Float[Tensor, " N"] | None = None,
     *,
     chunk: int | None = None,
+    softcap: float | None = None,
 ) -> Float[Tensor, " N"]:
     """Returns the sum of squared probabilities under softmax(logits / temperature), as a constant for autograd.
 
@@ -82,6 +87,7 @@ def sum_pi_squared(
         bias: of the output layer, if it has one.
         temperature: one for each hidden state; None stands for 1.
         chunk: how many are computed at a time, as for ``logprobs_and_entropy``.
+        softcap: as for ``logprobs_and_entropy``.
 
     Example:
         >>> sum_pi_squared(torch.zeros(1, 2), torch.zeros(4, 2), None).tolist()
@@ -90,7 +96,7 @@ def sum_pi_squared(
     chunk = chunk or default_chunk(hidden, weight)
     sums = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for part in slices(len(hidden), chunk):
-        logits = scaled(torch.nn.functional.linear(hidden[part], weight, bias), at(temperature, part))
+        logits = scaled(torch.nn.functional.linear(hidden[part], weight, bias), at(temperature, part), softcap)
         log_z = logits.logsumexp(-1)
         sums[part] = (logits.mul_(2.0).logsumexp(-1) - 2.0 * log_z).exp()
         del logits
@@ -98,9 +104,17 @@ def sum_pi_squared(
 
 
 def _plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor | None, entropy: bool
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: Tensor | None,
+    entropy: bool,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor | None]:
     logits = torch.nn.functional.linear(hidden, weight, bias).float()
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
     if temperature is not None:
         logits = logits / temperature[:, None]
     log_probs = logits.log_softmax(-1)
@@ -121,6 +135,7 @@ class _LogProbs(torch.autograd.Function):
         entropy: bool,
         chunk: int,
         grad_buffer: Tensor | None,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         log_z = torch.empty_like(logprobs)
@@ -128,14 +143,14 @@ class _LogProbs(torch.autograd.Function):
         for part in slices(len(hidden), chunk):
             logits = torch.nn.functional.linear(hidden[part], weight, bias)
             of_part = entropies[part] if entropy else None
-            reduce_rows(logits, targets[part], at(temperature, part), logprobs[part], log_z[part], of_part)
+            reduce_rows(logits, targets[part], at(temperature, part), logprobs[part], log_z[part], of_part, softcap)
             # Before the next chunk's are made.
             del logits
         return logprobs, entropies, log_z
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        hidden, weight, bias, targets, temperature, ctx.entropy, ctx.chunk, ctx.grad_buffer = inputs
+        hidden, weight, bias, targets, temperature, ctx.entropy, ctx.chunk, ctx.grad_buffer, ctx.softcap = inputs
         _, entropies, log_z = output
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, log_z, entropies)
         ctx.mark_non_differentiable(*([log_z] if ctx.entropy else [log_z, entropies]))
@@ -146,5 +161,6 @@ class _LogProbs(torch.autograd.Function):
         grads = gradients(
             hidden, weight, bias, targets, temperature, log_z, d_logprobs, entropies if ctx.entropy else None,
             d_entropies, ctx.needs_input_grad[:3], ctx.chunk * len(weight), ctx.grad_buffer,
+            ctx.softcap,
         )  # fmt: skip
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None

@@ -8,9 +8,11 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.candidates import candidate_logprobs, top_logprobs
+from verl_fn.backends.hf.logits import default_chunk, slices
 from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.ulysses import Sequence
@@ -117,11 +119,10 @@ def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> T
     wanted = set(needs)
     # The outputs for token t are read at token t - 1, where the model has seen exactly the tokens before t.
     at_targets = _Reading.of(staged.targets, staged.targets - 1, batch.num_tokens, sequence)
-    layer = skeleton.output_layer
     if skeleton.head == "lm":
-        outputs = _of_vocabulary(at_targets, hidden, layer, staged, wanted)
+        outputs = _of_vocabulary(at_targets, hidden, skeleton, staged, wanted)
         return TokenOutputs({name: t for name, t in outputs.items() if name in wanted})
-    outputs = {}
+    outputs, layer = {}, skeleton.output_layer
     if "values" in wanted:
         outputs["values"] = at_targets.spread(layer(at_targets.read(hidden)).float()[:, 0])
     if "row_values" in wanted:
@@ -132,33 +133,88 @@ def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> T
 
 
 def _of_vocabulary(
-    at_targets: _Reading, hidden: Tensor, layer: torch.nn.Linear, staged: Staged, wanted: set[str]
+    at_targets: _Reading, hidden: Tensor, skeleton: Skeleton, staged: Staged, wanted: set[str]
 ) -> dict[str, Tensor]:
     """Returns outputs of the distribution over the vocabulary."""
     read, temperature = at_targets.read(hidden), at_targets.chosen(staged.temperature)
-    tokens, of_layer = staged.batch.tokens[at_targets.places], (layer.weight, layer.bias)
+    tokens = staged.batch.tokens[at_targets.places]
+    candidates = staged.batch["candidates"][at_targets.places] if "candidate_logprobs" in wanted else None
+    of_places = _of_own_head if skeleton.fit.own_head else _of_output_layer
+    outputs = of_places(skeleton, read, tokens, temperature, candidates, wanted, staged.packing.plain)
+    return {name: at_targets.spread(t) for name, t in outputs.items()}
+
+
+def _of_output_layer(
+    skeleton: Skeleton,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: Tensor | None,
+    candidates: Tensor | None,
+    wanted: set[str],
+    plain: bool,
+) -> dict[str, Tensor]:
+    fit, layer = skeleton.fit, (skeleton.output_layer.weight, skeleton.output_layer.bias)
+    softcap = fit.softcap
+    if fit.scale != 1.0:
+        # A factor of the logits is the inverse of a temperature.
+        whole = torch.ones(len(hidden), device=hidden.device) if temperature is None else temperature
+        temperature, softcap = whole / fit.scale, softcap and softcap / fit.scale
     logprobs, entropy = logprobs_and_entropy(
-        read,
-        *of_layer,
-        tokens,
-        temperature,
-        entropy="entropy" in wanted,
-        plain=staged.packing.plain,
+        hidden, *layer, tokens, temperature, entropy="entropy" in wanted, plain=plain, softcap=softcap
     )
-    outputs = {"logprobs": at_targets.spread(logprobs)}
+    outputs = {"logprobs": logprobs}
     if entropy is not None:
-        outputs["entropy"] = at_targets.spread(entropy)
+        outputs["entropy"] = entropy
     if "sum_pi_squared" in wanted:
-        outputs["sum_pi_squared"] = at_targets.spread(sum_pi_squared(read, *of_layer, temperature))
-    if "candidate_logprobs" in wanted:
-        candidates = staged.batch["candidates"][at_targets.places]
-        several = candidate_logprobs(read, *of_layer, tokens, logprobs, candidates, temperature)
-        outputs["candidate_logprobs"] = at_targets.spread(several)
-    for count in {count for name in wanted if (count := top_count(name)) is not None}:
-        values, ids = top_logprobs(read, *of_layer, count, temperature)
-        outputs[f"top_logprobs_{count}"] = at_targets.spread(values)
-        outputs[f"top_ids_{count}"] = at_targets.spread(ids)
+        outputs["sum_pi_squared"] = sum_pi_squared(hidden, *layer, temperature, softcap=softcap)
+    if candidates is not None:
+        outputs["candidate_logprobs"] = candidate_logprobs(
+            hidden, *layer, tokens, logprobs, candidates, temperature, softcap=softcap
+        )
+    for count in _tops(wanted):
+        values, ids = top_logprobs(hidden, *layer, count, temperature, softcap=softcap)
+        outputs |= {f"top_logprobs_{count}": values, f"top_ids_{count}": ids}
     return outputs
+
+
+def _of_own_head(
+    skeleton: Skeleton,
+    hidden: Tensor,
+    tokens: Tensor,
+    temperature: Tensor | None,
+    candidates: Tensor | None,
+    wanted: set[str],
+    plain: bool,
+) -> dict[str, Tensor]:
+    """Computes logits by the model's own code, a chunk of tokens at a time, and again in the backward pass."""
+
+    def compute(hidden: Tensor, part: slice) -> dict[str, Tensor]:
+        logits = skeleton.own_logits(hidden).float()
+        log_probs = (logits if temperature is None else logits / temperature[part, None]).log_softmax(-1)
+        outputs = {"logprobs": log_probs.gather(1, tokens[part, None])[:, 0]}
+        if "entropy" in wanted:
+            outputs["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
+        if "sum_pi_squared" in wanted:
+            outputs["sum_pi_squared"] = log_probs.detach().exp().square().sum(-1)
+        if candidates is not None:
+            outside = candidates[part] >= log_probs.shape[-1]
+            several = log_probs.gather(1, candidates[part].masked_fill(outside, 0))
+            outputs["candidate_logprobs"] = several.masked_fill(outside, -torch.inf)
+        for count in _tops(wanted):
+            top = log_probs.detach().topk(count, -1)
+            outputs |= {f"top_logprobs_{count}": top.values, f"top_ids_{count}": top.indices}
+        return outputs
+
+    parts = []
+    for part in slices(len(hidden), default_chunk(hidden, skeleton.output_layer.weight)) or [slice(0, 0)]:
+        inputs = (hidden[part], part)
+        parts.append(compute(*inputs) if plain else checkpoint(compute, *inputs, use_reentrant=False))
+    return {name: torch.cat([of_part[name] for of_part in parts]) for name in parts[0]}
+
+
+def _tops(wanted: set[str]) -> set[int]:
+    """Returns how many of the likeliest tokens are asked for."""
+    return {count for name in wanted if (count := top_count(name)) is not None}
 
 
 @attrs.frozen(eq=False)

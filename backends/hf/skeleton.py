@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from verl_fn.backends.hf.attention import Packing
+from verl_fn.backends.hf.attention import NAME, Packing
 from verl_fn.backends.hf.lora import Adapters, Lora, canonical, inject
 from verl_fn.state import Batch, Key, Params, SharedSetting
 from verl_fn.state.arguments import expect_tokens
@@ -20,6 +22,7 @@ from verl_fn.state.arguments import expect_tokens
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+PACKED, PADDED = "packed", "padded"
 LAYER_INDEX = "layer_idx"  # transformers' attribute of attention modules
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -52,6 +55,29 @@ def repeatable(asked: bool) -> Iterator[None]:
         yield
 
 
+@attrs.frozen
+class Fit:
+    """How a model is run so that each row is computed as if by itself; ``checks.fit_of`` finds it.
+
+    Attributes:
+        layout: ``packed``, rows end to end in one sequence, or ``padded``, a table of rows with padding on the right.
+        attention: transformers' name for the implementation of attention.
+        scale: a factor of the logits.
+        softcap: the bound c of logits c * tanh(logits / c), if any; the factor is applied before.
+        own_head: logits are computed by the model's own code, since it is no output layer with factor and bound.
+        repeats: a forward pass runs a layer more than once, so a cache with an entry for each layer is wrong.
+        longest: the most tokens of a row that transformers' own code computes right.
+    """
+
+    layout: str = PACKED
+    attention: str = NAME
+    scale: float = 1.0
+    softcap: float | None = None
+    own_head: bool = False
+    repeats: bool = False
+    longest: float = math.inf
+
+
 class Skeleton(nn.Module):
     """A model whose parameters are on the meta device; every call is given the real ones.
 
@@ -63,15 +89,17 @@ class Skeleton(nn.Module):
         head: ``lm`` for a language model, ``value`` for a scalar for each token.
         adapters: the model's adapters, if it has any.
         longest: the most tokens of a row.
+        fit: how the model is run.
         files: the contents of the other files of the model's folder, which a checkpoint holds too.
     """
 
-    def __init__(self, model: PreTrainedModel, head: str, longest: float = math.inf) -> None:
+    def __init__(self, model: PreTrainedModel, head: str, longest: float = math.inf, fit: Fit | None = None) -> None:
         super().__init__()
         self.model: PreTrainedModel = model
         self.head = head
         self.adapters = Adapters()
         self.longest = longest
+        self.fit = fit or Fit()
         self.files: dict[str, bytes] = {}
         self._inside: dict[str, str] = {}
 
@@ -91,7 +119,7 @@ class Skeleton(nn.Module):
         gradients. The embedding of the padding token is made a constant in forward mode too, as torch makes it one in
         the backward pass only.
         """
-        training = self.model.training
+        training = [module for module in self.model.modules() if module.training]
         embeddings = [m for m in self.model.modules() if isinstance(m, nn.Embedding)]
         hooks = {m: dict(m._forward_hooks) for m in embeddings}
         padded = {m: m.padding_idx for m in embeddings if m.padding_idx is not None}
@@ -104,7 +132,8 @@ class Skeleton(nn.Module):
         try:
             yield
         finally:
-            self.model.train(training)
+            for module in training:
+                module.training = True
             for module, own_hooks in hooks.items():
                 module._forward_hooks.update(own_hooks)
             for module, padding in padded.items():
@@ -147,6 +176,24 @@ class Skeleton(nn.Module):
         return {name: b for name, b in self.model.named_buffers() if name in saved}
 
     @property
+    def padded(self) -> bool:
+        """Whether rows are padded to the longest of their micro-batch."""
+        return self.fit.layout == PADDED
+
+    @property
+    def body(self) -> Any:
+        """The part of the model that computes hidden states."""
+        body = self.model.base_model
+        return self.model.model if body is self.model else body
+
+    @property
+    def layers(self) -> Sequence[nn.Module]:
+        """The list of modules with most parameters; empty if the model has no list."""
+        lists = [m for m in self.body.modules() if isinstance(m, nn.ModuleList)]
+        largest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=None)
+        return list(largest or ())
+
+    @property
     def output_layer(self) -> nn.Linear:
         """The language-model head or the value head."""
         if self.head == "lm":
@@ -183,8 +230,15 @@ class Skeleton(nn.Module):
         """Raises an error for a row that is too long to be computed as it would be alone.
 
         Raises:
-            ValueError: the model's rotary frequencies depend on rows of this length.
+            ValueError: the model's rotary frequencies depend on rows of this length, or its layers compute such rows
+                wrong.
         """
+        if tokens > self.fit.longest:
+            raise ValueError(
+                f"a row has {tokens} tokens; transformers' own code for the state-space layers of "
+                f"{type(self.model).__name__} is right only up to chunk_size, {self.fit.longest} tokens: shorten the "
+                "rows, raise chunk_size in config.json, or install mamba-ssm and causal-conv1d"
+            )
         if tokens > self.longest:
             raise ValueError(
                 f"a row has {tokens} tokens, more than the {self.longest} of this model's "
@@ -198,10 +252,12 @@ class Skeleton(nn.Module):
             ValueError: a row is too long to be computed as it would be alone.
         """
         self.check_longest(packing.longest)
+        if self.padded:
+            return self._of_padded(tokens, packing)
         # transformers does not read a mask of four dimensions. Without a mask it looks for packed rows in the
         # positions, which it cannot do with a traced tensor.
         mask = torch.empty(1, 1, 1, 1, device=tokens.device) if packing.plain else None
-        outputs = self.model.base_model(
+        outputs = self.body(
             input_ids=tokens[None],
             position_ids=positions[None],
             attention_mask=mask,
@@ -209,6 +265,36 @@ class Skeleton(nn.Module):
             packing=packing,
         )
         return outputs.last_hidden_state[0]
+
+    def _of_padded(self, tokens: Tensor, packing: Packing) -> Tensor:
+        """Runs the model as it is on a table of rows; causal attention hides the padding after a row."""
+        table = tokens.new_zeros(packing.rows * packing.longest).index_copy(0, packing.slots, tokens)
+        # Fused kernels have no forward-mode derivative.
+        with sdpa_kernel(SDPBackend.MATH) if packing.plain else contextlib.nullcontext():
+            outputs = self.body(input_ids=table.view(packing.rows, -1), use_cache=False)
+        return outputs.last_hidden_state.flatten(0, 1).index_select(0, packing.slots)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits of hidden states in fp32, ``[N, V]``."""
+        if self.fit.own_head:
+            return self.own_logits(hidden).float()
+        logits = self.output_layer(hidden).float()
+        logits = logits if self.fit.scale == 1.0 else logits * self.fit.scale
+        return logits if self.fit.softcap is None else torch.tanh(logits / self.fit.softcap) * self.fit.softcap
+
+    def own_logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits that the model's own code makes of hidden states, ``[N, V]``."""
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        body = self.body
+        # The body answers with the hidden states that are there already.
+        body.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden[None])
+        try:
+            ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+            logits: Tensor = self.model(input_ids=ids, use_cache=False).logits[0]
+        finally:
+            del body.forward
+        return logits
 
 
 def _embed(embed: Callable[[Tensor], Tensor], padding: int, ids: Tensor) -> Tensor:
@@ -224,12 +310,15 @@ def compile_layer(layer: nn.Module) -> None:
             setattr(module, LAYER_INDEX, 0)
     compiled = torch.compile(layer.forward)
 
-    def forward(hidden: Tensor, *args: Any, packing: Packing, **kwargs: Any) -> Any:
+    def forward(hidden: Tensor, *args: Any, packing: Packing | None = None, **kwargs: Any) -> Any:
         # Only numbers of tokens vary: kernels for head sizes that are known only at run time are far slower.
         by_token = (hidden, kwargs.get("position_ids"), *(kwargs.get("position_embeddings") or ()))
         for t in by_token:
-            if t is not None:
+            if isinstance(t, Tensor):
                 torch._dynamo.maybe_mark_dynamic(t, 1)
+        if packing is None:
+            torch._dynamo.maybe_mark_dynamic(hidden, 0)
+            return compiled(hidden, *args, **kwargs)
         for t in (packing.slots, packing.cu_seqlens, packing.places):
             torch._dynamo.maybe_mark_dynamic(t, 0)
         return compiled(hidden, *args, packing=packing, **kwargs)

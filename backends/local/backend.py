@@ -28,6 +28,7 @@ from verl_fn.state import (
     Metrics,
     Params,
     Slots,
+    Split,
     Sum,
     TokenOutputs,
     TrainState,
@@ -62,6 +63,7 @@ class Local:
         max_tokens: the most tokens of a micro-batch.
         checkpointing: recompute each layer in the backward pass.
         lora: adapters to train; everything else but a value head is then frozen.
+        row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
         device: the device that computes and on which states are made.
         deterministic: use bitwise repeatable kernels on CUDA; those of the CPU always are.
 
@@ -89,6 +91,7 @@ class Local:
         max_tokens: int = 16384,
         checkpointing: bool = False,
         lora: Lora | None = None,
+        row_layout: str = "auto",
         device: str | torch.device = "cpu",
         deterministic: bool = False,
     ) -> None:
@@ -100,6 +103,7 @@ class Local:
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
         self.lora = lora
+        self.row_layout = row_layout
         self.device = torch.device(device)
         self.deterministic = deterministic
         # Calls share the skeleton and the cached copies.
@@ -193,7 +197,7 @@ class Local:
         with self._one_call():
             self._built().check_batch(batch)
             tensors = self._compute_tensors(params)
-            split = split_by_tokens(batch, self.max_tokens)
+            split = self._split(batch)
             parts: list[TokenOutputs] = []
             for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
@@ -226,7 +230,7 @@ class Local:
             tensors = self._compute_tensors(state.params)
             leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
             tensors |= leaves
-            split = split_by_tokens(batch.detached(), self.max_tokens, loss.together)
+            split = self._split(batch.detached(), loss.together)
             for i, part in enumerate(split):
                 staged = Staged.of(part, self.device)
 
@@ -260,7 +264,7 @@ class Local:
         wanted = check_needs(self.head, loss.needs)
         skeleton = self._built()
         with isolated(gradients=None):
-            split = split_by_tokens(batch, self.max_tokens, loss.together)
+            split = self._split(batch, loss.together)
             parts = [Staged.of(part, self.device).plain() for part in split]
 
         def fn(params: Params) -> tuple[Tensor, Metrics]:
@@ -306,7 +310,7 @@ class Local:
     def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
         skeleton, params = build(
             folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing,
-            lora=self.lora,
+            lora=self.lora, row_layout=self.row_layout,
         )  # fmt: skip
         if self._skeleton is None and Path(folder) == self.folder:
             skeleton.move_buffers(self.device)
@@ -324,6 +328,9 @@ class Local:
                 self._build(self.folder, Key.from_seed(0), pretrained=False)
         assert self._skeleton is not None
         return self._skeleton
+
+    def _split(self, batch: Batch, together: str | None = None) -> Split:
+        return split_by_tokens(batch, self.max_tokens, together, padded=self._built().padded)
 
     def _completed(self, params: Params) -> Mapping[str, Tensor]:
         """Returns the parameters by name, with zeros for adapters that they lack.

@@ -1,8 +1,8 @@
 """Decoders: language models with a cache of slots, prefilled by rows and advanced a token at a time.
 
-``GeneralDecoder`` runs any model that ``build`` accepts through its own forward; ``llama.LlamaDecoder`` runs models
-of the Llama shape with fewer operations. Both keep row i of a batch in slot i of a cache that is allocated once, make
-no mask and do not sample.
+``GeneralDecoder`` runs any model with packed rows through its own forward; ``llama.LlamaDecoder`` runs models of the
+Llama shape with fewer operations. Both keep row i of a batch in slot i of a cache that is allocated once, make no
+mask and do not sample. ``RowDecoder`` runs models with padded rows, and computes each row again for every token.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from torch import Tensor
 from verl_fn.backends.hf.attention import Packing, packed_attention
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
-from verl_fn.state import Batch
+from verl_fn.state import Batch, split_by_tokens
 
 NAME = "verl_fn_decode"
+# The most tokens, padding included, that a decoder without a cache computes at a time.
+ROW_TOKENS = 16384
 
 
 class Decoder(Protocol):
@@ -190,17 +192,18 @@ class Cache:
 
 
 class GeneralDecoder:
-    """Runs any causal language model that ``build`` accepts through its own forward; see ``Decoder``."""
+    """Runs any causal language model with packed rows through its own forward; see ``Decoder``."""
 
     def __init__(
         self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
     ) -> None:
-        register()
         self.skeleton, self.shapes, self.device = skeleton, shapes, device
         self.vocab = skeleton.output_layer.weight.shape[0]
         model: Any = skeleton.model
         self.model = model
-        model.set_attn_implementation(NAME)
+        if not isinstance(self, RowDecoder):
+            register()
+            model.set_attn_implementation(NAME)
         skeleton.move_buffers(device)
         self._dtype = dtype
         self._weights: dict[str, Tensor] = {}
@@ -246,8 +249,7 @@ class GeneralDecoder:
 
     def _logits(self, tokens: Tensor, where: Where, last: Tensor | None) -> Float[Tensor, "n V"]:
         def forward(skeleton: Skeleton) -> Tensor:
-            body: Any = skeleton.model.base_model
-            outputs = body(
+            outputs = skeleton.body(
                 input_ids=tokens[None],
                 position_ids=where.positions[None],
                 use_cache=False,
@@ -255,6 +257,54 @@ class GeneralDecoder:
                 where=where,
             )
             hidden = outputs.last_hidden_state[0]
-            return skeleton.output_layer(hidden if last is None else hidden[last]).float()
+            return skeleton.logits(hidden if last is None else hidden[last])
+
+        return self.skeleton.run(self._weights, forward)
+
+
+class RowDecoder(GeneralDecoder):
+    """Runs any causal language model with padded rows; see ``Decoder``.
+
+    It holds the tokens of the slots instead of a cache, whose layout differs from family to family, and computes
+    whole rows: n tokens take n passes over up to n tokens.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton, shapes: dict[str, torch.Size], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__(skeleton, shapes, device, dtype)
+        self._texts = torch.zeros(0, 0, dtype=torch.int64)
+
+    def reserve(self, slots: int, length: int) -> None:
+        if slots > self._texts.shape[0] or length > self._texts.shape[1]:
+            self._texts = torch.zeros(slots, length, dtype=torch.int64)
+
+    def prefill(self, rows: Batch, slots: Int[Tensor, " B"]) -> Float[Tensor, "B V"]:
+        self._texts[rows.spread(slots), rows.positions] = rows.tokens
+        return self._after(rows)
+
+    def step(self, tokens: Int[Tensor, " n"], positions: Int[Tensor, " n"], longest: int) -> Float[Tensor, "n V"]:
+        ends = positions.cpu()
+        self._texts[torch.arange(len(ends)), ends] = tokens.cpu()
+        texts = zip(self._texts, (ends + 1).tolist(), strict=False)
+        return self._after(Batch.from_rows([text[:end] for text, end in texts]))
+
+    def copy(self, sources: list[int], targets: list[int], length: int) -> None:
+        self._texts[targets, :length] = self._texts[sources, :length]
+
+    def drop_cache(self) -> None:
+        self._texts = torch.zeros(0, 0, dtype=torch.int64)
+
+    def _after(self, rows: Batch) -> Float[Tensor, "B V"]:
+        """Returns fp32 logits after the last token of each row."""
+        split = split_by_tokens(rows, max(ROW_TOKENS, int(rows.lengths.max())), padded=True)
+        return torch.cat([self._part(part) for part in split])[split.inverse.to(self.device)]
+
+    def _part(self, rows: Batch) -> Float[Tensor, "B V"]:
+        packing, last = Packing.of(rows, self.device), rows.last.to(self.device)
+        given = rows.tokens.to(self.device), rows.positions.to(self.device), packing
+
+        def forward(skeleton: Skeleton) -> Tensor:
+            return skeleton.logits(skeleton.hidden_states(*given)[last])
 
         return self.skeleton.run(self._weights, forward)

@@ -14,7 +14,7 @@ from torch.nn.functional import embedding, linear, silu
 from verl_fn.backends.hf.attention import packed_attention
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
-from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, Where, attend
+from verl_fn.backends.sampler.decoder import Decoder, GeneralDecoder, RowDecoder, Where, attend
 from verl_fn.backends.serving import model_of
 from verl_fn.state import Batch
 
@@ -32,6 +32,8 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype) ->
         ModelError: the folder or the architecture cannot be used.
     """
     skeleton, shapes = model_of(folder)
+    if skeleton.padded or skeleton.fit.repeats:
+        return RowDecoder(skeleton, shapes, device, dtype)
     kind = LlamaDecoder if misfit(skeleton.config, shapes) is None else GeneralDecoder
     return kind(skeleton, shapes, device, dtype)
 

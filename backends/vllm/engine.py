@@ -14,7 +14,7 @@ import torch
 
 from verl_fn.backends.answers import Answers
 from verl_fn.backends.growing import Growing, More
-from verl_fn.backends.hf.config import read_config
+from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.protocol import (
@@ -103,6 +103,11 @@ class Vllm(Growing):
     ) -> None:
         check_version()
         skeleton, self.shapes = model_of(folder, lora)
+        if skeleton.constants:
+            raise ModelError(
+                f"{folder} has buffers among its weights, which are never published to vLLM: "
+                f"{', '.join(list(skeleton.constants)[:3])}; set rollout.name to sampler"
+            )
         self._lora = lora
         # Identifies the model that adapters are added to; None where the engine has none.
         self._base: str | None = None

@@ -203,11 +203,7 @@ def test_what_cannot_be_run_is_refused_with_its_name(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         Local(tmp_path / "nowhere", OPTIMIZER).load_pretrained()
     folder = new_model(tmp_path / "a", chars="ab")
-    edit_config(folder, attention_dropout=0.1)
-    with pytest.raises(ModelError, match="attention_dropout"):
-        Local(folder, OPTIMIZER).load_pretrained()
-    scaled = new_model(tmp_path / "b", chars="abcd", arch="granite", hidden_size=32, logits_scaling=8.0)
-    with pytest.raises(ModelError, match="after the output layer"):
+    XX
         Local(scaled, OPTIMIZER).load_pretrained()
     capped = new_model(tmp_path / "c", chars="abcd", arch="gemma2", hidden_size=32)
     with pytest.raises(ModelError, match="Gemma2Attention uses soft-capped scores"):
