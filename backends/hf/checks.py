@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from verl_fn.backends.hf import attention
 from verl_fn.backends.hf.attention import Packing
-from verl_fn.backends.hf.config import ModelError, quiet, reason, refused
+from verl_fn.backends.hf.config import ModelError, longest_row, quiet, reason, refused
 from verl_fn.backends.hf.skeleton import LAYER_INDEX, PACKED, PADDED, Fit, Skeleton
 from verl_fn.state import Batch
 
@@ -38,7 +38,7 @@ VOCABULARY, WIDTH, WINDOW = 64, 64, 4
 # The lengths of the rows of each batch that is compared; linear attention has chunks of 64 tokens.
 LENGTHS = ((12, 8, 9, 2), (3,), (1, 3), (9, 10), (150, 70))
 # Names of the projections of queries and keys.
-QUERIES_AND_KEYS = re.compile(r"(?:^|[._])(?:q|k|qk|qkv|query|key|query_key_value|c_attn)(?:_proj)?\.weight$|Wqkv")
+QUERIES_AND_KEYS = re.compile(r"(?:^|\.)(?:q|k|qk|qkv|query|key|query_key_value|c_attn)(?:_proj)?\.weight$|Wqkv")
 _MIXED = "rows are not computed as each one by itself"
 # Fields that name the kind of each layer.
 KINDS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "hybrid_override_pattern")
@@ -201,7 +201,7 @@ def _fit(auto: Any, config: Any, head: str, folder: str | Path, layout: str, lon
     model = _random_model(auto, config, head, "eager")
     text = config.get_text_config()
     vocab = text.vocab_size
-    longest = min(longest, *(getattr(text, name, None) or math.inf for name in POSITIONS))
+    longest = min(longest, longest_row(config), *(getattr(text, name, None) or math.inf for name in POSITIONS))
     lengths = [[int(min(n, longest)) for n in of_batch] for of_batch in LENGTHS]
     for length in (lengths[0][0], lengths[-1][0]):
         _check_causal(model, _row(length, vocab), vocab, folder)
@@ -327,7 +327,7 @@ def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any
         for name, p in model.named_parameters():
             if p.dim() > 1:
                 # Scores of attention are as large as trained ones, too.
-                nn.init.normal_(p, std=(4 if QUERIES_AND_KEYS.search(name) else 1) / math.sqrt(p.shape[-1]))
+                nn.init.normal_(p, std=(2 if QUERIES_AND_KEYS.search(name) else 1) / math.sqrt(p.shape[-1]))
         output = model.get_output_embeddings() if head == "lm" else None
         if output is not None:
             output.weight *= 10.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_local import OPTIMIZER, edit_config, ragged
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl_fn.backends.hf.checks import smaller
 from verl_fn.backends.hf.folder import ModelError, build, hollow, read_config

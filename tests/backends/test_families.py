@@ -1,0 +1,207 @@
+"""Families of models of every kind: packed or padded rows, and whatever stands after the output layer, are found."""
+
+import json
+
+import attrs
+import pytest
+import torch
+
+from verl_fn.backends.hf import attention, checks
+from verl_fn.backends.hf.checks import fit_of
+from verl_fn.backends.hf.config import ModelError, dropout_of
+from verl_fn.backends.hf.folder import hollow
+from verl_fn.backends.hf.skeleton import Fit, Skeleton
+from verl_fn.backends.local import Local
+from verl_fn.backends.sampler import Sampler
+from verl_fn.benchmarks import families
+from verl_fn.benchmarks.families import BAR, compare, tiny_folder
+from verl_fn.state import Batch, Key, split_by_tokens, tree
+from verl_fn.steps import adamw, aggregate, cross_entropy, entropy, sgd
+
+# A family of each kind, and what is expected of it.
+KINDS = {
+    "qwen3": Fit(),
+    "cohere": Fit(scale=0.0625),  # a factor of the logits
+    "nanochat": Fit(softcap=15.0),
+    "gemma2": Fit("padded", "eager", softcap=30.0),  # scores have a cap, too, which SDPA lacks
+    "gpt_oss": Fit("padded", "eager"),  # sinks
+    "doge": Fit("padded", "eager"),  # a mask that the model makes
+    "qwen3_5_text": Fit("padded", "sdpa"),  # linear attention
+    "mamba": Fit("padded", "eager"),
+    "modernbert-decoder": Fit(own_head=True),
+    "hrm_text": Fit(repeats=True),  # layers that run several times
+    "deepseek_v3": Fit(),  # buffers among the weights
+    "nemotron_h": Fit("padded", "sdpa", longest=16),  # wrong beyond a chunk
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = tiny_folder(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return make
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_family_is_computed_as_transformers_does(folder, name):
+    """Log-probs, the gradient of every parameter, and samples of the embedded engine."""
+    result = compare(folder(name))
+    assert result["logprobs"] <= BAR and result["gradient"] <= BAR and result["sampled"] <= BAR, result
+    assert hollow(folder(name), "lm", key=Key.from_seed(0)).skeleton.fit == KINDS[name]
+
+
+def test_entropies_of_every_kind_of_head(folder):
+    """Of plain logits, and of logits that are scaled, capped or made by the model's own code."""
+    from transformers import AutoModelForCausalLM
+
+    row = [5, 9, 13, 7, 11]
+    batch = Batch.from_rows([row], {"response_mask": [[0.0] + [1.0] * 4]}).with_rows(temperature=torch.tensor([0.7]))
+    needs = ["logprobs", "entropy", "sum_pi_squared", "candidate_logprobs", "top_logprobs_3", "top_ids_3"]
+    batch = batch.with_tokens(candidates=torch.tensor([[4, 66]] * 5))
+    for name in ("qwen3", "cohere", "nanochat", "gemma2", "modernbert-decoder"):
+        backend = Local(folder(name), sgd(0.0))
+        params = backend.load_pretrained().params
+        outputs = backend.forward(params, batch, needs).by_name
+        model = AutoModelForCausalLM.from_pretrained(folder(name), attn_implementation="eager").eval()
+        with torch.no_grad():
+            log_probs = (model(input_ids=torch.tensor([row])).logits[0, :-1].float() / 0.7).log_softmax(-1)
+        probs, drawn = log_probs.exp(), torch.tensor(row[1:])
+        expected = {
+            "logprobs": log_probs.gather(1, drawn[:, None])[:, 0],
+            "entropy": -(probs * log_probs).sum(-1),
+            "sum_pi_squared": probs.square().sum(-1),
+            "candidate_logprobs": log_probs[:, [4, 66]],
+            "top_logprobs_3": log_probs.topk(3).values,
+        }
+        for output, values in expected.items():
+            assert torch.allclose(outputs[output][1:], values, atol=2e-5), (name, output)
+        assert torch.equal(outputs["top_ids_3"][1:], log_probs.topk(3).indices), name
+
+
+@pytest.mark.parametrize("name", ["nanochat", "modernbert-decoder", "qwen3_5_text", "gemma2"])
+def test_transformations_of_the_loss_and_checkpointing_have_the_same_gradient(folder, name):
+    rows = [[5, 9, 13, 7, 11, 3, 8], [4, 12, 6]]
+    batch = aggregate(Batch.from_rows(rows, {"response_mask": [[0.0] + [1.0] * (len(r) - 1) for r in rows]}))
+    loss = cross_entropy() - 0.1 * entropy()
+    backend = Local(folder(name), adamw(0.01))
+    state = backend.load_pretrained()
+    grads, _ = backend.forward_backward(state, batch, loss)
+    transformed, _ = torch.func.grad(backend.loss_fn(batch, loss), has_aux=True)(state.params)
+    recomputed, _ = Local(folder(name), adamw(0.01), checkpointing=True).forward_backward(state, batch, loss)
+    for key, g in grads.items():
+        assert torch.allclose(transformed[key], g, atol=1e-5 * float(g.norm()) + 1e-8), key
+        assert torch.allclose(recomputed[key], g, atol=1e-5 * float(g.norm()) + 1e-8), key
+
+
+def test_padded_rows_are_sorted_into_parts_within_the_budget():
+    lengths = [3, 17, 5, 16, 4, 9, 1, 8]
+    batch = Batch.from_rows([[1] * n for n in lengths])
+    split = split_by_tokens(batch, 34, padded=True)
+    parts = [part.lengths.tolist() for part in split]
+    assert all(len(part) * max(part) <= 34 for part in parts)
+    assert split.join([part.tokens for part in split]).tolist() == batch.tokens.tolist()
+    assert sorted(map(max, parts), reverse=True)[:2] == [17, 9]
+    with pytest.raises(ValueError, match=r"row 1 has 17 tokens with padding, more than the budget of 16"):
+        split_by_tokens(batch, 16, padded=True)
+
+
+def test_rows_do_not_depend_on_their_neighbours_in_any_layout(folder):
+    rows = [[5, 9, 13, 7, 11, 3, 8], [4, 12, 6], [9, 8, 7, 6]]
+    batch = Batch.from_rows(rows, {"response_mask": [[0.0] + [1.0] * (len(r) - 1) for r in rows]})
+    for name, layout in (("qwen3", "packed"), ("qwen3", "padded"), ("qwen3_5_text", "auto"), ("gemma2", "auto")):
+        few, many = (Local(folder(name), sgd(0.0), row_layout=layout, max_tokens=budget) for budget in (7, 64))
+        params = few.load_pretrained().params
+        assert torch.allclose(few.forward(params, batch).logprobs, many.forward(params, batch).logprobs, atol=3e-6)
+
+
+def test_a_row_that_the_models_code_computes_wrong_is_refused(folder):
+    backend = Local(folder("nemotron_h"), sgd(0.0))
+    params = backend.load_pretrained().params
+    long = Batch.from_rows([[3] * 17], {"response_mask": [[0.0] + [1.0] * 16]})
+    with pytest.raises(ValueError, match=r"a row has 17 tokens; .* only up to chunk_size, 16 tokens"):
+        backend.forward(params, long)
+
+
+def test_values_of_buffers_come_from_the_folder(folder, tmp_path):
+    """Biases of routers that were trained elsewhere decide which experts a token gets, in the engine too."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder("deepseek_v3"))
+    for name, b in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            b.copy_(torch.tensor([0.9, -0.9, 0.5, -0.5]))
+    model.save_pretrained(tmp_path)
+    result = compare(tmp_path)
+    assert max(result["logprobs"], result["gradient"], result["sampled"]) <= BAR
+    made = hollow(tmp_path, "lm", key=Key.from_seed(0)).skeleton.constants
+    assert made and all(b.tolist() == pytest.approx([0.9, -0.9, 0.5, -0.5]) for b in made.values())
+
+
+def test_dropout_and_noise_are_turned_off(folder, tmp_path):
+    """Real checkpoints have dropout, and layers that are recomputed run in training mode."""
+    tiny_folder("seed_oss", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"attention_dropout": 0.5, "residual_dropout": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert dropout_of(tmp_path) == {"attention_dropout": 0.5, "residual_dropout": 0.5}
+    batch = aggregate(Batch.from_rows([[5, 9, 13, 7]], {"response_mask": [[0.0, 1.0, 1.0, 1.0]]}))
+    backend = Local(tmp_path, sgd(0.0), checkpointing=True)
+    state = backend.load_pretrained()
+    first, again = (backend.forward_backward(state, batch, cross_entropy())[0] for _ in range(2))
+    assert tree.equal(first, again)
+    assert not dropout_of(folder("qwen3"))
+
+
+MUTANTS = {
+    "a cap of scores that is left out": ("gemma2", lambda fit: attrs.evolve(fit, attention="sdpa")),
+    "a cap of logits that is left out": ("nanochat", lambda fit: attrs.evolve(fit, softcap=None)),
+    "a factor of logits that is left out": ("cohere", lambda fit: attrs.evolve(fit, scale=1.0)),
+    "a head of the model's own that is left out": (
+        "modernbert-decoder",
+        lambda fit: attrs.evolve(fit, own_head=False),
+    ),
+    "a mask of the model's own that is left out": ("doge", lambda fit: attrs.evolve(fit, attention="sdpa")),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_law_notices(folder, mutant, monkeypatch):
+    name, change = MUTANTS[mutant]
+    found = hollow(folder(name), "lm", key=Key.from_seed(0)).skeleton.fit
+    monkeypatch.setattr("verl_fn.backends.hf.folder.fit_of", lambda *args: change(found))
+    monkeypatch.setattr(families, "ROWS", ([5, 9, 13], [4, 12, 6], [33, 17, 10, 19, 50, 28, 1]))
+    assert compare(folder(name))["outcome"] == families.WRONG
+
+
+def test_the_check_notices_rows_that_see_each_other(folder, monkeypatch):
+    """Were packed attention to ignore where rows begin, no family would be packed."""
+    whole = attention.Packing.of
+
+    def one_row(batch, device, sequence=None):
+        return whole(Batch.from_rows([batch.tokens.tolist()]), device, sequence)
+
+    monkeypatch.setattr(checks.Packing, "of", one_row)
+    from transformers import AutoModelForCausalLM
+
+    checks._fits.clear()
+    config = families.tiny_config("qwen3")
+    with pytest.raises(ModelError, match="rows are not computed as each one by itself"):
+        fit_of(AutoModelForCausalLM, config, "lm", "folder", "packed")
+
+
+def test_a_model_newer_than_transformers_is_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9", "auto_map": {"AutoModel": "a.B"}}))
+    with pytest.raises(ModelError, match=r"qwen9"):
+        Local(tmp_path, sgd(0.0)).load_pretrained()
+    with pytest.raises(ModelError, match=r"qwen9"):
+        Sampler(tmp_path)
+
+
+def test_a_skeleton_finds_its_layers(folder):
+    made = {name: hollow(folder(name), "lm", key=Key.from_seed(0)).skeleton for name in ("qwen3", "mamba", "gpt_oss")}
+    assert {name: len(skeleton.layers) for name, skeleton in made.items()} == dict.fromkeys(made, 4)
+    assert Skeleton(torch.nn.Linear(1, 1), "lm").fit == Fit()
