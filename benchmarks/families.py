@@ -2,17 +2,16 @@
 
 For each name that transformers maps to a causal language model, a tiny model with random weights is saved as a
 folder. The backend's log-probs, and the gradient of their sum, are compared with transformers' own forward of each
-row by itself (eager attention, float64). The embedded engine then samples from the model, and its log-probs are compared
-with the backend's.
+row by itself (eager attention, float64). The embedded engine then samples from the model, and its log-probs are
+compared with the backend's.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
+import re
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,14 @@ from verl_fn.backends.sampler import Sampler
 from verl_fn.state import Batch, Key, Sampling, pack, requests_for
 from verl_fn.steps import aggregate, cross_entropy, sgd
 
+from . import measure
+
 # Log-probs in nats; gradients relative to the norm of each parameter's.
 BAR = 1e-4
 # A parameter whose gradient is smaller, relative to the whole gradient, is compared as if it were as large: softmax
 # ignores the bias of keys, so that its gradient is rounding.
 NOISE = 1e-3
-RIGHT, WRONG, REFUSED = "right", "wrong", "refused"
+RIGHT, WRONG, REFUSED, NO_MODEL = "right", "wrong", "refused", "no tiny model"
 ROWS = ([5, 9, 13, 7, 11, 3, 8, 21, 40, 2], [4, 12, 6], [33, 17, 10, 19, 50, 28, 1], [60, 14, 61, 15])
 SIZES: dict[str, Any] = {
     # The widths of attention and MLPs, under each name that a family gives them.
@@ -70,6 +71,8 @@ SIZES: dict[str, Any] = {
 # What a family needs beside SIZES.
 OWN: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
+    # A cap that changes scores of this size.
+    "gemma2": {"attn_logit_softcapping": 2.0},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 4},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1, "use_mamba_kernels": False},
     # transformers' own code for chunks is right for rows of one chunk only.
@@ -194,33 +197,77 @@ def _gradients(own: dict[str, torch.Tensor], grads: dict[str, torch.Tensor]) -> 
 
 
 def family(name: str) -> dict[str, Any]:
-    """Returns the outcome of a family, also where it fails."""
+    """Returns the outcome of a family, also if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             tiny_folder(name, folder)
         except Exception as error:
-            return {"outcome": "no tiny model", "why": reason(error)}
-        try:
-            return compare(Path(folder))
-        except Exception as error:
-            return {"outcome": REFUSED, "why": reason(error).replace(f"{folder}: ", "")}
+            return {"outcome": NO_MODEL, "why": reason(error)}
+        return outcome(Path(folder))
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Returns what ``compare`` returns, or why a folder's model is refused."""
+    try:
+        return compare(folder)
+    except Exception as error:
+        return {"outcome": REFUSED, "why": reason(error).replace(f"{folder}: ", "").replace(f"{folder}/", "")}
+
+
+def page(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the results as a page of the docs."""
+    of = {kind: [name for name, r in results.items() if r["outcome"] == kind] for kind in (RIGHT, WRONG, REFUSED)}
+    packed = [name for name in of[RIGHT] if results[name]["layout"] == "packed"]
+    padded = [name for name in of[RIGHT] if results[name]["layout"] == "padded"]
+    lines = [
+        "# Families of models",
+        "",
+        "`verl-fn bench families --page docs/families.md` makes this page. It gives each causal language model of",
+        "transformers tiny sizes and random weights, and compares log-probs and gradients of `local` in fp32 on a",
+        f"CPU with transformers' own forward of each row in float64. Of {len(results)} names, {len(of[RIGHT])} are",
+        f"right within {BAR:g}, {len(of[WRONG])} are wrong, and {len(of[REFUSED])} are refused. With `--model FOLDER`",
+        "the command does the same for a model of yours. `fsdp` runs the same code on shards; what",
+        "[Megatron](megatron.md) runs is another list.",
+        "",
+        f"Rows are packed end to end for {len(packed)} families, and padded on the right for {len(padded)}, whose",
+        "layers do not keep packed rows apart or have attention that packed rows lack. `model.layout` chooses, and",
+        "`--check` says why rows are padded. The embedded engine has a cache for families with packed rows; for the",
+        "others it computes whole rows for every token, so use [vLLM](vllm.md) on a GPU.",
+        "",
+        "| family | rows | log-probs, nats | gradient of the worst parameter | engine beside trainer, nats |",
+        "|---|---|---|---|---|",
+    ]
+    for name in (*of[RIGHT], *of[WRONG]):
+        r = results[name]
+        errors = " | ".join(f"{r[key]:.1e}" for key in ("logprobs", "gradient", "sampled"))
+        lines.append(f"| {name}{' (wrong)' if name in of[WRONG] else ''} | {r['layout']} | {errors} |")
+    lines += ["", "| refused | reason |", "|---|---|"]
+    reasons: dict[str, list[str]] = {}
+    for name in of[REFUSED]:
+        why = re.sub(r"^\w*Error: |\w+(?= is not causal)", "", results[name]["why"]).strip()
+        reasons.setdefault(why.partition(";")[0][:160].replace("|", "\\|"), []).append(name)
+    lines += [f"| {', '.join(names)} | {why} |" for why, names in reasons.items()]
+    without = [name for name, r in results.items() if r["outcome"] == NO_MODEL]
+    lines += ["", f"transformers makes no tiny model of {', '.join(without)} with these sizes.", ""]
+    return "\n".join(lines)
 
 
 def main(args: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="verl-fn bench families", description=(__doc__ or "").partition("\n")[0])
+    parser = measure.parser("families", (__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="families, such as qwen3; by default all that transformers has")
     parser.add_argument("--model", metavar="DIR", help="a model folder of yours instead")
-    parser.add_argument("--out", help="a JSON file for the results")
+    parser.add_argument("--page", metavar="F", help="write the results as a page in Markdown here")
     options = parser.parse_args(args)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    names = options.names or ([options.model] if options.model else list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
     results = {}
-    for name in options.names or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        results[name] = family(name)
-        print(f"{name:24} {json.dumps(results[name])}", flush=True)
-    counts: dict[str, int] = {}
-    for result in results.values():
-        counts[result["outcome"]] = counts.get(result["outcome"], 0) + 1
-    print(counts)
-    return 0
+    for name in names:
+        results[name] = r = outcome(Path(name)) if options.model else family(name)
+        about = f"{r['layout']:7} {r['logprobs']:.1e} {r['gradient']:.1e}" if "layout" in r else r["why"]
+        print(f"{name:24} {r['outcome']:8} {about}", flush=True)
+    print(", ".join(f"{count} {kind}" for kind, count in Counter(r["outcome"] for r in results.values()).items()))
+    measure.write(options.json, "families", "cpu", {"results": results})
+    if options.page:
+        Path(options.page).write_text(page(results), encoding="utf-8")
+    return int(any(r["outcome"] == WRONG for r in results.values()))

@@ -207,7 +207,7 @@ def _fit(auto: Any, config: Any, head: str, folder: str | Path, layout: str, lon
         _check_causal(model, _row(length, vocab), vocab, folder)
     batches = [Batch.from_rows([_row(n, vocab) for n in of_batch]) for of_batch in lengths]
     expected = [torch.cat([_own(model, row.tolist()) for row in batch.rows()]) for batch in batches]
-    reasons = []
+    reasons: dict[tuple[str, str], None] = {}
     for fit in _candidates(layout):
         try:
             skeleton = Skeleton(_random_model(auto, config, head, fit.attention), head, fit=fit)
@@ -215,10 +215,11 @@ def _fit(auto: Any, config: Any, head: str, folder: str | Path, layout: str, lon
             for batch, logits in zip(batches[1:], expected[1:], strict=True):
                 if _apart(skeleton.logits(_hidden(skeleton, batch)), logits):
                     raise ValueError(_MIXED)
-            return skeleton.fit
+            return attrs.evolve(skeleton.fit, why="; ".join(why for tried, why in reasons if tried == PACKED))
         except Exception as error:
-            reasons.append(f"{fit.layout} rows: {reason(error)}")
-    raise ModelError(f"{folder}: {type(model).__name__} cannot be run ({'; '.join(dict.fromkeys(reasons))})")
+            reasons[fit.layout, reason(error)] = None
+    tried = "; ".join(f"{rows} rows: {why}" for rows, why in reasons)
+    raise ModelError(f"{folder}: {type(model).__name__} cannot be run ({tried})")
 
 
 def _check_causal(model: Any, row: list[int], vocab: int, folder: str | Path) -> None:

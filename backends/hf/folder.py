@@ -20,6 +20,7 @@ from verl_fn.backends.hf.config import (
     LOCAL,
     ModelError,
     check_same_config,
+    dropout_of,
     longest_row,
     quiet,
     read_config,
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 __all__ = [
     "HEADS", "Hollow", "ModelError", "build", "check_same_config", "check_same_model", "check_weights", "hollow",
-    "quiet", "read_config",
+    "model_notices", "quiet", "read_config",
 ]  # fmt: skip
 
 # What transformers calls the output layers of language models, and those of classifiers.
@@ -124,17 +125,38 @@ def build(
 
 
 @_one_at_a_time
-def check_weights(folder: str | Path, head: str) -> None:
+def model_notices(folder: str | Path, head: str, row_layout: str = "auto") -> list[str]:
+    """Returns sentences about what a folder's config asks for, if a pure step does something else.
+
+    Raises:
+        ModelError: the folder, the architecture or one of its settings cannot be used.
+    """
+    sentences = []
+    if rates := dropout_of(folder):
+        named = ", ".join(f"{name} = {rate:g}" for name, rate in rates.items())
+        sentences.append(f"{folder}/config.json sets {named}; dropout is turned off, since a step is a pure function")
+    *_, fit = _recipe(folder, head, row_layout)
+    if fit.why:
+        sentences.append(
+            f"rows of {folder} are padded to the longest of their micro-batch, since packed rows cannot be had: "
+            f"{fit.why}"
+        )
+    return sentences
+
+
+@_one_at_a_time
+def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> None:
     """Checks that a folder holds the weights of its model, from the names and shapes in its files.
 
     Args:
         folder: a Hugging Face model folder.
         head: ``lm``, or ``value`` for a scalar head, which the folder may lack.
+        row_layout: of a micro-batch; see ``build``.
 
     Raises:
         ModelError: weights are missing, of another shape, or of another model, or a file cannot be read.
     """
-    auto, config, options, fit = _recipe(folder, head, "auto")
+    auto, config, options, fit = _recipe(folder, head, row_layout)
     _without_weights(auto, config, options, folder)
     with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder):
         # On the meta device, transformers reads the headers of the files alone.

@@ -67,6 +67,7 @@ class Fit:
         own_head: logits are computed by the model's own code, since it is no output layer with factor and bound.
         repeats: a forward pass runs a layer more than once, so a cache with an entry for each layer is wrong.
         longest: the most tokens of a row that transformers' own code computes right.
+        why: why rows are not packed, if packing was tried.
     """
 
     layout: str = PACKED
@@ -76,6 +77,7 @@ class Fit:
     own_head: bool = False
     repeats: bool = False
     longest: float = math.inf
+    why: str = attrs.field(default="", eq=False)
 
 
 class Skeleton(nn.Module):

@@ -21,7 +21,7 @@ from verl_fn.backends.megatron import conversion
 from verl_fn.backends.megatron.adapters import merged
 from verl_fn.backends.megatron.conversion import Source, Task, tasks_of
 from verl_fn.backends.megatron.distributed_optimizer import Distributed
-from verl_fn.backends.megatron.fidelity import check_same_model
+from verl_fn.backends.megatron.fidelity import check_same_model, check_tried
 from verl_fn.backends.megatron.fully_sharded import sharded_pieces
 from verl_fn.backends.megatron.gathering import Parts
 from verl_fn.backends.megatron.layout import Layout
@@ -79,6 +79,7 @@ class Executor:
         with agreed():
             check_cuda()
             empty = hollow(folder, how.head, key=Key.from_seed(0), lora=how.lora)
+            check_tried(empty.skeleton, folder)
             adapters = empty.skeleton.adapters
             built = build(folder, layout, how, adapters)
             check_same_model(built.model, empty.skeleton.model, folder)

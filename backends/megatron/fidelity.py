@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.skeleton import Skeleton
 
 # Rotary embeddings with other frequencies differ by much more than rounding at one of so many positions.
 POSITIONS, ROUNDING = 1024, 1e-3
@@ -51,6 +52,30 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
         raise ModelError(
             f"{folder} has the rotary embedding {rope}, and Megatron-Bridge makes "
             "one with other frequencies; set actor.strategy=fsdp"
+        )
+
+
+def check_tried(skeleton: Skeleton, folder: str | Path) -> None:
+    """Refuses a model with what has not been run with Megatron.
+
+    Args:
+        skeleton: transformers' model of the folder.
+        folder: for errors.
+
+    Raises:
+        ModelError: its rows cannot be packed, or its weights hold buffers, or its logits are changed after the output
+            layer.
+    """
+    fit = skeleton.fit
+    reasons = {
+        f"rows that cannot be packed ({fit.why})": skeleton.padded,
+        "buffers among its weights": bool(skeleton.constants),
+        "logits that are changed after the output layer": fit.scale != 1.0 or fit.softcap is not None or fit.own_head,
+    }
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ModelError(
+            f"{folder} is a {type(skeleton.model).__name__} with {' and '.join(found)}, which has not been run with "
+            "Megatron; set actor.strategy=fsdp"
         )
 
 

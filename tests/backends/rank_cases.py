@@ -12,6 +12,7 @@ from verl_fn.backends.fsdp import Fsdp, sharding, torch_private
 from verl_fn.backends.fsdp.sharding import whole_of
 from verl_fn.backends.fsdp.torch_private import PRIVATE
 from verl_fn.backends.local import Local
+from verl_fn.benchmarks.families import tiny_folder
 from verl_fn.state import Grads, Key, Slots, snapshot, tree
 from verl_fn.steps import (
     adamw,
@@ -28,7 +29,15 @@ from verl_fn.steps import (
 from verl_fn.testing import check_backend, tiny_batch, tiny_pairs
 
 KEY = Key.from_seed(0)
-SHARED = ("head", "compute_dtype", "checkpointing", "lora", "device", "deterministic")  # what Local takes too
+SHARED = (
+    "head",
+    "compute_dtype",
+    "checkpointing",
+    "lora",
+    "row_layout",
+    "device",
+    "deterministic",
+)  # what Local takes too
 
 
 def optimizer():
@@ -63,6 +72,18 @@ def laws(folder, options, tolerance):
     backend = Fsdp(folder, optimizer(), max_tokens=24, **options)
     other = Whole(folder, optimizer(), max_tokens=24, **common)
     check_backend(backend, other, loss=loss_for(options.get("head", "lm")), tolerance=tolerance)
+
+
+def families(names, out):
+    """The first step of models of several families beside ``Local``, and an error of sequence parallelism."""
+    worst = {}
+    for name in names:
+        folder = out / name
+        if dist.get_rank() == 0:
+            tiny_folder(name, folder)
+        dist.barrier()
+        worst[name] = first_step(folder, {}, 6)
+    return worst, error_of(lambda: Fsdp(folder, optimizer(), sp=2).load_pretrained())
 
 
 def first_step(folder, options, rows):

@@ -1,6 +1,7 @@
 """Families of models of every kind: packed or padded rows, and whatever stands after the output layer, are found."""
 
 import json
+from pathlib import Path
 
 import attrs
 import pytest
@@ -18,6 +19,7 @@ from verl_fn.benchmarks.families import BAR, compare, tiny_folder
 from verl_fn.state import Batch, Key, split_by_tokens, tree
 from verl_fn.steps import adamw, aggregate, cross_entropy, entropy, sgd
 
+ROOT = Path(__file__).parents[2]
 # A family of each kind, and what is expected of it.
 KINDS = {
     "qwen3": Fit(),
@@ -205,3 +207,10 @@ def test_a_skeleton_finds_its_layers(folder):
     made = {name: hollow(folder(name), "lm", key=Key.from_seed(0)).skeleton for name in ("qwen3", "mamba", "gpt_oss")}
     assert {name: len(skeleton.layers) for name, skeleton in made.items()} == dict.fromkeys(made, 4)
     assert Skeleton(torch.nn.Linear(1, 1), "lm").fit == Fit()
+
+
+def test_the_page_of_families_is_made_from_its_results():
+    results = json.loads((ROOT / "benchmarks/results/families_cpu.json").read_text())["results"]
+    assert (ROOT / "docs/families.md").read_text() == families.page(results)
+    assert sum(r["outcome"] == families.RIGHT for r in results.values()) >= 110
+    assert not any(r["outcome"] == families.WRONG for r in results.values())

@@ -40,11 +40,20 @@ def untied(tmp_path_factory):
         {"sp": 2, "checkpointing": True},
         {"replicate": 2, "reshard_after_forward": False, "head": "value"},
         {"lora": LORA},
+        {"row_layout": "padded"},
     ],
     ids=str,
 )
 def test_laws_on_two_ranks(two, shallow, options):
     two.run("laws", shallow, options, FP32)
+
+
+def test_families_on_two_ranks(two, tmp_path):
+    """Buffers among the weights, a factor of the logits, linear attention, sinks."""
+    (worst, refusal), _ = two.run("families", ["deepseek_v3", "cohere", "gpt_oss", "qwen3_5_text"], tmp_path)
+    for name, errors in worst.items():
+        assert errors["loss"] <= 1e-5 and errors["grad_norm"] <= 1e-5 and errors["gradient"] <= 1e-4, (name, errors)
+    assert "needs padded rows, which ranks cannot share; set ulysses_sequence_parallel_size to 1" in refusal
 
 
 def test_laws_on_one_rank(one, untied):

@@ -70,6 +70,13 @@ def test_local_in_fp32(folders, model, checkpointing):
     check_backend(one, other, loss=ppo_clip() - 0.01 * entropy(), tolerance=FP32)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_padded_rows(folders, checkpointing):
+    """Beside packed ones, and with another division into micro-batches."""
+    one = local(folders["two layers"], row_layout="padded", checkpointing=checkpointing, max_tokens=20)
+    check_backend(one, local(folders["two layers"]), loss=ppo_clip() - 0.01 * entropy(), tolerance=FP32)
+
+
 @pytest.mark.parametrize(("embeddings", "checkpointing"), [("tied", False), ("untied", True)])
 def test_local_in_bf16(folders, embeddings, checkpointing):
     folder = folders[embeddings]

@@ -186,6 +186,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
             "imports",
             "crash",
             "faults",
+            "families",
             "first-step",
             "ppo-layouts",
             "throughput",

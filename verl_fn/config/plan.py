@@ -55,6 +55,7 @@ class RolePlan:
             float32.
         checkpointing: whether each layer is recomputed in the backward pass.
         lora: rank, alpha and target layers of the adapters, or None.
+        row_layout: ``packed``, ``padded`` or ``auto``; see ``hf.checks.fit_of``.
         router_replay: whether updates replay the experts of tokens, for ``megatron``.
         offload: whether parameters and optimizer state stay on the CPU between passes.
     """
@@ -72,6 +73,7 @@ class RolePlan:
     dtype: str | None
     checkpointing: bool
     lora: Adapters | None
+    row_layout: str = "auto"
     router_replay: bool = False
 
     @property
@@ -341,6 +343,7 @@ def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:
         dtype=settings.dtype,
         checkpointing=settings.enable_gradient_checkpointing,
         lora=adapters_of(settings, role),
+        row_layout=cfg.model.layout,
         router_replay=name == "actor" and cfg.actor.router_replay.mode != "disabled",
     )
     return attrs.evolve(plan, max_tokens=plan.max_tokens * plan.sharers)

@@ -192,6 +192,12 @@ class ModelConfig:
     """The model that training starts from."""
 
     path: str = paths("", "Hugging Face model folder; if empty, a random model is made for the task")
+    layout: str = opt(
+        "auto",
+        "rows of a micro-batch: packed end to end, padded on the right, or auto for packed ones if the model keeps "
+        "rows apart in its attention; megatron has its own",
+        one_of("auto", "packed", "padded"),
+    )
     new: NewModelConfig = sub(NewModelConfig)
 
 

@@ -162,6 +162,7 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         common |= {"provider": role.megatron.override_transformer_config, "router_replay": role.router_replay}
         common |= {"updates_by": role.megatron.optimizer, "fsdp": role.megatron.use_megatron_fsdp}
         return cast(TrainBackend, Megatron(role.folder, update, **sizes, **common))
+    common["row_layout"] = role.row_layout
     if role.strategy != "fsdp":
         from verl_fn.backends.local import Local
 

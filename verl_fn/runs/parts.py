@@ -80,8 +80,8 @@ def check_all_weights(plan: Plan) -> None:
     Raises:
         ModelError: one has not.
     """
-    for folder, head in dict.fromkeys((role.folder, role.head) for role in plan.roles.values()):
-        check_weights(folder, head)
+    for model in dict.fromkeys((role.folder, role.head, role.row_layout) for role in plan.roles.values()):
+        check_weights(*model)
 
 
 def check_processes(plan: Plan, source: Source) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_fn.algorithms import Workers
 from verl_fn.backends.hf.chat import check_template
-from verl_fn.backends.hf.folder import ModelError, read_config
+from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
 from verl_fn.backends.hf.tokenizer import contradiction, end_tokens
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.tasks import reasoning_names, verifiers_name
@@ -69,6 +69,8 @@ def prepare(plan: Plan, say: Say) -> Source:
     if note := contradiction(plan.model, tokenizer):
         say(f"note: {note}")
     check_parts(plan, tokenizer, ends)
+    for notice in dict.fromkeys(_of_models(plan)):
+        say(f"note: {notice}")
     learns_from = plan.learns_from
     answers = learns_from != "samples" and any(role.optim is not None for role in plan.roles.values())
     taught = ends if answers else None
@@ -83,6 +85,13 @@ def prepare(plan: Plan, say: Say) -> Source:
     for notice in _notices(source, plan, tokenizer, answers=learns_from == "answers" and answers):
         say(f"note: {notice}")
     return source
+
+
+def _of_models(plan: Plan) -> Iterator[str]:
+    """Yields sentences about how the models of roles are run."""
+    for role in plan.roles.values():
+        if role.strategy != "megatron":
+            yield from model_notices(role.folder, role.head, role.row_layout)
 
 
 def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> Iterator[str]:
