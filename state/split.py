@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 import attrs
@@ -11,6 +13,9 @@ from torch import Tensor
 
 from .batch import Batch
 from .outputs import PER_ROW, TokenOutputs
+
+# What a part of padded rows costs beside its tokens, as a share of the budget: a sixteenth.
+FEE = 16
 
 
 @attrs.frozen(eq=False)
@@ -253,19 +258,33 @@ def _under_budget(shares: list[list[int]], sizes: list[int], limit: int) -> list
 def _by_length(share: list[int], rows: list[int], longest: list[int], limit: int) -> list[list[int]]:
     """Divides units, sorted by length, into parts whose rows, padded to the longest, have at most ``limit`` tokens.
 
+    Of all such divisions it is the one with the fewest tokens, padding included, if a part costs as much as
+    ``limit / FEE`` tokens: with too few parts a third would be padding.
+
     Example:
-        >>> _by_length([0, 1, 2, 3], [1, 1, 1, 1], [4, 1, 3, 1], 8)
+        >>> _by_length([0, 1, 2, 3], [1, 1, 1, 1], [40, 10, 38, 10], 80)
         [[0, 2], [1, 3]]
     """
+    units = sorted(share, key=lambda unit: (-longest[unit], unit))
+    ends = list(itertools.accumulate((rows[unit] for unit in units), initial=0))
+    # For each number of units, the least cost of dividing the first so many, and where the last part begins.
+    least, begins = [0.0], [0]
+    for end in range(1, len(units) + 1):
+        best, begin = math.inf, end - 1
+        for first in range(end - 1, -1, -1):
+            size = (ends[end] - ends[first]) * longest[units[first]]
+            if size > limit and first < end - 1:
+                break
+            if (cost := least[first] + size + limit / FEE) < best:
+                best, begin = cost, first
+        least.append(best)
+        begins.append(begin)
     parts: list[list[int]] = []
-    held = most = 0
-    for unit in sorted(share, key=lambda unit: (-longest[unit], unit)):
-        if not parts or (held + rows[unit]) * most > limit:
-            parts.append([])
-            held, most = 0, longest[unit]
-        parts[-1].append(unit)
-        held += rows[unit]
-    return parts
+    end = len(units)
+    while end:
+        parts.append(units[begins[end] : end])
+        end = begins[end]
+    return parts[::-1]
 
 
 def _balance(sizes: list[int], parts: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.weight_sync.intake import checksum
+from verl_fn.benchmarks.families import tiny_folder
 from verl_fn.state import Batch, Grads, is_donated, tree
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, cross_entropy, entropy
 
@@ -53,6 +54,28 @@ def test_flash_attention_on_packed_rows(model, batch, checkpointing, window, tmp
     want, _ = exact.forward_backward(state, batch, LOSS)
     got, _ = half.forward_backward(state, batch, LOSS)
     assert 1e-4 < gap(got, want) < 3e-2
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_text", "gemma2", "gpt_oss", "nanochat", "cohere", "mamba", "granitemoehybrid"]
+)
+def test_families_on_the_gpu(family, tmp_path):
+    """As on the CPU in fp32; in bf16 padding and neighbours change rounding only."""
+    folder = tiny_folder(family, tmp_path)
+    rows = [[5, 9, 13, 7, 11, 3, 8, 21, 40, 2], [4, 12, 6], [33, 17, 10, 19, 50, 28, 1], [60, 14, 61, 15]]
+    mask = [[0.0] + [1.0] * (len(row) - 1) for row in rows]
+    batch = aggregate(Batch.from_rows(rows, {"response_mask": mask}))
+    cpu, gpu = Local(folder, OPTIMIZER), Local(folder, OPTIMIZER, device="cuda", max_tokens=20)
+    half = Local(folder, OPTIMIZER, device="cuda", compute_dtype="bfloat16", checkpointing=True)
+    want, _ = cpu.forward_backward(cpu.load_pretrained(), batch, LOSS)
+    got, _ = gpu.forward_backward(gpu.load_pretrained(), batch, LOSS)
+    assert gap(tree.map_tensors(torch.Tensor.cpu, got), want) < 1e-4
+    state = half.load_pretrained()
+    rough, _ = half.forward_backward(state, batch, LOSS)
+    assert gap(rough, got) < 0.1
+    few = Local(folder, OPTIMIZER, device="cuda", compute_dtype="bfloat16", max_tokens=10)
+    apart = half.forward(state.params, batch).logprobs - few.forward(state.params, batch).logprobs
+    assert float(apart.abs().mean()) < 0.05
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

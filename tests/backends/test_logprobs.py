@@ -19,8 +19,9 @@ def inputs(bias, seed=0):
     return hidden, weight, draw(V) if bias else None, targets, temperature
 
 
-def reference(hidden, weight, bias, targets, temperature):
-    logits = torch.nn.functional.linear(hidden, weight, bias) / temperature[:, None]
+def reference(hidden, weight, bias, targets, temperature, softcap=None):
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = (logits if softcap is None else torch.tanh(logits / softcap) * softcap) / temperature[:, None]
     log_probs = logits.log_softmax(-1)
     return log_probs.gather(1, targets[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
@@ -48,6 +49,24 @@ def test_values_and_gradients(bias, chunk, entropy):
         assert got_h is None
     got = torch.autograd.grad(total, ours)
     assert all(torch.allclose(a.double(), b, atol=1e-4) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_soft_capped_logits(plain):
+    """The cap comes before the temperature; by blocks of the vocabulary, and with a frozen output layer by tokens."""
+    exact = inputs(True)
+    leaves = [t.clone().requires_grad_() for t in exact[:3]]
+    lp, h = reference(*leaves, *exact[3:], softcap=2.0)
+    want = torch.autograd.grad((lp - h).sum(), leaves)
+    ours = [t.detach().float().requires_grad_() for t in leaves]
+    options = {"entropy": True, "chunk": None if plain else 5, "plain": plain, "softcap": 2.0}
+    got_lp, got_h = logprobs_and_entropy(*ours, exact[3], exact[4].float(), **options)
+    assert torch.allclose(got_lp.double(), lp, atol=2e-5) and torch.allclose(got_h.double(), h, atol=2e-5)
+    for a, b in zip(torch.autograd.grad((got_lp - got_h).sum(), ours), want, strict=True):
+        assert torch.allclose(a.double(), b, atol=1e-4)
+    frozen = [t.detach() for t in ours[1:]]
+    again_lp, again_h = logprobs_and_entropy(ours[0], *frozen, exact[3], exact[4].float(), **options)
+    assert torch.allclose(torch.autograd.grad((again_lp - again_h).sum(), ours[0])[0].double(), want[0], atol=1e-4)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -166,7 +185,8 @@ def test_first_derivatives_of_torch_func_and_no_second(frozen, entropy):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("heated", [False, True])
-def test_kernels_agree_with_plain_torch(dtype, entropy, heated):
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_kernels_agree_with_plain_torch(dtype, entropy, heated, softcap):
     from verl_fn.backends.hf import kernels
     from verl_fn.backends.hf import logits as plain_torch
 
@@ -183,9 +203,9 @@ def test_kernels_agree_with_plain_torch(dtype, entropy, heated):
         found = torch.full((3, rows), torch.nan, device=device)
         told = found[2] if entropy else None
         given = there(logits), there(targets), there(temperature)
-        getattr(module, names[0])(*given, found[0], found[1], told)
+        getattr(module, names[0])(*given, found[0], found[1], told, softcap)
         again = there(logits)
-        getattr(module, names[1])(again, *given[1:], found[1], there(d_logprobs), told, there(d_entropies))
+        getattr(module, names[1])(again, *given[1:], found[1], there(d_logprobs), told, there(d_entropies), softcap)
         return found[: 3 if entropy else 2].cpu(), again.float().cpu()
 
     kept = torch.ones(rows, dtype=torch.bool)
