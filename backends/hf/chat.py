@@ -7,8 +7,8 @@ import ctypes
 import datetime
 import re
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import attrs
 import jinja2
@@ -195,38 +195,70 @@ def _applied(
     *,
     tokenize: bool,
 ) -> list[Any]:
-    results: list[Any] = []
-    errors: list[Exception] = []
     arguments = {**getattr(tokenizer, ARGUMENTS, {}), **chat_template_kwargs}
 
-    def encode() -> None:
+    def render(messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> Any:
         try:
-            for messages, generation_prompt in conversations:
-                results.append(
-                    tokenizer.apply_chat_template(
-                        list(messages),
-                        tools=list(tools) or None,
-                        add_generation_prompt=generation_prompt,
-                        tokenize=tokenize,
-                        return_dict=False,
-                        **arguments,
-                    )
-                )
-        except _TakesTooLong:
-            pass
+            text = tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=tokenize,
+                return_dict=False,
+                **arguments,
+            )
         # A template can raise an error of any class.
         except Exception as error:
+            why = str(error) if isinstance(error, jinja2.TemplateError) else reason(error)
+            raise ModelError(f"the tokenizer's chat template failed on the prompt: {why}") from error
+        _THREAD.rendered[0] += 1
+        return text
+
+    return watched(lambda: [render(messages, generation_prompt) for messages, generation_prompt in conversations])
+
+
+_THREAD = threading.local()
+T = TypeVar("T")
+
+
+def watched(function: Callable[[], T]) -> T:
+    """Returns the result of a function that renders templates, unless one of them does not end.
+
+    It runs in a thread, because a template runs in Python and only another thread can end it, also off the main one.
+    A function that renders many should run in one thread as a whole, since starting one takes longer than a template.
+
+    Raises:
+        ModelError: a template did not end.
+
+    Example:
+        >>> watched(lambda: 2 + 3)
+        5
+    """
+    if hasattr(_THREAD, "rendered"):
+        return function()
+    rendered, results, errors = [0], list[T](), list[BaseException]()
+
+    def run() -> None:
+        _THREAD.rendered = rendered
+        try:
+            results.append(function())
+        except _TakesTooLong:
+            pass
+        except BaseException as error:
             errors.append(error)
 
-    # A thread, because a template runs in Python and only another thread can end it, also off the main thread.
-    thread = threading.Thread(target=encode, daemon=True)
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(LONGEST)
-    if thread.is_alive():
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(_TakesTooLong))
-        raise ModelError(f"the tokenizer's chat template did not end within {LONGEST:g} s; fix the template")
+    before = 0
+    while True:
+        thread.join(LONGEST)
+        if not thread.is_alive():
+            break
+        if rendered[0] == before:
+            number = ctypes.c_ulong(thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(_TakesTooLong))
+            raise ModelError(f"the tokenizer's chat template did not end within {LONGEST:g} s; fix the template")
+        before = rendered[0]
     if errors:
-        error = errors[0]
-        why = str(error) if isinstance(error, jinja2.TemplateError) else reason(error)
-        raise ModelError(f"the tokenizer's chat template failed on the prompt: {why}") from error
-    return results
+        raise errors[0]
+    return results[0]

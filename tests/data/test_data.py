@@ -14,9 +14,14 @@ from transformers import AutoTokenizer
 
 from verl_fn.algorithms.experience import requests_of
 from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.hf.new_model import char_tokenizer, new_model
+from verl_fn.backends.hf import chat
+from verl_fn.backends.hf.chat import with_chat_arguments
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer, new_model
 from verl_fn.backends.protocol import Sampling
 from verl_fn.config import ConfigError, load, make_plan
+from verl_fn.config.schema import DataConfig
+from verl_fn.data import lengths, loading
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.files import FileData, encode_prompts, read_problems
 from verl_fn.data.loading import file_data
@@ -459,3 +464,48 @@ def test_a_tiny_model_with_a_template_takes_messages(tmp_path):
 def test_data_may_be_held_out_problems_alone():
     held = (Problem("a>", "a"),)
     assert FileData((), held, shuffle=True).held_out(9) == held
+
+
+def test_lengths_of_the_same_data_are_counted_once(tmp_path, monkeypatch):
+    """With another tokenizer, template, argument or day they are counted again, and so is what a file lost."""
+    monkeypatch.setattr(lengths, "FEWEST", 2)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    encoded = []
+    monkeypatch.setattr(
+        loading, "encode_prompts", lambda some, *others: encoded.append(len(some)) or encode_prompts(some, *others)
+    )
+
+    def counted(kwargs=None, date=None, template=CHAT_TEMPLATE, chars="ab", limit=9, prompts=("a", "bab")):
+        encoded.clear()
+        tokenizer = with_chat_arguments(char_tokenizer(chars + "\n"), kwargs or {}, date)
+        tokenizer.chat_template = template
+        problems = tuple(Problem(tuple(messages(prompt)), "") for prompt in prompts)
+        table = DataConfig(max_prompt_length=limit)
+        return loading.short_enough("data.train_files", problems, table, tokenizer, print)[1], sum(encoded)
+
+    assert counted() == ([3, 5], 2) and counted() == ([3, 5], 0)
+    for other in ({"kwargs": {"a": 1}}, {"date": "2026-01-01"}, {"template": CHAT_TEMPLATE + "a"}, {"chars": "abc"}):
+        assert counted(**other)[1] == 2 and counted(**other)[1] == 0, other
+    assert counted(prompts=("bab", "a")) == ([5, 3], 2)
+    with pytest.raises(DataError, match="problem 0 of '': the prompt has 5 tokens, more than 4"):
+        counted(limit=4)
+    for file in lengths.cache_folder().glob("*.npy"):
+        file.write_bytes(file.read_bytes()[:-9])
+    assert counted() == ([3, 5], 2) and counted() == ([3, 5], 0)
+    assert not list(lengths.cache_folder().glob(".*"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
+    (tmp_path / "no folder").write_text("")
+    assert counted() == counted() == ([3, 5], 2)
+
+
+def test_a_template_without_an_end_stops_a_batch(monkeypatch):
+    monkeypatch.setattr(chat, "LONGEST", 0.2)
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = (
+        "{% if messages[0].content == 'b' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+        "{% endfor %}{% endif %}a"
+    )
+    prompts = [Problem(tuple(messages(content)), "") for content in "aab"]
+    assert encode_prompts(prompts[:2], tokenizer) == [[4], [4]]
+    with pytest.raises(ModelError, match=r"did not end within 0.2 s"):
+        encode_prompts(prompts, tokenizer)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verl_fn.backends.hf.chat import watched
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import ended
 from verl_fn.data.conversations import Conversation
@@ -34,7 +35,7 @@ def encode_rows(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | S
             render a conversation turn by turn.
     """
     ends = all_ends(tokenizer, end_tokens)
-    rendered = [_rendered(problem, tokenizer, ends) for problem in problems]
+    rendered = watched(lambda: [_rendered(problem, tokenizer, ends) for problem in problems])
     rows = iter(encode_parts([parts for one in rendered for parts in one], tokenizer))
     # String prompts have no template.
     plain = [problem for problem in problems if _is_plain(problem)]

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import torch
 
+from verl_fn.backends.hf.chat import watched
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import begun
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
@@ -109,7 +110,7 @@ def encode_prompts(
         >>> encode_prompts([Problem("cab", "")], char_tokenizer("abc"))
         [[1, 6, 4, 5]]
     """
-    texts = [p.prompt if isinstance(p.prompt, str) else _rendered(p, tokenizer) for p in problems]
+    texts = watched(lambda: [p.prompt if isinstance(p.prompt, str) else _rendered(p, tokenizer) for p in problems])
     prompts = []
     for problem, ids in zip(problems, token_ids(texts, tokenizer), strict=True):
         ids = begun(ids, tokenizer) if isinstance(problem.prompt, str) else ids

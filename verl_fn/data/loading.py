@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -21,9 +21,12 @@ from verl_fn.data.examples import encode_rows
 from verl_fn.data.files import FileData, encode_prompts, read_problems
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, read_labelled, read_pairs
+from verl_fn.data.lengths import counted
 from verl_fn.data.rows import DataError
 from verl_fn.data.streaming import Read, StreamedData, streamed
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
+
+CHUNK = 4096  # problems that are encoded together
 
 
 def task_data(task: Task, learns_from: LearnsFrom) -> Source:
@@ -173,7 +176,10 @@ def file_data(
         return data
     # Held-out rows that hold what is learned have a loss.
     of_kind = (*training, *(p for p in validation if learns_from == "answers" or isinstance(p, Judged)))
-    max_row, max_group = _longest(of_kind, learns_from, tokenizer, end_tokens)
+    kind = f"rows of {learns_from} that end with {end_tokens}"
+    max_row, max_group = counted(
+        kind, of_kind, tokenizer, lambda: _longest(of_kind, learns_from, tokenizer, end_tokens)
+    )
     return attrs.evolve(data, max_row=max_row, max_group=max_group)
 
 
@@ -200,18 +206,27 @@ def _longest(
     problems: Sequence[Problem], learns_from: LearnsFrom, tokenizer: Any, end_tokens: int | Sequence[int]
 ) -> tuple[int, int]:
     """Returns the tokens of the longest row, and of the rows that are longest together."""
-    rows = encode_rows(problems, tokenizer, end_tokens)
-    lengths = [[len(ids) for ids, _ in examples] for examples in rows]
+    lengths: list[list[int]] = []
+    prompts: list[int] = []
+    for some in _chunks(problems):
+        rows = encode_rows(some, tokenizer, end_tokens)
+        lengths += ([len(ids) for ids, _ in examples] for examples in rows)
+        if learns_from == "labels":
+            prompts += (mask.index(1.0) for examples in rows for _, mask in examples)
     longest = max(itertools.chain.from_iterable(lengths))
     if learns_from == "labels":
         # Prompts also come with the responses to others.
-        prompts = [mask.index(1.0) for examples in rows for _, mask in examples]
         together = max(prompts) + max(
             length - prompt for length, prompt in zip(itertools.chain.from_iterable(lengths), prompts, strict=True)
         )
         return together, together
     # The rows of a conversation need not stay together, those of a pair must.
     return longest, max(map(sum, lengths)) if learns_from == "pairs" else longest
+
+
+def _chunks(problems: Sequence[Problem]) -> Iterator[Sequence[Problem]]:
+    """Yields so many problems at a time that the tokens of all of them never lie in memory together."""
+    return (problems[start : start + CHUNK] for start in range(0, len(problems), CHUNK))
 
 
 def short_enough(
@@ -231,11 +246,18 @@ def short_enough(
     """
     limit = table.max_prompt_length
     cuts = table.truncation != "error" and not table.filter_overlong_prompts
-    prompts = encode_prompts(problems, tokenizer, None if table.filter_overlong_prompts or cuts else limit)
-    if cuts and (long := sum(len(ids) > limit for ids in prompts)):
+    longest = None if table.filter_overlong_prompts or cuts else limit
+
+    def count() -> list[int]:
+        return [len(ids) for some in _chunks(problems) for ids in encode_prompts(some, tokenizer, longest)]
+
+    lengths = counted("prompts", problems, tokenizer, count)
+    if longest is not None and max(lengths, default=0) > longest:
+        count()  # which names the prompt
+    if cuts and (long := sum(length > limit for length in lengths)):
         say(f"{key}: {long} of {len(problems)} prompts are cut to {limit} tokens (data.truncation)")
-        return tuple(problems), [min(len(ids), limit) for ids in prompts]
-    pairs = [(problem, len(ids)) for problem, ids in zip(problems, prompts, strict=True) if len(ids) <= limit]
+        return tuple(problems), [min(length, limit) for length in lengths]
+    pairs = [(problem, length) for problem, length in zip(problems, lengths, strict=True) if length <= limit]
     if problems and not pairs:
         raise DataError(
             f"{key}: all {len(problems)} prompts are longer than {limit} tokens; raise data.max_prompt_length"

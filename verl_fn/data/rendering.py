@@ -131,7 +131,8 @@ def encode_parts(rows: Sequence[Parts], tokenizer: Any) -> list[Example]:
 
 def token_ids(strings: list[str], tokenizer: Any) -> list[list[int]]:
     """Returns the token ids of each string; one call for all takes half the time of a call for each."""
-    return tokenizer(strings, add_special_tokens=False)["input_ids"] if strings else []
+    options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
+    return tokenizer(strings, **options)["input_ids"] if strings else []
 
 
 def _renderer(tokenizer: Any, problem: Problem) -> Any:
