@@ -146,10 +146,10 @@ def test_values_of_buffers_come_from_the_folder(folder, tmp_path):
 
 def test_dropout_and_noise_are_turned_off(folder, tmp_path):
     """Real checkpoints have dropout, and layers that are recomputed run in training mode."""
-    tiny_folder("seed_oss", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"attention_dropout": 0.5, "residual_dropout": 0.5}
+    tiny_folder("opt", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"attention_dropout": 0.5, "dropout": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert dropout_of(tmp_path) == {"attention_dropout": 0.5, "residual_dropout": 0.5}
+    assert dropout_of(tmp_path) == {"attention_dropout": 0.5, "dropout": 0.5}
     batch = aggregate(Batch.from_rows([[5, 9, 13, 7]], {"response_mask": [[0.0, 1.0, 1.0, 1.0]]}))
     backend = Local(tmp_path, sgd(0.0), checkpointing=True)
     state = backend.load_pretrained()
