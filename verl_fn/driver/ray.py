@@ -186,6 +186,8 @@ def _hint(table: RayConfig, error: Exception) -> str:
         return " (a cluster that asks for a token wants RAY_AUTH_MODE=token in the environment, or ray.address=auto)"
     if "AF_UNIX" in str(error):
         return " (set RAY_TMPDIR to a folder with a short path)"
+    if isinstance(error, OSError):
+        return " (Ray's files go into RAY_TMPDIR, or TMPDIR: set it to a folder that can be written)"
     return ""
 
 

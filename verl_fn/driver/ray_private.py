@@ -2,7 +2,8 @@
 
 A Ray that ``ray.init`` starts listens on the machine's address, and keeps its sockets, its logs and the workers'
 environment in a folder that all users can read and that stays. Here it listens on the loopback device, asks for a
-token that only this user can read, and lies in a folder that only this user can read and that is removed.
+token that only this user can read, and lies in a folder that only this user can read and that is removed: by the next
+run, if this one is killed.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # its types lack them
 
 from .errors import ActorDied
-from .processes import await_end, kill, with_descendants
+from .processes import await_end, birth, kill, with_descendants
 
 RAY = "2.60"
+PREFIX, OWNER = "verl_fn_", "owner"
 _WARNING = re.compile(r"\[\S+ \S+ [WEF] ")
 
 
@@ -38,8 +40,10 @@ def private_ray(**options: Any) -> Iterator[None]:
         options: the arguments of ``ray.init``.
     """
     # The mode of this folder is 0700; Ray opens its own folder to everybody. RAY_TMPDIR is Ray's variable.
-    folder = Path(tempfile.mkdtemp(prefix="verl_fn_", dir=os.environ.get("RAY_TMPDIR")))
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get("RAY_TMPDIR")))
     try:
+        (folder / OWNER).write_text(birth(os.getpid()))
+        remove_dead(folder.parent)
         token = folder / "token"
         token.write_text(secrets.token_hex(32))
         # A token in RAY_AUTH_TOKEN would come before that in the file.
@@ -52,6 +56,36 @@ def private_ray(**options: Any) -> Iterator[None]:
                 _end()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_dead(parent: Path) -> None:
+    """Removes the folders of this user's runs that were killed, and ends what is left of their Ray.
+
+    Ray's agents go on for a minute after a driver that was killed, and the folder has a token.
+
+    Args:
+        parent: the folder of these folders.
+    """
+    own = birth(os.getpid()).split()
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            owner = (folder / OWNER).read_text().split()
+            ours = folder.stat().st_uid == os.getuid() and not folder.is_symlink() and owner[:1] == own[:1]
+            if ours and len(owner) == len(own) and birth(int(owner[1])).split() != owner:
+                kill(_users_of(folder / "ray"))
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _users_of(folder: Path) -> Iterator[int]:
+    """Yields the processes of this user that were started with a Ray's folder as an argument."""
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdigit() and process.stat().st_uid == os.getuid():
+                arguments = (process / "cmdline").read_bytes().split(b"\0")
+                if any(
+                    argument.startswith(b"--") and os.fsencode(f"={folder}") in argument for argument in arguments
+                ):
+                    yield int(process.name)
 
 
 def alive() -> bool:
