@@ -27,7 +27,8 @@ class _Publication:
 
     Attributes:
         version: of the weights.
-        weights: their handle or value; None once they are gone.
+        weights: their handle or value; None once they are gone, and where no engine is restarted: a handle that is
+            kept makes the next update copy the parameters.
         refs: for each engine, a reference that is ready when it has the weights.
         copied: whether ``weights`` are a copy of those that the trainer has replaced.
     """
@@ -99,7 +100,7 @@ class RemoteRollout:
                 self._addresses = self._cluster.get(self._group.scatter("listen", listen))
             weights.backend.send(weights, version, self._addresses)
             refs = self._all("receive", version, beside=beside)
-        self._publishing = _Publication(version, weights, refs)
+        self._publishing = _Publication(version, weights if self._group.restarts else None, refs)
         if self._group.restarts:
             if idle:
                 self._publications.clear()
