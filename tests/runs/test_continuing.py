@@ -128,7 +128,8 @@ def test_the_day_of_a_template_is_that_of_the_run(tiny, copy, monkeypatch):
     """A run that is continued and replayed on other days has the prompts of its first day, and says so."""
     model = shutil.copytree(tiny, copy / "dated")
     day = "{{ 'abcdefgh'[strftime_now('%d') | int] }}"
-    (model / "chat_template.jinja").write_text(day + "{% for m in messages %}{{ m.content }}{% endfor %}>")
+    said = "{% for m in messages %}{{ m.content }}{{ '>' if m.role == 'user' else eos_token }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(day + said)
     rows = [json.loads(line) for line in (copy / "data.jsonl").read_text().splitlines()]
     rows = [row | {"prompt": [{"role": "user", "content": row["prompt"][0]}]} for row in rows]
     (copy / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

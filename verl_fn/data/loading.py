@@ -176,10 +176,8 @@ def file_data(
         return data
     # Held-out rows that hold what is learned have a loss.
     of_kind = (*training, *(p for p in validation if learns_from == "answers" or isinstance(p, Judged)))
-    kind = f"rows of {learns_from} that end with {end_tokens}"
-    max_row, max_group = counted(
-        kind, of_kind, tokenizer, lambda: _longest(of_kind, learns_from, tokenizer, end_tokens)
-    )
+    count = functools.partial(_longest, of_kind, learns_from, tokenizer, end_tokens)
+    max_row, max_group = counted(f"rows of {learns_from}, ended by {end_tokens}", of_kind, tokenizer, count)
     return attrs.evolve(data, max_row=max_row, max_group=max_group)
 
 
