@@ -437,7 +437,7 @@ def tables(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
 
 
 def _of_engine(name: str, value: Any, values: Values) -> str | None:
-    """Returns why an argument of vLLM's cannot be set; empty if it asks for what happens anyway, None if it can be."""
+    """Returns why an argument of vLLM's cannot be set; empty if nothing changes by it, None if it can be."""
     if name == "max_model_len":
         longest = values.get("data.max_prompt_length", 0) + values.get("data.max_response_length", 0)
         return "" if value >= longest else f"the longest prompt and response have {longest} tokens; remove it"
