@@ -145,7 +145,8 @@ def apply_kl_in_reward(
 
     Returns:
         The batch with ``token_level_rewards``, the updated controller, and metrics. The controller is updated with
-        the mean over rows of the mean KL of their response tokens.
+        the mean over rows of the mean KL of their response tokens. Rows without a response token count neither in
+        this mean nor as samples; verl counts them with a KL of 0.
 
     Example:
         >>> rows = {name: [[x]] for name, x in {"token_level_scores": 1.0, "old_log_probs": 0.0,
@@ -166,4 +167,4 @@ def apply_kl_in_reward(
         "actor/reward_kl_penalty_coeff": Weighted(controller.value, 1.0),
     }
     rewards = batch["token_level_scores"] - controller.value * kl
-    return batch.with_tokens(token_level_rewards=rewards), controller.update(current, len(batch)), metrics
+    return batch.with_tokens(token_level_rewards=rewards), controller.update(current, len(row_means)), metrics

@@ -16,7 +16,8 @@ def value_clip(cliprange_value: float = 0.5) -> Loss:
     It reads ``returns`` and ``values``, which the critic gave before the update.
 
     Args:
-        cliprange_value: how far the clipped value may move from ``values``.
+        cliprange_value: how far the clipped value may move from ``values``. A value that has not moved has the full
+            gradient of its error for every range, 0 included; verl's two ``min`` and ``max`` halve it at such ties.
 
     Example:
         >>> batch = Batch.from_rows([[1]], {"values": [[0.0]], "returns": [[2.0]],

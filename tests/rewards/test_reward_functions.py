@@ -298,7 +298,19 @@ def test_an_async_function_is_not_begun_for_all_of_many_rows_at_once(here):
     assert max(scores(RewardFunctions(["mine.py:counts"]), *["x"] * 600)) == 256
 
 
-@pytest.mark.parametrize("score", [0.5, np.float32(0.5), np.array(0.5), torch.tensor(0.5), Fraction(1, 2)])
+@pytest.mark.parametrize(
+    "score",
+    [
+        0.5,
+        np.float32(0.5),
+        np.float16(0.5),
+        torch.tensor(0.5).bfloat16(),
+        np.array(0.5),
+        torch.tensor(0.5),
+        Fraction(1, 2),
+        Decimal("0.5"),
+    ],
+)
 def test_scores_may_be_any_kind_of_number(score):
     assert judged(score) == (0.5, None, None, {})
     assert judged({"score": score, "acc": np.bool_(True), "half": score}) == (0.5, 1.0, None, {"half": 0.5})
@@ -311,7 +323,11 @@ def test_scores_may_be_any_kind_of_number(score):
         (-float("inf"), "returned -inf; it must"),
         (10**400, "returned 1000"),
         (1e31, "returned 1e+31; it must"),
-        (Decimal("0.5"), "returned a Decimal, Decimal('0.5'); it must"),
+        (Decimal("nan"), "returned a Decimal, Decimal('NaN'); it must"),
+        (np.complex64(1), "returned a complex64, "),
+        (np.bytes_(b"1"), "returned a bytes_, "),
+        (np.str_("1"), "returned a str_, "),
+        (torch.tensor(1j), "returned a Tensor, "),
         (None, "returned None; it must"),
         ("1.0", "returned '1.0'; it must"),
         ([1.0], "returned [1.0]; it must"),
@@ -432,3 +448,43 @@ def test_arguments_of_functions_are_values_of_json_that_no_response_brings():
     ):
         with pytest.raises(ConfigError, match=said):
             RewardConfig(functions=("m.py:f",), arguments=settings)
+
+
+KEYS = """
+def missing(data_source, solution_str, ground_truth, extra_info):
+    one = {"score": 1, "length": len(solution_str), "acc": 1.0, "said": "x"}
+    return {"good": one, "bad": {"score": 0, "length": None}, "empty": {"score": 0}}[solution_str]
+
+def disagree(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 1, "length": 3 if solution_str == "good" else "n/a"}
+
+def by_key(data_source, solution_str, ground_truth, extra_info):
+    return ground_truth["answer"]
+
+async def waits(data_source, solution_str, ground_truth, extra_info):
+    return ground_truth["answer"]
+
+def batched(data_sources, solution_strs, ground_truths, extra_infos):
+    return [truth["answer"] for truth in ground_truths]
+"""
+
+
+def test_numbers_may_be_missing_and_other_values_in_their_place_are_refused(here):
+    (here / "keys.py").write_text(KEYS)
+    found = RewardFunctions(["keys.py:missing"])(answers("good", "bad", "empty"))
+    assert found[0] == {"score": 1.0, "pred": "good", "acc": 1.0, "length": 4.0}
+    assert found[1] == {"score": 0.0, "pred": "bad"} and found[2] == {"score": 0.0, "pred": "empty"}
+    text = failure(RewardFunctions(["keys.py:disagree"]), "good", "bad")
+    assert "the reward function keys.py:disagree returned 'length' as a number, judging problem 10 of 'src'" in text
+    assert "and as a str, judging problem 11 of 'src', response 'bad'; return numbers, and None or no key" in text
+
+
+@pytest.mark.parametrize("name", ["by_key", "waits", "batched"])
+def test_an_error_about_a_ground_truth_that_was_an_object_says_that_it_is_text(name, here):
+    (here / "keys.py").write_text(KEYS)
+    functions = RewardFunctions([f"keys.py:{name}"])
+    text = failure(functions, "a", truth='{"answer": 5}')
+    assert (
+        "raised TypeError: string indices" in text and "the ground truth is JSON text, as objects and lists" in text
+    )
+    assert "JSON text" not in failure(functions, "a", truth="five")

@@ -91,9 +91,16 @@ def test_other_numbers_become_metrics_of_rows():
     assert found.take([1])["reward/length"].tolist() == [4.0]
 
 
-def test_rows_with_other_metrics_are_refused():
-    with pytest.raises(RewardError, match=r"problem 3 of 'reverse', response 'cba' lacks 'length'"):
-        scored({"length": 3.0}, {})
+def test_a_number_that_a_row_lacks_is_missing_there():
+    found = scored({"length": 3.0}, {})
+    assert found["reward/length"].isnan().tolist() == [False, True]
+
+
+def test_a_score_beside_which_the_others_vanish_is_named():
+    with pytest.warns(UserWarning, match=r"problem 3 of 'reverse', response 'c.*' is 1e\+29, and half of the others"):
+        scored({"score": 1.0}, {"score": 1e29}, {"score": 0.0})
+    with warnings.catch_warnings(action="error"):
+        scored({"score": 1e7}, {"score": -3e9}, {"score": 2e8})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e31])

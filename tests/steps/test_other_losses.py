@@ -239,3 +239,13 @@ def test_a_loss_without_a_gradient_warns():
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
         total_loss(mine, outputs, batch)
+
+
+def test_a_value_that_has_not_moved_has_its_full_gradient_also_at_range_0():
+    batch = Batch.from_rows([[1]], {"values": [[1.0]], "returns": [[3.0]], "response_mask": [[1.0]]})
+    for cliprange in (0.0, 0.5):
+        leaf = torch.tensor([1.0], requires_grad=True)
+        loss = value_clip(cliprange)
+        values, _ = loss(TokenOutputs({"values": leaf}), batch.with_tokens(loss_weight=torch.ones(1)))
+        values.sum().backward()
+        assert leaf.grad.item() == -2.0

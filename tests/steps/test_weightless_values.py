@@ -200,3 +200,12 @@ def test_results_of_estimators_and_aggregation_share_no_memory(name):
     done = aggregate_rows(aggregate(INTEGERS[name](batch), "token-sum"), "row-sum")
     fields = [*done.per_token.values(), *done.per_row.values()]
     assert len({t.untyped_storage().data_ptr() for t in fields}) == len(fields)
+
+
+def test_an_adaptive_coefficient_sees_rows_with_a_response_alone():
+    fields = {"token_level_scores": [[0.0]] * 3, "old_log_probs": [[0.0]] * 3, "ref_log_prob": [[-0.05]] * 3}
+    batch = Batch.from_rows([[1]] * 3, fields | {"response_mask": [[1.0], [1.0], [0.0]]})
+    ours, without = (
+        apply_kl_in_reward(b, AdaptiveKL(0.1, target=1.0, horizon=10))[1] for b in (batch, batch.take([0, 1]))
+    )
+    assert ours.value == without.value == pytest.approx(0.1 * (1 - 0.2 * 2 / 10))

@@ -80,7 +80,8 @@ class RewardFunctions:
 
         Raises:
             RewardError: a function raised, hung, ended its process, or returned neither a number nor a dict with
-                ``score``; the message names the function and the answer.
+                ``score``, or a number and something else under one key; the message names the function and the
+                answer.
         """
         rows = [_row(answer) for answer in answers]
         seeds = [fingerprint(f"{a.problem.id} {a.problem.data_source} {a.text}") % 2**32 for a in answers]
@@ -91,6 +92,8 @@ class RewardFunctions:
             # Late results of the other processes would otherwise be read as results of the next call.
             _stop(self._workers)
             raise
+        for function, judged in zip(self._functions, results, strict=True):
+            _check_kinds(function, judged, answers)
         return [self._combined(a, [by_function[i] for by_function in results]) for i, a in enumerate(answers)]
 
     def _calls(self, rows: int) -> list[_Call]:
@@ -181,10 +184,11 @@ class RewardFunctions:
         # As in verl, only a function that returns acc says which answers are right.
         if (acc := next((result[1] for result in results if result[1] is not None), None)) is not None:
             combined["acc"] = acc
-        if len(results) == 1:
-            return combined | results[0][3]
         for name, (own_score, _, _, metrics) in zip(self._names, results, strict=True):
-            combined |= {f"{name}/{key}": value for key, value in ({"score": own_score} | metrics).items()}
+            prefix = f"{name}/" if len(results) > 1 else ""
+            if prefix:
+                combined[f"{prefix}score"] = own_score
+            combined |= {f"{prefix}{key}": value for key, value in metrics.items() if not isinstance(value, str)}
         return combined
 
     def _start(self, count: int) -> None:
@@ -224,6 +228,24 @@ class _Call:
     def suspects(self) -> list[int]:
         """Returns the rows that may have stopped the worker from responding."""
         return [i for i, begun in self.unfinished.items() if begun] or list(self.unfinished)[:1]
+
+
+def _check_kinds(function: str, judged: Sequence[Judged], answers: Sequence[Answer]) -> None:
+    """Checks that what a function returned under a key is a number for all answers for which it has the key, or none.
+
+    Raises:
+        RewardError: it is not.
+    """
+    first: dict[str, tuple[bool, str, Answer]] = {}
+    for answer, (_, _, _, metrics) in zip(answers, judged, strict=True):
+        for key, value in metrics.items():
+            kind = value if isinstance(value, str) else "number"
+            is_number, other, where = first.setdefault(key, (kind == "number", kind, answer))
+            if is_number != (kind == "number"):
+                raise RewardError(
+                    f"the reward function {function} returned {key!r} as a {other}, judging {describe(where)}, and "
+                    f"as a {kind}, judging {describe(answer)}; return numbers, and None or no key where there is none"
+                )
 
 
 def _row(answer: Answer) -> Row:

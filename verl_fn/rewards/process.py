@@ -56,7 +56,7 @@ def _report(line: bytes) -> tuple[int | None, Outcome | None]:
         case [int(row), str(problem)]:
             return row, one_line(problem)
         case [int(row), [float(score), float() | None as acc, str() | None as pred, dict(metrics)]] if all(
-            isinstance(value, float) for value in metrics.values()
+            isinstance(value, float | str) for value in metrics.values()
         ):
             return row, (score, acc, pred, metrics)
     raise GarbledError(garbled(line))

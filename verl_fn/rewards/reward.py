@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from verl_fn.errors import UserError
 from verl_fn.rewards.worker import LARGEST, short
 from verl_fn.state import Batch, conversations
 from verl_fn.steps.aggregate import last_of_rows
+
+OUTLIER = 1e6
 
 
 class RewardError(UserError, RuntimeError):
@@ -71,9 +74,9 @@ class Reward:
         """Returns the batch with the judge's results for each row, and the score on each row's last response token.
 
         Row fields are ``score``, ``acc`` if the judge gives it, ``pred`` (an int64 hash of the string) and
-        ``reward/*``, one for each further number. Token fields are ``token_level_scores`` and
-        ``token_level_rewards``. The last response token is the last one with ``response_mask`` set, also where a
-        tool's output ends the response.
+        ``reward/*``, one for each further number, with nan for a number that a row lacks. Token fields are
+        ``token_level_scores`` and ``token_level_rewards``. The last response token is the last one with
+        ``response_mask`` set, also where a tool's output ends the response.
 
         A conversation with an environment is judged as a whole, and each of its rows has its score: the
         environment's reward plus the judge's score. ``acc`` is then the environment's.
@@ -84,7 +87,7 @@ class Reward:
                 of rows; without ``group``, each problem has equally many consecutive rows.
 
         Raises:
-            RewardError: a reward function failed, a number is not finite, or rows differ in their metrics.
+            RewardError: a reward function failed, a number is not finite, or a score is missing.
             ValueError: a row is of none of the problems, or two problems have one id.
         """
         conversation, last = conversations(batch)
@@ -134,19 +137,33 @@ def problems_of(batch: Batch, problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _columns(answers: Sequence[Answer], results: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    names = list(dict.fromkeys(name for result in results for name in result))
+    names = [name for name in dict.fromkeys(name for result in results for name in result) if name != "pred"]
     for answer, result in zip(answers, results, strict=True):
-        for name in names:
+        for name in ("score", "pred"):
             if name not in result:
-                raise RewardError(f"the reward of {describe(answer)} lacks {name!r}, which other rows have")
-            if name != "pred" and not -LARGEST < result[name] < LARGEST:
+                raise RewardError(f"the reward of {describe(answer)} lacks {name!r}")
+        for name in names:
+            if name in result and not -LARGEST < result[name] < LARGEST:
                 raise RewardError(f"the reward of {describe(answer)} has {result[name]} as {name!r}")
     fields = {"pred": torch.tensor([fingerprint(result["pred"]) for result in results])}
     for name in names:
-        if name != "pred":
-            field = name if name in ("score", "acc") else f"reward/{name}"
-            fields[field] = torch.tensor([result[name] for result in results], dtype=torch.float32)
+        field = name if name in ("score", "acc") else f"reward/{name}"
+        fields[field] = torch.tensor([float(result.get(name, math.nan)) for result in results], dtype=torch.float32)
+    _warn_of_scale(answers, fields["score"])
     return fields
+
+
+def _warn_of_scale(answers: Sequence[Answer], scores: torch.Tensor) -> None:
+    """Warns of a score beside which the others vanish, as where a function has divided by almost nothing."""
+    size = scores.abs().double()
+    largest = int(size.argmax())
+    usual = max(1.0, float(size.median()))
+    if float(size[largest]) > OUTLIER * usual:
+        warnings.warn(
+            f"the reward of {describe(answers[largest])} is {float(scores[largest]):g}, and half of the others are "
+            f"at most {usual:g}: beside it they hardly differ, so little is learned from them",
+            stacklevel=4,
+        )
 
 
 def describe(answer: Answer) -> str:

@@ -23,6 +23,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from decimal import Decimal
 from functools import partial
 from json import dumps, loads
 from pathlib import Path
@@ -51,9 +52,10 @@ NO_METRICS = (str, list, tuple, Mapping, type(None))
 LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 Row = Mapping[str, Any]
-Judged = tuple[float, float | None, str | None, dict[str, float]]
+Judged = tuple[float, float | None, str | None, dict[str, float | str]]
 Outcome = Judged | str
-"""Score, acc, pred and metrics of a row, or a string that describes what the function did wrong."""
+"""Score, acc, pred and metrics of a row, or a string that describes what the function did wrong. In the metrics, the
+name of a type stands for an entry that is no number."""
 
 
 class LoadError(Exception):
@@ -150,7 +152,7 @@ def judged(value: Any) -> Outcome:
 
     Example:
         >>> judged({"score": True, "pred": 7, "length": 3, "note": "x"})
-        (1.0, None, '7', {'length': 3.0})
+        (1.0, None, '7', {'length': 3.0, 'note': 'str'})
         >>> judged(None)
         'returned None; it must return a number between -1e+30 and 1e+30, or a dict with "score"'
     """
@@ -175,7 +177,11 @@ def judged(value: Any) -> Outcome:
         if key != "pred" and not _fits(number):
             return f'returned {number} as "{key}"; it must be finite and smaller than {LARGEST:g}'
     pred = None if value.get("pred") is None else str(value["pred"])
-    metrics = {key: number for key, number in numbers_by_key.items() if key not in ("score", "acc", "pred")}
+    metrics: dict[str, float | str] = {
+        str.__str__(key): numbers_by_key.get(key, type(entry).__name__)
+        for key, entry in value.items()
+        if key not in ("score", "acc", "pred") and entry is not None
+    }
     return numbers_by_key["score"], numbers_by_key.get("acc"), pred, metrics
 
 
@@ -184,9 +190,11 @@ def _fits(number: float) -> bool:
 
 
 def _number(value: Any) -> float | None:
-    # Scalars of numpy and torch have the shape ().
-    if not isinstance(value, numbers.Real) and (isinstance(value, str) or getattr(value, "shape", None) != ()):
-        return None
+    if not isinstance(value, numbers.Real | Decimal):
+        # Scalars of numpy and torch have the shape (); those of text and complex numbers are none of ours.
+        dtype = str(getattr(value, "dtype", ""))
+        if isinstance(value, str | bytes) or getattr(value, "shape", None) != () or "complex" in dtype:
+            return None
     try:
         return float(value)
     except OverflowError:
@@ -213,6 +221,25 @@ def raised(error: BaseException) -> str:
         message = f"(it has no message, since __str__ raised {type(other).__name__})"
     description = f"raised {type(error).__name__}" + (f": {short(message, 400)}" if message else "")
     return description + (f" (at {own[-1].filename}:{own[-1].lineno})" if own else "")
+
+
+def json_text(truth: str) -> str:
+    """Returns a remark for an error about a ground truth that holds an object or a list, which comes as JSON text.
+
+    Example:
+        >>> json_text("[1, 2]")
+        '; the ground truth is JSON text, as objects and lists in the data are: json.loads(ground_truth) reads it'
+        >>> json_text("[1, 2"), json_text("42")
+        ('', '')
+    """
+    try:
+        is_text = truth[:1] in ("{", "[") and isinstance(loads(truth), dict | list)
+    except (TypeError, ValueError, RecursionError):
+        is_text = False
+    remark = (
+        "; the ground truth is JSON text, as objects and lists in the data are: json.loads(ground_truth) reads it"
+    )
+    return remark * is_text
 
 
 def _checked(value: Any) -> Outcome:
@@ -290,7 +317,7 @@ class Server:
         try:
             return judged(self._value(function(**row)))
         except BaseException as error:
-            return raised(error)
+            return raised(error) + json_text(row["ground_truth"])
 
     def _batched(self, function: Callable[..., Any], rows: Sequence[tuple[Row, int]]) -> list[Outcome]:
         seed_numbers(*(seed for _, seed in rows))
@@ -298,7 +325,7 @@ class Server:
         try:
             values = list(self._value(function(**lists)))
         except BaseException as error:
-            return [raised(error)]
+            return [raised(error) + next(filter(None, map(json_text, lists["ground_truths"])), "")]
         if len(values) != len(rows):
             return [f"returned {len(values)} results for {len(rows)} responses"]
         return [_checked(value) for value in values]
@@ -326,7 +353,7 @@ class Server:
         try:
             return judged(await _on_own_numbers(function(**row), seed))
         except BaseException as error:
-            return raised(error)
+            return raised(error) + json_text(row["ground_truth"])
 
 
 def late(timeout: float) -> str:

@@ -44,9 +44,13 @@ def judged(
     report: dict[str, float] = {}
     for source in dict.fromkeys(p.data_source for p in problems):
         rows = torch.tensor([p.data_source == source for p in problems])
-        if acc is not None:
-            report |= spread(f"val-core/{source}/acc", acc[rows], pred[rows])
-            report |= {f"val-aux/{source}/acc/pass@{k}": pass_at(acc[rows], k) for k in _ks(n)}
+        # Where the reward returned acc for some answers only, the problems count all of whose answers have it.
+        known = rows & ~acc.isnan().any(1) if acc is not None else torch.zeros_like(rows)
+        if acc is not None and bool(known.any()):
+            report |= spread(f"val-core/{source}/acc", acc[known], pred[known])
+            report |= {f"val-aux/{source}/acc/pass@{k}": pass_at(acc[known], k) for k in _ks(n)}
+            if int(known.sum()) < int(rows.sum()):
+                report[f"val-aux/{source}/acc/count"] = float(known.sum())
             report |= spread(f"val-aux/{source}/reward", score[rows])
         else:
             report |= spread(f"val-core/{source}/reward", score[rows], pred[rows])
@@ -75,9 +79,9 @@ def answers_of(
     else:
         ended = ["stop" if finished else "length" for finished in batch["finished"].tolist()]
     asked, numbers = problems_of(batch, problems), Counter[int]()
-    values = {name: field.tolist() for name, field in batch.per_row.items() if name.startswith("reward/")}
+    values = {name: _or_none(field) for name, field in batch.per_row.items() if name.startswith("reward/")}
     score, finished = batch["score"].tolist(), batch["finished"].tolist()
-    acc = batch["acc"].tolist() if "acc" in batch else [None] * len(batch)
+    acc = _or_none(batch["acc"]) if "acc" in batch else [None] * len(batch)
     rows = []
     for i, (problem, response) in enumerate(zip(asked, texts, strict=True)):
         row = {
@@ -96,6 +100,11 @@ def answers_of(
         row |= {"messages": json.loads(said[i])} if said[i] else {}
         rows.append(row | {name: field[i] for name, field in values.items()})
     return rows
+
+
+def _or_none(values: torch.Tensor) -> list[float | None]:
+    """Returns the values, with None for those that are missing."""
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def spread(name: str, values: torch.Tensor, pred: torch.Tensor | None = None) -> dict[str, float]:
