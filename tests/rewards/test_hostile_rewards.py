@@ -117,7 +117,7 @@ def test_there_are_sixty():
 def test_calls_end_in_a_score_or_a_line(folder, capfd):
     process = RewardProcess(str(folder), environment(()))
     try:
-        assert process.load(["hostile_rewards.py:run"], str(folder), TIMEOUT, [{}]) == ["plain"]
+        assert process.load(["hostile_rewards.py:run"], str(folder), TIMEOUT, {}) == ["plain"]
         process.send([0, [[row(name), 0] for name in CALLS]], TIMEOUT)
         outcomes = {}
         while len(outcomes) < len(CALLS):
