@@ -405,7 +405,7 @@ def adapted(coefficient, kl, target, horizon):
 
 ADAPTIVE = [
     "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0.4",
-    "algorithm.kl_ctrl.target_kl=0.02", "algorithm.kl_ctrl.horizon=50", "algorithm.kl_penalty=k3",
+    "algorithm.kl_ctrl.target_kl=0.1", "algorithm.kl_ctrl.horizon=50", "algorithm.kl_penalty=k3",
 ]  # fmt: skip
 
 
@@ -426,8 +426,9 @@ def test_the_adaptive_controller_of_grpo(steps):
         assert run.report["actor/reward_kl_penalty_coeff"] == pytest.approx(coefficient, rel=1e-6)
         update_policy(run, rows, paper.in_groups(paper.centred, rewards, rows), CLIPPED, orders)
         run.check()
-        coefficient = adapted(coefficient, kl, 0.02, 50)
-    assert run.state.kl.value == pytest.approx(coefficient, rel=1e-6) and coefficient > 0.4 * 0.96
+        coefficient = adapted(coefficient, kl, 0.1, 50)
+    assert run.state.kl.value == pytest.approx(coefficient, rel=1e-6)
+    assert 0.08 < sum(float(row.mean()) for row in kl) / len(kl) < 0.12, "the change is within its bounds"
 
 
 @pytest.mark.parametrize("judge", ["function", "reward_model"])
@@ -455,7 +456,7 @@ def test_ppo(judge, models, steps):
             ]
         if "reference" in run.models:
             rewards, kl = penalized(run, rows, rewards, coefficient)
-            coefficient = adapted(coefficient, kl, 0.02, 50)
+            coefficient = adapted(coefficient, kl, 0.1, 50)
         values = [v.detach() for v in critic.values(rows)]
         advantages, returns = paper.generalised(rewards, values, 0.95, 0.8)
         orders = run.learn()
@@ -596,12 +597,12 @@ def answers_of(run, problems):
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-sum-norm"])
 def test_sft(mode, steps):
-    run = steps("sft", f"algorithm.loss_agg_mode={mode}", "algorithm.loss_scale_factor=5", updates=2, clip_grad=3)
+    run = steps("sft", f"algorithm.loss_agg_mode={mode}", "algorithm.loss_scale_factor=8", updates=2, clip_grad=3)
     for _ in range(2):
         problems, rows = run.draw()
         assert [(row.tokens, row.start) for row in rows] == [(r.tokens, r.start) for r in answers_of(run, problems)]
         run.learn()
-        run.models["actor"].update(paper.averaged([-one for one in run.models["actor"].log_probs(rows)], mode, 5))
+        run.models["actor"].update(paper.averaged([-one for one in run.models["actor"].log_probs(rows)], mode, 8))
         run.check()
 
 
@@ -672,19 +673,20 @@ def test_reward_model(steps):
 
 def test_rejection(steps):
     """Scores are coarse, so that several responses of a group are the best, and some are just good enough."""
-    mode = "seq-mean-token-mean"
-    run = steps("rejection", "algorithm.min_score=0.75", f"algorithm.loss_agg_mode={mode}", updates=2, clip_grad=6)
+    mode = "seq-mean-token-sum"
+    run = steps("rejection", "algorithm.min_score=0.75", f"algorithm.loss_agg_mode={mode}", updates=2, clip_grad=60)
     answers, kept, ties = [], [], 0
 
     def coarse(given):
         answers.extend(given)
-        return [one | {"score": round(4 * one["score"]) / 4} for one in judge(given)]
+        most = [0.5 if answer.problem.id % 4 == 1 else 1.0 for answer in given]
+        scores = [round(4 * one["score"]) / 4 for one in judge(given)]
+        return [{"score": min(one, limit), "pred": ""} for one, limit in zip(scores, most, strict=True)]
 
     run.w = attrs.evolve(run.w, reward=Reward(coarse, run.w.tokenizer, run.w.end_tokens))
     for _ in range(2):
         answers.clear()
         problems, rows = run.draw()
-        run.check_draws(problems, rows)
         best = []
         for problem in problems:
             of_group = [a.text for a in answers if a.problem == problem]
@@ -694,8 +696,10 @@ def test_rejection(steps):
         assert [(row.group, run.text(row).removesuffix("<eos>")) for row in rows] == best
         kept.append(len(rows))
         run.learn()
-        losses = [-one for one in run.models["actor"].log_probs(rows, HEAT)]
-        run.models["actor"].update(paper.averaged(losses, mode))
+        if rows:  # without any, nothing changes
+            run.check_draws(problems, rows)
+            losses = [-one for one in run.models["actor"].log_probs(rows, HEAT)]
+            run.models["actor"].update(paper.averaged(losses, mode))
         run.check()
     assert 0 < sum(kept) < 2 * PROMPTS and ties
 

@@ -4,6 +4,7 @@ import importlib
 import io
 import sys
 import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 from run_configs import TINY, tiny_run
@@ -61,7 +62,8 @@ def test_a_logger_that_loses_its_connection_is_named(tiny, tmp_path, monkeypatch
         raise ConnectionError("no route")
 
     run = types.SimpleNamespace(log=fails, finish=lambda: None)
-    fake = types.SimpleNamespace(init=fails if where == "init" else lambda **kwargs: run)
+    init = fails if where == "init" else lambda **kwargs: run
+    fake = types.SimpleNamespace(init=init, __spec__=ModuleSpec("wandb", None))
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with pytest.raises(RunError, match="the logger wandb failed: ConnectionError: no route; repair it or take"):
         train(tiny_run(tiny, tmp_path, "algorithm.name=sft", "trainer.logger=wandb"), SILENT)
