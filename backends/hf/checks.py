@@ -7,12 +7,14 @@ transformers' own forward of each row, and so is what the model does to its logi
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import itertools
 import json
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -313,13 +315,26 @@ def _number(config: Any, name: str) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
+@contextlib.contextmanager
+def _without_triton(auto: Any, config: Any) -> Iterator[None]:
+    """Makes models take torch's own code inside, since flash-linear-attention's kernels need a GPU."""
+    with torch.device("meta"):
+        module = sys.modules[type(auto.from_config(copy.deepcopy(config))).__module__]
+    kernels = {name: f for name, f in vars(module).items() if str(getattr(f, "__module__", "")).startswith("fla.")}
+    vars(module).update(dict.fromkeys(kernels))
+    try:
+        yield
+    finally:
+        vars(module).update(kernels)
+
+
 def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any:
     """Returns a model with activations and logits as large as trained ones, since soft caps change only those.
 
     Raises:
         ValueError: the architecture does not take this implementation of attention.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _without_triton(auto, config):
         torch.manual_seed(0)
         model = auto.from_config(copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32)
         if implementation == attention.NAME and not getattr(model, "_supports_attention_backend", False):
