@@ -141,6 +141,13 @@ def test_rejection_learns_from_the_best_rows_and_its_ledger_closes(tiny, tmp_pat
         plan(tiny, tmp_path / "one", "rejection", "rollout.n=1")
 
 
+def test_distillation_on_drawn_tokens_needs_draws_of_the_newest_weights(tiny, tmp_path):
+    apart = ["driver.kind=ray", "rollout.placement=apart", "driver.max_lag=1", f"algorithm.teacher={tiny}"]
+    with pytest.raises(ConfigError, match=r"driver.max_lag = 1 lets older weights draw .* set algorithm.top_k=64"):
+        plan(tiny, tmp_path, "distill", *apart)
+    assert plan(tiny, tmp_path, "distill", *apart, "algorithm.top_k=4").driver.max_lag == 1
+
+
 def test_the_best_of_a_group_has_a_response():
     fields = {"group": [1, 1, 5, 5], "score": [3.0, 2.0, 0.0, -1.0]}
     batch = Batch.from_rows([[1], [2], [3], [4]], {"response_mask": [[0.0], [1.0], [1.0], [1.0]]}, fields)

@@ -8,6 +8,7 @@ import attrs
 
 from .algorithms import DAPO, PolicyOptimization
 from .fields import ConfigError
+from .learners import Distill
 from .roles import LearnsFrom
 from .schema import Config
 
@@ -20,8 +21,9 @@ def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
         learns_from: what its algorithm learns from.
 
     Raises:
-        ConfigError: the algorithm does not sample or needs rewards to sample, the engines cannot work while the
-            trainer learns, or weights are to arrive in flight where engines do not sample ahead or record experts.
+        ConfigError: the algorithm does not sample, needs rewards to sample, or samples of the newest weights; the
+            engines cannot work while the trainer learns; or weights are to arrive in flight where engines do not
+            sample ahead or record experts.
     """
     lag = f"driver.max_lag = {cfg.driver.max_lag}"
     if cfg.driver.max_lag == 0:
@@ -43,6 +45,12 @@ def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
         raise ConfigError(
             f"{lag} asks engines for samples before those of earlier steps have arrived, and dynamic sampling asks "
             "for more where it has seen the rewards; set algorithm.filter_groups.enable=false, or driver.max_lag=0"
+        )
+    if isinstance(cfg.algorithm.options, Distill) and not cfg.algorithm.options.top_k:
+        raise ConfigError(
+            f"{lag} lets older weights draw the tokens, and the loss of distill on the drawn token has the right "
+            "gradient only for tokens of the weights that learn; set algorithm.top_k=64 or so, whose gradient is "
+            "exact for any tokens, or driver.max_lag=0"
         )
     if cfg.driver.kind == "local":
         raise ConfigError(
