@@ -84,9 +84,11 @@ CONSTANTS = (0.1, 1000.1, 10000.1, 1e6 + 0.1, 1e29, -1000.1, -1e29, 1 / 3, 1e-8)
 
 def rewarded(batch, reward, value):
     """Gives every row this reward, in total, and this value to every baseline that does not come from the batch."""
-    on_last = reward * last_of_rows(batch, batch["response_mask"])
-    rows = {name: torch.full((len(batch),), reward) for name in ("reward_baselines", "reward/style", "reward/truth")}
-    values = torch.full((batch.num_tokens,), value)
+    dtype = batch["values"].dtype
+    on_last = reward * last_of_rows(batch, batch["response_mask"]).to(dtype)
+    names = ("reward_baselines", "reward/style", "reward/truth")
+    rows = {name: torch.full((len(batch),), reward, dtype=dtype) for name in names}
+    values = torch.full((batch.num_tokens,), value, dtype=dtype)
     return batch.with_tokens(token_level_rewards=on_last, values=values).with_rows(**rows)
 
 
@@ -96,9 +98,9 @@ def rewarded(batch, reward, value):
 def test_what_has_the_same_reward_everywhere_gives_exactly_no_advantage(name, key, rows):
     drawn = tiny_batch(key, rows=rows)
     for reward in CONSTANTS:
-        batch = rewarded(drawn, reward, reward if name == "gae without whitening" else 0.0)
-        for given_batch in (batch, in_float64(batch)):
-            assert not ESTIMATORS[name](given_batch)["advantages"].any(), reward
+        value = reward if name == "gae without whitening" else 0.0
+        for batch in (drawn, in_float64(drawn)):
+            assert not ESTIMATORS[name](rewarded(batch, reward, value))["advantages"].any(), reward
 
 
 GROUPED = [n for n in ESTIMATORS if not n.startswith(("gae", "remax", "reinforce_plus_plus"))]
