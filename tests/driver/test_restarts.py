@@ -161,3 +161,32 @@ def test_faults_are_drawn_from_a_seed():
     drawn = faults.draw(50, seed=3)
     assert drawn == faults.draw(50, seed=3) != faults.draw(50, seed=4)
     assert {fault.kind for fault in drawn} == set(faults.KINDS)
+
+
+def test_an_error_that_comes_again_after_a_restart_ends_the_run(monkeypatch):
+    """Deaths without an error of their own, and other errors, are restarted as often as allowed."""
+    from collections import Counter
+    from types import SimpleNamespace
+
+    from verl_fn.driver import restarts
+    from verl_fn.driver.errors import ENDED_WITH
+
+    monkeypatch.setattr(restarts, "_ready", lambda ref: True)
+    monkeypatch.setattr(restarts.attrs, "evolve", lambda member, **changes: member)
+    monkeypatch.setattr(restarts.Restarts, "_stages", lambda self, old, error: iter([None]))
+    member = SimpleNamespace(name="rollout", sentinel=None)
+
+    def deaths(*errors, answered=()):
+        group = SimpleNamespace(answered=set(), replace=lambda old, new: None)
+        one = restarts.Restarts(group, 3, 1.0, [], [], None, None)
+        for number, error in enumerate(errors):
+            group.answered |= {"rollout"} if number in answered else set()
+            one.begin(member, ActorDied(f"rollout died\n  {error}"))
+        return Counter(one._counts)["rollout"]
+
+    bug, other = f"{ENDED_WITH}KeyError: 'x'", f"{ENDED_WITH}RuntimeError: y"
+    with pytest.raises(ActorDied, match="died") as caught:
+        deaths(bug, bug)
+    assert "the same error before" in caught.value.__notes__[0]
+    assert deaths(bug, other, bug) == 3 and deaths("killed", "killed", "killed") == 3
+    assert deaths(bug, bug, answered=[1]) == 1

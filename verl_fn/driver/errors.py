@@ -6,6 +6,9 @@ from typing import Any
 
 from verl_fn.errors import UserError
 
+# Begins the line of a log by which the driver knows an error that comes again after a restart.
+ENDED_WITH = "verl_fn ends this process, to be restarted, with "
+
 
 class ActorDied(UserError, RuntimeError):
     """A worker's process ended; the message has its error and the end of its log."""

@@ -18,6 +18,7 @@ from typing import Any
 import attrs
 import torch
 
+from verl_fn.backends.memory import lacks_memory
 from verl_fn.backends.protocol import Freed, PublicationFailed, StaleWeightsError
 from verl_fn.backends.weight_sync import IncompleteWeights
 from verl_fn.backends.weight_sync.channel import SenderFailed
@@ -28,10 +29,10 @@ from verl_fn.errors import UserError
 from verl_fn.state import Request, Sample
 
 from . import identity
+from .errors import ENDED_WITH
 from .parcels import Argument, Parcels
 
-# What an engine that is restarted can do again.
-CURABLE = ("invoke", "receive", "stream")
+CURABLE = ("invoke", "receive", "stream")  # calls that are safe to repeat
 
 
 @attrs.frozen
@@ -349,6 +350,9 @@ class Host:
             if not (self._restarts and method in CURABLE and curable(error)):
                 raise
             traceback.print_exc()
+            # Memory may be free later, and a sender may send all of its weights; other errors of one call come again.
+            if method != "receive" and not lacks_memory(error) and not isinstance(error, PublicationFailed):
+                print(f"{ENDED_WITH}{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)
 

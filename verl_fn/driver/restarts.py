@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import attrs
 import ray
 
+from .errors import ENDED_WITH
 from .failures import death_of, unwrapped_error
 from .group import Group, Member
 
@@ -107,6 +108,8 @@ class Restarts:
         self._made, self._code = made, code
         self._started, self._holder = started, holder
         self._counts: Counter[str] = Counter()
+        # What engines that have answered nothing since ended with.
+        self._errors: dict[str, str] = {}
         self._running: dict[str, tuple[Iterator[_Stage], _Stage, Exception]] = {}
         self.reasons: list[str] = []
 
@@ -143,12 +146,18 @@ class Restarts:
         """Begins to restart an engine that has ended or hangs.
 
         Raises:
-            Exception: ``error``, if it was restarted as often as allowed.
+            Exception: ``error``, if it was restarted as often as allowed, or came again after a restart.
         """
         name = member.name
         if name in self._group.answered:
             self._group.answered.remove(name)
             self._counts[name] = 0
+            self._errors.pop(name, None)
+        said = "\n".join(line for line in str(error).splitlines() if ENDED_WITH in line)
+        if said and said == self._errors.get(name):
+            error.add_note("it ended with the same error before, so another restart would not help")
+            raise error
+        self._errors[name] = said
         if self._counts[name] >= self._limit:
             if self._limit:
                 error.add_note(
