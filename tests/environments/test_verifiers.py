@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -239,8 +238,8 @@ def test_the_task_brings_its_environment_and_its_problems(chatty, monkeypatch):
         assert not has_held_out(plan), "that is known only when its datasets are read"
         assert plan.env.name == f"verifiers:{FOLDER}/adder", "so that a run goes on from any folder"
         assert str(FOLDER / "adder.py") in fingerprints(plan)
-        tokenizer = SimpleNamespace(chat_template="", bos_token_id=1, eos_token_id=2, unk_token_id=3)
-        tokenizer.apply_chat_template = lambda messages, **others: [5] * len(messages[0]["content"])
+        tokenizer = char_tokenizer("0123456789+")
+        tokenizer.chat_template = "{{ messages[0].content }}"
         return environment_data(plan.data, plan.env, tokenizer, lines.append)
 
     data = source("env.arguments={count=5}")
