@@ -336,7 +336,9 @@ def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any
     """
     with torch.random.fork_rng(devices=[]), _without_triton(auto, config):
         torch.manual_seed(0)
-        model = auto.from_config(copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32)
+        model = auto.from_config(
+            copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32, trust_remote_code=False
+        )
         if implementation == attention.NAME and not getattr(model, "_supports_attention_backend", False):
             raise ValueError("the model does not let its attention be chosen")
         model.config.use_cache = False
