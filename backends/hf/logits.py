@@ -12,6 +12,8 @@ from torch import Tensor
 
 # The most logits that exist at a time: few enough for the caches of a CPU, enough to fill a GPU.
 CPU_CHUNK, CUDA_CHUNK = 2**24, 2**27
+# A log-probability below which the probability is 0 in fp32. It stands for -inf, which times 0 is NaN.
+LEAST = -1e4
 
 
 def default_chunk(hidden: Tensor, weight: Tensor) -> int:
@@ -52,7 +54,7 @@ def reduce_rows(
     torch.logsumexp(logits, -1, out=log_z)
     logprobs.copy_(logits.gather(1, targets[:, None])[:, 0] - log_z)
     if entropies is not None:
-        log_probs = logits.sub_(log_z[:, None])
+        log_probs = logits.sub_(log_z[:, None]).clamp_(min=LEAST)
         entropies.copy_(-torch.einsum("nv,nv->n", log_probs.exp(), log_probs))
 
 
@@ -85,7 +87,7 @@ def gradient_in_place(
         d_logits = probs.mul_(-d_logprobs[:, None])
     else:
         # d entropy / d logit = -p (log p + entropy)
-        d_logits = log_probs.add_(entropies[:, None]).mul_(-d_entropies[:, None])
+        d_logits = log_probs.clamp_(min=LEAST).add_(entropies[:, None]).mul_(-d_entropies[:, None])
         d_logits = d_logits.sub_(d_logprobs[:, None]).mul_(probs)
     d_logits.scatter_add_(1, targets.clamp(min=0)[:, None], torch.where(targets >= 0, d_logprobs, 0.0)[:, None])
     if temperature is not None:
@@ -106,6 +108,16 @@ def scaled(logits: Tensor, temperature: Tensor | None, softcap: float | None = N
     if softcap is not None:
         logits = logits.div_(softcap).tanh_().mul_(softcap)
     return logits if temperature is None else logits.div_(temperature[:, None])
+
+
+def entropy_of(log_probs: Tensor) -> Tensor:
+    """Returns entropies of log-probabilities; a token of probability 0 adds 0 to the value and the gradient.
+
+    Example:
+        >>> entropy_of(torch.tensor([[0.0, -torch.inf], [0.5, 0.5]]).log_softmax(-1)).tolist()
+        [-0.0, 0.6931471824645996]
+    """
+    return -(log_probs.exp() * log_probs.clamp(min=LEAST)).sum(-1)
 
 
 def slices(n: int, chunk: int) -> list[slice]:

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from verl_fn.backends.hf.head_gradients import gradients
-from verl_fn.backends.hf.logits import at, default_chunk, reduce_rows, scaled, slices
+from verl_fn.backends.hf.logits import at, default_chunk, entropy_of, reduce_rows, scaled, slices
 
 
 def logprobs_and_entropy(
@@ -118,7 +118,7 @@ def _plain(
     if temperature is not None:
         logits = logits / temperature[:, None]
     log_probs = logits.log_softmax(-1)
-    entropies = -(log_probs.exp() * log_probs).sum(-1) if entropy else None
+    entropies = entropy_of(log_probs) if entropy else None
     return log_probs.gather(1, targets[:, None])[:, 0], entropies
 
 

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from verl_fn.backends.hf.attention import Packing
 from verl_fn.backends.hf.candidates import candidate_logprobs, top_logprobs
-from verl_fn.backends.hf.logits import default_chunk, slices
+from verl_fn.backends.hf.logits import default_chunk, entropy_of, slices
 from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.ulysses import Sequence
@@ -193,7 +193,7 @@ def _of_own_head(
         log_probs = (logits if temperature is None else logits / temperature[part, None]).log_softmax(-1)
         outputs = {"logprobs": log_probs.gather(1, tokens[part, None])[:, 0]}
         if "entropy" in wanted:
-            outputs["entropy"] = -(log_probs.exp() * log_probs).sum(-1)
+            outputs["entropy"] = entropy_of(log_probs)
         if "sum_pi_squared" in wanted:
             outputs["sum_pi_squared"] = log_probs.detach().exp().square().sum(-1)
         if candidates is not None:
