@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from verl_fn.backends.hf.folder import HEADS, Hollow
+from verl_fn.backends.hf.folder import HEADS, Hollow, check_numbers
 from verl_fn.backends.tensor_file import Slices, files_of
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -67,13 +67,18 @@ class Weights:
 
         Returns:
             ``into``.
+
+        Raises:
+            ModelError: a number is none that a model can have; see ``check_numbers``.
         """
         if name not in self.files:
             return into.zero_()
         file = self.files[name]
         if file not in opened:
             opened[file] = Slices(file)
-        return into.copy_(opened[file].rows(name, start, end))
+        into.copy_(opened[file].rows(name, start, end))
+        check_numbers(name, into, file)
+        return into
 
 
 def _needs_no_conversion(places: dict[str, Path], model: Hollow) -> bool:

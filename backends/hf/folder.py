@@ -43,6 +43,8 @@ __all__ = [
 # What transformers calls the output layers of language models, and those of classifiers.
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
 
+LARGEST_WEIGHT = 1e18
+
 # Making a model uses torch's global generator, and settings of torch and transformers.
 _making = threading.RLock()
 
@@ -119,9 +121,44 @@ def build(
     if not pretrained:
         _read_constants(skeleton, auto, config, options, folder)
     params = {name: p.detach() for name, p in model.named_parameters()}
+    if pretrained:
+        for name, t in params.items():
+            check_numbers(name, t, folder)
     params |= _adapted(skeleton, lora, key, folder)
     _to_meta(model)
     return skeleton, params
+
+
+def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:
+    """Checks that float32 holds the squares of weights, which norms and moments are made of.
+
+    A bias may have -inf, by which an output layer excludes tokens.
+
+    Args:
+        name: of the parameter.
+        weight: some or all of its rows.
+        place: the folder or file that they come from, for the error.
+
+    Raises:
+        ModelError: a weight is not finite, or too large.
+
+    Example:
+        >>> check_numbers("norm.weight", torch.tensor([1.0, 1e38]), "model")
+        Traceback (most recent call last):
+        verl_fn.backends.hf.config.ModelError: model: norm.weight has the value 1e+38, and weights beyond 1e+18 make
+        every step useless; copy the file again, or correct the weight
+    """
+    top = float(torch.linalg.vector_norm(weight, float("inf"))) if weight.numel() else 0.0
+    if top <= LARGEST_WEIGHT:
+        return
+    wrong = ~(weight.abs() <= LARGEST_WEIGHT)
+    if name.endswith("bias"):
+        wrong &= weight != -torch.inf
+    if wrong.any():
+        raise ModelError(
+            f"{place}: {name} has the value {float(weight[wrong][0]):g}, and weights beyond {LARGEST_WEIGHT:g} make "
+            "every step useless; copy the file again, or correct the weight"
+        )
 
 
 @_one_at_a_time

@@ -1,5 +1,6 @@
 """What a folder or an option may be: models that cannot be loaded or run are refused, and say why."""
 
+import contextlib
 import json
 
 import pytest
@@ -9,7 +10,8 @@ from test_local import OPTIMIZER, edit_config, ragged
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl_fn.backends.hf.checks import smaller
-from verl_fn.backends.hf.folder import ModelError, build, hollow, read_config
+from verl_fn.backends.hf.direct import Weights
+from verl_fn.backends.hf.folder import ModelError, build, check_numbers, hollow, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.outputs import check_head
@@ -73,6 +75,41 @@ def test_a_model_that_is_larger_than_its_weights_gets_no_memory(tmp_path, fields
     edit_config(folder, num_hidden_layers=10**9, layer_types=None)
     with pytest.raises(ModelError, match="no model has more than 4096"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("model.embed_tokens.weight", 1e38, r"model: model\.embed_tokens\.weight has the value 1e\+38, and"),
+        (UP, float("nan"), "has the value nan"),
+        ("model.norm.weight", float("inf"), "has the value inf"),
+        ("lm_head.weight", -float("inf"), "has the value -inf"),
+        ("model.layers.0.self_attn.q_proj.bias", 1e30, "has the value 1e"),
+        ("model.norm.weight", -1e15, None),
+    ],
+)
+def test_weights_that_make_every_step_useless_are_refused(tmp_path, name, value, told):
+    """By both readers: of whole models, and of rows of their files."""
+    folder = new_model(tmp_path / "model", chars="abc", hidden_size=32, arch="qwen2", tie_word_embeddings=False)
+
+    def change(weights):
+        weights[name] = weights[name].clone()
+        weights[name].view(-1)[1] = value
+        return weights
+
+    edit_weights(folder, change)
+    weights = Weights.of(folder, hollow(folder, "lm", key=Key.from_seed(0)))
+    rows = torch.empty(weights.shapes[name])
+    with contextlib.nullcontext() if told is None else pytest.raises(ModelError, match=told):
+        load(folder)
+    with contextlib.nullcontext() if told is None else pytest.raises(ModelError, match=told.replace("model: ", "")):
+        weights.read(name, 0, len(rows), rows, {})
+
+
+def test_a_bias_may_exclude_tokens():
+    check_numbers("lm_head.bias", torch.tensor([0.0, -torch.inf]), "model")
+    with pytest.raises(ModelError, match="has the value nan"):
+        check_numbers("lm_head.bias", torch.tensor([torch.nan, -torch.inf]), "model")
 
 
 def test_weights_that_cannot_be_put_together_are_refused(tmp_path):
