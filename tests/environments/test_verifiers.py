@@ -217,7 +217,11 @@ def test_the_template_tells_the_format(format):
 
 def test_calls_in_an_unknown_format_are_refused():
     """Otherwise no call would ever be read, and every reward be that of a model without tools."""
-    run = EnvProcesses("verifiers:adder", folder=FOLDER, calls="")
+    for arguments in ({}, {"mode": "inside"}):
+        with pytest.raises(EnvError, match=r"writes calls of tools in no format .* not Mistral's \[TOOL_CALLS\]"):
+            EnvProcesses("verifiers:adder", folder=FOLDER, arguments=arguments, calls="")
+    # Tools of a single problem are known once its conversation begins.
+    run = EnvProcesses("verifiers:adder", folder=FOLDER, arguments={"mode": "late"}, calls="")
     rows = [row for part, row in run.problems() if part == "train"]
     problem = {"prompt": "", "answer": "", "id": 0, "data_source": "s", "extra_info": {"verifiers_row": rows[2]}}
     (failed,) = run([Job(0, 1, problem)])

@@ -22,8 +22,8 @@ from .contract import Done
 
 ROW = "verifiers_row"  # the field of a problem's extra_info that has the row of its dataset
 UNREAD = (
-    "has tools, and the model's chat template writes calls of tools in no format that is known here (those of "
-    f"{', '.join((HERMES, *FORMATS))}); take a model with another template"
+    "the environment has tools, and the model's chat template writes calls of tools in no format that is known here "
+    f"(those of {', '.join((HERMES, *FORMATS))}; not Mistral's [TOOL_CALLS]); take a model with another template"
 )
 NEEDED = "install 'verifiers>=0.2,<0.4' for the interpreter that runs environments (env.python)"
 
@@ -81,6 +81,7 @@ def load(name: str, arguments: Mapping[str, Any], calls: str) -> Loaded:
     Raises:
         ImportError: verifiers is not installed, or has no classic environments.
         TypeError: its ``load_environment`` returns something else than an environment.
+        ValueError: it has tools, and the format of their calls is not known.
     """
     # Each process would draw the same bars on the run's screen.
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -97,7 +98,14 @@ def load(name: str, arguments: Mapping[str, Any], calls: str) -> Loaded:
         raise TypeError(
             f"load_environment of {name} returned a {type(environment).__name__}, which is no vf.Environment"
         )
+    if not calls and has_tools(environment):
+        raise ValueError(UNREAD)
     return Loaded(environment, asyncio.new_event_loop(), calls)
+
+
+def has_tools(environment: Any) -> bool:
+    """Returns whether an environment, or one inside it, has tools; others have some that depend on the problem."""
+    return bool(getattr(environment, "tool_defs", None)) or any(map(has_tools, getattr(environment, "envs", ())))
 
 
 def scores_groups(environment: Any) -> bool:

@@ -28,6 +28,7 @@ class Rubric:
 class Adder:
     def __init__(self, count, mode="", log=""):
         self.rubric, self.count, self.mode, self.log = Rubric(mode == "group", log if mode else ""), count, mode, log
+        self.tool_defs = [] if mode in ("late", "inside") else [TOOL]
         # Its own rubric passes groups on to those of others, as that of an EnvGroup.
         self.envs = [Adder(count, "group")] if mode == "inside" else []
 
