@@ -55,10 +55,24 @@ def test_what_fails_fails_alone_and_the_others_are_repeated(run):
         assert content.startswith("2 ") and content.split()[1] == before[i][0]["content"].split()[1]
 
 
-@pytest.mark.parametrize(("reply", "problem"), [("nan", "both must be finite"), ("assistant", "the model's own")])
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        ("nan", "both must be finite"),
+        ("assistant", "the model's own"),
+        ("text", "returned Done with '0.5'; reward and acc must be numbers"),
+        ("acc", "returned Done with '1'; reward and acc must be numbers"),
+    ],
+)
 def test_what_is_neither_messages_nor_an_end_is_a_failure(run, reply, problem):
     _, (result,) = replied(run, begun(run, 1), reply)
     assert result.reason == "env_crashed" and problem in result.problem
+
+
+def test_an_error_about_a_ground_truth_of_json_says_how_it_is_read(run):
+    job = Job(0, 1, {**PROBLEM, "answer": '{"a": 1}'}, replies=("raise",))
+    (result,) = run([job])
+    assert result.problem.endswith("json.loads(problem.answer) reads it") and "KeyError" in result.problem
 
 
 def test_an_environment_that_crashes_at_once(run):

@@ -29,7 +29,10 @@ class Done:
 
     @acc.default
     def _whether_right(self) -> float:
-        return float(self.reward >= 1.0)
+        try:
+            return float(self.reward >= 1.0)
+        except TypeError:
+            return 0.0  # what calls the environment refuses a reward that is no number
 
 
 class Environment(Protocol):

@@ -70,7 +70,7 @@ class Server:
             problem: the fields of the problem.
             replies: all of the model so far.
         """
-        outcome = attempt(lambda: self._play(place, len(replies) - 1, number, seed, problem, replies))
+        outcome = attempt(lambda: self._play(place, len(replies) - 1, number, seed, problem, replies), [problem])
         # A conversation that is scored with its group keeps its instance until then.
         if isinstance(outcome, str) or (is_end(outcome) and self._score_group is None):
             self._close(number)
@@ -84,7 +84,7 @@ class Server:
             seed: of the random numbers.
             jobs: for each conversation, the arguments of ``answer`` that ended it.
         """
-        outcome = attempt(lambda: self._scores(place, seed, jobs))
+        outcome = attempt(lambda: self._scores(place, seed, jobs), [problem for _, _, problem, _ in jobs])
         for number, *_ in jobs:
             self._close(number)
         self._send([place, outcome])
@@ -131,14 +131,15 @@ class Server:
             close(self._instances.pop(number)[0])
 
 
-def attempt(call: Callable[[], Any]) -> Any:
-    """Returns the outcome of a call, or a string that says how it failed."""
+def attempt(call: Callable[[], Any], problems: Sequence[Mapping[str, Any]] = ()) -> Any:
+    """Returns the outcome of a call about problems, or a string that says how it failed."""
     try:
         return call()
     except Failed as error:
         return str(error)
     except BaseException as error:
-        return functions.raised(error)
+        remarks = (functions.json_text(problem["answer"], "problem.answer") for problem in problems)
+        return functions.raised(error) + next(filter(None, remarks), "")
 
 
 def group_scorer(environment: Callable[[], Any]) -> Callable[[list[Any]], Any] | None:
@@ -210,7 +211,11 @@ def checked(value: Any, first: bool = False) -> Any:
         content, or Done(reward)
     """
     if hasattr(value, "reward") and hasattr(value, "acc") and not first:
-        numbers = [float(value.reward), float(value.acc)]
+        numbers = []
+        for what in (value.reward, value.acc):
+            if (number := functions.number_of(what)) is None:
+                raise Failed(f"returned Done with {functions.shown(what)}; reward and acc must be numbers")
+            numbers.append(number)
         if not all(math.isfinite(number) and abs(number) < functions.LARGEST for number in numbers):
             raise Failed(f"returned a reward of {numbers[0]} with acc {numbers[1]}; both must be finite")
         if not 0.0 <= numbers[1] <= 1.0:

@@ -157,22 +157,22 @@ def judged(value: Any) -> Outcome:
         'returned None; it must return a number between -1e+30 and 1e+30, or a dict with "score"'
     """
     if not isinstance(value, Mapping):
-        score = _number(value)
+        score = number_of(value)
         if score is None or not _fits(score):
-            return f"returned {_shown(value)}; {EXPECTED}"
+            return f"returned {shown(value)}; {EXPECTED}"
         return score, None, None, {}
     numbers_by_key: dict[str, float] = {}
     for key, entry in value.items():
         if not isinstance(key, str):
-            return f"returned a dict with the key {_shown(key)}; keys must be strings"
-        if (number := _number(entry)) is not None:
+            return f"returned a dict with the key {shown(key)}; keys must be strings"
+        if (number := number_of(entry)) is not None:
             numbers_by_key[str.__str__(key)] = number
         elif not isinstance(entry, NO_METRICS):
-            return f'returned {_shown(entry)} as "{key}"; it must be a number, or else a string, list or dict'
+            return f'returned {shown(entry)} as "{key}"; it must be a number, or else a string, list or dict'
     if "score" not in numbers_by_key:
-        return f"returned {_shown(dict(value))}; {EXPECTED}"
+        return f"returned {shown(dict(value))}; {EXPECTED}"
     if value.get("acc") is not None and not 0 <= numbers_by_key.get("acc", -1.0) <= 1:
-        return f'returned {_shown(value["acc"])} as "acc"; it must be a number from 0 to 1'
+        return f'returned {shown(value["acc"])} as "acc"; it must be a number from 0 to 1'
     for key, number in numbers_by_key.items():
         if key != "pred" and not _fits(number):
             return f'returned {number} as "{key}"; it must be finite and smaller than {LARGEST:g}'
@@ -189,7 +189,13 @@ def _fits(number: float) -> bool:
     return -LARGEST < number < LARGEST
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: Any) -> float | None:
+    """Returns a number of Python, numpy or torch as a float; None for text and anything else.
+
+    Example:
+        >>> number_of(Decimal("0.5")), number_of("0.5")
+        (0.5, None)
+    """
     if not isinstance(value, numbers.Real | Decimal):
         # Scalars of numpy and torch have the shape (); those of text and complex numbers are none of ours.
         dtype = str(getattr(value, "dtype", ""))
@@ -203,7 +209,7 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Returns a short form of a value, with its type unless the form shows it."""
     shown = short(repr(value))
     return shown if type(value).__module__ == "builtins" else f"a {type(value).__name__}, {shown}"
@@ -223,8 +229,12 @@ def raised(error: BaseException) -> str:
     return description + (f" (at {own[-1].filename}:{own[-1].lineno})" if own else "")
 
 
-def json_text(truth: str) -> str:
+def json_text(truth: Any, name: str = "ground_truth") -> str:
     """Returns a remark for an error about a ground truth that holds an object or a list, which comes as JSON text.
+
+    Args:
+        truth: the ground truth; other values than text get no remark.
+        name: what the user's code calls it.
 
     Example:
         >>> json_text("[1, 2]")
@@ -236,9 +246,7 @@ def json_text(truth: str) -> str:
         is_text = truth[:1] in ("{", "[") and isinstance(loads(truth), dict | list)
     except (TypeError, ValueError, RecursionError):
         is_text = False
-    remark = (
-        "; the ground truth is JSON text, as objects and lists in the data are: json.loads(ground_truth) reads it"
-    )
+    remark = f"; the ground truth is JSON text, as objects and lists in the data are: json.loads({name}) reads it"
     return remark * is_text
 
 
