@@ -137,6 +137,47 @@ def test_conversations_from_a_file(tmp_path):
     assert (first.id, first.data_source, second.id, second.data_source) == (0, "messages", 1, "x")
 
 
+def test_prompts_and_completions_are_the_rows_of_their_conversations(tmp_path):
+    """As messages or strings, with turns in the prompt that are not learned, and several in the completion."""
+    whole, several = talk("ab", "c", "d", "ba"), talk("ab", "c", "d", "ba", "a", "b")
+    rows = [
+        {"prompt": "ab", "completion": "c"},
+        {"prompt": talk("ab"), "completion": "c"},
+        {"prompt": "ab", "completion": talk("ab", "c")[1:]},
+        {"prompt": whole[:3], "completion": whole[3:], "data_source": "x"},
+        {"prompt": several[:3], "completion": several[3:], "tools": []},
+    ]
+    made, problems = tokenizer(), read_files([write(tmp_path, *rows)], "answers")
+    assert [p.id for p in problems] == [0, 1, 2, 3, 4] and [p.data_source for p in problems[2:4]] == [
+        "completion",
+        "x",
+    ]
+    assert problems[0] == Problem("ab", "c", 0, "completion") and [p.answer for p in problems[1:]] == [
+        "c",
+        "c",
+        "ba",
+        "b",
+    ]
+    batch = pack_examples(problems[1:], made, END)
+    found = [learned(*row, made) for row in zip(batch.rows(), batch.rows("response_mask"), strict=True)]
+    assert found == [["c<eos>"], ["c<eos>"], ["ba<eos>"], ["ba<eos>", "b<eos>"]]
+    assert made.decode(batch.rows()[2]) == "Uab<eos>\nAc<eos>\nUd<eos>\nAba<eos>"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "ab", "completion": ""}, "line 1: completion is empty"),
+        ({"prompt": "ab", "completion": talk("ab")}, "completion has no message of the assistant to learn from"),
+        ({"question": "ab", "completion": "c"}, "required are prompt and completion, and data.prompt_key names"),
+        ({"prompt": "ab", "completion": "c", "label": False}, "required are data_source, prompt, reward_model"),
+    ],
+)
+def test_completions_that_cannot_be_learned_from(row, message, tmp_path):
+    with pytest.raises(DataError, match=message):
+        read_files([write(tmp_path, row)], "answers")
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

@@ -22,7 +22,7 @@ from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem, Task
 from verl_fn.state import Key
 
-MESSAGES = "messages"
+MESSAGES, COMPLETION = "messages", "completion"
 
 
 @attrs.frozen
@@ -89,6 +89,50 @@ def read_conversations(
                     messages=value[: last + 1],
                 )
             )
+    return tuple(problems)
+
+
+def read_completions(
+    files: Sequence[Entry],
+    *,
+    prompt_key: str = "prompt",
+    convert: Sequence[Convert] = (),
+    unused: Counter[str] | None = None,
+) -> tuple[Problem, ...]:
+    """Reads prompts and their completions, each a string or chat messages, and numbers them from 0 over all files.
+
+    Turns of the assistant in a prompt are not learned. Optional are the columns of ``read_conversations`` other than
+    ``reward_model``.
+
+    Args:
+        files: the files, in order.
+        prompt_key: the column of prompts.
+        convert: functions that make rows of other columns into these.
+        unused: as for ``entry_rows``.
+
+    Raises:
+        DataError: a file cannot be read, is empty or lacks a column, or a prompt or a completion cannot be used.
+    """
+    problems: list[Problem] = []
+    required = (prompt_key, COMPLETION)
+    hint = f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column"
+    for file in files:
+        for place, row in entry_rows(
+            file, required, ("data_source", *OPTIONAL), hint=hint, convert=convert, unused=unused
+        ):
+            prompt, completion = (prompt_of(place, row[column], column) for column in required)
+            common = {"id": len(problems), "data_source": source_of(place, row, COMPLETION), **fields_of(place, row)}
+            if isinstance(completion, str):
+                problems.append(Problem(prompt, completion, **common))
+                continue
+            check_turns(place, completion, COMPLETION)
+            before: Messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+            messages = (*({**m, "weight": 0} if m["role"] == "assistant" else m for m in before), *completion)
+            *_, last = learned_turns(messages)
+            if unused is not None and messages[last + 1 :]:
+                unused["messages after the last turn that is learned"] += 1
+            answer = messages[last]["content"] or ""
+            problems.append(Conversation(messages[:last], answer, **common, messages=messages[: last + 1]))
     return tuple(problems)
 
 

@@ -15,7 +15,13 @@ from verl_fn.config.names import load_object
 from verl_fn.config.roles import LearnsFrom
 from verl_fn.config.schema import DataConfig
 from verl_fn.config.tasks import reasoning_names, verifiers_name
-from verl_fn.data.conversations import MESSAGES, TaskDialogues, read_conversations
+from verl_fn.data.conversations import (
+    COMPLETION,
+    MESSAGES,
+    TaskDialogues,
+    read_completions,
+    read_conversations,
+)
 from verl_fn.data.entries import Convert, Entry, entry_columns
 from verl_fn.data.examples import encode_rows
 from verl_fn.data.files import FileData, encode_prompts, read_problems
@@ -76,7 +82,8 @@ def read_files(
 ) -> tuple[Problem, ...]:
     """Reads the problems of files and data sets in the form that an algorithm learns from.
 
-    For ``answers`` files have conversations (with a column ``messages``) or problems in verl's columns. Held-out
+    For ``answers`` files have conversations (with a column ``messages``), prompts and completions (with a column
+    ``completion``, and neither ``reward_model`` nor ``label``), or problems in verl's columns. Held-out
     files of ``pairs`` and ``labels`` may have problems in verl's columns as well, whose answers are then sampled.
 
     Args:
@@ -94,6 +101,8 @@ def read_files(
     columns = set(entry_columns(files[0], convert)) if files and learns_from != "samples" else set()
     if learns_from == "answers" and MESSAGES in columns:
         read = read_conversations
+    elif learns_from == "answers" and COMPLETION in columns and not {"reward_model", "label"} & columns:
+        read = read_completions
     elif learns_from in ("pairs", "labels"):
         judged = set(PAIR_COLUMNS) <= columns or (learns_from == "labels" and set(LABEL_COLUMNS) <= columns)
         if not held_out or judged or "reward_model" not in columns:
