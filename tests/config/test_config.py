@@ -104,6 +104,16 @@ def test_a_goal_for_the_reward_may_be_any_number():
         (["actor.optim.lr=0"], "actor.optim.lr is 0: the weights of the actor stay as they are"),
         (["critic.optim.lr=0.0"], "critic.optim.lr is 0: the weights of the critic stay as they are"),
         (["algorithm.name=sft", "trainer.journal=samples"], "keeps digests alone"),
+        (
+            [
+                "algorithm.name=rejection",
+                "rollout.n=2",
+                "driver.kind=ray",
+                "rollout.placement=apart",
+                "driver.max_lag=3",
+            ],
+            "driver.max_lag = 3 lets rejection learn from answers that weights up to 3 steps older have",
+        ),
     ],
 )
 def test_settings_that_are_hardly_meant_are_noted(overrides, noted):

@@ -13,6 +13,7 @@ from .algorithms import BUILT_IN, DAPO, GRPO, PPO, RLOO, PolicyOptimization, ReM
 from .catalogue import CLIPPED, SCALED_BY_STD, TOKEN_BASELINES
 from .fields import ConfigError
 from .lag import corrected
+from .learners import Rejection
 from .loading import elsewhere, load, raw_table, to_table
 from .plan import outline, role_names
 from .preferences import DPO, OF_LOSS_TYPE
@@ -52,6 +53,11 @@ def _hardly_meant(cfg: Config) -> Iterator[str]:
         yield (
             f"algorithm.critic_warmup = {options.critic_warmup} leaves no step to the actor: "
             f"trainer.total_training_steps is {steps}"
+        )
+    if isinstance(options, Rejection) and (lag := cfg.driver.max_lag):
+        yield (
+            f"driver.max_lag = {lag} lets rejection learn from answers that weights up to {lag} steps older have "
+            "drawn, and nothing corrects for it"
         )
     for name, role in outline(cfg).roles.items():
         table, settings = ("critic", cfg.critic) if uses_critic(name, role) else ("actor", cfg.actor)

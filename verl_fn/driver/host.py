@@ -379,12 +379,14 @@ def curable(error: Exception) -> bool:
     Example:
         >>> curable(torch.OutOfMemoryError("CUDA out of memory")), curable(ValueError("prompt 0 is empty"))
         (True, False)
+        >>> curable(RuntimeError("the engine has died")), curable(RecursionError("maximum recursion depth exceeded"))
+        (True, False)
     """
     if isinstance(error, SenderFailed):
         return False
     if isinstance(error, (IncompleteWeights, PublicationFailed, MemoryError)):
         return True
-    own = isinstance(error, (UserError, StaleWeightsError, NotImplementedError))
+    own = isinstance(error, (UserError, StaleWeightsError, NotImplementedError, RecursionError))
     return isinstance(error, RuntimeError) and not own
 
 
