@@ -2,8 +2,10 @@
 
 import ipaddress
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -92,8 +94,12 @@ def test_what_dead_runs_left_is_removed_and_nothing_else(tmp_path):
         (folder / "token").write_text("secret")
         if name in owners:
             (folder / "owner").write_text(owners[name])
-    nap = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
-    agents = {name: subprocess.Popen([*nap, f"--temp-dir={folders[name]}/ray"]) for name in ("ended", "alive")}
+    # Ray's agents overwrite their arguments, and keep their logs open.
+    nap = "import sys, time; log = open(sys.argv[1], 'w'); time.sleep(600)"
+    logs = {name: folders[name] / "ray" / "log" for name in ("ended", "alive")}
+    agents = {name: subprocess.Popen([sys.executable, "-S", "-c", nap, log]) for name, log in logs.items()}
+    while not all(log.exists() for log in logs.values()):
+        pass
     try:
         ray_private.remove_dead(tmp_path)
         assert agents["ended"].wait(60) < 0 and agents["alive"].poll() is None
@@ -105,7 +111,7 @@ def test_what_dead_runs_left_is_removed_and_nothing_else(tmp_path):
 
 
 DYING = """
-import os, signal
+import os, signal, sys
 import ray
 from verl_fn.driver import ray_private
 from verl_fn.driver.errors import ActorDied
@@ -122,6 +128,8 @@ with ray_private.private_ray(num_cpus=1, log_to_driver=False, logging_level="cri
     family = with_descendants([os.getpid()])
     print(os.environ["RAY_AUTH_TOKEN_PATH"], *family[1:], flush=True)
     ray_private.require_alive()
+    if sys.argv[1] == "driver":
+        os.kill(os.getpid(), signal.SIGKILL)
     names = {pid: open(f"/proc/{pid}/comm").read().strip() for pid in family}
     os.kill(next(pid for pid, name in names.items() if name == "gcs_server"), signal.SIGKILL)
     while ray_private.alive():
@@ -138,10 +146,26 @@ raise SystemExit(7)
 
 def test_without_its_control_process_it_ends_as_a_whole():
     """Of a Ray of its own, since the tests' would go with it: at once, with no process and no file left."""
-    ended = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True, cwd=ROOT, timeout=280)
+    ended = subprocess.run(
+        [sys.executable, "-c", DYING, "gcs"], capture_output=True, text=True, cwd=ROOT, timeout=280
+    )
     assert ended.returncode == 7, ended.stderr
     processes, message = ended.stdout.split("\n", 1)
     token, *pids = processes.split()
     assert message.startswith("Ray itself has died: gcs_server")
     assert len(pids) > 4 and not [pid for pid in pids if runs(int(pid))]
     assert not Path(token).parent.exists()
+
+
+def test_it_ends_with_a_driver_that_is_killed():
+    """Its agents would look for its control process for a minute."""
+    command = [sys.executable, "-c", DYING, "driver"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    token, *pids = ended.stdout.split()
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in pids if runs(int(pid))] or Path(token).parent.exists():
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    assert len(pids) > 4 and not left

@@ -1,12 +1,18 @@
-"""Processes of this machine, by their ids: which run, which descend from which, and how all of them end."""
+"""Processes of this machine, by their ids: which run, which descend from which, and how all of them end.
+
+Run as a program, this file waits for a word of the process that started it. If that ends without one, it ends all
+processes that have files of a folder open, and removes the folder.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 END_SECONDS = 10
@@ -71,9 +77,34 @@ def kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+def users_of(folder: Path) -> Iterator[int]:
+    """Yields the other processes of this user that have files of a folder open."""
+    inside = f"{folder.resolve()}/"
+    for process in Path("/proc").iterdir():
+        other = process.name.isdigit() and process.name != str(os.getpid())
+        if other and any(file.startswith(inside) for file in _open_files(process)):
+            yield int(process.name)
+
+
+def _open_files(process: Path) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for opened in (process / "fd").iterdir() if process.stat().st_uid == os.getuid() else ():
+            with contextlib.suppress(OSError):
+                yield os.readlink(opened)
+
+
 def _status(pid: int) -> list[str]:
     """Returns the fields of a process from its state and its parent's id on; nothing if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
+
+
+if __name__ == "__main__":
+    # The other end of this pipe closes however the process that holds it ends.
+    if not sys.stdin.buffer.read():
+        while pids := list(users_of(Path(sys.argv[1]))):
+            kill(pids)
+            time.sleep(0.05)
+        shutil.rmtree(sys.argv[1], ignore_errors=True)

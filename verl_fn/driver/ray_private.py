@@ -2,8 +2,8 @@
 
 A Ray that ``ray.init`` starts listens on the machine's address, and keeps its sockets, its logs and the workers'
 environment in a folder that all users can read and that stays. Here it listens on the loopback device, asks for a
-token that only this user can read, and lies in a folder that only this user can read and that is removed: by the next
-run, if this one is killed.
+token that only this user can read, and lies in a folder that only this user can read and that is removed. A small
+process does that if this one is killed, or the next run if both are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import os
 import re
 import secrets
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,8 +26,9 @@ from ray._private import worker as ray_worker
 from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # its types lack them
 
+from . import processes
 from .errors import ActorDied
-from .processes import await_end, birth, kill, with_descendants
+from .processes import await_end, birth, kill, users_of, with_descendants
 
 RAY = "2.60"
 PREFIX, OWNER = "verl_fn_", "owner"
@@ -47,7 +50,10 @@ def private_ray(**options: Any) -> Iterator[None]:
         token = folder / "token"
         token.write_text(secrets.token_hex(32))
         # A token in RAY_AUTH_TOKEN would come before that in the file.
-        with _environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_AUTH_TOKEN=None):
+        with (
+            _watched(folder),
+            _environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_AUTH_TOKEN=None),
+        ):
             try:
                 with _one_machine(), _bare_node():
                     ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
@@ -61,7 +67,7 @@ def private_ray(**options: Any) -> Iterator[None]:
 def remove_dead(parent: Path) -> None:
     """Removes the folders of this user's runs that were killed, and ends what is left of their Ray.
 
-    Ray's agents go on for a minute after a driver that was killed, and the folder has a token.
+    The folder has a token.
 
     Args:
         parent: the folder of these folders.
@@ -72,20 +78,8 @@ def remove_dead(parent: Path) -> None:
             owner = (folder / OWNER).read_text().split()
             ours = folder.stat().st_uid == os.getuid() and not folder.is_symlink() and owner[:1] == own[:1]
             if ours and len(owner) == len(own) and birth(int(owner[1])).split() != owner:
-                kill(_users_of(folder / "ray"))
+                kill(users_of(folder))
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def _users_of(folder: Path) -> Iterator[int]:
-    """Yields the processes of this user that were started with a Ray's folder as an argument."""
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if process.name.isdigit() and process.stat().st_uid == os.getuid():
-                arguments = (process / "cmdline").read_bytes().split(b"\0")
-                if any(
-                    argument.startswith(b"--") and os.fsencode(f"={folder}") in argument for argument in arguments
-                ):
-                    yield int(process.name)
 
 
 def alive() -> bool:
@@ -143,6 +137,24 @@ def _end() -> None:
         kill(family)
     ray.shutdown(wait_for_processes=True)
     await_end(family)
+
+
+@contextlib.contextmanager
+def _watched(folder: Path) -> Iterator[None]:
+    """Ends the users of a folder and removes it if this process is killed in the body.
+
+    Ray's agents would go on for a minute, since they look for other processes of Ray.
+    """
+    nothing = subprocess.DEVNULL
+    # A signal to this process's group must not reach it.
+    watcher = subprocess.Popen(
+        [sys.executable, "-I", "-S", processes.__file__, folder],
+        stdin=subprocess.PIPE, stdout=nothing, stderr=nothing, cwd="/", start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        watcher.communicate(b"over")
 
 
 @contextlib.contextmanager
