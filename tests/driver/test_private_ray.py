@@ -95,11 +95,11 @@ def test_what_dead_runs_left_is_removed_and_nothing_else(tmp_path):
         if name in owners:
             (folder / "owner").write_text(owners[name])
     # Ray's agents overwrite their arguments, and keep their logs open.
-    nap = "import sys, time; log = open(sys.argv[1], 'w'); time.sleep(600)"
-    logs = {name: folders[name] / "ray" / "log" for name in ("ended", "alive")}
-    agents = {name: subprocess.Popen([sys.executable, "-S", "-c", nap, log]) for name, log in logs.items()}
-    while not all(log.exists() for log in logs.values()):
-        pass
+    agents = {}
+    for name in ("ended", "alive"):
+        with open(folders[name] / "ray" / "log", "w") as log:
+            nap = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+            agents[name] = subprocess.Popen(nap, stdout=log)
     try:
         ray_private.remove_dead(tmp_path)
         assert agents["ended"].wait(60) < 0 and agents["alive"].poll() is None
