@@ -99,7 +99,7 @@ def main(steps=40, prompts=16, answers=16, seed=0):
     task, algorithm, key = TASKS["count"], raft(Raft()), Key.from_seed(seed)
     tokenizer = char_tokenizer(task.alphabet)
     with tempfile.TemporaryDirectory() as folder:
-        new_model(folder, chars=task.alphabet, seed=seed)
+        new_model(folder, chars=task.alphabet, head_dim=32, seed=seed)
         actor = Local(folder, chain(clip_by_global_norm(1.0), adamw(3e-3, betas=(0.9, 0.95))))
         workers = Workers(
             trainers={"actor": actor},

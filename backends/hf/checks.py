@@ -148,7 +148,10 @@ def _modules(auto: Any, config: Any) -> frozenset[str] | None:
     """Returns the classes of a model's modules; None if it cannot be made on the meta device."""
     try:
         with quiet(), torch.device("meta"):
-            return frozenset(type(module).__name__ for module in auto.from_config(copy.deepcopy(config)).modules())
+            return frozenset(
+                type(module).__name__
+                for module in auto.from_config(copy.deepcopy(config), trust_remote_code=False).modules()
+            )
     except Exception:
         return None
 
@@ -319,7 +322,7 @@ def _number(config: Any, name: str) -> float:
 def _without_triton(auto: Any, config: Any) -> Iterator[None]:
     """Makes models take torch's own code inside, since flash-linear-attention's kernels need a GPU."""
     with torch.device("meta"):
-        module = sys.modules[type(auto.from_config(copy.deepcopy(config))).__module__]
+        module = sys.modules[type(auto.from_config(copy.deepcopy(config), trust_remote_code=False)).__module__]
     kernels = {name: f for name, f in vars(module).items() if str(getattr(f, "__module__", "")).startswith("fla.")}
     vars(module).update(dict.fromkeys(kernels))
     try:

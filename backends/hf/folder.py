@@ -102,9 +102,6 @@ def build(
         LoraError: the model cannot have such adapters.
     """
     auto, config, options, fit = _recipe(folder, head, row_layout)
-    if pretrained:
-        # A damaged config may describe a model that no memory can hold.
-        _without_weights(auto, config, options, folder)
     loaded = None
     with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder):
         torch.manual_seed(key.seed())
@@ -194,7 +191,6 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> No
         ModelError: weights are missing, of another shape, or of another model, or a file cannot be read.
     """
     auto, config, options, fit = _recipe(folder, head, row_layout)
-    _without_weights(auto, config, options, folder)
     with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder):
         # On the meta device, transformers reads the headers of the files alone.
         model, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
@@ -260,9 +256,11 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
     auto: Any = transformers.AutoModelForCausalLM if head == "lm" else transformers.AutoModelForTokenClassification
     if head == "value":
         config.num_labels = 1
+    options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+    # A damaged config may describe a model that no memory can hold.
+    _without_weights(auto, config, options | {"attn_implementation": "eager"}, folder)
     fit = fit_of(auto, config, head, folder, row_layout)
-    options = {"attn_implementation": fit.attention, "dtype": torch.float32, "trust_remote_code": False}
-    return auto, config, options, fit
+    return auto, config, options | {"attn_implementation": fit.attention}, fit
 
 
 def _without_weights(auto: Any, config: Any, options: dict[str, Any], folder: str | Path) -> Any:

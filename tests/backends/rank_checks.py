@@ -2,6 +2,7 @@
 
 import errno
 import os
+from unittest import mock
 
 import attrs
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from verl_fn.backends import tensor_file
 from verl_fn.backends.fsdp import Fsdp, loading
 from verl_fn.backends.fsdp.sharding import whole_of
+from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.local import Local
 from verl_fn.state import Grads, is_donated
 from verl_fn.steps import SGD, adamw, chain, clip_by_global_norm, frozen, linear, ppo_clip, sgd, stateless
@@ -106,7 +108,8 @@ def other_layouts(folder, into):
 
 
 def refused_model(folder):
-    return error_of(lambda: Fsdp(folder, optimizer()).init(KEY))
+    with mock.patch.object(Skeleton, "layers", ()):
+        return error_of(lambda: Fsdp(folder, optimizer()).init(KEY))
 
 
 def placed(folder):

@@ -72,9 +72,9 @@ def test_training_sampling_and_rewards_agree(folder, tmp_path, generation, confi
         assert ends == tokens
         assert Sampler(model).end_tokens == set(ends)
         assert (contradiction(model, tokenizer) is not None) == contradicts
-        taught = pack_examples([Problem("ab", "dc")], tokenizer, ends[0])
+        taught = pack_examples([Problem("ab", "dd")], tokenizer, ends[0])
         assert taught.tokens.tolist()[-1] in Sampler(model).end_tokens
-        assert response_texts(taught, tokenizer, ends) == ["dc"]
+        assert response_texts(taught, tokenizer, ends) == ["dd"]
 
 
 def test_the_text_of_a_response_has_no_end_token_that_is_an_ordinary_one(model):

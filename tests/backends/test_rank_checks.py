@@ -102,11 +102,9 @@ def test_states_of_another_layout(two, folder, tmp_path):
     ] == []
 
 
-def test_a_model_without_layers_to_shard_by(two, tmp_path):
-    fields = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_head": 4, "n_embd": 32, "n_layer": 2}
-    gpt2 = new_model(tmp_path, chars="abcd", arch="gpt2", hidden_size=32, **fields)
-    told = same(two.run("rank_checks.refused_model", gpt2))
-    assert "ModelError" in told and "GPT2LMHeadModel has no list of layers to shard by" in told
+def test_a_model_without_layers_to_shard_by(two, folder):
+    told = same(two.run("rank_checks.refused_model", folder))
+    assert "ModelError" in told and "Qwen3ForCausalLM has no list of layers to shard by" in told
 
 
 def test_updates_that_are_refused_cost_nothing(two, folder):

@@ -26,7 +26,7 @@ def ray_cluster(warm):
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    return new_model(tmp_path_factory.mktemp("model"), chars=TASKS["reverse"].alphabet, hidden_size=32)
+    return new_model(tmp_path_factory.mktemp("model"), chars=TASKS["reverse"].alphabet, hidden_size=32, head_dim=32)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import json
 import os
 import uuid
@@ -17,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tokenizers
-import transformers
 
 from verl_fn.backends.hf import chat
 from verl_fn.data.tasks import Problem
@@ -80,7 +79,8 @@ def digest(kind: str, problems: Sequence[Problem], tokenizer: Any) -> str:
         repr(arguments),
         repr(special),
     )
-    for part in (*parts, transformers.__version__, tokenizers.__version__, _code()):
+    versions = [importlib.metadata.version(package) for package in ("transformers", "tokenizers")]
+    for part in (*parts, *versions, _code()):
         hashed.update(part.encode() + b"\0")
     for one in problems:
         shown = (one.prompt, one.answer, one.tools, one.chat_template_kwargs)

@@ -219,16 +219,17 @@ def response_texts(batch: Batch, tokenizer: Any, end_tokens: Sequence[int] = ())
 
 
 def texts_of(responses: Sequence[list[int]], tokenizer: Any, end_tokens: Sequence[int] = ()) -> list[str]:
-    """Decodes token ids, without end tokens and padding.
+    """Decodes token ids, without padding and without the end token that ends them.
 
-    Other special tokens stay: a model may reason and call tools with them. Without ``end_tokens``, the tokenizer's
-    eos token ends responses.
+    Other special tokens stay: a model may reason and call tools with them. An end token may be an ordinary one, which
+    earlier in a response is text. Without ``end_tokens``, the tokenizer's eos token ends responses.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
         >>> texts_of([[4, 5, 2], [5, 1]], char_tokenizer("ab"), end_tokens=[2])
         ['ab', 'b<bos>']
     """
-    silent = {*(end_tokens or [tokenizer.eos_token_id]), tokenizer.pad_token_id}
-    ids = [[token for token in tokens if token not in silent] for tokens in responses]
+    ends = set(end_tokens or [tokenizer.eos_token_id])
+    ids = [[token for token in tokens if token != tokenizer.pad_token_id or token in ends] for tokens in responses]
+    ids = [tokens[:-1] if tokens and tokens[-1] in ends else tokens for tokens in ids]
     return tokenizer.batch_decode(ids, skip_special_tokens=False)
