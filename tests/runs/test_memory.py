@@ -16,7 +16,7 @@ from verl_fn.runs.memory import CONTEXT, GIB, advice, check_memory, offloads, ph
 from verl_fn.runs.residency import resting
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-VLLM = ["driver.kind=ray", "driver.device=auto", "rollout.name=vllm", "rollout.dtype=bfloat16"]
+VLLM = ["driver.kind=ray", "driver.device=cuda", "rollout.name=vllm", "rollout.dtype=bfloat16"]
 
 
 @pytest.fixture
