@@ -115,7 +115,8 @@ def token_outputs(skeleton: Skeleton, staged: Staged, needs: Iterable[str]) -> T
     tokens, positions = batch.tokens, batch.positions
     if sequence is not None:
         tokens, positions = sequence.part(tokens), sequence.part(positions)
-    hidden = skeleton.hidden_states(tokens, positions, staged.packing)
+    # Some models keep hidden states in fp32, whatever the dtype of their weights.
+    hidden = skeleton.hidden_states(tokens, positions, staged.packing).to(skeleton.output_layer.weight.dtype)
     wanted = set(needs)
     # The outputs for token t are read at token t - 1, where the model has seen exactly the tokens before t.
     at_targets = _Reading.of(staged.targets, staged.targets - 1, batch.num_tokens, sequence)

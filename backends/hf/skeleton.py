@@ -280,7 +280,7 @@ class Skeleton(nn.Module):
         """Returns the logits of hidden states in fp32, ``[N, V]``."""
         if self.fit.own_head:
             return self.own_logits(hidden).float()
-        logits = self.output_layer(hidden).float()
+        logits = self.output_layer(hidden.to(self.output_layer.weight.dtype)).float()
         logits = logits if self.fit.scale == 1.0 else logits * self.fit.scale
         return logits if self.fit.softcap is None else torch.tanh(logits / self.fit.softcap) * self.fit.softcap
 

@@ -16,7 +16,7 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
 from verl_fn.benchmarks import families
 from verl_fn.benchmarks.families import BAR, compare, tiny_folder
-from verl_fn.state import Batch, Key, split_by_tokens, tree
+from verl_fn.state import Batch, Key, Sampling, requests_for, split_by_tokens, tree
 from verl_fn.steps import adamw, aggregate, cross_entropy, entropy, sgd
 
 ROOT = Path(__file__).parents[2]
@@ -119,6 +119,18 @@ def test_rows_do_not_depend_on_their_neighbours_in_any_layout(folder):
         few, many = (Local(folder(name), sgd(0.0), row_layout=layout, max_tokens=budget) for budget in (7, 64))
         params = few.load_pretrained().params
         assert torch.allclose(few.forward(params, batch).logprobs, many.forward(params, batch).logprobs, atol=3e-6)
+
+
+def test_hidden_states_in_fp32_beside_weights_in_bf16(folder):
+    """As Mamba has them."""
+    batch = Batch.from_rows([[5, 9, 13, 7, 11]], {"response_mask": [[0.0] + [1.0] * 4]})
+    exact, half = (Local(folder("mamba"), sgd(0.0), compute_dtype=dtype) for dtype in ("float32", "bfloat16"))
+    params = exact.load_pretrained().params
+    gap = half.forward(params, batch).logprobs - exact.forward(params, batch).logprobs
+    assert 0 < float(gap.abs().mean()) < 0.05
+    sampler = Sampler(folder("mamba"), dtype="bfloat16")
+    sampler.publish(0, exact.weights(params))
+    assert sampler.generate(requests_for([[5, 9]], Sampling(3), Key.from_seed(0)), version=0)
 
 
 def test_a_row_that_the_models_code_computes_wrong_is_refused(folder):
