@@ -89,8 +89,8 @@ def config(args: argparse.Namespace) -> int:
 def _from_verl(words: Sequence[str]) -> int:
     import tomli_w
 
-    from verl_fn.config.verl import read_settings, translate
     from verl_fn.data.rows import count_rows
+    from verl_fn.from_verl import read_settings, translate
 
     if not words:
         raise UsageError("--from-verl needs a YAML file of verl, or settings key=value")

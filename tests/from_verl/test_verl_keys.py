@@ -13,9 +13,9 @@ import pytest
 from verl_fn.backends.megatron.overrides import DECIDED, IMPURE, OF_FOLDER
 from verl_fn.backends.vllm.arguments import KEPT
 from verl_fn.config.tables import flat
-from verl_fn.config.verl import translate
-from verl_fn.config.verl.keys import ENGINE_ARGUMENTS, PROVIDER_FIELDS
-from verl_fn.config.verl.reading import Settings, _resolved
+from verl_fn.from_verl import translate
+from verl_fn.from_verl.keys import ENGINE_ARGUMENTS, PROVIDER_FIELDS
+from verl_fn.from_verl.reading import Settings, _resolved
 
 VERL = json.loads(Path(__file__).with_name("verl_keys.json").read_text())
 KINDS = {

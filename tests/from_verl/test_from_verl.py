@@ -13,8 +13,8 @@ from run_configs import TINY
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan, structure
-from verl_fn.config.verl import read_settings, translate
 from verl_fn.driver import build
+from verl_fn.from_verl import read_settings, translate
 
 # Settings of verl's examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh.
 GRPO_LORA = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=DATA/train.jsonl
