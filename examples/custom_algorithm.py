@@ -18,7 +18,7 @@ import torch
 
 from verl_fn.algorithms import Algorithm, Experience, Workers
 from verl_fn.algorithms.experience import sample_and_score
-from verl_fn.config import Role, opt
+from verl_fn.config import Outline, opt
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import aggregate, loss, token_mean
 
@@ -78,7 +78,7 @@ def raft(options: Raft) -> Algorithm:
         report["critic/score/mean"] = w.get(w.call(mean_score, batch))
         return RaftState(actor, state.key, state.step + 1), report
 
-    return Algorithm({"actor": Role()}, init, sample, learn, min_n=2)
+    return Algorithm(init=init, sample=sample, learn=learn, outline=Outline(min_n=2))
 
 
 def mean_score(batch):

@@ -64,7 +64,7 @@ def reinforce(options: Reinforce) -> Any:
     from verl_fn.algorithms import Algorithm
     from verl_fn.algorithms.experience import sample_and_score
     from verl_fn.algorithms.rejection import RejectionState
-    from verl_fn.config import Role
+    from verl_fn.config import Outline
 
     @steps.loss(needs=["logprobs"])
     def policy_gradient(outputs, batch):
@@ -85,4 +85,4 @@ def reinforce(options: Reinforce) -> Any:
         report["critic/score/mean"] = w.get(w.call(mean_score, batch))
         return RejectionState(actor, state.key, state.step + 1), report
 
-    return Algorithm({"actor": Role()}, init, sample, learn, min_n=2)
+    return Algorithm(init=init, sample=sample, learn=learn, outline=Outline(min_n=2))

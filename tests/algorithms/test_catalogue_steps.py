@@ -12,8 +12,7 @@ from verl_fn.algorithms.policy import selection
 from verl_fn.algorithms.reports import batch_report, update_report
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import GRPO, PPO
-from verl_fn.config.algorithms import BUILT_IN
-from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
+from verl_fn.config.algorithms import BUILT_IN, GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.data.tasks import TASKS
 from verl_fn.rewards import Reward, by_rules
 from verl_fn.state import Batch, Key, Sampling, Sum, Weighted, tree
@@ -152,11 +151,11 @@ class Asked:
         return self.engine.generate(requests, version=version)
 
 
-@pytest.mark.parametrize("name", [name for name, cls in BUILT_IN.items() if cls().learns_from == "samples"])
+@pytest.mark.parametrize("name", [name for name, cls in BUILT_IN.items() if cls().outline.learns_from == "samples"])
 def test_every_step_draws_with_keys_of_its_own(name):
     """The same problems again, with the same weights."""
     algorithm, key, engine = make(name, BUILT_IN[name]()), Key.from_seed(0), Asked()
-    trainers = {role: Mock(len(TOKENIZER), adamw(0.1)) for role in algorithm.roles}
+    trainers = {role: Mock(len(TOKENIZER), adamw(0.1)) for role in algorithm.outline.roles}
     sampling = Sampling(max_tokens=8, n=4, stop_token_ids=(TOKENIZER.eos_token_id,))
     more = lambda count: TASK.train(key, 50 + len(engine.keys), count)  # noqa: E731
     w = Workers(trainers, engine, Scored(), TOKENIZER, sampling, more=more)

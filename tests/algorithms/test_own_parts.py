@@ -11,7 +11,7 @@ from verl_fn.algorithms import Algorithm, AlgorithmError
 from verl_fn.algorithms.experience import sample_and_score, with_reference
 from verl_fn.algorithms.own import in_run
 from verl_fn.algorithms.policy import aggregation, estimator, policy_loss
-from verl_fn.config import GRPO, ConfigError, Role, load, make_plan
+from verl_fn.config import GRPO, ConfigError, load, make_plan
 from verl_fn.data.tasks import Task
 from verl_fn.runs.state import RunState, blank_state
 from verl_fn.runs.steps import Pace, advance
@@ -50,9 +50,7 @@ def learn(state, experience, w, rows=None, estimate=dr_grpo):
 
 
 def own(**functions):
-    return in_run(
-        Algorithm({"actor": Role()}, **({"init": init, "sample": sample, "learn": learn} | functions)), "me"
-    )
+    return in_run(Algorithm(**({"init": init, "sample": sample, "learn": learn} | functions)), "me")
 
 
 def test_reports_are_completed():
@@ -165,7 +163,7 @@ def test_with_lora_a_reference_is_the_frozen_base():
 ANCHORED = """
 import attrs
 from verl_fn.algorithms import Algorithm
-from verl_fn.config import Role
+from verl_fn.config import Outline, Role
 from verl_fn.state import Node, node
 
 @attrs.frozen
@@ -182,7 +180,8 @@ class State(Node):
 def mine(options: Options):
     roles = {"actor": Role(), "reference": Role(trained=False, copy_of="actor")}
     init = lambda states, key: State(states["actor"], states["reference"], key, 0)
-    return Algorithm(roles, init, lambda s, problems, w: None, lambda s, experience, w: None)
+    empty = lambda s, given, w: None
+    return Algorithm(init=init, sample=empty, learn=empty, outline=Outline(roles))
 """
 
 

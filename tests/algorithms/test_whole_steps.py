@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.config import load, make_plan
-from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
+from verl_fn.config.algorithms import GROUP_ESTIMATORS, POLICY_LOSSES
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver.local import local_workers

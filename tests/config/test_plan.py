@@ -120,7 +120,7 @@ def test_an_evaluation_has_no_optimizer_and_one_process():
 OWN = """
 import attrs
 from verl_fn.algorithms import Algorithm
-from verl_fn.config import Role, opt
+from verl_fn.config import Outline, Role, opt
 
 @attrs.frozen(kw_only=True)
 class Options:
@@ -129,10 +129,11 @@ class Options:
 
 def distill(options: Options) -> Algorithm:
     roles = {"actor": Role(), "teacher": Role(trained=False, path=options.teacher)}
-    return Algorithm(roles, None, None, None, updates=lambda role, prompts, steps: options.rounds * steps)
+    outline = Outline(roles, updates=lambda role, prompts, steps: options.rounds * steps)
+    return Algorithm(init=None, sample=None, learn=None, outline=outline)
 
 def headless(options: Options) -> Algorithm:
-    return Algorithm({"policy": Role()}, None, None, None)
+    return Algorithm(init=None, sample=None, learn=None, outline=Outline({"policy": Role()}))
 
 def nothing(options: Options):
     return 3

@@ -22,7 +22,7 @@ from verl_fn.backends.sampler import Sampler
 from verl_fn.backends.through import Through
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.config import GRPO, RLOO
-from verl_fn.config.catalogue import GROUP_ESTIMATORS, TOKEN_BASELINES
+from verl_fn.config.algorithms import GROUP_ESTIMATORS, TOKEN_BASELINES
 from verl_fn.data.tasks import Problem
 from verl_fn.environments.engine import Conversing, Limits
 from verl_fn.environments.interpreter import EnvError

@@ -7,7 +7,7 @@ from run_configs import tiny_run
 
 from verl_fn.cli import main
 from verl_fn.config import ConfigError
-from verl_fn.config.preferences import LOSS_TYPES
+from verl_fn.config.algorithms import LOSS_TYPES
 from verl_fn.data.rows import DataError
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train

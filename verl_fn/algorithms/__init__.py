@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
+from verl_fn.config.algorithms import BUILT_IN
 from verl_fn.config.names import load_object
 
 from .contract import Algorithm, AlgorithmError, AlgorithmState, Experience, Report
@@ -42,19 +43,6 @@ __all__ = [
     "sft",
 ]
 
-_BUILT_IN: Mapping[str, Callable[[Any], Algorithm[Any]]] = {
-    "ppo": ppo,
-    "grpo": grpo,
-    "dapo": dapo,
-    "rloo": rloo,
-    "remax": remax,
-    "sft": sft,
-    "dpo": dpo,
-    "reward_model": reward_model,
-    "distill": distill,
-    "rejection": rejection,
-}
-
 
 def make(name: str, options: Any) -> Algorithm[Any]:
     """Makes an algorithm from its name and its options.
@@ -69,11 +57,12 @@ def make(name: str, options: Any) -> Algorithm[Any]:
 
     Example:
         >>> from verl_fn.config import PPO
-        >>> list(make("ppo", PPO()).roles)
+        >>> list(make("ppo", PPO()).outline.roles)
         ['actor', 'critic']
     """
-    if name in _BUILT_IN:
-        if hasattr(options, "loss_agg_mode"):
-            aggregation(options)  # an object that does not exist is an error now, and not in the first step
-        return _BUILT_IN[name](options)
-    return in_run(load_object(name, "algorithm.name")(options), name)
+    if name not in BUILT_IN:
+        return in_run(load_object(name, "algorithm.name")(options), name)
+    if hasattr(options, "loss_agg_mode"):
+        aggregation(options)  # an object that does not exist is an error now, and not in the first step
+    factory: Callable[[Any], Algorithm[Any]] = globals()[name]  # imported above under the algorithm's name
+    return factory(options)

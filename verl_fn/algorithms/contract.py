@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import attrs
 
-from verl_fn.config.roles import LearnsFrom, Role, one_a_step
+from verl_fn.config.algorithms import Outline
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError, place_of, signature_of, takes
 from verl_fn.state import Key
@@ -67,12 +67,11 @@ class Experience:
     dropped: Mapping[str, Any] = attrs.field(factory=dict)
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, kw_only=True)
 class Algorithm(Generic[S]):
     """An algorithm; ``learn(state, sample(state, problems, workers), workers)`` is one step of it.
 
     Attributes:
-        roles: the models by name. ``actor`` is the policy: it is sampled from, evaluated and exported.
         init: makes the state from the training states by role and a key. A training state may be a handle to
             another process, or None where only the other fields are needed, so ``init`` must only pass it on.
             A role without workers of its own (a frozen copy, with LoRA) has None, too, and ``annotate`` knows it.
@@ -81,25 +80,17 @@ class Algorithm(Generic[S]):
             ``key`` and ``step`` alone, and ask the engine for the version ``step``, which then stands for those
             weights.
         learn: returns the next state, whose ``step`` is one higher, and the step's metrics.
-        updates: ``(role, prompts, steps)`` to the number of the role's updates in ``steps`` steps of ``prompts``
-            prompts; learning rates decay over it.
-        min_n: the fewest responses per prompt that the algorithm can learn from.
-        learns_from: ``samples``, or what the problems hold: ``answers``, ``pairs`` or ``labels``.
-        needs_reward: whether ``sample`` asks the workers' reward, so that every training problem must have one.
+        outline: its models, and what else it asks of a run; by default an actor that learns from samples.
         evaluate: ``(state, problems, workers)`` to metrics on held-out problems, beside those of sampled answers.
 
     Example:
         A complete algorithm is ``examples/custom_algorithm.py``; ``verl_fn/algorithms/grpo.py`` is a built-in one.
     """
 
-    roles: Mapping[str, Role]
     init: Callable[[Mapping[str, Any], Key], S]
     sample: Callable[[S, Sequence[Problem], Workers], Experience]
     learn: Callable[[S, Experience, Workers], tuple[S, Report]]
-    updates: Callable[[str, int, int], int] = one_a_step
-    min_n: int = 1
-    learns_from: LearnsFrom = "samples"
-    needs_reward: bool = True
+    outline: Outline = attrs.field(factory=Outline, validator=attrs.validators.instance_of(Outline))
     evaluate: Callable[[S, Sequence[Problem], Workers], Report] | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -109,7 +100,8 @@ class Algorithm(Generic[S]):
             AlgorithmError: one cannot be called as it would be.
         """
         for name, arguments in CALLS.items():
-            if (function := getattr(self, name)) is not None and not takes(function, arguments):
+            function = getattr(self.outline if name == "updates" else self, name)
+            if function is not None and not takes(function, arguments):
                 raise AlgorithmError(
                     f"{place_of(function)} is the {name} of an algorithm, which is called as "
                     f"{name}({', '.join(arguments)}), and it takes {signature_of(function)}"

@@ -35,7 +35,7 @@ def dapo(options: DAPO) -> Algorithm[GRPOState]:
     ``equal_rewards``, and a new problem takes its place.
 
     Example:
-        >>> dapo(DAPO()).min_n
+        >>> dapo(DAPO()).outline.min_n
         2
 
     Source:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_fn.config.learners import Distill
+from verl_fn.config.algorithms import Distill
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import aggregate, distill_top_k
@@ -39,7 +39,7 @@ def distill(options: Distill) -> Algorithm[DistillState]:
     """Makes distillation on policy: a step samples from the student and is one update towards the teacher.
 
     Example:
-        >>> distill(Distill(teacher="runs/teacher/model")).roles["teacher"].trained
+        >>> distill(Distill(teacher="runs/teacher/model")).outline.roles["teacher"].trained
         False
 
     Source:
@@ -71,9 +71,7 @@ def distill(options: Distill) -> Algorithm[DistillState]:
         report |= {"perf/total_num_tokens": tokens} | timing_report(clock, tokens)
         return DistillState(actor, state.teacher, state.key, state.step + 1), report
 
-    return Algorithm(
-        options.roles, init, sample, learn, options.updates, options.min_n, needs_reward=options.needs_reward
-    )
+    return Algorithm(init=init, sample=sample, learn=learn, outline=options.outline)
 
 
 def _tokens(batch: Any) -> int:

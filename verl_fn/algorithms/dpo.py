@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from verl_fn.config.preferences import DPO
+from verl_fn.config.algorithms import DPO
 from verl_fn.data.judged import Judged
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch, Key, Node, node
@@ -65,13 +65,14 @@ def dpo(options: DPO) -> Algorithm[DPOState]:
     """Makes DPO: a step is one update of the policy on the judged responses of its problems.
 
     Example:
-        >>> list(dpo(DPO()).roles), list(dpo(DPO(loss_type="simpo")).roles)
+        >>> list(dpo(DPO()).outline.roles), list(dpo(DPO(loss_type="simpo")).outline.roles)
         (['actor', 'reference'], ['actor'])
 
     Source:
         Rafailov et al. 2023, arXiv 2305.18290; the other losses name theirs.
     """
-    loss, needs_reference, labels = preference_loss(options), "reference" in options.roles, options.loss_type == "kto"
+    loss, outline = preference_loss(options), options.outline
+    needs_reference, labels = "reference" in outline.roles, outline.learns_from == "labels"
 
     def init(states: Mapping[str, Any], key: Key) -> DPOState:
         return DPOState(states["actor"], states.get("reference"), key, step=0)
@@ -109,14 +110,12 @@ def dpo(options: DPO) -> Algorithm[DPOState]:
         rows = [len(held_out_pairs([problem])) > 0 for problem in known for _ in problem.responses]
         return report | pair_report(pairs, scores[torch.tensor(rows)], "val-aux", "preference/mean@1")
 
-    return Algorithm(
-        options.roles, init, sample, learn, options.updates, options.min_n, options.learns_from, False, evaluate
-    )
+    return Algorithm(init=init, sample=sample, learn=learn, outline=outline, evaluate=evaluate)
 
 
 def annotated(state: DPOState, batch: Any, w: Workers, clock: Clock, options: DPO) -> Any:
     """Writes into a batch what the loss compares the policy with: reference and reference point."""
-    if "reference" in options.roles:
+    if "reference" in options.outline.roles:
         outputs = clock.run("ref", reference_log_probs, state, batch, w)
         batch = w.call(with_outputs, batch, outputs, logprobs="ref_log_prob")
     if options.loss_type != "kto":

@@ -10,8 +10,7 @@ import attrs
 import torch
 
 from verl_fn.backends.protocol import Ref, TrainBackend, where_used
-from verl_fn.config.aggregation import Aggregation
-from verl_fn.config.algorithms import PolicyOptimization
+from verl_fn.config.algorithms import Aggregation, PolicyOptimization
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
 from verl_fn.state import (

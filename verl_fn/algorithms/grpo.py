@@ -37,7 +37,7 @@ def grpo(options: GRPO) -> Algorithm[GRPOState]:
     """Makes GRPO: a step samples groups of responses, compares rewards within each group, and updates the actor.
 
     Example:
-        >>> grpo(GRPO(adv_estimator="rloo")).min_n
+        >>> grpo(GRPO(adv_estimator="rloo")).outline.min_n
         2
 
     Source:
@@ -50,7 +50,7 @@ def rloo(options: RLOO) -> Algorithm[GRPOState]:
     """Makes RLOO: GRPO in which the baseline of a response is the mean reward of the others in its group.
 
     Example:
-        >>> rloo(RLOO()).min_n
+        >>> rloo(RLOO()).outline.min_n
         2
 
     Source:
@@ -81,7 +81,7 @@ def without_critic(
         outputs: the actor's outputs that the step reads; see ``annotate``.
         shape: changes the rewards of a scored batch, given the longest response allowed; by default they stay.
     """
-    loss, needs_reference, chosen = policy_loss(options), "reference" in options.roles, selection(options)
+    loss, outline, chosen = policy_loss(options), options.outline, selection(options)
 
     def init(states: Mapping[str, Any], key: Key) -> GRPOState:
         reference = states.get("reference")
@@ -95,24 +95,17 @@ def without_critic(
             batch = score_by_model(batch, state.reward_model, w, clock)
         if shape is not None:
             batch = w.call(shape, batch, w.sampling.max_tokens)
-        batch = annotate(batch, state, w, clock, reference=needs_reference, outputs=outputs)
+        batch = annotate(batch, state, w, clock, reference="reference" in outline.roles, outputs=outputs)
         batch, kl, report = kl_in_reward(batch, state.kl, options, w)
         batch = clock.run("adv", w.call, advantages, batch)
         batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), loss)
         select = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection"))
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, batches, loss, select)
 
-        of_batch = w.get(w.call(batch_report, batch, compares=options.min_n > 1))
+        of_batch = w.get(w.call(batch_report, batch, compares=outline.min_n > 1))
         report |= update_report("actor", w.get(metrics)) | experience.report | of_batch
         report |= timing_report(clock, report["perf/total_num_tokens"])
         return GRPOState(actor, state.reference, kl, state.key, state.step + 1, state.reward_model), report
 
-    return Algorithm(
-        options.roles,
-        init,
-        sample or functools.partial(draw, score=options.needs_reward),
-        learn,
-        options.updates,
-        options.min_n,
-        needs_reward=options.needs_reward,
-    )
+    sample = sample or functools.partial(draw, score=outline.needs_reward)
+    return Algorithm(init=init, sample=sample, learn=learn, outline=outline)

@@ -10,8 +10,7 @@ import attrs
 from torch import Tensor
 
 from verl_fn.config import ConfigError
-from verl_fn.config.algorithms import GRPO, PPO, PolicyOptimization
-from verl_fn.config.catalogue import GROUP_ESTIMATORS, TOKEN_BASELINES
+from verl_fn.config.algorithms import GROUP_ESTIMATORS, GRPO, PPO, TOKEN_BASELINES, PolicyOptimization
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.errors import signature_of, takes
 from verl_fn.state import Batch, Key, TokenOutputs

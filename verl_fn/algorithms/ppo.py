@@ -44,7 +44,7 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
     """Makes PPO: a step samples, estimates advantages, and updates critic and actor.
 
     Example:
-        >>> ppo(PPO(lam=0.95, critic_warmup=20)).updates("actor", 256, 100)
+        >>> ppo(PPO(lam=0.95, critic_warmup=20)).outline.updates("actor", 256, 100)
         80
 
     Source:
@@ -52,7 +52,7 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
     """
     advantages, actor_loss = estimator(options), policy_loss(options)
     critic_loss = value_clip(options.cliprange_value)
-    needs_reference, chosen = "reference" in options.roles, selection(options)
+    outline, chosen = options.outline, selection(options)
 
     def init(states: Mapping[str, Any], key: Key) -> PPOState:
         return PPOState(
@@ -67,14 +67,14 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
 
     def sample(state: PPOState, problems: Sequence[Problem], w: Workers) -> Experience:
         key = state.key.fold_in(state.step)
-        return sample_and_score(state.actor, problems, w, key, state.step, score=options.needs_reward)
+        return sample_and_score(state.actor, problems, w, key, state.step, score=outline.needs_reward)
 
     def learn(state: PPOState, experience: Experience, w: Workers) -> tuple[PPOState, Report]:
         clock, key = Clock(w.wait, experience.seconds), state.key.fold_in(state.step)
         batch = experience.batch
         if state.reward_model is not None:
             batch = score_by_model(batch, state.reward_model, w, clock)
-        batch = annotate(batch, state, w, clock, reference=needs_reference, critic=True)
+        batch = annotate(batch, state, w, clock, reference="reference" in outline.roles, critic=True)
         batch, kl, report = kl_in_reward(batch, state.kl, options, w)
         batch = clock.run("adv", w.call, advantages, batch)
         batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), actor_loss)
@@ -94,6 +94,4 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
         actor = updated["actor"][0] if "actor" in updated else state.actor
         return PPOState(actor, critic, state.reference, kl, state.key, state.step + 1, state.reward_model), report
 
-    return Algorithm(
-        options.roles, init, sample, learn, options.updates, options.min_n, needs_reward=options.needs_reward
-    )
+    return Algorithm(init=init, sample=sample, learn=learn, outline=outline)

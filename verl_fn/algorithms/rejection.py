@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.config.learners import Rejection
+from verl_fn.config.algorithms import Rejection
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch, Key, Node, conversations, node
 from verl_fn.steps import aggregate, cross_entropy
@@ -36,7 +36,7 @@ def rejection(options: Rejection) -> Algorithm[RejectionState]:
     A step in which no response is good enough changes no weights.
 
     Example:
-        >>> rejection(Rejection()).min_n
+        >>> rejection(Rejection()).outline.min_n
         2
 
     Source:
@@ -64,7 +64,7 @@ def rejection(options: Rejection) -> Algorithm[RejectionState]:
         report |= timing_report(clock, float(tokens))
         return RejectionState(actor, state.key, state.step + 1), report
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n)
+    return Algorithm(init=init, sample=sample, learn=learn, outline=options.outline)
 
 
 def best_of_groups(batch: Batch, min_score: float | None = None) -> Batch:

@@ -26,7 +26,7 @@ def remax(options: ReMax) -> Algorithm[GRPOState]:
     The greedy responses are not learned from; they count as dropped for the reason ``baseline``.
 
     Example:
-        >>> remax(ReMax()).min_n
+        >>> remax(ReMax()).outline.min_n
         1
 
     Source:

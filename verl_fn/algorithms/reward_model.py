@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_fn.config.preferences import RewardModel
+from verl_fn.config.algorithms import RewardModel
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import bradley_terry, total_loss
@@ -32,7 +32,7 @@ def reward_model(options: RewardModel) -> Algorithm[RewardModelState]:
     Its folder serves as the reward of ``ppo`` and ``grpo`` (``algorithm.reward_model``).
 
     Example:
-        >>> reward_model(RewardModel()).roles["actor"].head
+        >>> reward_model(RewardModel()).outline.roles["actor"].head
         'value'
 
     Source:
@@ -62,4 +62,4 @@ def reward_model(options: RewardModel) -> Algorithm[RewardModelState]:
         report = {"val/loss": float(total_loss(loss, outputs, w.get(batch))[0])}
         return report | pair_report(pairs, outputs.row_values, "val-core", "acc/mean@1")
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n, "pairs", False, evaluate)
+    return Algorithm(init=init, sample=sample, learn=learn, outline=options.outline, evaluate=evaluate)

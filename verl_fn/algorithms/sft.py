@@ -35,7 +35,7 @@ def sft(options: SFT) -> Algorithm[SFTState]:
     """Makes supervised fine-tuning: a step is one update on the answers to its problems.
 
     Example:
-        >>> list(sft(SFT()).roles)
+        >>> list(sft(SFT()).outline.roles)
         ['actor']
     """
 
@@ -65,7 +65,7 @@ def sft(options: SFT) -> Algorithm[SFTState]:
         report = {"val/loss": float(total_loss(cross_entropy(), outputs, weighted)[0])}
         return report | answer_report(sources, batch, outputs)
 
-    return Algorithm(options.roles, init, sample, learn, options.updates, options.min_n, "answers", False, evaluate)
+    return Algorithm(init=init, sample=sample, learn=learn, outline=options.outline, evaluate=evaluate)
 
 
 def answer_report(sources: Sequence[str], batch: Batch, outputs: TokenOutputs) -> Report:

@@ -20,9 +20,7 @@ from verl_fn.config import (
     options_lines,
     origins,
 )
-from verl_fn.config.aggregation import AGGREGATIONS
-from verl_fn.config.algorithms import BUILT_IN, KL_TYPES
-from verl_fn.config.catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
+from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, GROUP_ESTIMATORS, KL_TYPES, POLICY_LOSSES
 from verl_fn.config.loading import algorithm_options
 from verl_fn.config.schema import ROLLOUT_ENGINES
 from verl_fn.config.trained import STRATEGIES
@@ -240,10 +238,10 @@ def _algorithm_page(name: str) -> str:
     from verl_fn.algorithms import make
 
     options = algorithm_options(name)()
-    algorithm = make(name, options)
+    outline = make(name, options).outline
     doc = (type(options).__doc__ or "").strip().splitlines()
     lines = [f"{name}: {doc[0] if doc else type(options).__name__}"]
-    for role_name, role in algorithm.roles.items():
+    for role_name, role in outline.roles.items():
         source = f", a frozen copy of {role.copy_of}" if role.copy_of else ""
         lines.append(f"  role {role_name}: {role.head} head, {'trained' if role.trained else 'not trained'}{source}")
     return "\n".join([*lines, "", *options_lines(options, "algorithm")]).rstrip()

@@ -1,14 +1,11 @@
 """The configuration: its keys, how it is read, and the plan made of it. This package does not import torch."""
 
-from .algorithms import DAPO, GRPO, PPO, RLOO, SFT, ReMax
+from .algorithms import DAPO, DPO, GRPO, PPO, RLOO, SFT, Distill, Outline, Rejection, ReMax, RewardModel, Role
 from .describe import describe, options_lines, origins
 from .fields import ConfigError, opt, sub
-from .learners import Distill, Rejection
 from .loading import keys, load, structure, to_table
 from .notes import notes
 from .plan import Plan, RolePlan, RolloutPlan, evaluation_plan, make_plan
-from .preferences import DPO, RewardModel
-from .roles import Role
 from .schema import AlgorithmTable, Config
 from .tables import flat
 
@@ -23,6 +20,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Distill",
+    "Outline",
     "Plan",
     "ReMax",
     "Rejection",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from .algorithms import Role
 from .fields import ConfigError
-from .roles import Role
 from .schema import RolloutConfig
 from .trained import ActorConfig, TrainedConfig
 

@@ -1,22 +1,130 @@
-"""The options of the built-in algorithms: each class is the ``[algorithm]`` table under its ``name``."""
+"""The algorithms: what each asks of a run, and its options, which are the ``[algorithm]`` table under its name."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import attrs
-from attrs.validators import ge, gt, le
+from attrs.validators import ge, gt, le, lt
 
-from .aggregation import Aggregation
-from .catalogue import GROUP_ESTIMATORS, POLICY_LOSSES
 from .fields import MOST, ConfigError, free, one_of, opt, paths, sub
-from .learners import Distill, Rejection
 from .names import one_of_or_own
-from .preferences import DPO, RewardModel
-from .roles import LearnsFrom, Role, one_a_step
 
+POLICY_LOSSES = (
+    "ppo_clip", "gspo", "sapo", "cispo", "gpg", "dro", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov", "kl_cov",
+    "reinforce",
+)  # fmt: skip
+GROUP_ESTIMATORS = (
+    "grpo", "dr_grpo", "grpo_passk", "rloo", "reinforce_plus_plus_baseline", "opo", "gpg", "gdpo",
+    "optimal_token_baseline", "tir_optimal_token_baseline",
+)  # fmt: skip
+TOKEN_BASELINES = GROUP_ESTIMATORS[-2:]
+SCALED_BY_STD = ("grpo", "grpo_passk", "gdpo")
+CLIPPED = ("ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov")
 KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+LOSS_TYPES = ("dpo", "cdpo", "ipo", "simpo", "orpo", "kto")
+WITHOUT_REFERENCE = ("simpo", "orpo")
+# The options that only one loss reads.
+OF_LOSS_TYPE: Mapping[str, tuple[str, ...]] = {
+    "cdpo": ("label_smoothing",),
+    "simpo": ("simpo_gamma",),
+    "kto": ("desirable_weight", "undesirable_weight"),
+}
+
+LearnsFrom: TypeAlias = Literal["samples", "answers", "pairs", "labels"]
+"""What an algorithm learns from: responses that it samples, the answers in the data, pairs of a preferred and another
+response, or responses that are each labelled good or bad."""
+
+
+@attrs.frozen
+class Role:
+    """A model that an algorithm works with.
+
+    Attributes:
+        head: ``lm`` for a language model, ``value`` for one number per token.
+        trained: whether the algorithm updates the model; a model that is not trained has no optimizer state.
+        copy_of: the role whose initial weights this frozen model has, such as ``actor`` for a reference policy. With
+            LoRA that role's frozen base is used, so no second model is made.
+        path: the model folder. If empty, a value head takes ``critic.path`` if that is set; otherwise
+            ``model.path`` is used.
+
+    Example:
+        >>> Role(head="value").trained
+        True
+    """
+
+    head: str = attrs.field(default="lm", validator=attrs.validators.in_(("lm", "value")))
+    trained: bool = True
+    copy_of: str | None = None
+    path: str = ""
+
+
+def one_a_step(role: str, prompts: int, steps: int) -> int:
+    """Counts the updates of an algorithm with one update per step.
+
+    Example:
+        >>> one_a_step("actor", prompts=8, steps=100)
+        100
+    """
+    return steps
+
+
+@attrs.frozen
+class Outline:
+    """What an algorithm asks of a run.
+
+    Attributes:
+        roles: the models by name. ``actor`` is the policy: it is sampled from, evaluated and exported.
+        min_n: the fewest responses per prompt that the algorithm can learn from.
+        learns_from: ``samples``, or what the problems hold: ``answers``, ``pairs`` or ``labels``.
+        needs_reward: whether ``sample`` asks the workers' reward, so that every training problem must have one.
+        updates: ``(role, prompts, steps)`` to the number of the role's updates in ``steps`` steps of ``prompts``
+            prompts; learning rates decay over it.
+
+    Example:
+        >>> Outline(min_n=2).updates("actor", 8, 100)
+        100
+    """
+
+    roles: Mapping[str, Role] = attrs.field(factory=lambda: {"actor": Role()})
+    min_n: int = 1
+    learns_from: LearnsFrom = "samples"
+    needs_reward: bool = True
+    updates: Callable[[str, int, int], int] = one_a_step
+
+
+def uses_critic(name: str, role: Role) -> bool:
+    """Returns whether the settings of a role are those of the critic's table.
+
+    Example:
+        >>> uses_critic("critic", Role(head="value")), uses_critic("actor", Role(head="value"))
+        (True, False)
+    """
+    return name != "actor" and role.head == "value"
+
+
+@attrs.frozen(kw_only=True)
+class Aggregation:
+    """Options that all built-in algorithms share: how per-token losses are averaged."""
+
+    loss_agg_mode: str = opt(
+        "token-mean",
+        f"how per-token losses are averaged: {', '.join(AGGREGATIONS)}, or a function of yours as FILE.py:NAME, from "
+        "an update batch to the weight of each token",
+        one_of_or_own(*AGGREGATIONS),
+    )
+    loss_scale_factor: float | None = opt(
+        None, "divisor of seq-mean-token-sum-norm, by default data.max_response_length", gt(0), le(1e12)
+    )
+
+
+@attrs.frozen(kw_only=True)
+class SFT(Aggregation):
+    """Options of supervised fine-tuning."""
+
+    outline = Outline(learns_from="answers", needs_reward=False)
 
 
 def has_its_options(instance: Any, attribute: Any, value: str) -> None:
@@ -33,33 +141,6 @@ class KLCtrl:
     kl_coef: float = opt(0.001, "coefficient of the KL penalty; the initial one if adaptive", ge(0), le(MOST))
     target_kl: float = opt(0.1, "KL that the adaptive controller aims at, in nats", gt(0), le(MOST))
     horizon: int = opt(10000, "rows over which the adaptive controller reacts", ge(1))
-
-
-@attrs.frozen(kw_only=True)
-class SFT(Aggregation):
-    """Options of supervised fine-tuning."""
-
-    @property
-    def roles(self) -> Mapping[str, Role]:
-        """Returns the actor alone."""
-        return {"actor": Role()}
-
-    @property
-    def min_n(self) -> int:
-        """Returns 1: nothing is sampled."""
-        return 1
-
-    @property
-    def learns_from(self) -> LearnsFrom:
-        """Returns ``answers``: those of the data."""
-        return "answers"
-
-    @property
-    def needs_reward(self) -> bool:
-        """Returns False: nothing is sampled."""
-        return False
-
-    updates = staticmethod(one_a_step)
 
 
 @attrs.frozen(kw_only=True)
@@ -127,31 +208,6 @@ class PolicyOptimization(Aggregation):
     ppo_epochs: int = opt(1, "passes over a batch", ge(1))
     shuffle: bool = opt(False, "draw a new order of rows in every pass")
 
-    @property
-    def roles(self) -> Mapping[str, Role]:
-        """Returns the actor, the reference policy if a KL term needs it, and the reward model if there is one."""
-        roles = {"actor": Role()}
-        if self.use_kl_loss or self.use_kl_in_reward:
-            roles["reference"] = Role(trained=False, copy_of="actor")
-        if self.reward_model:
-            roles["reward_model"] = Role(head="value", trained=False, path=self.reward_model)
-        return roles
-
-    @property
-    def min_n(self) -> int:
-        """Returns 1: responses are not compared within a group."""
-        return 1
-
-    @property
-    def learns_from(self) -> LearnsFrom:
-        """Returns ``samples``."""
-        return "samples"
-
-    @property
-    def needs_reward(self) -> bool:
-        """Returns whether the workers' reward scores training responses: where no reward model does."""
-        return not self.reward_model
-
     def minibatches(self, prompts: int) -> int:
         """Counts the minibatches of one pass over ``prompts`` prompts.
 
@@ -165,6 +221,16 @@ class PolicyOptimization(Aggregation):
         """Counts the updates of a role in ``steps`` steps."""
         return steps * self.ppo_epochs * self.minibatches(prompts)
 
+    @property
+    def outline(self) -> Outline:
+        """A KL term needs the reference policy; a reward model scores in place of the reward."""
+        roles = {"actor": Role()}
+        if self.use_kl_loss or self.use_kl_in_reward:
+            roles["reference"] = Role(trained=False, copy_of="actor")
+        if self.reward_model:
+            roles["reward_model"] = Role(head="value", trained=False, path=self.reward_model)
+        return Outline(roles, needs_reward=not self.reward_model, updates=self.updates)
+
 
 @attrs.frozen(kw_only=True)
 class PPO(PolicyOptimization):
@@ -176,15 +242,16 @@ class PPO(PolicyOptimization):
     cliprange_value: float = opt(0.5, "clip range of the value loss", gt(0), le(MOST))
     critic_warmup: int = opt(0, "steps in which only the critic learns", ge(0))
 
-    @property
-    def roles(self) -> Mapping[str, Role]:
-        """Returns the actor, the critic, the reference policy if a KL term needs it, and a reward model."""
-        return {"actor": Role(), "critic": Role(head="value")} | dict(super().roles)
-
     def updates(self, role: str, prompts: int, steps: int) -> int:
         """Counts the updates of a role; the actor has none while the critic warms up."""
         active = max(0, steps - self.critic_warmup) if role == "actor" else steps
         return active * self.ppo_epochs * self.minibatches(prompts)
+
+    @property
+    def outline(self) -> Outline:
+        """The critic joins the roles."""
+        shared = super().outline
+        return attrs.evolve(shared, roles={"actor": Role(), "critic": Role(head="value")} | dict(shared.roles))
 
 
 @attrs.frozen(kw_only=True)
@@ -205,9 +272,9 @@ class GRPO(PolicyOptimization):
     )
 
     @property
-    def min_n(self) -> int:
-        """Returns 2 for estimators that compare within a group."""
-        return 2 if self.adv_estimator in GROUP_ESTIMATORS else 1
+    def outline(self) -> Outline:
+        """Most estimators compare responses within a group."""
+        return attrs.evolve(super().outline, min_n=2 if self.adv_estimator in GROUP_ESTIMATORS else 1)
 
 
 @attrs.frozen(kw_only=True)
@@ -215,9 +282,9 @@ class RLOO(PolicyOptimization):
     """Options of RLOO: those of GRPO without a choice of the estimator."""
 
     @property
-    def min_n(self) -> int:
-        """Returns 2: the baseline of a response is the mean of the others."""
-        return 2
+    def outline(self) -> Outline:
+        """The baseline of a response is the mean of the others."""
+        return attrs.evolve(super().outline, min_n=2)
 
 
 @attrs.frozen(kw_only=True)
@@ -274,9 +341,81 @@ class DAPO(GRPO):
             )
 
     @property
-    def min_n(self) -> int:
-        """Returns 2: responses are compared within a group."""
-        return 2
+    def outline(self) -> Outline:
+        """Dynamic sampling compares responses within a group."""
+        return attrs.evolve(super().outline, min_n=2)
+
+
+@attrs.frozen(kw_only=True)
+class Distill(Aggregation):
+    """Options of distillation on policy."""
+
+    teacher: str = paths("", "model folder of the teacher; its tokenizer must be the student's")
+    kl: str = opt(
+        "reverse", "reverse: KL(student || teacher); forward: KL(teacher || student)", one_of("reverse", "forward")
+    )
+    top_k: int = opt(
+        0,
+        "compare the probabilities of the teacher's K likeliest tokens and of the rest; 0: of the drawn token alone",
+        ge(0),
+        le(1024),
+    )
+
+    @property
+    def outline(self) -> Outline:
+        """The student is the actor."""
+        return Outline({"actor": Role(), "teacher": Role(trained=False, path=self.teacher)}, needs_reward=False)
+
+
+@attrs.frozen(kw_only=True)
+class Rejection(Aggregation):
+    """Options of rejection sampling: best of n, then fine-tuning on it."""
+
+    min_score: float | None = opt(
+        None, "learn from the best response to a prompt only if it scores at least this", ge(-MOST), le(MOST)
+    )
+
+    outline = Outline(min_n=2)
+
+
+@attrs.frozen(kw_only=True)
+class DPO:
+    """Options of direct preference optimization and its family."""
+
+    loss_type: str = opt("dpo", "dpo, cdpo, ipo, simpo, orpo, or kto, which needs no pairs", one_of(*LOSS_TYPES))
+    beta: float | None = opt(
+        None,
+        "scale of implicit rewards; orpo's weight of the odds ratio; by default 0.1, for simpo 2",
+        gt(0),
+        le(MOST),
+    )
+    label_smoothing: float = opt(0.1, "cdpo: share of the preferences that are wrong", ge(0), lt(0.5))
+    simpo_gamma: float = opt(1.0, "simpo: margin by which the preferred response must win", ge(0), le(MOST))
+    desirable_weight: float = opt(1.0, "kto: weight of desirable responses", ge(0), le(MOST))
+    undesirable_weight: float = opt(1.0, "kto: weight of undesirable responses", ge(0), le(MOST))
+
+    @property
+    def outline(self) -> Outline:
+        """Losses without a reference policy have the actor only; ``kto`` needs no pairs."""
+        roles = {"actor": Role()}
+        if self.loss_type not in WITHOUT_REFERENCE:
+            roles["reference"] = Role(trained=False, copy_of="actor")
+        kind: LearnsFrom = "labels" if self.loss_type == "kto" else "pairs"
+        return Outline(roles, learns_from=kind, needs_reward=False)
+
+
+@attrs.frozen(kw_only=True)
+class RewardModel:
+    """Options of a reward model: a value head that scores whole responses, trained on pairs (Bradley-Terry)."""
+
+    center_rewards_coefficient: float = opt(
+        0.0,
+        "weight of the squared sum of a pair's scores, which keeps scores of different prompts comparable",
+        ge(0),
+        le(MOST),
+    )
+
+    outline = Outline({"actor": Role(head="value")}, learns_from="pairs", needs_reward=False)
 
 
 BUILT_IN: Mapping[str, type[Any]] = {

@@ -6,10 +6,8 @@ from typing import Any
 
 import attrs
 
-from .algorithms import DAPO, PolicyOptimization
+from .algorithms import DAPO, Distill, LearnsFrom, PolicyOptimization
 from .fields import ConfigError
-from .learners import Distill
-from .roles import LearnsFrom
 from .schema import Config
 
 

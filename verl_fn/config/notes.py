@@ -9,15 +9,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .algorithms import BUILT_IN, DAPO, GRPO, PPO, RLOO, PolicyOptimization, ReMax
-from .catalogue import CLIPPED, SCALED_BY_STD, TOKEN_BASELINES
+from .algorithms import (
+    BUILT_IN,
+    CLIPPED,
+    DAPO,
+    DPO,
+    GRPO,
+    OF_LOSS_TYPE,
+    PPO,
+    RLOO,
+    SCALED_BY_STD,
+    TOKEN_BASELINES,
+    PolicyOptimization,
+    Rejection,
+    ReMax,
+    uses_critic,
+)
 from .fields import ConfigError
 from .lag import corrected
-from .learners import Rejection
 from .loading import elsewhere, load, raw_table, to_table
 from .plan import outline, role_names
-from .preferences import DPO, OF_LOSS_TYPE
-from .roles import uses_critic
 from .schema import AlgorithmTable, Config
 from .tables import flat
 from .tasks import reasoning_names, verifiers_name, with_own_env, with_own_scorer

@@ -13,13 +13,12 @@ from typing import Any
 import attrs
 
 from .adapters import Adapters, adapters_of, published_alone
-from .algorithms import BUILT_IN
+from .algorithms import BUILT_IN, LearnsFrom, Outline, Role, uses_critic
 from .fields import ConfigError
 from .lag import check_lag, corrected
 from .loading import to_table
 from .names import OWN_PARTS, is_reference, load_object
 from .paths import with_absolute_paths
-from .roles import LearnsFrom, Outline, Role, uses_critic
 from .schema import (
     Config,
     DataConfig,
@@ -280,21 +279,17 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
 
 
 def outline(cfg: Config) -> Outline:
-    """Returns the outline (roles, updates, responses per prompt) of the config's algorithm.
-
-    The options of a built-in algorithm are its outline. An algorithm of the user is made first.
+    """Returns the outline of the config's algorithm; an algorithm of the user is made for it.
 
     Raises:
         ConfigError: the user's function cannot be imported, or does not return an Algorithm.
     """
     name, options = cfg.algorithm.name, cfg.algorithm.options
-    if name in BUILT_IN:
-        return options
-    algorithm = load_object(name, "algorithm.name")(options)
-    if not hasattr(algorithm, "roles"):
-        kind = type(algorithm).__name__
+    made = options if name in BUILT_IN else load_object(name, "algorithm.name")(options)
+    if not isinstance(found := getattr(made, "outline", None), Outline):
+        kind = type(made).__name__
         raise ConfigError(f"algorithm.name: {name} returned a {kind}, where an Algorithm is expected")
-    return algorithm
+    return found
 
 
 def role_names(cfg: Config) -> tuple[str, ...]:

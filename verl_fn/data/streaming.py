@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.config.roles import LearnsFrom
+from verl_fn.config.algorithms import LearnsFrom
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.entries import Entry
 from verl_fn.data.examples import encode_rows

@@ -10,7 +10,7 @@ from typing import Any
 
 import attrs
 
-from verl_fn.config.catalogue import GROUP_ESTIMATORS
+from verl_fn.config.algorithms import GROUP_ESTIMATORS
 from verl_fn.config.fields import home
 
 from .keys import ACTOR, ENGINE_ARGUMENTS, MEGATRON_CHOICES, MODEL, PROVIDER_FIELDS, ROLES, ROLLOUT, TABLES, TEXT

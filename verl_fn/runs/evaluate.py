@@ -73,7 +73,7 @@ def evaluate_model(plan: Plan, say: Say) -> Evaluation:
         actor = w.trainers["actor"].load_pretrained(plan.roles["actor"].folder, key.fold_in("actor"))
         algorithm, own = algorithm_of(plan), {}
         # Others compare with a model that is not there.
-        if algorithm.evaluate is not None and set(algorithm.roles) == {"actor"}:
+        if algorithm.evaluate is not None and set(algorithm.outline.roles) == {"actor"}:
             own = algorithm.evaluate(algorithm.init({"actor": actor}, key), held_out, w)
         if not samples_answers(plan, held_out):
             if own:
