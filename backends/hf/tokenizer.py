@@ -99,7 +99,7 @@ def begun(ids: list[int], tokenizer: Any) -> list[int]:
 def ended(ids: list[int], tokenizer: Any, ends: Sequence[int]) -> list[int]:
     """Returns token ids of an answer that end with an end token: the first one is added unless there is one.
 
-    White space after an end token, as templates write it, is left out.
+    White space after an end token, as templates write it, is left out, and so are further end tokens.
 
     Args:
         ids: of the answer.
@@ -109,13 +109,15 @@ def ended(ids: list[int], tokenizer: Any, ends: Sequence[int]) -> list[int]:
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
         >>> tokenizer = char_tokenizer("ab ")
-        >>> ended([5], tokenizer, [2, 3]), ended([5, 3, 6], tokenizer, [2, 3]), ended([5, 4], tokenizer, [2, 3])
+        >>> ended([5], tokenizer, [2, 3]), ended([5, 3, 6, 2], tokenizer, [2, 3]), ended([5, 4], tokenizer, [2, 3])
         ([5, 2], [5, 3], [5, 4, 2])
     """
-    last = len(ids)
-    while last and ids[last - 1] not in ends and not tokenizer.decode(ids[last - 1]).strip():
+    whole, last = ids, len(ids)
+    while last and (ids[last - 1] in ends or not tokenizer.decode(ids[last - 1]).strip()):
         last -= 1
-    return ids[:last] if last and ids[last - 1] in ends else [*ids, ends[0]]
+        if ids[last] in ends:
+            whole = ids[: last + 1]
+    return whole if whole and whole[-1] in ends else [*ids, ends[0]]
 
 
 def contradiction(folder: str | Path, tokenizer: Any) -> str | None:

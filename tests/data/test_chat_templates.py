@@ -199,6 +199,63 @@ def test_messages_that_a_template_drops_are_refused():
         encode_examples([talk(ASKS, SAYS | {"content": "a<|end|>b"})], made, ends)
 
 
+# A template of questions and answers that knows nothing else.
+PLAIN = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def asks(text):
+    return {"role": "user", "content": text}
+
+
+def calls(content, **more):
+    function = {"name": "add", "arguments": {"a": "2"}}
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [{"type": "function", "function": function}],
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools", "message"),
+    [
+        ([asks("Please add 2 and 3."), SAYS], TOOLS, "does not show the tools of the row"),
+        ([{"role": "system", "content": "Hi"}, asks("Hi there"), SAYS], (), "leaves out content of message 0"),
+        ([asks("Is 5 right?"), ADDS, {"role": "tool", "content": "5"}, MORE, ADDS], (), "content of message 2"),
+        ([asks("add 2"), calls("", weight=0), MORE, SAYS], (), "leaves out tool_calls of message 1"),
+        ([asks("Yes?"), calls("I add 2.")], (), "leaves out tool_calls of message 1"),
+    ],
+)
+def test_what_a_template_drops_is_noticed_if_other_messages_have_its_words(messages, tools, message, monkeypatch):
+    made, ends = tokenizer("Qwen2.5")
+    monkeypatch.setattr(made, "chat_template", PLAIN)
+    with pytest.raises(DataError, match=message):
+        encode_examples([talk(*messages, tools=tools)], made, ends)
+
+
+def test_an_end_token_ends_an_answer_once_or_is_refused():
+    made, ends = tokenizer("Qwen3")
+    for text in ("5<|im_end|><|im_end|>", "5<|im_end|>\n<|endoftext|>\n"):
+        assert rows("Qwen3", talk(ASKS, SAYS)) == rows("Qwen3", talk(ASKS, {"role": "assistant", "content": text}))
+        assert rows("Qwen3", Problem("2+3?", text)) == [("2+3?5<|im_end|>", ["5<|im_end|>"])]
+    call = calls("")
+    call["tool_calls"][0]["function"]["arguments"] = {"a": "2<|im_end|>"}
+    for message in (SAYS | {"reasoning_content": "So <|im_end|> it is"}, call, SAYS | {"content": "5<|im_end|>6"}):
+        with pytest.raises(DataError, match=r"the token that ends an answer, inside its (rea|tool|content)"):
+            encode_examples([talk(ASKS, message)], made, ends)
+
+
+def test_pairs_of_the_same_tokens_are_refused():
+    made, ends = tokenizer("Qwen2.5")
+    pair = Judged((ASKS,), "", chosen=((SAYS,),), rejected=((SAYS | {"name": "x"},),))
+    with pytest.raises(DataError, match="chosen and rejected are the same tokens"):
+        encode_examples([pair], made, ends)
+
+
 def test_arguments_of_templates_reach_what_is_learned():
     made, ends = tokenizer("Qwen3.5")
     problem = attrs.evolve(Problem((ASKS,), "5"), chat_template_kwargs={"enable_thinking": False})

@@ -82,6 +82,7 @@ def test_columns_that_nothing_uses_are_named_once_with_their_rows(write, learns,
         ("video_path", "a.mp4", "the column video_path has images"),
         ("system", "be brief", "the column system is not used, so the model would not see it; write a first message"),
         ("weight", 0.5, "the column weight has 0.5, and rows have no weights of their own"),
+        ("is_train", False, "the column is_train has False, and rows have no weights of their own"),
         ("tools", "nothing", "tools is a string that is not JSON"),
         ("tools", [3], "tools must be a list of JSON schemas"),
     ],
@@ -119,6 +120,14 @@ def test_prompts_of_json_are_noticed():
     assert said == ["data.train_files: 1 of 3 prompts are JSON, which the model sees as text"]
 
 
+@pytest.mark.parametrize(
+    "value", [[{"name": "Bob", "role": "user", "content": "a"}], {"id": {"n": 1}, "messages": [USER]}]
+)
+def test_json_of_messages_is_no_prompt(value, tmp_path):
+    with pytest.raises(DataError, match="prompt is a string that holds messages as JSON"):
+        read_files([jsonl(tmp_path, {"prompt": json.dumps(value), "completion": "b"})], "answers")
+
+
 @pytest.mark.parametrize("mark", [0, 0.0, False])
 @pytest.mark.parametrize("name", MARKS)
 def test_marks_exclude_turns(name, mark, tmp_path):
@@ -137,6 +146,8 @@ def test_marks_exclude_turns(name, mark, tmp_path):
         (SAID | {"loss": "no"}, "message 1 of messages has loss 'no'"),
         (SAID | {"train_detail": [1]}, "message 1 of messages has the field train_detail, which is not understood"),
         (SAID | {"masked": True}, "has the field masked, which is not understood"),
+        (SAID | {"is_learnable": False}, "has the field is_learnable, which is not understood"),
+        (SAID | {"ignore": True}, "has the field ignore, which is not understood"),
         (USER | {"train": True}, "is marked with train True, and only what the assistant says is learned"),
     ],
 )

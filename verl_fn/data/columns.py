@@ -17,7 +17,11 @@ Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 MARKS = ("weight", "train", "training", "trainable", "learn", "loss", "loss_mask")
 """Fields of an assistant's message that say whether it is learned."""
 
-_LIKE_MARKS = {"weight", "weights", "train", "training", "loss", "mask", "masked"}
+_LIKE_MARKS = re.compile(
+    r"(?<![a-z])(weights?|train(ed|ing|able)?|learn(ed|able)?|loss|mask(ed)?|labels?|grad|supervised?|ignored?|skip(ped)?"
+    r"|(in|ex)cluded?)(?![a-z])",
+    re.IGNORECASE,
+)
 _JSON_MESSAGES = re.compile(r"""\s*\[?\s*\{\s*["'](role|from|content|value|messages)["']\s*:""")
 _MEDIA_MARK = re.compile(r"<\|?(image|video|audio)(_pad)?\|?>|<start_of_image>|<\|vision_start\|>")
 _NO_MEDIA = "only text is trained on: remove it, or leave the row out"
@@ -41,7 +45,7 @@ def prompt_of(place: str, value: Any, column: str) -> str | Messages:
         '2+2?'
     """
     if isinstance(value, str) and value:
-        if _JSON_MESSAGES.match(value):
+        if _is_json_of_messages(value):
             raise DataError(
                 f"{place}: {column} is a string that holds messages as JSON, which would be trained on as text; "
                 "write a list of messages (a function of data.convert can, with json.loads)"
@@ -231,6 +235,19 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
+def _is_json_of_messages(text: str) -> bool:
+    if _JSON_MESSAGES.match(text):
+        return True
+    if not text.lstrip().startswith(("[", "{")):
+        return False
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, Mapping) and not {"role", "messages", "conversations"}.isdisjoint(first)
+
+
 def _is_message(value: Mapping[str, Any]) -> bool:
     if not isinstance(value.get("role"), str):
         return False
@@ -263,7 +280,7 @@ def _check_marks(place: str, text: str, what: str) -> None:
 def _check_weights(place: str, message: Mapping[str, Any]) -> None:
     for name, value in message.items():
         if name not in MARKS:
-            if _LIKE_MARKS & set(re.split(r"[^a-z]+", name.lower())):
+            if _LIKE_MARKS.search(name):
                 raise DataError(
                     f"{place} has the field {name}, which is not understood; mark a turn that is not learned with "
                     '"weight": 0, and remove other fields of this kind'

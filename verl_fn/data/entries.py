@@ -74,7 +74,7 @@ def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, .
 
 # Columns and fields of messages that hold what a model of text cannot take, by a word in their names.
 _MEDIA = re.compile(r"(?<![a-z])(image|img|picture|video|audio|multimodal|multi_modal)s?(?![a-z])", re.IGNORECASE)
-_WEIGHT = re.compile(r"((sample|example|row|loss)_)?weights?|loss|loss_mask|train|train_mask|training|trainable")
+_WEIGHT = re.compile(r"((sample|example|row|loss)_)?weights?|(loss_|train_)?mask|loss|((is|do|to)_)?train(ing|able)?")
 _TURNS = {
     "system": "a first message of the role system in the prompt",
     "system_prompt": "a first message of the role system in the prompt",

@@ -54,6 +54,12 @@ def encode_rows(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | S
                     f"{label_of(problem)}: the text of the chat template ends with {tokenizer.decode(ids[-1:])!r}, "
                     "which the tokenizer does not make the token that ends an answer; take another template"
                 )
+    for problem, examples in zip(problems, results, strict=True):
+        if isinstance(problem, Judged) and problem.chosen and problem.rejected and examples[0] == examples[-1]:
+            raise DataError(
+                f"{label_of(problem)}: chosen and rejected are the same tokens, so neither is preferred; remove the "
+                "row"
+            )
     return results
 
 

@@ -92,5 +92,6 @@ def digest(kind: str, problems: Sequence[Problem], tokenizer: Any) -> str:
 @functools.cache
 def _code() -> str:
     """Returns a digest of the modules that make tokens of problems."""
-    files = (Path(chat.__file__), *(Path(__file__).with_name(f"{n}.py") for n in ("examples", "files", "rendering")))
+    own = (Path(__file__).with_name(f"{name}.py") for name in ("columns", "examples", "files", "rendering"))
+    files = (Path(chat.__file__), Path(chat.__file__).with_name("tokenizer.py"), *own)
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files)).hexdigest()

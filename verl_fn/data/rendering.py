@@ -143,18 +143,22 @@ def _renderer(tokenizer: Any, problem: Problem) -> Any:
 
 def _without_end(number: int, message: Message, ends: Sequence[str]) -> Message:
     """Returns an assistant's message without the end token after its content, since the template writes it."""
-    content = message.get("content")
-    if message["role"] != "assistant" or not content:
+    if message["role"] != "assistant":
         return message
+    content = message.get("content") or ""
+    others = {
+        name: json.dumps(message.get(name), ensure_ascii=False, default=str) for name in (*REASONING, "tool_calls")
+    }
     for end in ends:
-        text, found, rest = content.partition(end)
-        if found and rest.strip():
+        text, _, rest = content.partition(end)
+        places = ["content"] if functools.reduce(lambda left, one: left.replace(one, ""), ends, rest).strip() else []
+        if places := places + [name for name, written in others.items() if end in written]:
             raise DataError(
-                f"message {number} has {end!r}, the token that ends an answer, inside its content, so the rest would "
-                "never be said; remove it"
+                f"message {number} has {end!r}, the token that ends an answer, inside its {places[0]}, so the rest "
+                "would never be said; remove it"
             )
         content = text
-    return {**message, "content": content}
+    return {**message, "content": content} if content else message
 
 
 def _said(message: Message, before: str, after: str, number: int) -> str:
@@ -200,7 +204,9 @@ def _check_seen(
     Raises:
         DataError: it does not: without it, or with something else in its place, the text is the same.
     """
-    if tools and not all(_names(tool, text) for tool in tools):
+    said = json.dumps(messages, ensure_ascii=False, default=str)
+    # A tool's name may also be a word of the conversation.
+    if any(text.count(name := _name(tool)) <= said.count(name) for tool in tools):
         without = chat_texts(tokenizer, [(messages, True)], (), problem.chat_template_kwargs)[0]
         if without == text:
             raise DataError(
@@ -209,9 +215,9 @@ def _check_seen(
             )
     for i, message in enumerate(messages):
         content = message.get("content")
-        if content and message["role"] != "assistant" and not _has(text, content):
+        if content and message["role"] != "assistant" and not _has(text, content, said):
             _check_changes(messages, i, {"content": content + "x"}, "content", text, render, prompt=True)
-        _check_calls(messages, i, text, text, render, prompt=True)
+        _check_calls(messages, i, text, text, said, render, prompt=True)
 
 
 def _check_said(messages: Sequence[Message], number: int, said: str, after: str, render: Any) -> None:
@@ -232,14 +238,14 @@ def _check_said(messages: Sequence[Message], number: int, said: str, after: str,
         value = message.get(name)
         if isinstance(value, str) and value.strip() and not _has(said, value):
             _check_changes(until, number, {name: value + "x"}, name, after, render)
-    _check_calls(until, number, said, after, render)
+    _check_calls(until, number, said, after, json.dumps(message, ensure_ascii=False, default=str), render)
 
 
 def _check_calls(
-    messages: Sequence[Message], number: int, seen: str, text: str, render: Any, *, prompt: bool = False
+    messages: Sequence[Message], number: int, seen: str, text: str, said: str, render: Any, *, prompt: bool = False
 ) -> None:
     calls = messages[number].get("tool_calls") or ()
-    if calls and not all(map(functools.partial(_shows, seen), calls)):
+    if calls and not all(_shows(seen, call, said) for call in calls):
         # Some templates show only arguments that are an object.
         none = [{"type": "function", "function": {"name": "x", "arguments": {}}}]
         _check_changes(messages, number, {"tool_calls": none}, "tool_calls", text, render, prompt=prompt)
@@ -278,22 +284,31 @@ def _check_changes(
         )
 
 
-def _has(text: str, part: str) -> bool:
-    """Returns whether a text has a part, which templates may strip or write as JSON."""
+def _has(text: str, part: str, said: str = "") -> bool:
+    """Returns whether a text has a part, which templates may strip or write as JSON.
+
+    Args:
+        text: a template's.
+        part: of a message.
+        said: JSON of messages; the text must have the part as often as they have it.
+    """
+    written, bare = json.dumps(part.strip(), ensure_ascii=False)[1:-1], "".join(part.split())
+    often = max(1, said.count(written)) if bare else 0
     return (
-        part.strip() in text
-        or json.dumps(part, ensure_ascii=False)[1:-1] in text
-        or "".join(part.split()) in "".join(text.split())
+        text.count(part.strip()) >= often
+        or text.count(written) >= often
+        or "".join(text.split()).count(bare) >= often
     )
 
 
-def _shows(text: str, call: Message) -> bool:
+def _shows(text: str, call: Message, said: str) -> bool:
     """Returns whether a text has the name and the arguments of a call."""
     inner = call.get("function", call)
     arguments = inner.get("arguments") if isinstance(inner, Mapping) else None
     values = list(arguments.values()) if isinstance(arguments, Mapping) else [arguments or ""]
-    return _names(call, text) and all(
-        _has(text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)) for value in values
+    return _has(text, _name(call), said) and all(
+        _has(text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), said)
+        for value in values
     )
 
 
@@ -312,7 +327,7 @@ def _otherwise(call: Message) -> Message:
     return {**call, "function": changed} if "function" in call else changed
 
 
-def _names(function: Message, text: str) -> bool:
-    """Returns whether a text has the name of a tool or of a call."""
+def _name(function: Message) -> str:
+    """Returns the name of a tool or of the function that a call names."""
     inner = function.get("function", function)
-    return isinstance(inner, Mapping) and str(inner.get("name")) in text
+    return str(inner.get("name")) if isinstance(inner, Mapping) else ""
