@@ -1,6 +1,7 @@
 """What the import contracts in pyproject.toml cannot say: light parts stay light, and imports are declared."""
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+import verl_fn
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -100,6 +103,30 @@ def loaded(code: str, names: set[str]) -> set[str]:
 )
 def test_importing_stays_light(code, banned):
     assert not loaded(code, banned)
+
+
+def test_the_front_door_offers_each_name_lazily():
+    """Names for type checkers, names that are offered and names that are found are the same."""
+    tree = ast.parse(Path(verl_fn.__file__).read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    for_checkers = {alias.name: node.module for node in block.body for alias in node.names}
+    assert for_checkers == verl_fn._HOME_OF
+    assert set(verl_fn.__all__) - {"user_files"} == for_checkers.keys() and verl_fn.__all__ == sorted(verl_fn.__all__)
+    for name, home in for_checkers.items():
+        assert getattr(verl_fn, name) is getattr(importlib.import_module(f"verl_fn.{home}"), name)
+    assert set(verl_fn.__all__) <= set(dir(verl_fn))
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = verl_fn.no_such_name
+
+
+def test_packages_are_reached_from_the_front_door():
+    packages = ["state", "steps", "backends", "config", "data", "rewards", "environments", "algorithms", "testing"]
+    code = "import verl_fn as vf; assert all(getattr(vf, name).__name__ == f'verl_fn.{name}' for name in %r)"
+    assert loaded(code % packages, {"verl_fn.steps"}) == {"verl_fn.steps"}
+
+
+def test_names_of_steps_load_no_model_library():
+    assert not loaded("import verl_fn as vf; vf.ppo_clip, vf.Local, vf.check_loss", {"transformers", *HEAVY})
 
 
 def test_a_heavy_import_is_seen():

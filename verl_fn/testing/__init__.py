@@ -21,7 +21,7 @@ usually causes the difference. The laws:
   rollout engines Version, Log-probs and Capabilities; each check describes its laws.
 
 A formula that is wrong everywhere in the same way obeys the laws. ``compare_loss`` and ``compare_advantage`` compare
-with a formula that you write.
+with a formula that you write. ``compare_backends`` says how far the first steps of two backends differ.
 
 ``Mock``, a training backend, and ``MockRollout``, an engine whose responses come from a script, test an algorithm
 without a model. The script ``sample_table`` draws responses from the weights of a ``Mock``.
@@ -33,13 +33,14 @@ from verl_fn.backends.mock.train import Mock
 from .advantages import check_advantage
 from .backends import check_backend
 from .builders import tiny_batch, tiny_outputs, tiny_pairs
+from .compare import FirstStep, compare_advantage, compare_backends, compare_loss
 from .environments import check_environment
 from .losses import check_loss
-from .reference import compare_advantage, compare_loss
 from .rollouts import check_rollout
 from .violation import LawViolation
 
 __all__ = [
+    "FirstStep",
     "LawViolation",
     "Mock",
     "MockRollout",
@@ -51,6 +52,7 @@ __all__ = [
     "check_loss",
     "check_rollout",
     "compare_advantage",
+    "compare_backends",
     "compare_loss",
     "sample_table",
     "tiny_batch",

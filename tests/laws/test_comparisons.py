@@ -1,17 +1,23 @@
-"""Formulas written twice: what the laws cannot see, a comparison does."""
+"""Comparisons notice what the laws do not: a wrong formula, and how far two backends differ."""
 
 import math
 
 import pytest
 import torch
 
-from verl_fn.steps import bradley_terry, gae, loss, ppo_clip, value_clip
+from verl_fn.backends.local import Local
+from verl_fn.backends.mock.train import Mock
+from verl_fn.state import Grads, Key, Sum, tree
+from verl_fn.steps import bradley_terry, cross_entropy, gae, loss, ppo_clip, sgd, value_clip
 from verl_fn.testing import (
+    FirstStep,
     LawViolation,
     check_advantage,
     check_loss,
     compare_advantage,
+    compare_backends,
     compare_loss,
+    tiny_batch,
     tiny_pairs,
 )
 
@@ -119,3 +125,47 @@ def test_what_cannot_be_compared_is_refused():
         compare_loss(ascends, lambda outputs, row: reinforce(outputs, row).sum())
     with pytest.raises(ValueError, match="an estimator writes"):
         compare_advantage(gae, lambda batch: {"values": batch["values"]})
+
+
+class Tilted(Mock):
+    """Reports a third more loss, and the gradient of one parameter twice as large."""
+
+    def forward_backward(self, state, batch, loss):
+        grads, metrics = super().forward_backward(state, batch, loss)
+        doubled = Grads({name: t * (2.0 if name == "logits" else 1.0) for name, t in grads.items()})
+        return doubled, metrics | {"loss": Sum(metrics["loss"].total * 4 / 3)}
+
+
+def test_backends_differ_by_what_was_put_in_between_them():
+    right = Mock(8, sgd(0.1))
+    state = right.init(Key.from_seed(3))
+    before = tree.digest(state)
+    first = compare_backends(right, Tilted(8, sgd(0.1)), tiny_batch(), value_clip() + ppo_clip(), state=state)
+    grads, metrics = right.forward_backward(state, tiny_batch(), value_clip() + ppo_clip())
+    assert tree.digest(state) == before
+    assert first.loss == pytest.approx((metrics["loss"].value, metrics["loss"].value * 4 / 3))
+    assert first.grad_norm[0] == pytest.approx(float(grads.global_norm()))
+    assert first.grad_norm[1] > first.grad_norm[0]
+    assert first.gradients == pytest.approx({"logits": 1.0, "values": 0.0}) and first.worst == "logits"
+    assert "worst gradient: logits, differs by 1 of its norm" in str(first)
+
+
+def test_splits_of_a_model_differ_by_rounding(tiny):
+    backends = [Local(tiny, sgd(0.1), max_tokens=tokens) for tokens in (1000, 20)]
+    first = compare_backends(*backends, tiny_batch(), cross_entropy())
+    assert first.loss[0] == pytest.approx(first.loss[1], rel=1e-5) and first.loss[0] > 0
+    assert 0 < first.gradients[first.worst] < 1e-3
+
+
+def test_a_gradient_that_is_not_a_number_is_the_worst():
+    assert FirstStep((1.0, 1.0), (1.0, math.nan), {"a": 5.0, "b": math.nan, "c": 7.0}).worst == "b"
+
+
+def test_backends_of_other_models_are_refused():
+    class Renamed(Mock):
+        def forward_backward(self, state, batch, loss):
+            grads, metrics = super().forward_backward(state, batch, loss)
+            return Grads({f"other.{name}": t for name, t in grads.items()}), metrics
+
+    with pytest.raises(ValueError, match="only one of the backends has gradients named"):
+        compare_backends(Mock(8, sgd(0.1)), Renamed(8, sgd(0.1)), tiny_batch(), cross_entropy())
