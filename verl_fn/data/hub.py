@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from verl_fn.backends.whole_folder import check_empty, written_whole
+from verl_fn.atomic import check_empty, written_whole
 from verl_fn.data.prepare import prepare_gsm8k
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import GSM8K

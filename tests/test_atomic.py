@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from verl_fn.backends.whole_folder import written_whole
+from verl_fn.atomic import written_whole
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)], ids=oct)
