@@ -187,12 +187,3 @@ def _plan(parts: Mapping[str, Part]) -> tuple[bytes, dict[str, int], int]:
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
     return struct.pack("<Q", len(header)) + header, places, end
-
-
-def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

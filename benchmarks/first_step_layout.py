@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.config.fields import nearest
+from verl_fn.errors import did_you_mean
 from verl_fn.state import Batch
 from verl_fn.steps import Optimizer
 
@@ -76,7 +76,9 @@ class Layout:
         for part in parts:
             key, equals, value = part.partition("=")
             if equals and key not in taken - DECIDED:
-                raise ValueError(f"layout {text!r}: {name} takes no option {key!r}{nearest(key, taken - DECIDED)}")
+                raise ValueError(
+                    f"layout {text!r}: {name} takes no option {key!r}{did_you_mean(key, taken - DECIDED)}"
+                )
             elif equals and key in COUNTS and not (value.isdigit() and int(value)):
                 raise ValueError(f"layout {text!r}: {key} is {value!r}; it must be a number from 1")
             elif equals and key in options:

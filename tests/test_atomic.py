@@ -4,14 +4,14 @@ import os
 
 import pytest
 
-from verl_fn.atomic import written_whole
+from verl_fn.atomic import replaced_folder
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)], ids=oct)
 def test_files_have_the_mode_that_the_umask_allows(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
-        with written_whole(tmp_path / "out") as aside:
+        with replaced_folder(tmp_path / "out") as aside:
             (aside / "model.safetensors").touch(0o600)
             (aside / "nested").mkdir()
             (aside / "nested/part").touch(0o600)

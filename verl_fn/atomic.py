@@ -1,20 +1,125 @@
-"""Folders that are written as a whole or not at all."""
+"""Files and folders that appear as a whole or not at all, even if the process is killed or the machine stops.
+
+Each is written under a temporary name beside its place, synced to the disk, and renamed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from verl_fn.errors import UsageError
 
-# Holds the files until all are written; a process that was killed leaves it behind.
+# The folder inside a folder that holds its files until all are written; a killed process leaves it there.
 _ASIDE = ".unfinished"
 
 
+@contextlib.contextmanager
+def replaced(file: Path, *, shared: bool = False) -> Iterator[Path]:
+    """Yields a path to write to, and renames it to ``file`` at the end; an error leaves ``file`` as it was.
+
+    Args:
+        file: the file, or a link; its folder exists.
+        shared: other processes may write the same file at the same time, so the temporary name is unique. Otherwise
+            it is always the same, and the next write removes what a killed process left.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp(), "a")
+        >>> with contextlib.suppress(OSError), replaced(file) as aside:
+        ...     aside.write_text("half")
+        ...     raise OSError("no room")
+        4
+        >>> file.exists(), list(file.parent.iterdir())
+        (False, [])
+    """
+    aside = file.with_name(f".{uuid.uuid4().hex if shared else file.name}.writing")
+    # Also a link that somebody else put there, and that a writer would follow.
+    aside.unlink(missing_ok=True)
+    try:
+        yield aside
+        sync(aside)
+        aside.replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise
+
+
+def write(file: Path, content: str | bytes) -> None:
+    """Replaces a file by one with this text, as UTF-8, or these bytes."""
+    with replaced(file) as aside, aside.open("xb") as out:
+        out.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """Yields a folder to write into, whose files move to ``folder`` at the end; an error leaves ``folder`` as it was.
+
+    Example:
+        >>> import tempfile
+        >>> out = Path(tempfile.mkdtemp()) / "out"
+        >>> with contextlib.suppress(OSError), replaced_folder(out) as aside:
+        ...     (aside / "a").write_text("half")
+        ...     raise OSError("no room")
+        4
+        >>> out.exists()
+        False
+        >>> with replaced_folder(out) as aside:
+        ...     written = (aside / "a").write_text("all")
+        >>> [path.name for path in out.iterdir()]
+        ['a']
+    """
+    aside, made = folder / _ASIDE, not folder.exists()
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        for path in aside.rglob("*"):
+            if path.is_file():
+                # The umask decides who can read the files; safetensors writes files that others cannot read.
+                path.chmod(path.stat().st_mode | aside.stat().st_mode & 0o666)
+        move_files(aside, folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        if made:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        raise
+
+
+def move_files(aside: Path, folder: Path, *, last: str = "", stale: Sequence[str] = ()) -> None:
+    """Syncs the files in ``aside``, a folder inside ``folder``, moves them into ``folder``, and removes ``aside``.
+
+    Args:
+        aside: the folder with the new files.
+        folder: gets the files; files of other names stay.
+        last: the file that says that the folder is whole. It is removed first and moved last, so that no
+            mixture of old and new files has it.
+        stale: further files of ``folder`` that are removed before the others are moved.
+    """
+    names = sorted(str(path.relative_to(aside)) for path in aside.rglob("*") if path.is_file())
+    for name in names:
+        sync(aside / name)
+    for name in (last, *stale):
+        if name:
+            (folder / name).unlink(missing_ok=True)
+            sync(folder)
+    for name in sorted(names, key=lambda name: name == last):
+        if name == last:
+            sync(folder)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (aside / name).replace(folder / name)
+    sync(folder)
+    shutil.rmtree(aside)
+
+
 def check_empty(folder: Path) -> None:
-    """Raises an error unless ``folder`` is empty, does not exist, or was left unfinished by ``written_whole``.
+    """Raises an error unless ``folder`` is empty, does not exist, or was left unfinished by ``replaced_folder``.
 
     Raises:
         UsageError: it is a file, or a folder that is not empty.
@@ -25,42 +130,10 @@ def check_empty(folder: Path) -> None:
         raise UsageError(f"{folder} is not empty; choose another folder")
 
 
-@contextlib.contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """Yields a folder to write into, whose files move to ``folder`` at the end; an error leaves ``folder`` as it was.
-
-    Example:
-        >>> import tempfile
-        >>> out = Path(tempfile.mkdtemp()) / "out"
-        >>> with contextlib.suppress(OSError), written_whole(out) as aside:
-        ...     (aside / "a").write_text("half")
-        ...     raise OSError("no room")
-        4
-        >>> out.exists()
-        False
-        >>> with written_whole(out) as aside:
-        ...     written = (aside / "a").write_text("all")
-        >>> [path.name for path in out.iterdir()]
-        ['a']
-    """
-    aside, made = folder / _ASIDE, not folder.exists()
-    shutil.rmtree(aside, ignore_errors=True)
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        # The folder has what the umask allows.
-        for path in aside.rglob("*"):
-            if path.is_file() and not path.is_symlink():
-                # safetensors writes files that others cannot read.
-                path.chmod(path.stat().st_mode | aside.stat().st_mode & 0o666)
-        for path in aside.iterdir():
-            if path.is_dir():
-                shutil.rmtree(folder / path.name, ignore_errors=True)
-            path.replace(folder / path.name)
-        aside.rmdir()
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        if made:
-            with contextlib.suppress(OSError):
-                folder.rmdir()
-        raise
+        os.fsync(fd)
+    finally:
+        os.close(fd)

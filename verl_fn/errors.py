@@ -1,5 +1,6 @@
 """The base of all errors that a user can cause and fix, and what their messages name."""
 
+import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -33,6 +34,27 @@ def install(*requirements: str) -> str:
     """
     uv = Path(sys.prefix).parent / ".uv" / "bin" / "uv"
     return " ".join([str(uv if uv.is_file() else "uv"), "pip install --python", sys.executable, *requirements])
+
+
+def closest(name: object, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Returns the known name that is most similar to ``name``; an empty string if none is as similar as ``cutoff``.
+
+    Example:
+        >>> closest("bf16", ["float32", "bfloat16"]), closest("x", ["cpu"])
+        ('bfloat16', '')
+    """
+    return next(iter(difflib.get_close_matches(str(name), sorted(known), 1, cutoff)), "")
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: the known name that was probably meant, or nothing.
+
+    Example:
+        >>> did_you_mean("bf16", ["float32", "bfloat16"]), did_you_mean("x", ["cpu"])
+        ('; did you mean bfloat16?', '')
+    """
+    match = closest(name, known)
+    return f"; did you mean {match}?" if match else ""
 
 
 def place_of(fn: Callable[..., object]) -> str:

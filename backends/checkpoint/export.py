@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_fn.atomic import check_empty, written_whole
+from verl_fn.atomic import check_empty, replaced_folder
 from verl_fn.backends.checkpoint.state_folder import MODEL, TENSORS
 from verl_fn.backends.hf import carried, lora
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, read_config, refused
@@ -43,7 +43,7 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
     check_empty(out)
     config = read_config(source)
     read_tokenizer(source)
-    with refused(f"{source} cannot be copied to {out}"), written_whole(out) as aside, quiet():
+    with refused(f"{source} cannot be copied to {out}"), replaced_folder(out) as aside, quiet():
         model = _loaded(source, config, dtype or "auto")
         # Where config.json names a narrower dtype than the weights have, "as it is" is the dtype of the weights.
         if dtype is None and (held := _dtype_of(Path(source))) is not None and held.itemsize > model.dtype.itemsize:
@@ -152,7 +152,7 @@ def export_adapter(source: str | Path, out: str | Path, dtype: str | None = None
         tensors, head = _trained(source, adapters)
         if dtype is not None:
             tensors = {name: t.to(getattr(torch, dtype)) for name, t in tensors.items()}
-        with written_whole(out) as aside:
+        with replaced_folder(out) as aside:
             lora.write_adapter(tensors, adapters, base, aside, head)
             prefix = "base_model.model."
             written = load_file(aside / lora.ADAPTERS)

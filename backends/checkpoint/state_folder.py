@@ -24,12 +24,13 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from verl_fn import atomic
 from verl_fn.backends import tensor_file
 from verl_fn.backends.agreement import Gather, agreed, alone
 from verl_fn.backends.hf import carried
 from verl_fn.backends.hf.lora import ABOUT
 from verl_fn.backends.hf.skeleton import Skeleton
-from verl_fn.backends.tensor_file import Part, Rows, sync
+from verl_fn.backends.tensor_file import Part, Rows
 from verl_fn.errors import UserError
 from verl_fn.state import tree
 from verl_fn.state.serial import Scalar, flatten, unflatten
@@ -86,30 +87,11 @@ def save_state(
                 tensor_file.fill(aside / name, parts)
         with agreed(gather):
             if rank == 0:
-                _publish(aside, folder)
+                # The folder has no `train_state.json` while it holds a mixture of two states.
+                atomic.move_files(aside, folder, last=SCALARS, stale=[ABOUT])
     finally:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-
-
-def _publish(aside: Path, folder: Path) -> None:
-    """Renames the files into ``folder``, which has no ``train_state.json`` while it holds a mixture of two states."""
-    files = (str(path.relative_to(aside)) for path in aside.rglob("*") if path.is_file())
-    names = sorted(name for name in files if name != SCALARS)
-    for name in (*names, SCALARS):
-        sync(aside / name)
-    for name in (SCALARS, ABOUT):
-        (folder / name).unlink(missing_ok=True)
-        sync(folder)
-    for parent in {(folder / name).parent for name in names} - {folder}:
-        parent.mkdir(exist_ok=True)
-    for name in names:
-        (aside / name).replace(folder / name)
-    sync(folder)
-    (aside / SCALARS).replace(folder / SCALARS)
-    sync(folder)
-    # Here rather than in `save_state`, so that it is gone before the other ranks continue.
-    shutil.rmtree(aside)
 
 
 def read_state(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_fn.atomic import written_whole
+from verl_fn.atomic import replaced_folder
 from verl_fn.backends.hf.folder import ModelError, quiet
+from verl_fn.errors import closest
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIALS = (PAD, BOS, EOS, UNK)
@@ -97,7 +97,7 @@ def new_model(
     model = _random_model(arch, fields, tokenizer, seed)
     folder = Path(folder)
     try:
-        with quiet(), written_whole(folder) as aside:
+        with quiet(), replaced_folder(folder) as aside:
             model.save_pretrained(aside)
             tokenizer.save_pretrained(aside)
     except (OSError, SafetensorError) as error:
@@ -111,8 +111,8 @@ def _random_model(arch: str, fields: dict[str, Any], tokenizer: Any, seed: int) 
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if arch not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        near = difflib.get_close_matches(arch, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, 3) or ["qwen3", "qwen2", "llama"]
-        raise ModelError(f"transformers makes no {arch} language model; take one such as {', '.join(near)}")
+        match = closest(arch, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) or "qwen3"
+        raise ModelError(f"transformers makes no {arch} language model; take one such as {match}")
     check_sizes(fields)
     sizes = {"vocab_size": len(tokenizer), "intermediate_size": 3 * fields["hidden_size"]}
     sizes["head_dim"] = fields["hidden_size"] // fields["num_attention_heads"]

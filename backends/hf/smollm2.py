@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_fn.atomic import check_empty, written_whole
+from verl_fn.atomic import check_empty, replaced_folder
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, refused
 from verl_fn.errors import install
 
@@ -43,7 +43,7 @@ def prepare_smollm2(out: str | Path) -> Path:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with refused(f"{source} cannot be copied to {out}"), written_whole(out) as aside, quiet(), _read_once():
+    with refused(f"{source} cannot be copied to {out}"), replaced_folder(out) as aside, quiet(), _read_once():
         tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name, **LOCAL)
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.bfloat16, **LOCAL

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.errors import did_you_mean
 
 # What this backend decides itself; a provider's override of these would break what it promises.
 DECIDED = frozenset({
@@ -56,11 +56,9 @@ def checked(provider: Any, overrides: Mapping[str, Any], folder: str | Path) -> 
         if name in OF_FOLDER:
             raise ModelError(f"{folder}: the provider's field {name} cannot be set; config.json decides it")
         if name not in fields:
-            near = difflib.get_close_matches(name, settable, 3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ModelError(
                 f"{folder}: {type(provider).__name__} has no field {name} that override_transformer_config could "
-                f"set{hint}"
+                f"set{did_you_mean(name, settable)}"
             )
         default, value = getattr(provider, name), overrides[name]
         if isinstance(default, bool) and not isinstance(value, bool):

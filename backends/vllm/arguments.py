@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import importlib.util
 import os
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_fn.backends.hf.config import ModelError, read_config
-from verl_fn.errors import UserError, install
+from verl_fn.errors import UserError, did_you_mean, install
 
 TESTED = ("0.24.0",)
 INSTALL = install(f"vllm=={TESTED[0]}")
@@ -199,10 +198,8 @@ def check_names(arguments: Mapping[str, Any]) -> None:
     """
     known = _known_arguments()
     if unknown := [name for name in arguments if name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, 1)
         raise EngineArgumentError(
-            f"rollout.engine_kwargs.{unknown[0]} is no argument of vLLM's EngineArgs"
-            + (f"; did you mean {near[0]}?" if near else "")
+            f"rollout.engine_kwargs.{unknown[0]} is no argument of vLLM's EngineArgs{did_you_mean(unknown[0], known)}"
         )
 
 

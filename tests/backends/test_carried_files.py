@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from test_local import OPTIMIZER
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_fn.atomic import check_empty
 from verl_fn.backends.checkpoint.export import export_adapter, export_model
 from verl_fn.backends.hf.carried import is_carried
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
+from verl_fn.backends.whole_folder import check_empty
 from verl_fn.errors import UsageError, UserError
 from verl_fn.state import Key
 

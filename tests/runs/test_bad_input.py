@@ -368,7 +368,8 @@ def test_a_random_model_with_a_damaged_note_is_made_anew(tmp_path):
 def test_a_random_model_is_not_written_through_a_link(tmp_path):
     for name in ("run", "elsewhere"):
         (tmp_path / name).mkdir()
-    (tmp_path / "run/.new_model.writing").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run/new_model").mkdir()
+    (tmp_path / "run/new_model/.unfinished").symlink_to(tmp_path / "elsewhere")
     build.make_model_folder(tiny_run("", tmp_path / "run"))
     assert not list((tmp_path / "elsewhere").iterdir()) and (tmp_path / "run/new_model/config.json").is_file()
 

@@ -7,10 +7,10 @@ import shutil
 import pytest
 from run_configs import tiny_run
 
+from verl_fn import atomic
 from verl_fn.cli import main
 from verl_fn.runs import folder as folder_module
-from verl_fn.runs import history
-from verl_fn.runs.checkpoints import IDENTITY, MANIFEST, checkpoints, identity_at, verify, write_text
+from verl_fn.runs.checkpoints import IDENTITY, MANIFEST, checkpoints, identity_at, verify
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.history import record, recorded_inputs, run_config
@@ -99,8 +99,7 @@ def test_each_step_keeps_the_config_and_the_inputs_that_made_it(tiny, tmp_path, 
     saved(4, 6)
     if killed_in is not None:
         with monkeypatch.context() as patch, pytest.raises(MemoryError):
-            for name in ("write_text", "write_bytes"):
-                patch.setattr(history, name, stops_at(killed_in, getattr(history, name)))
+            patch.setattr(atomic, "write", stops_at(killed_in, atomic.write))
             settings(tmp_path, 4, plans[0.4])
         assert made_with(4) == [0.1, 0.1, 0.3, 0.3]
     settings(tmp_path, 4, plans[0.4])
@@ -179,7 +178,7 @@ def strip(manifest):
     from verl_fn.runs.checkpoints import CHECKSUM, _checksum
 
     content = {k: v for k, v in json.loads(manifest.read_text()).items() if k not in ("run", CHECKSUM)}
-    write_text(manifest, json.dumps(content | {CHECKSUM: _checksum(content)}))
+    atomic.write(manifest, json.dumps(content | {CHECKSUM: _checksum(content)}))
 
 
 def test_a_run_of_an_older_version_goes_on(tiny, copy, run):

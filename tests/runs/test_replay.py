@@ -6,8 +6,9 @@ import shutil
 import pytest
 from run_configs import tiny_run
 
+from verl_fn import atomic
 from verl_fn.cli import commands, main
-from verl_fn.runs import checkpoints, journal
+from verl_fn.runs import journal
 from verl_fn.runs.errors import RunError
 from verl_fn.runs.logs import read_lines, read_metrics
 from verl_fn.runs.loop import train
@@ -244,10 +245,11 @@ def test_a_step_that_was_cut_off_while_its_samples_were_written_leaves_nothing(t
         if "step_2" in file.name and (error := next(cut, None)):
             raise error
 
-    monkeypatch.setattr(checkpoints, "sync", sync)
+    monkeypatch.setattr(atomic, "sync", sync)
     with pytest.raises(KeyError, match="cut off"):
         train(plan, SILENT)
     samples = tmp_path / "run" / "samples"
-    assert {file.name for file in samples.iterdir()} == {"step_1.safetensors", ".step_2.safetensors.writing"}
+    assert {file.name for file in samples.iterdir()} == {"step_1.safetensors"}
+    (samples / ".step_2.safetensors.writing").write_text("what a killed process leaves")
     train(plan, SILENT)
     assert {file.name for file in samples.iterdir()} == {"step_1.safetensors", "step_2.safetensors"}

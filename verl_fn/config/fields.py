@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import datetime
-import difflib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
-from verl_fn.errors import UsageError
+from verl_fn.errors import UsageError, did_you_mean
 
 
 class ConfigError(UsageError):
@@ -109,24 +108,13 @@ def is_date(instance: Any, attribute: Any, value: str) -> None:
         raise ValueError(f"must be a day as YYYY-MM-DD (got {value!r})")
 
 
-def nearest(value: object, known: Iterable[str]) -> str:
-    """Returns a suggestion of the name that was probably meant, or an empty string.
-
-    Example:
-        >>> nearest("bf16", ["float32", "bfloat16"]), nearest("x", ["cpu"])
-        ('; did you mean bfloat16?', '')
-    """
-    matches = difflib.get_close_matches(str(value), list(known), 1)
-    return f"; did you mean {matches[0]}?" if matches else ""
-
-
 def one_of(*choices: str) -> Callable[[Any, Any, str], None]:
     """Returns a validator that checks that a string is one of ``choices``."""
 
     def check(instance: Any, attribute: Any, value: str) -> None:
         if value not in choices:
             *first, last = choices
-            raise ValueError(f"must be {', '.join(first)} or {last} (got {value!r}){nearest(value, choices)}")
+            raise ValueError(f"must be {', '.join(first)} or {last} (got {value!r}){did_you_mean(value, choices)}")
 
     return check
 
@@ -137,7 +125,7 @@ def each_in(*choices: str) -> Callable[..., Any]:
     def check(instance: Any, attribute: Any, values: tuple[str, ...]) -> None:
         for value in values:
             if value not in choices:
-                raise ValueError(f"must be of {', '.join(choices)} (got {value!r}){nearest(value, choices)}")
+                raise ValueError(f"must be of {', '.join(choices)} (got {value!r}){did_you_mean(value, choices)}")
 
     return check
 

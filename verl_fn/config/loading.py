@@ -6,7 +6,6 @@ import torch; nothing else here does.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+
+from verl_fn.errors import closest
 
 from .algorithms import BUILT_IN
 from .convert import pass_through, structured
@@ -208,11 +209,9 @@ NAMES_ELSEWHERE = {
 
 def _advice(key: str, known: list[str]) -> str:
     """Returns a message about an unknown key, with the known key that was probably meant."""
-    matches = difflib.get_close_matches(key, known, 1, 0.8)
-    if not matches and (equivalent := NAMES_ELSEWHERE.get(key.rpartition(".")[2])):
-        matches = [equivalent]
+    match = closest(key, known, 0.8) or NAMES_ELSEWHERE.get(key.rpartition(".")[2], "")
     parts = key.split(".")
     for i in range(len(parts)):
-        matches = matches or [k for k in known if f".{k}".endswith("." + ".".join(parts[i:]))]
-    matches = matches or difflib.get_close_matches(key, known, 1, 0.5)
-    return f"unknown key {key}" + (f"; did you mean {matches[0]}?" if matches else "")
+        match = match or next((k for k in known if f".{k}".endswith("." + ".".join(parts[i:]))), "")
+    match = match or closest(key, known, 0.5)
+    return f"unknown key {key}" + (f"; did you mean {match}?" if match else "")

@@ -14,8 +14,9 @@ from typing import Any
 import attrs
 
 from verl_fn import user_files
+from verl_fn.errors import did_you_mean
 
-from .fields import ConfigError, check_path, home, nearest
+from .fields import ConfigError, check_path, home
 
 # The options of algorithms that may refer to an object of the user.
 OWN_PARTS = ("policy_loss", "adv_estimator", "loss_agg_mode")
@@ -40,7 +41,7 @@ def one_of_or_own(*choices: str) -> Callable[[Any, Any, str], None]:
             known = ", ".join(choices)
             raise ValueError(
                 f"must be {known}, or an object of yours as FILE.py:NAME or MODULE:NAME (got {value!r})"
-                f"{nearest(value, choices)}"
+                f"{did_you_mean(value, choices)}"
             )
 
     return check
@@ -102,7 +103,7 @@ def load_object(reference: str, key: str) -> Any:
             known for known, value in vars(loaded).items() if getattr(value, "__module__", None) == loaded.__name__
         )
         names = [known for known in own if not known.startswith("_")]
-        raise ConfigError(f"{key}: {module} has no {name!r}{nearest(name, names)}")
+        raise ConfigError(f"{key}: {module} has no {name!r}{did_you_mean(name, names)}")
     return getattr(loaded, name)
 
 

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .fields import ConfigError, nearest
+from verl_fn.errors import did_you_mean
+
+from .fields import ConfigError
 
 Table: typing.TypeAlias = dict[str, Any]
 
@@ -25,7 +27,7 @@ def read_table(path: str | Path | None) -> Table:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         beside = sorted({str(file) for file in Path(path).parent.glob("*.toml")} - {str(path)})
-        hint = nearest(path, beside) if isinstance(error, FileNotFoundError) else ""
+        hint = did_you_mean(path, beside) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{path} cannot be read: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error

@@ -9,7 +9,9 @@ from typing import Any
 
 import attrs
 
-from .fields import MOST, nearest
+from verl_fn.errors import did_you_mean
+
+from .fields import MOST
 from .names import absolute
 from .scoring import EnvConfig, RewardConfig
 
@@ -50,7 +52,7 @@ def is_task(instance: Any, attribute: Any, value: str) -> None:
     if value not in TASK_NAMES and not names:
         known = ", ".join(TASK_NAMES)
         raise ValueError(
-            f"must be {known}, {REASONING_GYM}SET or {VERIFIERS}NAME (got {value!r}){nearest(value, TASK_NAMES)}"
+            f"must be {known}, {REASONING_GYM}SET or {VERIFIERS}NAME (got {value!r}){did_you_mean(value, TASK_NAMES)}"
         )
     if not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
         raise ValueError(f"must be {REASONING_GYM} and different names of sets, with commas between (got {value!r})")

@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_fn.atomic import replaced
+
 _TYPES = {
     "model": pa.string(),
     "data_source": pa.string(),
@@ -47,12 +49,8 @@ def write_answers(file: str | Path, answers: Sequence[Mapping[str, Any]]) -> Pat
     file = Path(file)
     names = list(dict.fromkeys(name for answer in answers for name in answer))
     schema = pa.schema([(name, _TYPES.get(name, pa.float64())) for name in names])
-    aside = file.with_name(f".{file.name}.writing")
-    try:
-        rows = [a | {"messages": json.dumps(a["messages"])} if a.get("messages") else a for a in map(dict, answers)]
-        table = pa.Table.from_pylist(rows, schema)
+    rows = [a | {"messages": json.dumps(a["messages"])} if a.get("messages") else a for a in map(dict, answers)]
+    table = pa.Table.from_pylist(rows, schema)
+    with replaced(file) as aside:
         pq.write_table(table, aside, compression="zstd", write_page_checksum=True)
-        aside.replace(file)
-    finally:
-        aside.unlink(missing_ok=True)
     return file

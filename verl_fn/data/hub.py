@@ -10,7 +10,7 @@ from pathlib import Path
 
 import attrs
 
-from verl_fn.atomic import check_empty, written_whole
+from verl_fn.atomic import check_empty, replaced_folder
 from verl_fn.data.prepare import prepare_gsm8k
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import GSM8K
@@ -86,7 +86,7 @@ def prepare_hub(written: str, out: str | Path) -> str:
         check_empty(out)
         snapshot = hub_snapshot(name)
         pinned = attrs.evolve(name, revision=snapshot.name)
-        with written_whole(out) as aside:
+        with replaced_folder(out) as aside:
             copied = _copy(name, snapshot, aside, pinned)
     except UsageError as error:
         raise DataError(str(error)) from error

@@ -12,13 +12,13 @@ import hashlib
 import importlib.metadata
 import json
 import os
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from verl_fn.atomic import replaced
 from verl_fn.backends.hf import chat
 from verl_fn.data.tasks import Problem
 
@@ -49,15 +49,10 @@ def counted(
     with contextlib.suppress(OSError, ValueError, EOFError):
         return np.load(file, allow_pickle=False).tolist()
     lengths = count()
-    aside = file.with_name(f".{uuid.uuid4().hex}")
-    try:
+    with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with aside.open("xb") as out:
+        with replaced(file, shared=True) as aside, aside.open("xb") as out:
             np.save(out, np.asarray(lengths, dtype=np.int64))
-        aside.replace(file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink(missing_ok=True)
     return lengths
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_fn.atomic import replaced
 from verl_fn.data.converters import gsm8k
 from verl_fn.data.rows import DataError, read_rows
 
@@ -48,10 +50,10 @@ def write_splits(out: str | Path, tables: Mapping[str, pa.Table]) -> dict[str, i
     out = Path(out).expanduser()
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for split, table in tables.items():
-            pq.write_table(table, _aside(out, split), write_page_checksum=True)
-        for split in tables:
-            _aside(out, split).replace(_target(out, split))
+        with contextlib.ExitStack() as stack:
+            for split, table in tables.items():
+                aside = stack.enter_context(replaced(_target(out, split)))
+                pq.write_table(table, aside, write_page_checksum=True)
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error}") from error
     return {split: table.num_rows for split, table in tables.items()}
@@ -59,10 +61,6 @@ def write_splits(out: str | Path, tables: Mapping[str, pa.Table]) -> dict[str, i
 
 def _target(out: Path, split: str) -> Path:
     return out / f"{split}.parquet"
-
-
-def _aside(out: Path, split: str) -> Path:
-    return out / f".{split}.parquet.writing"
 
 
 def _gsm8k_rows(source: Path, out: Path, split: str) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections import Counter
@@ -14,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_fn.errors import UserError
+from verl_fn.errors import UserError, closest
 
 Row = dict[str, Any]
 FEW, MANY = 64, 4096  # rows of a Parquet file that are read together
@@ -249,10 +248,10 @@ def check_columns(place: str, columns: Sequence[str], required: Sequence[str], h
     """
     for column in required:
         if column not in columns:
-            nearest = difflib.get_close_matches(column, [name for name in columns if name not in required], 1)
+            match = closest(column, [name for name in columns if name not in required])
             raise DataError(
                 f"{place}: there is no column {column!r}"
-                + (f" (did you mean {nearest[0]!r}?)" if nearest else "")
+                + (f" (did you mean {match!r}?)" if match else "")
                 + f"; its columns are {', '.join(columns)}"
                 + (f"; {hint}" if hint else "")
             )

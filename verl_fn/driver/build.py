@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
+from verl_fn import atomic
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
@@ -84,22 +85,15 @@ def make_model_folder(plan: Plan) -> None:
     record = folder / "made_from.json"
     if _made_from(record) == settings:
         return
-    # The folder is written under a temporary name and renamed, so that it is never incomplete.
-    aside = folder.with_name(".new_model.writing")
-    if aside.is_symlink():  # rmtree leaves it, and the model would be written where it points
-        aside.unlink()
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        new_model(aside, **settings)
-        (aside / record.name).write_text(json.dumps(settings))
+        # The record comes last, so a folder without it is incomplete and made again.
         shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
+        new_model(folder, **settings)
+        atomic.write(record, json.dumps(settings))
     except ModelError as error:
         raise ConfigError(f"model.new: {error}") from error
     except OSError as error:
         raise ConfigError(f"the random model cannot be written to {folder}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _made_from(record: Path) -> Any:

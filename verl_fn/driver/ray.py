@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 import socket
 import sys
@@ -25,6 +24,7 @@ from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, module_of
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
 from verl_fn.config.schema import RayConfig
+from verl_fn.errors import did_you_mean
 
 from . import build
 from .cluster import Cluster, Seat
@@ -209,11 +209,8 @@ def runtime_env(file: Path) -> dict[str, Any]:
         raise ConfigError(f"ray.runtime_env: {file} must be a mapping, with keys such as env_vars or py_modules")
     known = {name for name in ray.runtime_env.RuntimeEnv.known_fields if not name.startswith("_")}
     if unknown := sorted(map(str, environment.keys() - known)):
-        near = difflib.get_close_matches(unknown[0], known, 1)
-        raise ConfigError(
-            f"ray.runtime_env: {file} has {unknown[0]!r}, which Ray does not know; "
-            f"{f'did you mean {near[0]!r}?' if near else f'it knows {sorted(known)}'}"
-        )
+        hint = did_you_mean(unknown[0], known) or f"; it knows {sorted(known)}"
+        raise ConfigError(f"ray.runtime_env: {file} has {unknown[0]!r}, but Ray does not know it{hint}")
     return environment
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 import textwrap
@@ -16,6 +15,7 @@ from verl_fn.config.loading import default_table, keys, structure
 from verl_fn.config.notes import without_effect
 from verl_fn.config.plan import make_plan
 from verl_fn.config.tables import Table, flat
+from verl_fn.errors import did_you_mean
 
 from .computed import COMPUTED, CountRows, Move
 from .keys import (
@@ -300,8 +300,7 @@ def _unknown(name: str, settings: Settings) -> str:
     if settings.sft:
         backwards = {target: alias for alias, target in reversed(list(SFT_ALIASES.items()))}
         known = [next((a + k.removeprefix(t) for t, a in backwards.items() if k.startswith(t)), k) for k in known]
-    nearest = difflib.get_close_matches(name, known, 1, 0.6)
-    return f"{name} = {_shown(settings.values[name])}" + (f"; did you mean {nearest[0]}?" if nearest else "")
+    return f"{name} = {_shown(settings.values[name])}{did_you_mean(name, known)}"
 
 
 def _line(move: Move, names: Sequence[str]) -> str:

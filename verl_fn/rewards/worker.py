@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -32,12 +31,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verl_fn import user_files
+    from verl_fn.errors import did_you_mean
 else:
-    # By its file, since the package may not be installed here.
-    _path = Path(__file__).resolve().parents[1] / "user_files.py"
-    _spec = importlib.util.spec_from_file_location("verl_fn_user_files", _path)
-    user_files = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(user_files)
+
+    def _neighbour(name):
+        """Imports a module by its file, since the package may not be installed here."""
+        path = Path(__file__).resolve().parents[1] / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(f"verl_fn_{name}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    user_files, did_you_mean = _neighbour("user_files"), _neighbour("errors").did_you_mean
 
 np: Any = importlib.import_module("numpy") if importlib.util.find_spec("numpy") else None
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -83,7 +88,9 @@ def find(spec: str, folder: str, what: str = "function") -> Callable[..., Any]:
         raise LoadError(f"{spec!r} is not of the form module:{what} or FILE.py:{what}")
     path = Path(folder, place)
     if place.endswith(".py") and not path.is_file():
-        raise LoadError(f"there is no file {path}{nearest(path.name, {p.name for p in path.parent.glob('*.py')})}")
+        raise LoadError(
+            f"there is no file {path}{did_you_mean(path.name, {p.name for p in path.parent.glob('*.py')})}"
+        )
     try:
         if place.endswith(".py"):
             if (beside := str(path.resolve().parent)) not in sys.path:
@@ -94,12 +101,14 @@ def find(spec: str, folder: str, what: str = "function") -> Callable[..., Any]:
     except BaseException as error:
         if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
             known = {p.stem for p in Path(folder).glob("*.py")} | {p.parent.name for p in Path(folder).glob("*/*.py")}
-            raise LoadError(f"there is no module {place!r}, seen from {folder}{nearest(place, known)}") from error
+            raise LoadError(
+                f"there is no module {place!r}, seen from {folder}{did_you_mean(place, known)}"
+            ) from error
         raise LoadError(f"importing {place} {raised(error)}") from error
     loaded = getattr(module, name, None)
     if not callable(loaded):
         names = {n for n, value in vars(module).items() if callable(value)}
-        raise LoadError(f"{place} has no {what} {name!r}{nearest(name, names)}")
+        raise LoadError(f"{place} has no {what} {name!r}{did_you_mean(name, names)}")
     return loaded
 
 
@@ -122,17 +131,6 @@ def load(spec: str, folder: str, arguments: Mapping[str, Any]) -> Callable[..., 
             f"{', '.join(BATCHED)}: {error}"
         ) from error
     return function
-
-
-def nearest(name: str, known: Sequence[str] | set[str]) -> str:
-    """Returns a suggestion of the known name that is most similar to ``name``, or an empty string.
-
-    Example:
-        >>> nearest("compute_scor", ["compute_score", "np"])
-        '; did you mean compute_score?'
-    """
-    matches = difflib.get_close_matches(name, sorted(known), 1)
-    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def kind(function: Callable[..., Any]) -> str:

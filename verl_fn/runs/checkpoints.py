@@ -16,10 +16,10 @@ from typing import Any
 
 import attrs
 
+from verl_fn import atomic
 from verl_fn.algorithms import Workers
 from verl_fn.backends.checkpoint.state_folder import TENSORS, CheckpointError
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.tensor_file import sync
 from verl_fn.config import Plan
 from verl_fn.state import serial
 
@@ -94,9 +94,9 @@ def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers, identit
     manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars, "files": files}
     manifest |= {"waiting": waiting} if waiting else {}
     manifest |= {"run": identity} if identity else {}
-    write_text(aside / MANIFEST, json.dumps(manifest | {CHECKSUM: _checksum(manifest)}, indent=1))
+    atomic.write(aside / MANIFEST, json.dumps(manifest | {CHECKSUM: _checksum(manifest)}, indent=1))
     for path in (*aside.rglob("*"), aside):
-        sync(path)
+        atomic.sync(path)
 
 
 def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
@@ -291,25 +291,6 @@ def prune(folder: Path, keep: int) -> list[str]:
         except OSError as error:
             problems.append(f"the old checkpoint {old} cannot be removed: {error.strerror or error}")
     return problems
-
-
-def write_text(path: Path, content: str) -> None:
-    """Writes a text file; see ``write_bytes``."""
-    write_bytes(path, content.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Writes a file under a temporary name, syncs it, and renames it, so that a crash leaves no partial file.
-
-    The name is always the same, so what a crash leaves is gone once the file is written again.
-    """
-    aside = path.with_name(f".{path.name}.writing")
-    aside.unlink(missing_ok=True)
-    # "x" fails on a link that somebody else put there.
-    with aside.open("xb") as file:
-        file.write(content)
-    sync(aside)
-    aside.rename(path)
 
 
 def crc_of(path: Path) -> int:

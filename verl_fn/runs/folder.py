@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl_fn import atomic
 from verl_fn.algorithms import Workers
-from verl_fn.backends.tensor_file import sync
 from verl_fn.config import Plan
 from verl_fn.data.answers import write_answers
 from verl_fn.driver import ranks
@@ -29,7 +29,6 @@ from .checkpoints import (
     prune,
     save_roles,
     write_manifest,
-    write_text,
 )
 from .errors import RunError
 from .history import changed_keys, numbered, record, run_config
@@ -180,10 +179,10 @@ class Run:
                 [line for log, at, line in known if log == name and at in kept] if known else checksums_of(name, rows)
             )
             if rows or name == METRICS or (self.folder / name).exists():
-                write_text(self.folder / name, "".join(map(line_of, rows)))
+                atomic.write(self.folder / name, "".join(map(line_of, rows)))
             if rows and name == METRICS:
                 self._row, self._row_at = rows[-1], len("".join(map(line_of, rows[:-1])).encode())
-        write_text(self.folder / SUMS, "".join(sums))
+        atomic.write(self.folder / SUMS, "".join(sums))
 
     def log(self, step: int, report: Mapping[str, float]) -> None:
         """Appends a step's metrics to ``metrics.jsonl``; values that are not finite become null."""
@@ -245,9 +244,9 @@ class Run:
                     write_manifest(aside, state, self._plan, w, identity_at(self.folder, state.step) or "")
                     for name in (*LOGS, SUMS):
                         if (self.folder / name).exists():
-                            sync(self.folder / name)
+                            atomic.sync(self.folder / name)
                     aside.rename(final)
-                    sync(final.parent)
+                    atomic.sync(final.parent)
                     self._point_at(final / "actor")
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -275,10 +274,8 @@ class Run:
 
     def _point_at(self, actor: Path) -> None:
         """Points the link ``model`` in the run's folder at its newest model."""
-        link, aside = self.folder / "model", self.folder / ".model.writing"
-        aside.unlink(missing_ok=True)
-        aside.symlink_to(actor.relative_to(self.folder))
-        aside.replace(link)
+        with atomic.replaced(self.folder / "model") as aside:
+            aside.symlink_to(actor.relative_to(self.folder))
 
 
 class Follower(Run):

@@ -16,10 +16,11 @@ from typing import Any
 import attrs
 import tomli_w
 
+from verl_fn import atomic
 from verl_fn.config import Config, ConfigError, flat, load, to_table
 from verl_fn.config.tables import Table
 
-from .checkpoints import IDENTITY, carried_identity, checkpoints, identities, step_of, write_bytes, write_text
+from .checkpoints import IDENTITY, carried_identity, checkpoints, identities, step_of
 from .errors import RunError
 from .inputs import INPUTS, changed_inputs, is_version, read_inputs
 
@@ -50,11 +51,11 @@ def record(folder: Path, step: int | None, table: Table, inputs: Mapping[str, st
             until = folder / _EARLIER / f"{_UNTIL}{step}.toml"
             until.parent.mkdir(exist_ok=True)
             if made_by != until:
-                write_text(until.with_suffix(".json"), json.dumps(before, indent=1))
-                write_bytes(until, made_by.read_bytes())
+                atomic.write(until.with_suffix(".json"), json.dumps(before, indent=1))
+                atomic.write(until, made_by.read_bytes())
     _record_identity(folder, step, table, inputs, origin)
-    write_text(folder / INPUTS, json.dumps(dict(inputs), indent=1))
-    write_text(folder / CONFIG, tomli_w.dumps(table))
+    atomic.write(folder / INPUTS, json.dumps(dict(inputs), indent=1))
+    atomic.write(folder / CONFIG, tomli_w.dumps(table))
     for end in _ends(folder):
         if end not in kept:
             for suffix in (".toml", ".json"):
@@ -74,7 +75,7 @@ def _record_identity(folder: Path, step: int | None, table: Table, inputs: Mappi
     if not known or known[-1]["settings"] != settings:
         before = known[-1]["id"] if known else origin
         known.append({"since": step or 0, "id": _digest(before, settings), "settings": settings})
-    write_text(folder / IDENTITY, json.dumps(known, indent=1))
+    atomic.write(folder / IDENTITY, json.dumps(known, indent=1))
 
 
 def _decides(key: str) -> bool:

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from verl_fn import atomic
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.checkpoint.state_folder import disk_errors
 from verl_fn.backends.protocol import Capabilities, Handle, Request, Sample, TrainBackend, WeightSource, whole_leaves
@@ -21,7 +22,6 @@ from verl_fn.config import Plan, flat
 from verl_fn.state import Batch, pack, serial, tree, unpack
 
 from .batch_file import batches_in, numbered, tensors_of
-from .checkpoints import write_bytes, write_text
 from .errors import RunError
 from .folder import Run
 from .judged import answers_of
@@ -128,7 +128,7 @@ def keep_samples(run: Run, step: int, drawn: Drawn, w: Workers) -> None:
         return
     with run.written(f"the samples of step {step}"), disk_errors(run.folder):
         (run.folder / "samples").mkdir(exist_ok=True)
-        write_bytes(_file(run.folder, step), save(tensors))
+        atomic.write(_file(run.folder, step), save(tensors))
 
 
 def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) -> None:
@@ -150,7 +150,7 @@ def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) ->
     if lines:
         with run.written(str(file)):
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_text(file, "".join(lines))
+            atomic.write(file, "".join(lines))
 
 
 def read_samples(folder: Path, step: int) -> list[Batch]:
