@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from verl_fn.backends.fsdp import Fsdp
-from verl_fn.backends.hf.sizes import parameter_counts
+from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import BUCKET_BYTES
@@ -128,7 +128,7 @@ def compare(shape: str, placement: str, args: Any) -> dict[str, Any]:
                 seconds: float = cluster.get(backend.map(copy_seconds, nbytes, device))
                 return seconds
 
-            nbytes = parameter_counts(folder, "lm")[0] * dtype_of(args.dtype, "dtype").itemsize
+            nbytes = model_sizes(folder, "lm").total * dtype_of(args.dtype, "dtype").itemsize
 
             def in_both(fn: Callable[[str], int]) -> dict[str, int]:
                 firsts = {name: Group(name, cluster.groups[name].members[:1]) for name in ("trainer", "rollout")}

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from test_local import OPTIMIZER
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl_fn.atomic import check_empty
 from verl_fn.backends.checkpoint.export import export_adapter, export_model
 from verl_fn.backends.hf.carried import is_carried
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.backends.whole_folder import check_empty
 from verl_fn.errors import UsageError, UserError
 from verl_fn.state import Key
 
@@ -206,7 +206,7 @@ def test_a_folders_own_code_is_never_run(model, tmp_path, monkeypatch, model_typ
     """Not even where somebody would answer yes."""
     from verl_fn.backends.hf.config import read_config
     from verl_fn.backends.hf.folder import build, hollow
-    from verl_fn.backends.hf.sizes import parameter_counts
+    from verl_fn.backends.hf.sizes import model_sizes
     from verl_fn.backends.hf.tokenizer import read_tokenizer
     from verl_fn.backends.sampler import Sampler
 
@@ -223,7 +223,7 @@ def test_a_folders_own_code_is_never_run(model, tmp_path, monkeypatch, model_typ
         read_config,
         read_tokenizer,
         Sampler,
-        lambda f: parameter_counts(f, "lm"),
+        lambda f: model_sizes(f, "lm"),
         lambda f: Local(f, OPTIMIZER).load_pretrained(),
         lambda f: build(f, "value", pretrained=False, key=Key.from_seed(0)),
         lambda f: hollow(f, "lm", key=Key.from_seed(0)),

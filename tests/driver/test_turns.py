@@ -14,8 +14,7 @@ from verl_fn.driver import build
 from verl_fn.driver.remote_rollout import RemoteRollout
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
-from verl_fn.runs.memory import phases
-from verl_fn.runs.out_of_memory import RunOutOfMemory
+from verl_fn.runs.memory import RunOutOfMemory, phases
 
 SETTINGS = [
     "algorithm.name=grpo", "rollout.n=2", "data.train_batch_size=8", "data.val_size=8", "driver.kind=ray",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import WIDTHS, new_model
-from verl_fn.backends.hf.sizes import parameter_counts
+from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.backends.local import Local
 from verl_fn.backends.vllm.arguments import check_heads
 from verl_fn.cli import main
@@ -31,7 +31,8 @@ def test_the_counts_are_those_of_the_states(tiny):
             state = Local(tiny, adamw(1e-3), head=head, lora=lora).load_pretrained()
             total = sum(p.numel() for p in state.params.values())
             trained = sum(state.params[name].numel() for name in state.params.trained())
-            assert parameter_counts(tiny, head, lora) == (total, trained), (head, lora)
+            sizes = model_sizes(tiny, head, lora)
+            assert (sizes.total, sizes.trained) == (total, trained), (head, lora)
 
 
 def test_a_check_prints_the_plan_and_makes_no_run(tiny, tmp_path, capsys):

@@ -11,8 +11,7 @@ from verl_fn.backends.memory import OutOfMemory, PhaseOutOfMemory, in_phase, lac
 from verl_fn.backends.sampler import Sampler
 from verl_fn.cli import main
 from verl_fn.runs.loop import train
-from verl_fn.runs.memory import GIB, Phase, phases
-from verl_fn.runs.out_of_memory import RunOutOfMemory, explain, explained
+from verl_fn.runs.memory import GIB, Phase, RunOutOfMemory, explain, explained, phases
 
 TORCH = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
 CUMEM = RuntimeError("CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:62")

@@ -7,17 +7,16 @@ from pathlib import Path
 
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.sizes import FLOAT32, parameter_counts, width_of
+from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.config import Plan, RolePlan
 from verl_fn.driver import build, ranks
 
 from .checks import check_has_training, check_run_folder, check_writable, row_lengths
 from .continuing import changes, find_origin, finished, run_date
 from .folder import Run
-from .memory import GIB, check_memory, largest, offloads, phases
+from .memory import GIB, check_memory, largest, offloads, phases, role_memory
 from .parts import check_all_weights, check_processes
 from .prepare import prepare
-from .role_memory import MOMENTS, megatron_parts
 from .screen import say
 
 
@@ -72,7 +71,7 @@ def check_run(plan: Plan, gpu: int | None = None) -> str:
         if r.in_flight_weight_updates:
             lines.append("            each step's weights reach the engines in the middle of responses")
     for role in plan.roles.values():
-        lines += _role_lines(role, size, t.total_training_steps, ranks.device(plan.driver))
+        lines += _role_lines(role, plan, size)
     for name, original in plan.copies.items():
         lines.append(f"{name:<11} the frozen base of {original}, no model of its own")
     if plan.driver.device != "cpu":
@@ -106,14 +105,13 @@ def _engines(plan: Plan) -> str:
     return f"{r.engines} x {engine}, {place} the training processes"
 
 
-def _role_lines(role: RolePlan, size: int, steps: int, device: str) -> Iterator[str]:
-    dtype = compute_dtype(role.dtype, role.folder, device)
-    total, trained = parameter_counts(role.folder, role.head, Lora(*role.lora) if role.lora else None)
-    trained = trained if role.optim is not None else 0
-    shards = size // role.fsdp.replicate if role.strategy == "fsdp" else 1
+def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
+    dtype = compute_dtype(role.dtype, role.folder, ranks.device(plan.driver))
+    sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
+    trained = sizes.trained if role.optim is not None else 0
     layout = role.strategy
     if role.strategy == "fsdp":
-        layout = f"fsdp over {shards} of {size} ranks"
+        layout = f"fsdp over {size // role.fsdp.replicate} of {size} ranks"
         layout += f", sequence parallel {sp}" if (sp := role.fsdp.ulysses_sequence_parallel_size) > 1 else ""
     if role.strategy == "megatron":
         m = role.megatron
@@ -126,17 +124,14 @@ def _role_lines(role: RolePlan, size: int, steps: int, device: str) -> Iterator[
                 ("expert", m.expert_model_parallel_size),
             )
         )
+    steps = plan.trainer.total_training_steps
     updates = f"{role.total_updates} updates in {steps} steps" if role.optim is not None else "not updated"
     if role.strategy == "megatron" and role.optim is not None and role.megatron.optimizer == "megatron":
         updates += " by Megatron's own distributed optimizer"
-    yield f"{role.name:<11} {role.folder}: {total:,} parameters, {trained:,} trained; {layout}; {dtype}; {updates}"
-    own, own_trained, held, held_trained = total // shards, trained // shards, total // shards, 0
-    if role.strategy == "megatron":
-        own, own_trained, held, held_trained, _ = megatron_parts(role, size)
-    parts = {"parameters": own * FLOAT32, "gradients": own_trained * FLOAT32, "moments": own_trained * MOMENTS}
-    if role.strategy == "megatron" or dtype == "bfloat16":
-        parts[f"{dtype} copy"] = held * width_of(dtype)
-    parts["gradient buffer"] = held_trained * FLOAT32
-    sizes = ", ".join(f"{name} {nbytes / GIB:.3f}" for name, nbytes in parts.items() if nbytes)
+    counts = f"{sizes.total:,} parameters, {trained:,} trained"
+    yield f"{role.name:<11} {role.folder}: {counts}; {layout}; {dtype}; {updates}"
+    memory = role_memory(role, plan, size)
+    counted = (memory.parameters, memory.gradients, memory.moments, memory.copy, memory.buffer)
+    parts = [f"{p.name.removeprefix(f'{role.name} ')} {p.nbytes / GIB:.3f}" for p in counted if p.nbytes]
     place = "; parameters and moments stay on the CPU between passes" if role.offload else ""
-    yield f"            GiB a rank: {sizes}; micro-batches of at most {role.max_tokens:,} tokens{place}"
+    yield f"            GiB a rank: {', '.join(parts)}; micro-batches of at most {role.max_tokens:,} tokens{place}"

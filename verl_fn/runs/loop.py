@@ -23,9 +23,8 @@ from .history import run_config
 from .journal import entry, keep_responses, keep_samples
 from .loggers import Log, loggers
 from .logs import GENERATIONS, JOURNAL, altered, last_evaluation, read_metrics
-from .memory import check_memory
+from .memory import check_memory, explained
 from .notices import cut_off, wide_gap, without_signal
-from .out_of_memory import explained
 from .parts import check_all_weights
 from .prepare import prepare, workers
 from .progress import Lines, Live, Progress, Say, always_zero

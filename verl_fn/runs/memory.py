@@ -1,25 +1,28 @@
-"""The bytes that each phase of a step holds on a GPU, as a function of the plan and of the GPU's size.
+"""The bytes that a run needs on the GPU of a training rank, and the error of a run that has too few.
 
-States, gradients, copies and the engine's share are counted exactly. Activations and logits are estimates for models
-that compute with FlashAttention (``Footprint``), and what a process takes for CUDA itself is an allowance.
+States, gradients, copies of the parameters and the engine's share are counted exactly. Activations are one estimate
+for models that compute with FlashAttention (``ModelSizes``), and what a process takes for CUDA is an allowance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 
 import attrs
 
 from verl_fn.backends.hf.config import compute_dtype
-from verl_fn.backends.hf.sizes import Footprint, parameter_counts, width_of
-from verl_fn.backends.protocol import BUCKET_BYTES
-from verl_fn.backends.weight_sync.staging import SLOTS
-from verl_fn.config import ConfigError, Plan
-
-from .role_memory import Part, RoleMemory
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.sizes import ModelSizes, model_sizes, width_of
+from verl_fn.backends.memory import PhaseOutOfMemory, lacks_memory, reason_of
+from verl_fn.config import ConfigError, Plan, RolePlan
+from verl_fn.driver import ranks as driver_ranks
+from verl_fn.errors import UserError
 
 GIB = 2**30
-CONTEXT = GIB  # what CUDA, its libraries and captured graphs take in a process
+CONTEXT = GIB  # what CUDA, its libraries, captured graphs and buffers for weights take in a process
+FLOAT32 = 4
+MOMENTS = 2 * FLOAT32  # AdamW's two averages of a parameter
 GENERATION, PUBLICATION = "gen", "update_weights"
 # What the phases of verl's timing metrics are for.
 TITLES = {
@@ -32,6 +35,27 @@ TITLES = {
     "update_actor": "update of the actor",
     "update_critic": "update of the critic",
 }
+
+
+class RunOutOfMemory(UserError, RuntimeError):
+    """A run ended because a device had too little memory."""
+
+
+@attrs.frozen
+class Part:
+    """The bytes of one part of a run on a GPU.
+
+    Attributes:
+        name: the part.
+        nbytes: its bytes.
+        lower: the setting that makes it smaller; empty if there is none.
+        exact: whether the bytes are counted, not estimated.
+    """
+
+    name: str
+    nbytes: int
+    lower: str = ""
+    exact: bool = True
 
 
 def _present(parts: Iterable[Part]) -> tuple[Part, ...]:
@@ -76,6 +100,152 @@ class Phase:
         return f"{parts} = {self.nbytes / GIB:.2f} GiB"
 
 
+@attrs.frozen
+class RoleMemory:
+    """What one role has on the GPU of a training rank.
+
+    Attributes:
+        role: the role's plan.
+        parameters, moments, gradients: the parts of its state, and the gradients of an update.
+        copy: the parameters in the dtype that computes, if they lie there between passes.
+        buffer: Megatron's buffer of gradients.
+        gathered: the layers that ranks gather for a pass.
+        forward, backward: activations of a forward pass, and of an update.
+    """
+
+    role: RolePlan
+    parameters: Part
+    moments: Part
+    gradients: Part
+    copy: Part
+    buffer: Part
+    gathered: Part
+    forward: Part
+    backward: Part
+
+    @property
+    def state(self) -> tuple[Part, ...]:
+        """What lies on the GPU between passes, unless the trainer offloads it while the engine generates."""
+        if self.role.offload:
+            return ()
+        return (self.parameters, self.moments, *((self.copy,) if self.role.strategy == "local" else ()))
+
+    @property
+    def buffers(self) -> tuple[Part, ...]:
+        """What Megatron keeps between passes, and gives back before an engine wakes."""
+        return (self.copy, self.buffer) if self.role.strategy == "megatron" else ()
+
+    def phases(self, sft: bool) -> Iterator[tuple[str, tuple[Part, ...]]]:
+        """Yields the phases in which the role computes, with what these add to what lies there anyway."""
+        passing = (*((self.parameters,) if self.role.offload else ()), self.gathered)
+        trained = self.role.optim is not None
+        if self.role.head == "value":
+            forward = "values" if trained else "reward"
+        else:
+            forward = "old_log_prob" if trained else "ref"
+        if not sft:
+            yield forward, (*passing, self.forward)
+        if not trained:
+            return
+        if self.role.strategy != "megatron":
+            yield f"update_{self.role.name}", (*passing, self.gradients, self.backward)
+        else:
+            # Megatron's buffer is copied into gradients once the backward pass has freed its activations.
+            most = max(self.gradients, self.backward, key=lambda part: part.nbytes)
+            yield f"update_{self.role.name}", (*passing, most)
+
+
+def role_memory(role: RolePlan, plan: Plan, ranks: int) -> RoleMemory:
+    """Counts the bytes of a role on one of the ranks that train it."""
+    sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
+    dtype = compute_dtype(role.dtype, role.folder, "cuda")
+    width, trained = width_of(dtype), sizes.trained if role.optim is not None else 0
+    own, own_trained, held, held_trained, gathered = sizes.total, trained, 0, 0, 0
+    # One layer computes while the next one is gathered.
+    two_layers = 2 * (sizes.total - sizes.ends) // sizes.layers
+    if role.strategy == "local":
+        held = sizes.total if width < FLOAT32 else 0
+    elif role.strategy == "fsdp":
+        shards = max(1, ranks // role.fsdp.replicate)
+        own, own_trained, gathered = sizes.total // shards, trained // shards, sizes.total
+        if role.fsdp.reshard_after_forward:
+            gathered = min(gathered, sizes.ends + two_layers)
+    elif role.strategy == "megatron":
+        own, own_trained, held, held_trained = _megatron(role, sizes, ranks)
+        if role.megatron.use_megatron_fsdp:
+            held, held_trained, gathered = own + sizes.ends, own_trained, two_layers
+    name, table, state = role.name, role.table, _state_setting(role)
+    budget = f"lower {table}.ppo_max_token_len_per_gpu ({role.max_tokens // role.sharers:,} now)"
+    if not role.checkpointing:
+        budget += f" or set {table}.enable_gradient_checkpointing=true"
+    tokens = _tokens(role, plan, ranks)
+    logits = sizes.logits(tokens, width) if role.head == "lm" else 0
+    kept = sizes.kept(tokens, width, checkpointing=role.checkpointing)
+    activations = f"activations of {tokens:,} tokens"
+    keep_layers = f"{table}.fsdp_config.reshard_after_forward=true"
+    return RoleMemory(
+        role=role,
+        parameters=Part(f"{name} parameters", own * FLOAT32, state),
+        moments=Part(f"{name} moments", own_trained * MOMENTS, state),
+        gradients=Part(f"{name} gradients", own_trained * FLOAT32, state),
+        copy=Part(f"{name} {dtype} copy", held * width, state),
+        buffer=Part(f"{name} gradient buffer", held_trained * FLOAT32, state),
+        gathered=Part(
+            f"{name} gathered layers",
+            gathered * width,
+            keep_layers if role.strategy == "fsdp" and not role.fsdp.reshard_after_forward else "",
+            exact=False,
+        ),
+        forward=Part(activations, sizes.layer(tokens, width) + logits, budget, exact=False),
+        backward=Part(activations, kept + logits, budget, exact=False),
+    )
+
+
+def _state_setting(role: RolePlan) -> str:
+    """Returns the settings that make the role's state smaller on each GPU."""
+    if role.strategy == "megatron":
+        return f"more ranks (ray.ranks) or a larger {role.table}.megatron.tensor_model_parallel_size"
+    if role.strategy != "fsdp":
+        return f"more ranks ({role.table}.strategy=fsdp, ray.ranks)"
+    offload = "" if role.offload else f" or {role.table}.fsdp_config.offload_policy=true"
+    return f"more ranks (ray.ranks){offload}"
+
+
+def _tokens(role: RolePlan, plan: Plan, ranks: int) -> int:
+    """Returns the most tokens of a micro-batch on a rank."""
+    if plan.algorithm == "sft":
+        return role.max_tokens // role.sharers
+    split = 1
+    if role.strategy == "megatron":
+        split = role.megatron.tensor_model_parallel_size * role.megatron.pipeline_model_parallel_size
+    rows = -(-plan.data.train_batch_size * plan.rollout.n * role.sharers * split // ranks)
+    longest = plan.data.max_prompt_length + plan.data.max_response_length
+    return min(role.max_tokens, rows * longest) // role.sharers
+
+
+def _megatron(role: RolePlan, sizes: ModelSizes, ranks: int) -> tuple[int, int, int, int]:
+    """Counts the elements of a model of Megatron on a rank of the largest stage; norms count as if they were split.
+
+    Returns:
+        Elements of the state, those of the state that are trained, elements in the buffer of parameters, and those in
+        the buffer of gradients.
+    """
+    m = role.megatron
+    tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    adapters = sizes.trained if role.lora else 0
+    layers = sizes.total - adapters - sizes.ends - sizes.experts
+    # The first of several stages has the embedding and the last one the output layer, or a copy of a tied embedding.
+    ends = sizes.ends
+    if pp > 1 and role.head == "lm" and not getattr(sizes.config, "tie_word_embeddings", False):
+        ends //= 2
+    own = ((layers + sizes.experts) + ends * pp + adapters) // ranks
+    held = layers // (tp * pp) + sizes.experts // (m.expert_model_parallel_size * pp) + ends // tp
+    held += adapters // (tp * pp)
+    if role.optim is None:
+        return own, 0, held, 0
+    return (own, adapters // ranks, held, adapters // (tp * pp)) if role.lora else (own, own, held, held)
+
+
 def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | None = None) -> tuple[Phase, ...]:
     """Returns the phases of a step on the GPU of a training rank, with all that shares it.
 
@@ -84,44 +254,42 @@ def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | No
     Args:
         plan: the plan.
         ranks: how many ranks train.
-        gpu: bytes of the GPU; None where it is unknown, and vLLM's cache then counts nothing.
+        gpu: bytes of the GPU; None if it is unknown, and vLLM's cache then counts nothing.
         offload: whether the training states lie on the CPU while the engine generates; by default as
             ``offloads`` says.
     """
     offload = offloads(plan, ranks, gpu) if offload is None else offload
     names = [name for name in plan.roles if name not in plan.ray.separate or plan.driver.kind != "ray"]
-    models = [RoleMemory.of(plan.roles[name], plan, ranks) for name in names]
-    others = _contexts(plan, ranks)
-    staging = _staging(plan)
-    exchange = [part for model in models if model.role.name == "actor" for part in model.exchange()]
-    movable = "rollout.offload_trainer=true" if plan.rollout.sleeps else ""
-    buffers = [part for model in models for part in model.buffers()]
-    resident = [*(part for model in models for part in model.resident()), *buffers]
-    at_rest = [] if offload else [part for model in models for part in model.resident(movable)]
-    if not plan.rollout.sleeps:
+    roles = [role_memory(plan.roles[name], plan, ranks) for name in names]
+    state = [part for role in roles for part in role.state]
+    buffers = [part for role in roles for part in role.buffers]
+    at_rest = [] if offload else list(state)
+    if plan.rollout.sleeps:
+        at_rest = [attrs.evolve(part, lower="rollout.offload_trainer=true") for part in at_rest]
+    else:
         at_rest += buffers
     engine = _engine(plan, ranks, gpu)
     # An engine that sleeps wakes its weights for a publication, its cache after it, and neither for the trainer.
-    weights, beside = (engine[:1], ()) if plan.rollout.sleeps else (engine, engine)
+    weights, awake = (engine[:1], ()) if plan.rollout.sleeps else (engine, engine)
     if plan.rollout.shares:
-        beside = tuple(attrs.evolve(part, lower="rollout.free_cache_engine=true") for part in beside)
-    counted = [
-        Phase(PUBLICATION, (*at_rest, *weights, *staging, *exchange, *others)),
-        Phase(GENERATION, (*at_rest, *engine, *staging, *others)),
-    ]
-    for model in models:
-        if plan.algorithm != "sft":
-            counted.append(Phase(model.forward_phase, (*resident, *model.forward(), *beside, *staging, *others)))
-        if model.role.optim is not None:
-            name = f"update_{model.role.name}"
-            counted.append(Phase(name, (*resident, *model.backward(), *beside, *staging, *others)))
-    return tuple(counted)
+        awake = tuple(attrs.evolve(part, lower="rollout.free_cache_engine=true") for part in awake)
+    processes = 1 if plan.driver.kind == "local" else 1 + _engines(plan, ranks)
+    cuda = Part("CUDA itself", processes * CONTEXT, exact=False)
+    return (
+        Phase(PUBLICATION, (*at_rest, *weights, cuda)),
+        Phase(GENERATION, (*at_rest, *engine, cuda)),
+        *(
+            Phase(name, (*state, *buffers, *parts, *awake, cuda))
+            for role in roles
+            for name, parts in role.phases(sft=plan.algorithm == "sft")
+        ),
+    )
 
 
 def offloads(plan: Plan, ranks: int, gpu: int | None) -> bool:
     """Returns whether the training states lie on the CPU while the engine generates.
 
-    ``rollout.offload_trainer`` decides. Where it is not set, they do if they do not fit beside the engine. Beside an
+    ``rollout.offload_trainer`` decides. If it is not set, they do if they do not fit beside the engine. Beside an
     engine that never sleeps they would have to fit anyway.
     """
     r = plan.rollout
@@ -183,13 +351,12 @@ def advice(phase: Phase, gpu: int | None = None) -> str:
 
 
 def share(plan: Plan, gpu: int | None) -> int:
-    """Returns the bytes that one vLLM engine may take of a GPU; 0 where that is unknown, or for other engines."""
+    """Returns the bytes that one vLLM engine may take of a GPU; 0 if that is unknown, or for other engines."""
     return int(plan.rollout.gpu_memory_utilization * gpu) if gpu is not None and plan.rollout.name == "vllm" else 0
 
 
 def _weights(plan: Plan) -> int:
-    r = plan.rollout
-    return parameter_counts(r.folder, "lm")[0] * _width(plan) // r.tensor_parallel_size
+    return model_sizes(plan.rollout.folder, "lm").total * _width(plan) // plan.rollout.tensor_parallel_size
 
 
 def _width(plan: Plan) -> int:
@@ -197,7 +364,7 @@ def _width(plan: Plan) -> int:
     return width_of(compute_dtype(plan.rollout.dtype, plan.rollout.folder, "cuda"))
 
 
-def _count(plan: Plan, ranks: int) -> int:
+def _engines(plan: Plan, ranks: int) -> int:
     """Returns how many engines share the GPU of a training rank."""
     if plan.driver.kind == "local":
         return 1
@@ -206,35 +373,60 @@ def _count(plan: Plan, ranks: int) -> int:
 
 def _engine(plan: Plan, ranks: int, gpu: int | None) -> tuple[Part, ...]:
     """Returns the parts of the engines that share the GPU of a training rank, the weights first."""
-    r, count = plan.rollout, _count(plan, ranks)
+    r, count = plan.rollout, _engines(plan, ranks)
     if not count:
         return ()
-    weights = _weights(plan)
-    utilization = f"lower rollout.gpu_memory_utilization ({r.gpu_memory_utilization:g} now)"
+    weights = Part("engine weights", count * _weights(plan), "rollout.dtype=bfloat16")
     if r.name == "vllm":
-        rest = max(0, share(plan, gpu) - weights)
-        return (
-            Part("engine weights", count * weights, "rollout.dtype=bfloat16"),
-            Part("engine cache and computation", count * rest, utilization),
-        )
-    row = r.max_prompt_length + r.max_response_length
-    rows = min(r.slots, plan.data.train_batch_size * r.n)
-    cache = Footprint.of(r.folder).cache(rows * row, _width(plan))
-    slots = f"lower rollout.slots ({r.slots} now)"
+        utilization = f"lower rollout.gpu_memory_utilization ({r.gpu_memory_utilization:g} now)"
+        rest = count * max(0, share(plan, gpu) - _weights(plan))
+        return weights, Part("engine cache and computation", rest, utilization)
+    tokens = min(r.slots, plan.data.train_batch_size * r.n) * (r.max_prompt_length + r.max_response_length)
+    cache = model_sizes(r.folder, "lm").cache(tokens, _width(plan))
+    return weights, Part("engine cache", count * cache, f"lower rollout.slots ({r.slots} now)")
+
+
+@contextlib.contextmanager
+def explained(plan: Plan, gpu: int | None) -> Iterator[None]:
+    """Replaces an error for a lack of memory by one that says what the plan holds in that phase.
+
+    Args:
+        plan: the plan of the run.
+        gpu: bytes of the GPU of a training rank; None if ranks compute on the CPU.
+
+    Raises:
+        RunOutOfMemory: in place of an error for a lack of memory; it keeps the notes of that error, which name the
+            process.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not lacks_memory(error):
+            raise
+        name = error.phase if isinstance(error, PhaseOutOfMemory) else ""
+        reason = error.reason if isinstance(error, PhaseOutOfMemory) else reason_of(error)
+        explanation = RunOutOfMemory(explain(plan, gpu, name, reason))
+        for note in getattr(error, "__notes__", ()):
+            explanation.add_note(note)
+        raise explanation from error
+
+
+def explain(plan: Plan, gpu: int | None, name: str, reason: str) -> str:
+    """Describes a lack of memory.
+
+    Args:
+        plan: the plan of the run.
+        gpu: bytes of the GPU; None if ranks compute on the CPU.
+        name: the phase, as in ``timing_s/*``; empty or unknown if the algorithm does not tell.
+        reason: what the error says.
+    """
+    counted = phases(plan, driver_ranks.training_ranks(plan), gpu)
+    phase = next((phase for phase in counted if phase.name == name), None)
+    where = f"in {name} ({phase.title})" if phase is not None else f"in {name}" if name else "outside of a phase"
+    shown = phase or largest(counted)
+    which = "there" if phase is not None else f"in its largest phase, the {shown.title}"
+    size = f" of {gpu / GIB:.2f} GiB" if gpu is not None else ""
     return (
-        Part("engine weights", count * weights, "rollout.dtype=bfloat16"),
-        Part("engine cache", count * cache, slots),
+        f"out of memory {where}: {reason}\nBy the plan, a GPU{size} holds {which}: {shown.describe()}\n"
+        f"To reduce memory: {advice(shown, gpu)}. The same command continues from the last checkpoint"
     )
-
-
-def _staging(plan: Plan) -> tuple[Part, ...]:
-    """Returns the buckets through which weights go to engines of other processes."""
-    if plan.driver.kind == "local":
-        return ()
-    return (Part("buckets of a publication", min(BUCKET_BYTES, SLOTS * _weights(plan))),)
-
-
-def _contexts(plan: Plan, ranks: int) -> tuple[Part, ...]:
-    """Returns the allowance for the processes that use the GPU."""
-    processes = 1 if plan.driver.kind == "local" else 1 + _count(plan, ranks)
-    return (Part("CUDA itself", processes * CONTEXT, exact=False),)
