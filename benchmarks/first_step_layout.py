@@ -115,7 +115,7 @@ class Layout:
         options = {k: Lora(rank=v) if k == "lora" else v for k, v in self.options.items() if k != PLACE}
         if self.name == "megatron" and device == "cpu":
             tests = Path(__file__).resolve().parents[1] / "tests"
-            runpy.run_path(str(tests / "backends/megatron_on_cpu.py"))["install"]()
+            runpy.run_path(str(tests / "backends/helpers/megatron_on_cpu.py"))["install"]()
         return _class(self.name)(
             model, optimizer, head=head, compute_dtype=self.dtype, device=device,
             max_tokens=max(256, 4 * int(batch.lengths.max())), **{"deterministic": True, **options},

@@ -27,7 +27,8 @@ LR, CLIP = 1e-6, 1.0
 def prepare(device: str) -> None:
     """Lets megatron-core compute on a device; on the CPU that works from a checkout alone."""
     if device == "cpu":
-        runpy.run_path(str(Path(__file__).resolve().parents[1] / "tests/backends/megatron_on_cpu.py"))["install"]()
+        helpers = Path(__file__).resolve().parents[1] / "tests/backends/helpers"
+        runpy.run_path(str(helpers / "megatron_on_cpu.py"))["install"]()
 
 
 class Ours:

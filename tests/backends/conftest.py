@@ -1,9 +1,7 @@
 """Ranks that serve all tests of a session: it takes them seconds to start."""
 
-from pathlib import Path
-
 import pytest
-from megatron_support import EXPERTS
+from megatron_support import EXPERTS, HELPERS
 from ranks import Ranks
 from warm_python import warm_python
 
@@ -27,7 +25,7 @@ one, two, four = ranks(1), ranks(2), ranks(4)
 @pytest.fixture(scope="session")
 def megatron_python(warm):
     """A warm Python that has imported Megatron, too."""
-    with warm_python(Path(__file__).parent / "megatron_imports.py", python=warm) as path:
+    with warm_python(HELPERS / "megatron_imports.py", python=warm) as path:
         yield path
 
 

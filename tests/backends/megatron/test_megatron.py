@@ -4,12 +4,11 @@ The processes compute with megatron-core and Megatron-Bridge themselves, on CPUs
 """
 
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron_support import EXPERTS, FP32, MARKS, ROOT, call, check_first_step, read_lines
+from megatron_support import EXPERTS, FP32, HELPERS, MARKS, ROOT, call, check_first_step, read_lines
 from ranks import RankFailed
 
 from verl_fn.backends.hf.lora import Lora
@@ -261,7 +260,7 @@ def test_a_run_over_ray_is_that_of_one_process(megatron_python, tiny, tmp_path, 
     """PPO with a critic: one process makes the first and the third step, and ranks of Ray's the second."""
     pytest.importorskip("ray")
     environment = tmp_path / "environment.yaml"
-    hook = Path(__file__).with_name("megatron_on_cpu.yaml").read_text()
+    hook = (HELPERS / "megatron_on_cpu.yaml").read_text()
     environment.write_text(f"{hook}py_executable: {megatron_python}\n")
     arguments = [
         "train", str(ROOT / "recipes/ppo_reverse.toml"), f"model.path={tiny}", "driver.device=cpu",
@@ -276,7 +275,7 @@ def test_a_run_over_ray_is_that_of_one_process(megatron_python, tiny, tmp_path, 
         more = [*more, f"trainer.total_training_steps={steps}", f"trainer.dir={tmp_path / 'two'}"]
         if steps == 2:
             # In a process of its own: where tests have connected this one to a Ray, a run takes that one.
-            command = [megatron_python, "-c", COMMAND, str(Path(__file__).parent), *arguments, *more]
+            command = [megatron_python, "-c", COMMAND, str(HELPERS), *arguments, *more]
             run = subprocess.run(command, capture_output=True, text=True)
             assert run.returncode == 0, run.stdout + run.stderr
             printed = run.stdout

@@ -14,7 +14,7 @@ MARKS = [
     pytest.mark.skipif(not INSTALLED, reason="megatron-core and megatron-bridge are not installed"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="these ranks compute on CPUs; see test_megatron_cuda.py"),
 ]
-ROOT = Path(__file__).parents[2]
+HELPERS, ROOT = Path(__file__).parent, Path(__file__).parents[3]
 FP32 = 1e-5
 EXPERTS = {
     "arch": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from ragged_rows import OPTIMIZER
 from safetensors.torch import load_file, save_file
-from test_local import OPTIMIZER
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_fn.atomic import check_empty

@@ -5,8 +5,8 @@ import json
 
 import pytest
 import torch
+from ragged_rows import OPTIMIZER, edit_config, ragged
 from safetensors.torch import load_file, save_file
-from test_local import OPTIMIZER, edit_config, ragged
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl_fn.backends.hf.checks import smaller

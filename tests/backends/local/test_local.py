@@ -3,6 +3,7 @@
 import attrs
 import pytest
 import torch
+from ragged_rows import OPTIMIZER, edit_config, ragged
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl_fn.backends.hf.folder import ModelError
@@ -13,8 +14,6 @@ from verl_fn.steps import (
     adamw,
     aggregate,
     bradley_terry,
-    chain,
-    clip_by_global_norm,
     constant,
     cross_entropy,
     entropy,
@@ -25,21 +24,12 @@ from verl_fn.steps import (
 )
 from verl_fn.testing import tiny_batch, tiny_pairs
 
-OPTIMIZER = chain(clip_by_global_norm(1.0), adamw(constant(1e-3)))
-LENGTHS = (5, 9, 3, 12, 2, 17)
 ARCHITECTURES = {
     "qwen2": {}, "qwen3": {}, "llama": {}, "gpt_neox": {}, "olmo2": {}, "phi": {}, "granite": None,
     "mistral": {"sliding_window": 4},
     "gpt2": {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "n_head": 4, "n_embd": 32, "n_layer": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }  # fmt: skip
-
-
-def ragged(seed=0, lengths=LENGTHS, vocab=13):
-    rng = torch.Generator().manual_seed(seed)
-    rows = [torch.randint(4, vocab, (n,), generator=rng) for n in lengths]
-    mask = [[0.0] + [1.0] * (n - 1) for n in lengths]
-    return aggregate(Batch.from_rows(rows, {"response_mask": mask}))
 
 
 def plain_logprobs(model, batch, temperature=1.0):
@@ -190,13 +180,6 @@ def test_init_is_a_function_of_the_key(tiny):
         one.params["model.norm.weight"] * 0 + 1, one.params["model.layers.0.mlp.up_proj.weight"][0]
     )
     assert not tree.equal(one.params, other.params)
-
-
-def edit_config(folder, **changes):
-    import json
-
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def test_what_cannot_be_run_is_refused_with_its_name(tmp_path):

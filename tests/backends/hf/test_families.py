@@ -19,7 +19,7 @@ from verl_fn.benchmarks.families import BAR, compare, tiny_folder
 from verl_fn.state import Batch, Key, Sampling, requests_for, split_by_tokens, tree
 from verl_fn.steps import adamw, aggregate, cross_entropy, entropy, sgd
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 # A family of each kind, and what is expected of it.
 KINDS = {
     "qwen3": Fit(),

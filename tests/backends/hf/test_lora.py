@@ -5,7 +5,7 @@ import json
 import attrs
 import pytest
 import torch
-from test_local import ragged
+from ragged_rows import ragged
 from transformers import AutoModelForCausalLM
 
 from verl_fn.backends.checkpoint.export import export_adapter, export_model

@@ -5,8 +5,8 @@ import json
 import attrs
 import pytest
 import torch
+from ragged_rows import OPTIMIZER
 from safetensors.torch import load_file, save_file
-from test_local import OPTIMIZER
 
 from verl_fn.backends.checkpoint import export
 from verl_fn.backends.checkpoint.export import export_adapter, export_model

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from test_local import OPTIMIZER
+from ragged_rows import OPTIMIZER
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import EOS, new_model
