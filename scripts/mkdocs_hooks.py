@@ -8,18 +8,18 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(!?\[[^\]]+\])\(([^)#:\s]+)(#[^)\s]*)?\)")
 CODE_BLOCK = re.compile(r"(^```.*?^```)", re.DOTALL | re.MULTILINE)
 
 
 def site_link(match: re.Match[str], docs: Path, folder: Path) -> str:
-    """Returns a link that works in the site, or only its label if the site lacks the file."""
+    """Returns a link or an image that works in the site, or only the label of a link if the site lacks the file."""
     label, target, anchor = match[1], match[2], match[3] or ""
     path = (folder / target).resolve()
     if path.is_relative_to(docs):
-        return f"[{label}]({path.relative_to(docs)}{anchor})"
+        return f"{label}({path.relative_to(docs)}{anchor})"
     page = PAGES.get(path.name) if path.parent == docs.parent else None
-    return f"[{label}]({page}{anchor})" if page else label
+    return f"{label}({page}{anchor})" if page else label.strip("[]")
 
 
 def site_markdown(markdown: str, docs: Path, folder: Path) -> str:

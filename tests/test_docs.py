@@ -83,7 +83,7 @@ def test_links_and_files_exist(page):
 
 def test_the_commands_of_the_pages_are_found():
     assert ["setup"] in commands(ROOT / "CONTRIBUTING.md", "make")
-    assert any("recipes/ppo_reverse.toml" in found for found in commands(ROOT / "README.md", "verl-fn"))
+    assert any("recipes/grpo_count.toml" in found for found in commands(ROOT / "README.md", "verl-fn"))
 
 
 def test_algorithms_names_every_step():
@@ -164,6 +164,8 @@ def test_the_site_builds_and_fetches_nothing(tmp_path):
     assert process.returncode == 0, process.stderr
     reference = (tmp_path / "api" / "state.html").read_text()
     assert 'id="verl_fn.state.Batch.from_rows"' in reference
+    (picture,) = re.findall(r'<img[^>]+src="(\w+\.png)"', (tmp_path / "index.html").read_text())
+    assert (tmp_path / picture).exists()
     assert "<blockquote>" not in reference, "an example is shown as a quotation"
     for page in tmp_path.rglob("*.html"):
         fetched = re.findall(r"<(?:script|img|link)[^>]+(?:src|href)=\"(?:https?:)?//[^\"]+", page.read_text())

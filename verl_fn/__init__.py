@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         linear,
         loss,
         ppo_clip,
+        sgd,
         token_mean,
         value_clip,
     )
@@ -100,6 +101,7 @@ __all__ = [
     "opt",
     "ppo_clip",
     "sample_and_score",
+    "sgd",
     "tiny_batch",
     "token_mean",
     "tree",
@@ -123,7 +125,7 @@ _HOMES = {
     "rewards": "Reward",
     "state": "Batch Grads Key Node Params Sampling TrainState node tree",
     "steps": "adamw aggregate chain clip_by_global_norm cosine cross_entropy entropy gae kl_to_reference linear loss "
-    "ppo_clip token_mean value_clip",
+    "ppo_clip sgd token_mean value_clip",
     "testing": "Mock MockRollout check_advantage check_backend check_environment check_loss check_rollout "
     "compare_backends compare_loss tiny_batch",
 }

@@ -202,8 +202,8 @@ def compare_backends(
 ) -> FirstStep:
     """Computes the first step of two backends from one state: loss, norm of the gradient and each gradient.
 
-    The second backend restores the state that the first one saves, so both have the same model but may have other
-    layouts. ``check_backend`` asks whether differences are rounding; this function says how large they are.
+    The second backend restores the state that the first one saves. So both have the same model and the same kind of
+    optimizer; their layouts, dtypes and budgets of tokens may differ. ``check_backend`` asks whether differences are rounding; this function says how large they are.
 
     Args:
         a: the backend to compare with.
