@@ -83,6 +83,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: places.get(unit(item.nodeid), len(FIRST)))
 
 
+# pytest-xdist's own groups (--dist=loadgroup) are ignored under pytest 9.2: pytest-dev/pytest-xdist issue 1386.
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
