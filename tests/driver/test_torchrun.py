@@ -1,10 +1,19 @@
-"""What goes wrong in one of torchrun's processes: one of them tells, and nothing is lost."""
+"""Torchrun's processes: what the others repeat of the first one's calls, and what is told if something goes wrong."""
 
+import contextlib
+import gc
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from verl_fn.backends.hf.lora import Lora
+from verl_fn.backends.hf.new_model import new_model
+from verl_fn.backends.local import Local
+from verl_fn.driver import torchrun
+from verl_fn.state import Batch, DonatedError, Key, Params, TrainState, tree
+from verl_fn.steps import adamw, cross_entropy
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,12 +27,12 @@ def faulty(python, fault, folder, *more):
         "driver.device=cpu", "driver.num_threads=1", *more,
     ]  # fmt: skip
     env = os.environ | {"FAULT": fault, "PYTHON_EXEC": python}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300).stderr
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300)
 
 
 def test_a_run_that_only_one_process_is_told_to_stop_is_saved_before_any_ends(warm, tmp_path):
     """The first process still writes when the other has long written its part."""
-    said = faulty(warm, "slow save, stopped by rank 1", tmp_path)
+    said = faulty(warm, "slow save, stopped by rank 1", tmp_path).stderr
     assert said.count("stopped after step 2 and saved") == 1, said
     assert (tmp_path / "checkpoints/step_2/checkpoint.json").is_file()
 
@@ -31,12 +40,56 @@ def test_a_run_that_only_one_process_is_told_to_stop_is_saved_before_any_ends(wa
 @pytest.mark.parametrize(
     ("fault", "more", "message"),
     [
-        ("no data on rank 1", [], "error: /data/train.parquet cannot be read"),
+        ("no model on rank 1", [], "error: /data/model cannot be read"),
         ("no room on rank 0", [], "No space left on device"),
-        ("slow preparation", ["ray.timeout=4"], "longer than ray.timeout; raise ray.timeout if"),
+        ("slow update", ["ray.timeout=4"], "longer than ray.timeout; raise ray.timeout if"),
+        ("rank 1 ends", [], "another of torchrun's processes has ended"),
     ],
 )
 def test_the_cause_is_told_once_and_without_a_traceback_of_gloo(warm, fault, more, message, tmp_path):
-    said = faulty(warm, fault, tmp_path, *more)
+    said = faulty(warm, fault, tmp_path, *more).stderr
     ours = said.partition("torch/distributed/elastic")[0]  # then comes torchrun's own report
     assert ours.count("error: ") == 1 and message in ours and "Traceback" not in ours, said
+
+
+def test_processes_wait_for_the_first_as_long_as_it_prepares(warm, tmp_path):
+    ended = faulty(warm, "slow preparation", tmp_path, "ray.timeout=4")
+    assert ended.returncode == 0 and "done: 4 steps" in ended.stdout, ended.stderr
+
+
+BATCH = Batch.from_rows([[1, 2, 1]], {"response_mask": [[0.0, 1.0, 1.0]], "loss_weight": [[0.0, 0.5, 0.5]]})
+
+
+@pytest.fixture
+def actor(tmp_path, monkeypatch):
+    """A backend with adapters as the first process calls it, and what another process knows; both are this one."""
+    model, known = new_model(tmp_path, chars="ab"), {}
+    monkeypatch.setattr(torchrun, "_broadcast", lambda message, calls: torchrun._repeat(message, known))
+    monkeypatch.setattr(torchrun, "_together", contextlib.nullcontext)
+    leader = torchrun.Leader(None)
+    return leader.make(lambda: {"actor": Local(model, adamw(1e-1), lora=Lora(rank=2))})["actor"], model, known
+
+
+def test_calls_are_repeated_on_values_of_their_own(actor):
+    backend, model, known = actor
+    state = backend.load_pretrained(model, key=Key.from_seed(0))
+    grads, _ = backend.forward_backward(state, BATCH, cross_entropy())
+    after, _ = backend.apply_update(state, grads)
+    with pytest.raises(DonatedError):
+        backend.forward(state.params, BATCH)
+    del state, grads
+    gc.collect()
+    assert backend.map(lambda own, params: own is backend, backend, after.params) is False
+    assert backend.forward(after.params.base, BATCH).logprobs.shape == (3,)
+    values = {number: value for number, value in known.items() if number != "actor"}
+    states = [value for value in values.values() if isinstance(value, TrainState)]
+    assert len(states) == 1 and states[0] is not after and tree.equal(states[0], after)
+    assert len(values) <= 3, "dropped values stay"
+
+
+def test_a_value_that_no_call_returned_is_refused(actor):
+    backend, model, _ = actor
+    state = backend.load_pretrained(model, key=Key.from_seed(0))
+    mine = Params({name: t.clone() for name, t in state.params.items()}, state.params.trainable)
+    with pytest.raises(TypeError, match=r"this Params was made outside of a backend.*keep=True"):
+        backend.forward(mine, BATCH)

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import sys
 import time
 
-from verl_fn.cli import main
-from verl_fn.data.rows import DataError
+from verl_fn.backends.fsdp import Fsdp
+from verl_fn.backends.hf.config import ModelError
+from verl_fn.cli.main import run_rank
 from verl_fn.runs import checkpoints, folder, loop
 
 FAULT, RANK = os.environ["FAULT"], int(os.environ["RANK"])
@@ -23,16 +23,17 @@ def before(module, name, act):
     setattr(module, name, changed)
 
 
-def no_data(plan, say):
-    raise DataError("/data/train.parquet cannot be read")
+def no_model(*args):
+    raise ModelError("/data/model cannot be read")
 
 
 def no_room(*args):
     raise OSError(28, "No space left on device")
 
 
-def stop_once(algorithm, state, *args):
-    if state.step == 1:
+def stop_in_step_2(*args, updates=[]):  # noqa: B006
+    updates.append(None)
+    if len(updates) == 2:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -40,12 +41,16 @@ if FAULT == "slow save, stopped by rank 1":
     if RANK == 0:
         before(checkpoints, "crc_of", lambda path: time.sleep(0.5))
     else:
-        before(loop, "advance", stop_once)
-elif FAULT == "no data on rank 1" and RANK == 1:
-    before(loop, "prepare", no_data)
+        before(Fsdp, "apply_update", stop_in_step_2)
+elif FAULT == "no model on rank 1" and RANK == 1:
+    before(Fsdp, "_hollow", no_model)
 elif FAULT == "no room on rank 0" and RANK == 0:
     before(folder, "write_manifest", no_room)
 elif FAULT == "slow preparation" and RANK == 0:
     before(loop, "prepare", lambda plan, say: time.sleep(8))
+elif FAULT == "slow update" and RANK == 1:
+    before(Fsdp, "forward_backward", lambda *args: time.sleep(10))
+elif FAULT == "rank 1 ends" and RANK == 1:
+    before(Fsdp, "forward_backward", lambda *args: os._exit(3))
 
-sys.exit(main())
+run_rank()

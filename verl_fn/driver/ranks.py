@@ -1,19 +1,13 @@
-"""The process group of training ranks: in Ray actors, under torchrun, or in a single process."""
+"""Training ranks: how many there are, their devices, and their process group in Ray actors."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import time
-from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any
 
-from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan
 from verl_fn.config.schema import DriverConfig
-
-T = TypeVar("T")
 
 # The driver reports a hang after ray.timeout. Collectives must time out later than that, or the ranks that wait would
 # fail first and be reported in place of the one that hangs.
@@ -66,138 +60,6 @@ def torchrun_size() -> int:
 def torchrun_rank() -> int:
     """Returns the rank of this process under torchrun; 0 without torchrun."""
     return int(os.environ.get("RANK", "0")) if "WORLD_SIZE" in os.environ else 0
-
-
-@contextlib.contextmanager
-def process_group(plan: Plan) -> Iterator[None]:
-    """Opens the process group that training in this process needs, and closes it at the end.
-
-    Under torchrun all its processes form the group. Otherwise ``fsdp`` and ``megatron`` need a group of this
-    process alone, and ``local`` needs none.
-
-    Raises:
-        ConfigError: torchrun started several processes for a plan that cannot use them.
-    """
-    size = torchrun_size()
-    if size > 1:
-        _check_torchrun(plan, size)
-    elif plan.driver.kind == "ray" or all(role.strategy == "local" for role in plan.roles.values()):
-        yield
-        return
-    import torch
-    import torch.distributed as dist
-
-    from verl_fn.backends.rendezvous import use_loopback
-
-    if dist.is_initialized():
-        yield
-        return
-    kind = device(plan.driver)
-    if kind == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    timeout = timedelta(seconds=plan.ray.timeout)
-    if size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
-        use_loopback("127.0.0.1")
-    if size > 1:
-        dist.init_process_group(backends(kind), timeout=timeout)
-    else:
-        dist.init_process_group(backends(kind), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _check_torchrun(plan: Plan, size: int) -> None:
-    if plan.driver.kind == "ray":
-        raise ConfigError(
-            "driver.kind=ray starts its training processes itself: run it without torchrun and set ray.ranks, or set "
-            "driver.kind=local for an algorithm that samples nothing, such as sft, under torchrun"
-        )
-    if plan.learns_from == "samples":
-        raise ConfigError(
-            f"torchrun trains algorithms that sample nothing, such as sft; for {plan.algorithm} set driver.kind=ray "
-            f"and ray.ranks={size}, and run it without torchrun"
-        )
-
-
-def of_first(value: T) -> T:
-    """Returns the first rank's value on every rank; without torchrun, ``value`` itself."""
-    if torchrun_size() == 1:
-        return value
-    import torch.distributed as dist
-
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def gathered(value: T) -> list[T]:
-    """Returns the values of all processes that torchrun started, by rank.
-
-    Raises:
-        ActorHangs: a process did not join within ``ray.timeout``.
-        ActorDied: a process has ended.
-        SystemExit: a process has ended, on all ranks but the first; the first rank reports the error.
-    """
-    if torchrun_size() == 1:
-        return [value]
-    from verl_fn.backends import agreement
-    from verl_fn.driver.errors import ActorDied, ActorHangs
-
-    try:
-        return agreement.gathered(value)
-    except RuntimeError as error:
-        # Gloo raises plain RuntimeErrors, so only the message shows which error it is.
-        if "timed out" in str(error).lower():
-            raise ActorHangs(
-                f"rank {torchrun_rank()} waited for another of torchrun's processes for longer than ray.timeout; "
-                "raise ray.timeout if that one was still at work, such as reading data or writing a checkpoint"
-            ) from error
-        if torchrun_rank() > 0:
-            end_after_first(1)
-        raise ActorDied(
-            "another of torchrun's processes has ended; its output, or torchrun's, shows the reason"
-        ) from error
-
-
-@contextlib.contextmanager
-def together() -> Iterator[None]:
-    """Makes all ranks leave the body together; an error on one rank ends all, and the first rank reports it."""
-    from verl_fn.backends.agreement import agreed
-
-    try:
-        with agreed(gathered):
-            yield
-    except (OSError, ValueError):
-        if torchrun_rank() > 0:
-            end_after_first(1)
-        raise
-
-
-@contextlib.contextmanager
-def first_alone() -> Iterator[None]:
-    """Lets the first rank run the body before the other ranks do, which can then read what it wrote."""
-    if torchrun_rank() > 0:
-        with together():
-            pass
-    with together():
-        yield
-    if torchrun_rank() == 0:
-        with together():
-            pass
-
-
-def end_after_first(status: int) -> NoReturn:
-    """Ends this process after the first rank has ended.
-
-    When any process ends, torchrun ends the others at once, and the first rank could not print its error.
-    """
-    with contextlib.suppress(RuntimeError):
-        of_first(None)
-    # The broadcast fails when the first rank closes its connections, shortly before it prints its error.
-    time.sleep(2.0)
-    raise SystemExit(status)
 
 
 def device(driver: DriverConfig) -> str:

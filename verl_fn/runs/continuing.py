@@ -15,7 +15,7 @@ from verl_fn.config import ConfigError, Plan, make_plan
 from .checkpoints import MANIFEST, checkpoints, read_manifest, saved_step, step_of
 from .errors import RunError
 from .evaluate import has_held_out, held_out_value
-from .folder import Follower, Run
+from .folder import Run
 from .history import changed_keys, recorded_inputs, run_config
 from .inputs import changed_inputs
 from .logs import altered, last_evaluation, read_metrics
@@ -144,8 +144,6 @@ def changes(run: Run, plan: Plan) -> list[str]:
     if changed:
         _refuse_parts_of_state(run, plan, changed)
     sentences = [_of_setting(key, values) for key, values in changed.items()]
-    if isinstance(run, Follower):
-        return sentences
     before = recorded_inputs(run.folder, step_of(newest))
     sentences += [f"continuing with {change}" for change in changed_inputs(before, run.inputs)]
     return sentences + altered(run.folder) + _lost_lines(run, newest)

@@ -16,7 +16,6 @@ from verl_fn import atomic
 from verl_fn.algorithms import Workers
 from verl_fn.config import Plan
 from verl_fn.data.answers import write_answers
-from verl_fn.driver import ranks
 
 from . import screen
 from .checkpoints import (
@@ -50,7 +49,7 @@ from .logs import (
 from .progress import Say
 from .state import RunState, run_of
 
-__all__ = ["ANSWERS", "Follower", "Run", "changed_keys", "run_config"]
+__all__ = ["ANSWERS", "Run", "changed_keys", "run_config"]
 
 ANSWERS = "answers"
 
@@ -235,19 +234,15 @@ class Run:
         shutil.rmtree(aside, ignore_errors=True)
         try:
             with self.written(f"the checkpoint of step {state.step}"):
-                # If several processes save, the folder must exist before any of them writes.
-                with ranks.together():
-                    aside.mkdir(parents=True)
+                aside.mkdir(parents=True)
                 save_roles(state, aside, self._plan, w)
-                # No process may continue, and perhaps exit, before the checkpoint is renamed.
-                with ranks.together():
-                    write_manifest(aside, state, self._plan, w, identity_at(self.folder, state.step) or "")
-                    for name in (*LOGS, SUMS):
-                        if (self.folder / name).exists():
-                            atomic.sync(self.folder / name)
-                    aside.rename(final)
-                    atomic.sync(final.parent)
-                    self._point_at(final / "actor")
+                write_manifest(aside, state, self._plan, w, identity_at(self.folder, state.step) or "")
+                for name in (*LOGS, SUMS):
+                    if (self.folder / name).exists():
+                        atomic.sync(self.folder / name)
+                aside.rename(final)
+                atomic.sync(final.parent)
+                self._point_at(final / "actor")
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         for problem in prune(self.folder, self._keep):
@@ -276,39 +271,6 @@ class Run:
         """Points the link ``model`` in the run's folder at its newest model."""
         with atomic.replaced(self.folder / "model") as aside:
             aside.symlink_to(actor.relative_to(self.folder))
-
-
-class Follower(Run):
-    """The folder of a run as a process other than the first uses it.
-
-    Only the first process writes logs and manifests. A follower reads them, and saves its part of the state.
-    """
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        yield
-
-    def start(self, step: int, *, origin: Path | None) -> None:
-        pass
-
-    def append(self, name: str, *rows: Mapping[str, Any]) -> int:
-        return 0
-
-    def amend(self, step: int, report: Mapping[str, float]) -> None:
-        pass
-
-    def keep_answers(self, step: int, answers: Sequence[Mapping[str, Any]]) -> None:
-        pass
-
-    def save(self, state: RunState, w: Workers) -> Path:
-        final = self._checkpoint(state.step)
-        with self.written(f"the checkpoint of step {state.step}"):
-            with ranks.together():
-                pass
-            save_roles(state, aside_of(final), self._plan, w)
-            with ranks.together():
-                pass
-        return final
 
 
 def _no_link(path: str, flags: int) -> int:

@@ -11,6 +11,7 @@ from verl_fn.algorithms import Report, Workers
 from verl_fn.config import Plan, make_plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
+from verl_fn.driver.torchrun import process_group
 from verl_fn.state import Params
 
 from .checkpoints import restore, step_of
@@ -18,7 +19,7 @@ from .checks import check_has_training, check_run_folder
 from .continuing import changes, find_origin, finished, goal_reached, other_settings, run_date
 from .errors import RunError
 from .evaluate import check_goal, evaluation_line, validate
-from .folder import Follower, Run
+from .folder import Run
 from .history import run_config
 from .journal import entry, keep_responses, keep_samples
 from .loggers import Log, loggers
@@ -57,40 +58,29 @@ def train(plan: Plan, say: Say = print_line, *, live: bool = False) -> Report:
     """
     check_has_training(plan)
     check_run_folder(Path(plan.trainer.dir))
-    # Under torchrun all processes run this same loop on the same values, and only the first one writes and prints.
-    first = ranks.torchrun_rank() == 0
-    if not first:
-        say, live = _silent, False
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ranks.process_group(plan))
-        # Clocks of two machines may be on two days.
-        plan = plan.dated(ranks.of_first(run_date(plan)))
-        run = Run(plan, say) if first else Follower(plan, say)
+        stack.enter_context(process_group(plan))
+        plan = plan.dated(run_date(plan))
+        run = Run(plan, say)
         if not run.writable and (ended := _ended(plan, run, say)) is not None:
             return ended
         stack.enter_context(run.locked())
-        with ranks.first_alone():
-            if (ended := _ended(plan, run, say)) is not None:
-                return ended
-            origin, changed = find_origin(plan, run), changes(run, plan)
-            source = prepare(plan, say)
-            if origin is None:
-                check_all_weights(plan)
+        if (ended := _ended(plan, run, say)) is not None:
+            return ended
+        origin, changed = find_origin(plan, run), changes(run, plan)
+        source = prepare(plan, say)
+        if origin is None:
+            check_all_weights(plan)
         say(f"{_headline(plan)}; folder {run.folder}")
         with contextlib.ExitStack() as ending, workers(plan) as w:
             if w.about:
                 say(w.about)
             if notice := check_memory(plan, ranks.training_ranks(plan), w.gpu_memory):
                 say(f"note: {notice}")
-            try:
-                with explained(plan, w.gpu_memory):
-                    evaluation = _Loop(plan, run, w, source, say).run_to_end(origin, changed, live)
-                ending.enter_context(stop_requests(say, ENDING))
-                return evaluation
-            except Interrupted:
-                if not first:
-                    ranks.end_after_first(130)
-                raise
+            with explained(plan, w.gpu_memory):
+                evaluation = _Loop(plan, run, w, source, say).run_to_end(origin, changed, live)
+            ending.enter_context(stop_requests(say, ENDING))
+            return evaluation
 
 
 def _ended(plan: Plan, run: Run, say: Say) -> Report | None:
@@ -107,10 +97,6 @@ def _ended(plan: Plan, run: Run, say: Say) -> Report | None:
             say(f"not used: {key}: {values}")
         say(f"for a run with these settings, choose another trainer.dir than {run.folder}")
     return ended.evaluation
-
-
-def _silent(line: str) -> None:
-    """Prints nothing."""
 
 
 def _headline(plan: Plan) -> str:
@@ -172,15 +158,14 @@ class _Loop:
                 say(f"the log goes on to step {again[-1]}, but no checkpoint does: these steps are done again")
             if count := len(state.waiting):
                 say(f"{count} {'batch' if count == 1 else 'batches'} of samples wait to be learned from")
-            self.evaluation = ranks.of_first(last_evaluation(run_of(origin), state.step))
+            self.evaluation = last_evaluation(run_of(origin), state.step)
         else:
             state = initial_state(plan, self.w)
         _print_adapters(state, plan, self.w, say)
         if origin is None and (dropped := read_metrics(self.run.folder)):
             last = dropped[-1]["step"]
             say(f"no checkpoint in {self.run.folder}: starting over; the log up to step {last} is dropped")
-        with ranks.together():
-            self.run.start(state.step, origin=origin)
+        self.run.start(state.step, origin=origin)
         self.saved = origin if origin is not None and run_of(origin) == self.run.folder else None
         state = self._steps(state, live, fresh=origin is None)
         if goal_reached(plan, self.evaluation) and state.step < t.total_training_steps:
@@ -192,9 +177,7 @@ class _Loop:
     def _steps(self, state: RunState, live: bool, *, fresh: bool) -> RunState:
         plan, t = self.plan, self.plan.trainer
         with contextlib.ExitStack() as stack:
-            logs: list[Log] = []
-            if not isinstance(self.run, Follower):
-                logs += stack.enter_context(loggers(t, plan.table, self.run.folder, state.step))
+            logs = stack.enter_context(loggers(t, plan.table, self.run.folder, state.step))
             self._evaluate_first(state, logs, fresh=fresh)
             if self.saved is None:
                 # Before the first update, so that what a save needs is missing now rather than after hours.
@@ -223,7 +206,7 @@ class _Loop:
                 self._say_once("signal", without_signal(state.step, report))
                 self._say_once("gap", wide_gap(state.step, report))
                 self._say_once("cut", cut_off(state.step, report))
-                if any(ranks.gathered(bool(stop_signals))):
+                if stop_signals:
                     self._save(state)
                     if state.step < total:
                         raise Interrupted(
@@ -270,8 +253,8 @@ class _Loop:
             first = [answer for answer in answers if answer["sample"] == 0]
             logged = first[: self.plan.trainer.log_val_generations]
             self.run.append(GENERATIONS, *({"step": state.step} | answer for answer in logged))
-        self.evaluation = ranks.of_first(report)
-        return self.evaluation
+        self.evaluation = report
+        return report
 
     def _save(self, state: RunState) -> None:
         """Saves a state that is not saved yet."""

@@ -419,7 +419,10 @@ def run(arguments):
     """The exit status of a run under torchrun, whose processes are these ranks."""
     megatron_on_cpu.install()
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-    return main(arguments)
+    try:
+        return main(arguments)
+    except SystemExit as end:  # of a process that followed the first one
+        return end.code
 
 
 CHECKS = {
