@@ -1,6 +1,6 @@
 """An environment with a tool: the model can ask a calculator, and is rewarded for the right product.
 
-A call is ``=12*34``. Any other reply is the model's answer, which ends the conversation. A random model first
+A call is ``=12*34``. Any other reply is the model's answer and ends the conversation. A random model first
 imitates conversations, in most of which the assistant gives up. Then it learns by reward to call the calculator:
 
     verl-fn train recipes/sft_calculator.toml

@@ -67,7 +67,7 @@ def main(rows=8):
         print(f"{'parameter':48}{'cosine':>8}{'rel. L2':>10}{'cosine':>10}{'rel. L2':>10}")
         for leaf, (cosine, distance, cosine_after, distance_after) in list(tables[name].items())[:rows]:
             print(f"{leaf:48}{cosine:8.4f}{distance:10.4f}{cosine_after:10.4f}{distance_after:10.4f}")
-    print(f"\nthe state is still that of step {state.step}, bitwise")
+    print(f"\nthe state of step {state.step} did not change, bitwise")
     return tables
 
 

@@ -21,7 +21,7 @@ ROWS, RATE = 16, 0.01
 def gradients_by_row(backend: Local, params: Params, batch: Batch, loss: Loss) -> Params:
     """Returns the gradient of each row, stacked in a new first dimension.
 
-    The gradient of one row is that of the loss in which the weights of all other rows are zero.
+    The gradient of one row is the gradient of the loss with a weight of zero in all other rows.
     """
     by_row = torch.stack([torch.where(batch.row_ids == row, batch["loss_weight"], 0.0) for row in range(len(batch))])
 
@@ -45,7 +45,7 @@ def main() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         backend = Local(new_model(folder, chars="abcdefgh", hidden_size=32), sgd(RATE))
         state = backend.init(Key.from_seed(0))
-        # Each row repeats one letter, which the model can learn.
+        # Each row repeats one letter, so there is something to learn.
         rows = [[1, *[3 + row % 8] * (4 + row % 3), 2] for row in range(ROWS)]
         batch = Batch.from_rows(rows, {"response_mask": [[0.0] + [1.0] * (len(row) - 1) for row in rows]})
         batch, loss = aggregate(batch, "seq-mean-token-mean"), cross_entropy()

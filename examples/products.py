@@ -15,7 +15,7 @@ import random
 import sys
 from pathlib import Path
 
-# A token each for the model of this example, which otherwise reads and writes characters.
+# A token each for the model of this example; it reads and writes all other text as characters.
 CALL = ('<tool_call>{"name": "multiply", "arguments": {"a": ', ', "b": ', "}}</tool_call>")
 TEMPLATE = (
     "{{ bos_token }}{% for tool in tools or [] %}{{ tool.function.name + '\\n' }}{% endfor %}"
@@ -62,7 +62,7 @@ def factors():
 
 def conversation(number, a, b):
     """Returns messages to imitate; in one of four conversations the assistant calls the tool."""
-    # The template shows the tool as its name, which stands here as a message.
+    # The template shows the tool as its name, so a message has the name here.
     asked = [{"role": "system", "content": "multiply"}, {"role": "user", "content": f"{a}*{b}"}]
     if number % 4:
         return [*asked, {"role": "assistant", "content": "?"}]

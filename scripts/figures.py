@@ -5,7 +5,7 @@ for s in 1 2 3; do
   verl-fn train recipes/grpo_count.toml trainer.seed=$s trainer.dir=runs/grpo_$s
 done
 
-The curves of SmolLM2 are drawn from benchmarks/results, alone with ``python scripts/figures.py smollm2``.
+The curves of SmolLM2 are drawn from benchmarks/results, and only they with ``python scripts/figures.py smollm2``.
 """
 
 import json

@@ -17,7 +17,7 @@ def fenced(match: re.Match[str]) -> str:
 
 
 class Doctests(griffe.Extension):
-    """Fences the examples of every docstring when it is loaded, except those that griffe itself recognizes."""
+    """Fences the examples of every docstring when it is loaded, except examples that griffe itself recognizes."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring is not None and "Examples:\n" not in obj.docstring.value:

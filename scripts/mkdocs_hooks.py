@@ -23,7 +23,7 @@ def site_link(match: re.Match[str], docs: Path, folder: Path) -> str:
 
 
 def site_markdown(markdown: str, docs: Path, folder: Path) -> str:
-    """Rewrites the links of a page of ``folder``, except those in code blocks."""
+    """Rewrites the links of a page of ``folder``, except in code blocks."""
     parts = CODE_BLOCK.split(markdown)
     parts[::2] = [LINK.sub(lambda match: site_link(match, docs, folder), part) for part in parts[::2]]
     return "".join(parts)

@@ -47,7 +47,7 @@ TIMED_OUT = "timed out"
 
 
 def load(names=()):
-    """Returns the mutants of all files, or those whose name or file has one of ``names`` in it."""
+    """Returns the mutants whose name or file has one of ``names`` in it, or all mutants without names."""
     mutants = []
     for file in sorted(FILES.glob("*.toml")):
         for mutant in tomllib.loads(file.read_text())["mutant"]:
@@ -92,7 +92,7 @@ def start_worker(folders, seconds):
 
 
 def pass_unchanged(tests):
-    """Runs tests on the project as it is, which writes the bytecode of what they import."""
+    """Runs tests on the project as it is, to write the bytecode of what they import."""
     return run_tests(COPY, tests, SECONDS * 10)
 
 
@@ -125,7 +125,7 @@ def try_mutant(mutant):
 
 def warm_up():
     """Imports what tests need of other packages. A process with several threads cannot be forked."""
-    # As tests/conftest.py sets them, which is too late here.
+    # As tests/conftest.py sets them, but that is too late here.
     for name, value in (("HF_HUB_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false"), ("OMP_NUM_THREADS", "1")):
         os.environ.setdefault(name, value)
     os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # Arrow's allocator would start one
@@ -164,7 +164,7 @@ def main():
             folders.put(str(copy))
         settings = {"initializer": start_worker, "initargs": (folders, options.timeout)}
         pool = closing.enter_context(ProcessPoolExecutor(options.workers, context, **settings))
-        # Tests of one file run in one process, which collects them and makes their fixtures once.
+        # Tests of one file run in one process, so they are collected and their fixtures made once.
         files = {}
         for name in names:
             files.setdefault(name.partition("::")[0], []).append(name)

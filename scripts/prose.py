@@ -57,7 +57,7 @@ def literals(source: str) -> Iterator[str]:
 
 
 def comments(source: str) -> Iterator[str]:
-    """Yields comments; those of consecutive lines are one text."""
+    """Yields comments; comments on consecutive lines are one text."""
     last, lines = 0, list[str]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:

@@ -10,7 +10,7 @@ from .train import Grads, Params, TrainState
 _NAMES: dict[type, str] = {Grads: "the Grads that forward_backward returned"}
 _INSTEAD = {
     ("Params", "TrainState"): "pass state.params",
-    ("TrainState", "Params"): "pass the whole state, which has the parameters",
+    ("TrainState", "Params"): "pass the whole state; its parameters are taken",
     ("Grads", "tuple"): "it also returned metrics; pass the first of the two",
     ("Optimizer", "NoneType"): "frozen() is one that trains nothing",
 }
@@ -53,7 +53,7 @@ def expect_state(function: str, state: object, batch: object) -> None:
 
 
 def expect_tokens(batch: Batch, vocab: int) -> None:
-    """Checks that a model knows the tokens of a batch, which a GPU would only report long after.
+    """Checks that a model knows the tokens of a batch; a GPU would report it much later.
 
     Raises:
         ValueError: it does not.

@@ -63,7 +63,7 @@ class Batch(Node):
 
         Raises:
             ValueError: there are no rows, a row is empty or holds other numbers than integers, or the lengths of a
-                field differ from those of the rows.
+                field differ from the groups of the rows.
         """
         packed = [_token_ids(row, number) for number, row in enumerate(rows)]
         lengths = torch.tensor([len(row) for row in packed], dtype=torch.int64)
@@ -112,7 +112,7 @@ class Batch(Node):
         return name in self.per_token or name in self.per_row or name in self.ragged or name in CORE
 
     def __getitem__(self, name: str) -> Tensor:
-        """Returns a field; of a ragged one the entries of all rows, which ``rows(name)`` returns by row."""
+        """Returns a field; of a ragged one, the entries of all rows; ``rows(name)`` returns them by row."""
         if name in self.per_token:
             return self.per_token[name]
         if name in self.per_row:
@@ -172,7 +172,7 @@ class Batch(Node):
         present = (*self.per_token.items(), *self.per_row.items())
         held = {id(t) for name, t in present if name not in fields}
         for name, value in fields.items():
-            # A copy of a numpy array, which the caller may write to; tensors are values and are kept as they are.
+            # Copied, since the caller may write to a numpy array; tensors are values and are kept as they are.
             tensor = value if isinstance(value, Tensor) else torch.tensor(value)
             if tensor.ndim == 0 or len(tensor) != size:
                 raise ValueError(

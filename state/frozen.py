@@ -1,4 +1,4 @@
-"""Read-only dictionaries, which immutable values hold."""
+"""Read-only dictionaries for immutable values."""
 
 from __future__ import annotations
 

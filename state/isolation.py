@@ -54,7 +54,7 @@ _default_dtype = SharedSetting(torch.get_default_dtype, torch.set_default_dtype)
 def isolated(*, gradients: bool | None = False) -> Iterator[None]:
     """Runs a step in the same settings of torch, whatever the caller's are.
 
-    Inside, tensors are ordinary ones, not those of inference mode; autocast is off; the default dtype is float32 and
+    Inside, tensors are ordinary ones, not inference tensors; autocast is off; the default dtype is float32 and
     the default device the CPU.
 
     Args:

@@ -201,7 +201,7 @@ def merge(*parts: Mapping[str, Metric]) -> Metrics:
         >>> merge({"a": Sum(1)}, {"a": Sum(2), "b": Max(1)})["a"].value
         3.0
     """
-    total: dict[str, Any] = {}  # A metric adds to metrics of its own class only, which a union cannot express.
+    total: dict[str, Any] = {}  # A union cannot say that a metric adds only to its own class.
     for part in parts:
         for name, metric in part.items():
             total[name] = total[name] + metric if name in total else metric

@@ -120,7 +120,7 @@ class Named(Node, Mapping[str, torch.Tensor]):
         """Returns the names of the leaves that an update may write to; the others can be shared between values."""
         return self.leaves
 
-    # Mapping compares its items, which fails for tensors. Nodes are compared by identity, or with tree.equal.
+    # Mapping compares its items, and that fails for tensors. Nodes are compared by identity, or with tree.equal.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 

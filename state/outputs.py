@@ -13,7 +13,7 @@ from .node import Node, mapping, node
 
 # Outputs with one value per row; all others are per token.
 PER_ROW = frozenset({"row_values"})
-# The beginnings of the names of outputs of the likeliest tokens, which end with their number.
+# Prefixes of the names of the likeliest tokens' outputs; the number of tokens follows.
 TOP = ("top_logprobs_", "top_ids_")
 
 

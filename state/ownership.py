@@ -1,4 +1,4 @@
-"""Donation: a function takes over the buffers of an argument, which can no longer be used afterwards.
+"""Donation: a function takes over the buffers of an argument; using the argument afterwards is an error.
 
 Each buffer is handled separately, like Swift's copy-on-write. A tensor that only the donated value references is
 moved out of it. A tensor with other references is copied first: a reference policy that shares it, a second state
@@ -27,10 +27,10 @@ M = TypeVar("M", bound=Named)
 # The reference count of an item that only a list references: the list's reference and getrefcount's argument.
 _ONLY_LIST = 2
 
-# The same for the Python object of a storage, which its tensor keeps too.
+# The same for the Python object of a storage, since its tensor keeps one too.
 _ONLY_LIST_AND_TENSOR = 3
 
-# The use count of a storage that one tensor uses: the tensor's and that of the Python object that is asked.
+# The use count of a storage that one tensor uses: one by the tensor, one by the Python object that is asked.
 _ONLY_TENSOR = 2
 
 _STORAGE, _CDATA = torch._C.TensorBase.untyped_storage, operator.attrgetter("_cdata")
@@ -131,11 +131,11 @@ def divided(box: list[N], groups: Iterable[list[str]]) -> Iterator[list[N]]:
     A part is made when it is asked for, and nothing here refers to it afterwards.
 
     Args:
-        box: a list with the value as its only item, which is emptied.
+        box: a list with the value as its only item; it is emptied.
         groups: the names of each part.
 
     Returns:
-        An iterator over lists with one part each, which ``owned`` takes.
+        An iterator over lists with one part each, to pass to ``owned``.
 
     Example:
         >>> from .train import Grads
@@ -174,7 +174,7 @@ def owned_parts(box: list[M], groups: Iterable[list[str]]) -> Iterator[tuple[M, 
     checked together with it: views in another group would count as other users.
 
     Args:
-        box: a list with the mapping as its only item, which is emptied. The list has the only reference to it.
+        box: a list with the mapping as its only item; it is emptied. The list has the only reference to it.
         groups: the names of each part.
 
     Returns:
@@ -267,7 +267,7 @@ def _take(box: list[Any], copies: list[int]) -> Any:
     """Empties ``box`` and returns its only item, in which every tensor with other references is replaced by a copy.
 
     Each container is opened, and the reference to it dropped. If that was the only one, the container is freed and
-    its items have one reference less; otherwise it still references them, which the reference counts of its tensors
+    its items have one reference less; otherwise it still references them, as the reference counts of its tensors
     show. No user of a value therefore needs to be registered.
 
     Args:

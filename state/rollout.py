@@ -53,7 +53,7 @@ class Sampling:
     """How responses are drawn.
 
     Attributes:
-        max_tokens: the length limit of a response, which includes its end token.
+        max_tokens: the length limit of a response, its end token included.
         temperature: the logits are divided by it; 0 takes the most likely token.
         top_k: samples from the k most likely tokens; -1 samples from all.
         top_p: samples from the smallest set of most likely tokens whose probabilities sum to at least this.
@@ -158,7 +158,7 @@ class Outcome:
 
     Attributes:
         conversation: its number among the conversations of the request. A conversation whose chat template rewrites
-            earlier messages has several rows, which follow each other.
+            earlier messages has several rows, one after the other.
         reason: why it ended.
         score: the environment's reward; 0 unless the environment ended it.
         acc: how right it was, from 0 to 1; 0 unless the environment ended it.
@@ -193,7 +193,7 @@ class Sample:
         near_ties: the number of draws so close to a boundary that rounding could change them.
         outcome: of the conversation that this is a row of; None without an environment.
         routed_experts: the experts of each token, of the prompt's too, in each layer with experts, ``[T, L, k]``;
-            None where the engine does not give them. The last token, which no engine computes, has those of the
+            None if the engine does not give them. No engine computes the last token; it repeats the experts of the
             token before it: no other token sees it, so nothing depends on them.
     """
 

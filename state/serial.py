@@ -1,4 +1,4 @@
-"""Converts values to named tensors and scalars, which a file can hold, and back."""
+"""Converts values to named tensors and scalars for a file, and back."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def split_by_tokens(batch: Batch, max_tokens: int, together: str | None = None, 
 def deal(
     batch: Batch, shares: int, max_tokens: int, together: str | None = None, *, padded: bool = False
 ) -> list[list[list[int]]]:
-    """Distributes the rows of a batch over ranks, and those of each rank over the same number of micro-batches.
+    """Distributes the rows of a batch over ranks, and the rows of each rank over the same number of micro-batches.
 
     Ranks and micro-batches get about as many tokens each. The result depends on the arguments only, so all ranks
     compute the same one without communication.

@@ -41,7 +41,7 @@ class Params(Named):
         return list(self.leaves) if trainable is None else [name for name in self.leaves if name in trainable]
 
     def written(self) -> list[str]:
-        """Returns the names of the leaves that an update may write to, which are the trained ones."""
+        """Returns the names of the trained leaves: an update may write only to these."""
         return self.trained()
 
     @property
@@ -107,7 +107,7 @@ class TrainState(Node):
     Attributes:
         params: the parameters.
         optimizer: the optimizer's state, a tree that its ``init`` made.
-        scheduler: the number of updates applied so far, which is the position of the learning-rate schedule.
+        scheduler: the number of updates applied so far: the position in the learning-rate schedule.
         rng: the key of all randomness in training; the key of a step is ``rng.fold_in(step)``.
         step: the number of updates attempted so far. A skipped update counts here but not in ``scheduler``.
         buffers: tensors that the model itself changes while it runs.
@@ -149,7 +149,7 @@ def _by_tensors(tensors: list[Tensor]) -> Tensor:
 def _by_rows(tensors: list[Tensor]) -> Tensor:
     """Adds the squares of short rows of large tensors in fp32, and all others in float64.
 
-    On a CPU this is as fast as a sum in fp32, which would lose a digit for every few million elements.
+    On a CPU this is as fast as a sum in fp32, but that one would lose a digit for every few million elements.
     """
     small: list[Tensor] = [torch.zeros((), device="cpu")]
     rows: list[Tensor] = []

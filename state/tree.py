@@ -77,7 +77,7 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def digest(tree: Any) -> str:
-    """Returns a hash of all paths, dtypes, shapes and bytes, which is the same on every machine.
+    """Returns a hash of all paths, dtypes, shapes and bytes; it is the same on every machine.
 
     Example:
         >>> digest({"w": torch.zeros(2)}) == digest({"w": torch.zeros(2)}) != digest({"w": torch.zeros(3)})
@@ -96,7 +96,7 @@ def digest(tree: Any) -> str:
 
 
 def snapshot(tree: T) -> T:
-    """Returns an independent copy, which stays valid when the original is donated.
+    """Returns an independent copy: it stays valid when the original is donated.
 
     Raises:
         TypeError: the tree contains a handle to a value on other workers; the message explains how to copy it.

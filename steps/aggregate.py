@@ -54,7 +54,7 @@ def aggregate(
         >>> aggregate(batch, lambda batch: batch["response_mask"] / 4)["loss_weight"].tolist()
         [0.25, 0.25, 0.25]
 
-    Source: the modes are those of verl's ``agg_loss``.
+    Source: verl's ``agg_loss`` has the same modes.
     """
     mask = batch["response_mask"].float()
     lengths = batch.sum_rows(mask)

@@ -22,8 +22,8 @@ _LARGEST = 20.0
 def rollout_log_ratio(batch: Batch) -> Float[Tensor, " T"]:
     """Returns the trainer's log-probability of each sampled token minus the rollout engine's, and 0 elsewhere.
 
-    Where top-k or top-p cut the engine's distribution, its log-probabilities before the cut are used: those after it
-    are larger by the mass that was cut, which is no difference between the two models.
+    If top-k or top-p cut the engine's distribution, its log-probabilities before the cut are used. After the cut they
+    are larger by the mass that was cut, although the two models need not differ.
 
     Args:
         batch: needs ``response_mask``, ``old_log_probs``, and ``rollout_full_log_probs`` or ``rollout_log_probs``.
@@ -38,7 +38,7 @@ def rollout_log_ratio(batch: Batch) -> Float[Tensor, " T"]:
 
 
 def _engine_log_probs(batch: Batch) -> Float[Tensor, " T"]:
-    """Returns the engine's log-probabilities before top-k and top-p, which the trainer does not know."""
+    """Returns the engine's log-probabilities before top-k and top-p, since the trainer does not know these cuts."""
     return batch["rollout_full_log_probs" if "rollout_full_log_probs" in batch else "rollout_log_probs"]
 
 
@@ -106,7 +106,7 @@ def importance_weights(
 def correct_advantages(
     batch: Batch, level: str = "token", *, low: float = 0.0, high: float = 2.0, outside: str = "truncate"
 ) -> Batch:
-    """Multiplies the advantages by the importance weights, which are written as ``rollout_is_weights``.
+    """Multiplies the advantages by the importance weights, and writes these as ``rollout_is_weights``.
 
     A weight is not negative, so a policy loss that is proportional to the size of the advantage, as ``ppo_clip`` is,
     is multiplied by it; KL and entropy terms are not. A token of weight 0 still counts in the loss's denominator.
@@ -132,7 +132,7 @@ def correct_advantages(
 
 
 def rollout_gap(batch: Batch) -> Metrics:
-    """Returns metrics of how far the trainer's probabilities are from those that drew the samples.
+    """Returns metrics of how far the trainer's probabilities are from the engine's.
 
     ==============================================  ==========================================================
     metric                                          meaning, over the sampled tokens
@@ -145,7 +145,7 @@ def rollout_gap(batch: Batch) -> Metrics:
     ==============================================  ==========================================================
 
     Args:
-        batch: as for ``rollout_log_ratio``. The metrics of parts of a batch add up to those of the batch.
+        batch: as for ``rollout_log_ratio``. The metrics of parts of a batch add up to the metrics of the batch.
 
     Example:
         >>> batch = Batch.from_rows([[1]], {"response_mask": [[1.0]], "old_log_probs": [[-1.0]],

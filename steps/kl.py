@@ -33,7 +33,7 @@ def kl_penalty(
     ``abs``             absolute value of d
     ==================  ==================================================================
 
-    With a trailing ``+``, as in ``k3+``, the value is the same but the gradient is that of ``k2``, which is unbiased.
+    With a trailing ``+``, as in ``k3+``, the value is the same but the gradient is the unbiased one of ``k2``.
 
     Args:
         logprobs: the policy's log-probabilities of the tokens.

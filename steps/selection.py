@@ -94,7 +94,7 @@ def select_kl_cov(batch: Batch, logprobs: Float[Tensor, " T"], *, kl_cov_ratio: 
 def select_high_entropy(batch: Batch, entropy: Float[Tensor, " T"], *, top_entropy_quantile: float = 0.2) -> Batch:
     """Keeps the advantages of the response tokens with the highest entropy, and sets all others to 0.
 
-    Every loss that is proportional to the advantage then learns from these tokens alone. The others still count in
+    Every loss that is proportional to the advantage then learns only from these tokens. The others still count in
     the weights, and KL terms still reach them. Also writes ``high_entropy``, 1 for the tokens that are kept.
 
     Args:

@@ -69,7 +69,7 @@ def check_inputs(function: str, batch: Batch, *fields: str) -> None:
         fields: per-token or per-row fields besides ``token_level_rewards``.
 
     Raises:
-        AdvantageError: a value is nan or infinite, which would spread over the group or the batch.
+        AdvantageError: a value is nan or infinite; it would spread over the group or the batch.
     """
     mask = batch["response_mask"].bool()
     for field in ("token_level_rewards", *fields):

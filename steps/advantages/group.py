@@ -1,4 +1,4 @@
-"""Estimators that compare a row's reward with those of the other rows of its group, which can have any size.
+"""Estimators that compare a row's reward with the rewards of its group; groups can have any size.
 
 Rows without a response token count in no group. A row that is compared with no other has the advantage 0.
 """
@@ -35,7 +35,7 @@ def grpo(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1e-6) -
 
 
 def dr_grpo(batch: Batch) -> Batch:
-    """Estimates the advantages of Dr. GRPO: those of ``grpo`` without the division by the standard deviation.
+    """Estimates the advantages of Dr. GRPO: ``grpo`` without the division by the standard deviation.
 
     Dr. GRPO also divides by a constant instead of each row's length: aggregate with ``seq-mean-token-sum-norm``.
 

@@ -1,4 +1,4 @@
-"""Rewards of whole rows and statistics over groups of rows, which estimators of outcomes share."""
+"""Rewards of whole rows and statistics over groups of rows, for estimators of outcomes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .columns import check_inputs, written
 class Groups:
     """The groups of a batch's rows. Only rows with a response token count: the loss sees no others.
 
-    Statistics are given for each row, ``[B]``, and are those of its group.
+    Statistics are given for each row, ``[B]``, and describe its group.
 
     Attributes:
         of: the index of each row's group.

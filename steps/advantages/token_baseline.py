@@ -37,8 +37,8 @@ def optimal_token_baseline(
         handle_zero_tail: whether the baseline is 0 where the longest row of a group has no other beside it; else
             these tokens are compared with themselves, and their advantage is about 0. With it, equal rewards do
             not give advantages of 0 there.
-        rollout_is_weights: whether w is multiplied by the square of the field ``rollout_is_weights``, which
-            ``correct_advantages`` writes.
+        rollout_is_weights: whether w is multiplied by the square of ``rollout_is_weights``, a field of
+            ``correct_advantages``.
         epsilon: added to the sum of W.
 
     Example:

@@ -1,4 +1,4 @@
-"""Losses: pure functions of a model's outputs and a batch, which can be added and scaled.
+"""Losses: pure functions of a model's outputs and a batch. They can be added and scaled.
 
 A loss is a sum of terms, and each term has a level. A ``token`` term returns one value per token, ``[T]``, and is
 weighted by the batch's ``loss_weight``; a ``row`` term returns one value per row, ``[B]``, and is weighted by
@@ -59,7 +59,7 @@ class Term:
             raise ValueError(f"level is {self.level!r}; it must be {' or '.join(WEIGHTS)}")
 
     def values(self, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Returns the values times the factor, and the metrics, which are not multiplied.
+        """Returns the values times the factor, and the metrics as they are.
 
         Raises:
             LossError: the function returns something else.
@@ -193,7 +193,7 @@ def loss(
 
 
 def total_loss(loss: Loss, outputs: TokenOutputs, batch: Batch) -> tuple[Float[Tensor, ""], Metrics]:
-    """Returns the scalar that a backend differentiates, which is the sum of weight times value, and the metrics.
+    """Returns the sum of weight times value, for a backend to differentiate, and the metrics.
 
     Tokens and rows with weight zero are ignored, even if their values or the derivatives of these are not finite.
 
@@ -284,7 +284,7 @@ def check_fields(loss: Loss, batch: Batch) -> None:
 
 
 def token_mean(batch: Batch, values: Tensor) -> Weighted:
-    """Makes the metric for the mean of ``values`` over response tokens, which is the same for every split.
+    """Makes the metric for the mean of ``values`` over response tokens; every split gives the same one.
 
     Example:
         >>> token_mean(Batch.from_rows([[1, 2]], {"response_mask": [[0.0, 1.0]]}), torch.tensor([9.0, 2.0])).value

@@ -10,7 +10,7 @@ from verl_fn.steps.kl import kl_penalty
 
 from .contract import Loss, loss, token_mean, weighted_sum
 
-# The estimators whose gradients are, on average over the student's own tokens, those of the two divergences.
+# On average over the student's own tokens, the gradients of these estimators equal the divergences' gradients.
 ESTIMATORS = {"reverse": "k2", "forward": "k3"}
 LEAST = 1e-6  # probability of the tokens beside the candidates; 1 minus a sum in fp32 is no more exact
 IMPOSSIBLE = -1e4  # log-probability whose exponential is 0 and whose differences are finite
@@ -20,9 +20,10 @@ def distill(kl: str = "reverse") -> Loss:
     """Returns the loss of distillation on tokens that the student sampled. It reads ``teacher_log_probs``.
 
     With d = log student(y) - log teacher(y) it is d^2 / 2 for ``reverse``. Its gradient, d * grad log student(y), is
-    on average over y from the student that of KL(student ‖ teacher). For ``forward`` it is exp(-d) - 1 + d, with the
-    gradient (1 - teacher(y) / student(y)) * grad log student(y), on average that of KL(teacher ‖ student); d is
-    clamped as in ``kl_penalty``. Both need tokens from the current student: one update per batch.
+    on average over y from the student the gradient of KL(student ‖ teacher). For ``forward`` it is exp(-d) - 1 + d.
+    The gradient, (1 - teacher(y) / student(y)) * grad log student(y), is on average the gradient of
+    KL(teacher ‖ student); d is clamped as in ``kl_penalty``. Both need tokens from the current student: one update
+    per batch.
 
     Args:
         kl: ``reverse`` or ``forward``.
@@ -61,9 +62,9 @@ def distill_top_k(kl: str = "reverse") -> Loss:
 
     It reads ``teacher_candidate_log_probs``, ``[T, K]``, the teacher's log-probabilities of the field ``candidates``.
     All other tokens count as one, with the rest of the probability, so its value is the divergence between two
-    distributions of K + 1 outcomes: at least 0, and at most that of the whole vocabulary, which it is for K = V.
-    A candidate that the student does not have, with the log-probability -inf, is one of the other tokens. Unlike the
-    gradient of ``distill``, its gradient is exact at each place, and may use any tokens.
+    distributions of K + 1 outcomes: at least 0, and at most the divergence of the whole vocabulary, with equality
+    for K = V. A candidate that the student does not have, with the log-probability -inf, is one of the other tokens.
+    Unlike the gradient of ``distill``, its gradient is exact at each place, and may use any tokens.
 
     Args:
         kl: ``reverse``, KL(student ‖ teacher), or ``forward``, KL(teacher ‖ student).
@@ -104,6 +105,6 @@ def distill_top_k(kl: str = "reverse") -> Loss:
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """Appends the log-probability of all other tokens, which rounding could make negative or 0."""
+    """Appends the log-probability of all other tokens; rounding could make their mass negative or 0."""
     rest = (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=LEAST)
     return torch.cat([log_probs, rest.log()], -1)

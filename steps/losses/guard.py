@@ -11,7 +11,7 @@ from torch import Tensor
 def without_nan_gradients(output: Tensor, weightless: Tensor) -> Tensor:
     """Returns the same output, whose gradient is 0 instead of nan where it has no weight.
 
-    The derivative of a function of such an output can be infinite, as that of a square root is at 0, and its product
+    The derivative of a function of such an output can be infinite, as a square root's is at 0, and its product
     with the weight 0 is nan. Finite gradients pass, since the values of other tokens may depend on the output.
 
     Args:

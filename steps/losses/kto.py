@@ -16,9 +16,9 @@ def kto(beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: fl
     """Returns the loss of Kahneman-Tversky optimization.
 
     With r = log(policy(y | x) / reference(y | x)) and the reference point z, the loss of a desirable row is
-    desirable_weight * (1 - sigmoid(beta * (r - z))), and that of another row is
+    desirable_weight * (1 - sigmoid(beta * (r - z))), and the loss of another row is
     undesirable_weight * (1 - sigmoid(beta * (z - r))). It is a row loss. It reads ``ref_log_prob`` and two per-row
-    fields: ``label``, 1 for a desirable row and 0 for another, and ``reference_point``, which
+    fields: ``label``, 1 for a desirable row and 0 for another, and ``reference_point``, a column that
     ``kto_reference_point`` writes over the whole update batch. No gradient flows through the reference point.
 
     Args:
@@ -46,7 +46,7 @@ def kto(beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: fl
         log_ratio = row_log_probs(batch, outputs.logprobs - batch["ref_log_prob"])
         desirable = batch["label"] > 0.5
         gain = beta * (log_ratio - batch["reference_point"])
-        # 1 - sigmoid(x) is sigmoid(-x), which does not cancel for large x.
+        # 1 - sigmoid(x) is sigmoid(-x), without cancellation for large x.
         values = torch.where(
             desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain)
         )

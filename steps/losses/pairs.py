@@ -55,7 +55,7 @@ class Pairs:
         return cls(sign, index, len(ids))
 
     def margin(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
-        """Returns, for both rows of a pair, the value of the preferred row less that of the other."""
+        """Returns, for both rows of a pair, the value of the preferred row less the value of the other."""
         return self._of_pairs(self.sign * values)
 
     def total(self, values: Float[Tensor, " B"]) -> Float[Tensor, " B"]:

@@ -19,7 +19,7 @@ def bradley_terry(pair: str = "pair", chosen: str = "chosen", *, center_rewards_
     """Returns the loss of a reward model: minus the log-likelihood that the preferred row of each pair wins.
 
     For scores r of the preferred row w and the other row l it is -log sigmoid(r_w - r_l). Preferences say nothing of
-    the mean of both scores, which may differ from prompt to prompt; center_rewards_coefficient * (r_w + r_l)^2 keeps
+    the mean of both scores, as it may differ by prompt; center_rewards_coefficient * (r_w + r_l)^2 keeps
     it near 0, so that scores of different prompts compare. It is a row loss and reads ``row_values``. Both rows of a
     pair get the loss of the pair, so with the weights of ``aggregate_rows(batch, "group-mean", group="pair")`` the
     total is the mean over pairs.
@@ -64,7 +64,7 @@ def dpo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Los
     """Returns the loss of direct preference optimization: ``bradley_terry`` of the policy's implicit rewards.
 
     The implicit reward of a response y to x is beta * log(policy(y | x) / reference(y | x)). With h the log-ratio of
-    the preferred response less that of the other, the loss is -log sigmoid(beta * h). It is a row loss; it reads
+    the preferred response less the other's, the loss is -log sigmoid(beta * h). It is a row loss; it reads
     ``ref_log_prob`` and, as ``bradley_terry``, gives both rows of a pair the loss of the pair.
 
     Args:
@@ -124,10 +124,10 @@ def cdpo(beta: float = 0.1, label_smoothing: float = 0.1, *, pair: str = "pair",
 
 
 def ipo(beta: float = 0.1, *, pair: str = "pair", chosen: str = "chosen") -> Loss:
-    """Returns the loss of identity preference optimization, which aims at a margin instead of the largest one.
+    """Returns the loss of identity preference optimization: it aims at a given margin, not at the largest one.
 
     With h as in ``dpo`` it is (h - 1 / (2 * beta))^2. Log-ratios are sums over tokens, as in the paper; TRL takes
-    means over tokens, which is another loss.
+    means over tokens: another loss.
 
     Args:
         beta: the paper's tau; log-ratios aim at a difference of 1 / (2 * beta) nats.

@@ -1,4 +1,4 @@
-"""Probability ratios and their bounds, which policy losses share."""
+"""Probability ratios and their bounds, for all policy losses."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from .contract import Loss, loss, token_mean, weighted_sum
 def value_clip(cliprange_value: float = 0.5) -> Loss:
     """Returns half the squared error of the value, the larger one of the clipped and the unclipped value.
 
-    It reads ``returns`` and ``values``, which the critic gave before the update.
+    It reads ``returns`` and the critic's ``values`` of before the update.
 
     Args:
         cliprange_value: how far the clipped value may move from ``values``. A value that has not moved has the full

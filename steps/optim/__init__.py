@@ -1,4 +1,4 @@
-"""Optimizers, learning-rate schedules, and ``apply_update``, which applies an optimizer to a state."""
+"""Optimizers, learning-rate schedules, and ``apply_update`` to apply an optimizer to a state."""
 
 from .adamw import AdamState, AdamW, adamw
 from .apply import apply_update, check_update

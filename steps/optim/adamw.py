@@ -111,7 +111,7 @@ def adamw(
     weight_decay: float = 0.01,
     weight_decay_mask: Mask | Mapping[str, bool] | None = None,
 ) -> AdamW:
-    """Makes AdamW, which is Adam with weight decay that bypasses the running averages.
+    """Makes AdamW: Adam with weight decay that bypasses the running averages.
 
     Args:
         schedule: the learning rate, as a number or as a function of the number of updates applied so far.

@@ -30,7 +30,7 @@ from verl_fn.state.arguments import expect_update
 from .leaves import check_device, tensors_of
 from .transforms import Optimizer, Reduce, Update
 
-# The number of leaves in an update's first group, which is small because the device is idle until its kernel starts.
+# The number of leaves in an update's first group: small, because the device is idle until its kernel starts.
 # Each group has twice as many as the one before. On the CPU kernels run synchronously, so groups would save no time.
 FIRST_GROUP, FIRST_GROUP_ON_CPU = 8, 0
 
@@ -173,7 +173,7 @@ def _updated(
 
     Args:
         optimizer: the optimizer.
-        boxes: a list with the state and a list with the gradients, which have the only references to them. Both
+        boxes: a list with the state and a list with the gradients; they have the only references to both. Both
             lists are emptied.
         update: describes the update.
         groups: the names of each group.
@@ -193,7 +193,7 @@ def _updated(
         part, part_copies = owned(box) if donate else (box.pop(), 0)
         copies += gradient_copies + part_copies
         params, opt_state, metrics = optimizer.update(gradient, part.optimizer, part.params, update)
-        # Fused kernels don't bump version counters, which caches of these tensors compare.
+        # Fused kernels don't bump version counters, but caches of these tensors compare them.
         torch.autograd.graph.increment_version([params[name] for name in gradient])
         befores.append(part)
         afters.append(attrs.evolve(part, params=params, optimizer=opt_state))

@@ -14,7 +14,7 @@ def tensors_of(tree: Named, names: list[str]) -> list[Tensor]:
 
 
 def laid_out_as(grads: list[Tensor], params: list[Tensor]) -> list[Tensor]:
-    """Returns the gradients in the memory layout of their parameters, which fused kernels need and do not check."""
+    """Returns the gradients in the memory layout of their parameters; fused kernels need it and do not check it."""
     if all(map(Tensor.is_contiguous, grads)) and all(map(Tensor.is_contiguous, params)):
         return grads
     pairs = zip(grads, params, strict=True)
@@ -22,7 +22,7 @@ def laid_out_as(grads: list[Tensor], params: list[Tensor]) -> list[Tensor]:
 
 
 def check_slots(slots: Slots, names: list[str], params: Params) -> None:
-    """Checks that an optimizer's tensors belong to the trained parameters, which the kernels do not check.
+    """Checks that an optimizer's tensors belong to the trained parameters; the kernels do not.
 
     Args:
         slots: the tensors.
@@ -42,10 +42,10 @@ def check_slots(slots: Slots, names: list[str], params: Params) -> None:
 
 
 def check_device(what: str, tensors: list[Tensor], params: list[Tensor]) -> None:
-    """Checks the device of the first tensor, which is enough since whole trees are placed.
+    """Checks the device of the first tensor only, since whole trees are placed.
 
     Raises:
-        ValueError: it is not that of the parameters.
+        ValueError: the parameters are on another device.
     """
     if tensors and tensors[0].device != params[0].device:
         raise ValueError(f"{what} on {tensors[0].device}, and the parameters on {params[0].device}")

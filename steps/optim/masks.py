@@ -23,7 +23,7 @@ class NoDecay:
 
 
 def no_decay(*parts: str) -> NoDecay:
-    """Makes a mask that decays all parameters except those whose canonical name contains one of ``parts``.
+    """Makes a mask that decays each parameter unless its canonical name contains one of ``parts``.
 
     Example:
         >>> import torch

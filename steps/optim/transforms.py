@@ -1,6 +1,6 @@
 """Optimizers and gradient transformations, in the manner of optax: pure functions ``init`` and ``update``.
 
-They are frozen attrs classes, so their settings are readable, unlike those of closures. Two of them are equal if
+They are frozen attrs classes, so their settings are readable, unlike a closure's. Two of them are equal if
 they have the same class and equal settings. They can be compared between ranks, printed, and translated for another
 library.
 """
@@ -33,7 +33,7 @@ class Update:
     Attributes:
         norm: the global norm of the gradients, a scalar tensor.
         divisor: the optimizer's kernel divides the gradients by this scalar tensor. Clipping changes only the
-            divisor, which saves a pass over the gradients.
+            divisor, to save a pass over the gradients.
         skip: 1.0 if the kernel must change nothing, else 0.0, a scalar tensor.
         position: the number of updates applied before this one, for the schedule.
         reduce: adds a tensor over the processes that hold the other shards. Gradients and parameters may be shards,
@@ -55,7 +55,7 @@ class Update:
 
 
 class GradTransform:
-    """Base class of gradient transformations, which come before the optimizer in a ``chain``.
+    """Base class of gradient transformations: they come before the optimizer in a ``chain``.
 
     A subclass is a frozen attrs class. Its state is a tree of nodes, dictionaries and tuples; without state it is
     ``()``. Tensors with the shapes of the parameters belong in ``Slots``. When an update is skipped, the old state is
@@ -101,10 +101,10 @@ class GradTransform:
 
 
 class Optimizer:
-    """Base class of optimizers, which are frozen attrs classes.
+    """Base class of optimizers, all frozen attrs classes.
 
     ``update`` overwrites its arguments: it runs torch's fused kernels on their storages and returns nodes that
-    contain the same storages. Call it through ``apply_update``, which donates or copies the arguments first.
+    contain the same storages. Call it through ``apply_update``: this donates or copies the arguments first.
 
     Attributes:
         by_leaf: whether the update of a leaf depends only on that leaf, its gradient, its slots and ``update``.
@@ -120,7 +120,7 @@ class Optimizer:
         raise NotImplementedError
 
     def check(self, params: Params, state: Any, position: int) -> None:
-        """Raises the errors of ``update`` that can be foreseen, as that of a ``GradTransform`` does.
+        """Raises the errors of ``update`` that can be foreseen, as in a ``GradTransform``.
 
         Args:
             params: the parameters; on sharded backends, DTensors.
@@ -182,7 +182,7 @@ class ClipByGlobalNorm(GradTransform):
 def clip_by_global_norm(max_norm: float) -> ClipByGlobalNorm:
     """Makes a transformation that scales gradients down if their global norm is above ``max_norm``.
 
-    It changes only a divisor that the optimizer's kernel applies, which saves a pass over the gradients.
+    It changes only a divisor that the optimizer's kernel applies. This saves a pass over the gradients.
 
     Args:
         max_norm: the global norm that gradients may have.
@@ -228,7 +228,7 @@ class Chain(Optimizer):
 
 
 def _unshared(grads: Grads, states: list[Any]) -> Grads:
-    """Returns the gradients, with copies of those that are in a state too: fused kernels scale gradients in place."""
+    """Returns the gradients; a tensor that is in a state too is copied: fused kernels scale gradients in place."""
     in_states = {id(t) for t in tree.leaves(states) if isinstance(t, Tensor)}
     if not in_states:
         return grads
@@ -239,11 +239,11 @@ def chain(*parts: GradTransform | Optimizer) -> Chain:
     """Chains gradient transformations and an optimizer.
 
     Args:
-        parts: the transformations in order and, last, the optimizer, which can be a chain itself.
+        parts: the transformations in order and, last, the optimizer or another chain.
 
     Raises:
         TypeError: the last part is not an optimizer, or another part is not a gradient transformation.
-        ValueError: the optimizer is ``frozen()``, which takes no gradients.
+        ValueError: the optimizer is ``frozen()``, and takes no gradients.
 
     Example:
         >>> from verl_fn.steps import sgd

@@ -15,7 +15,7 @@ usually causes the difference. The laws:
 * Zero: a batch without a learning signal changes nothing.
 * Restore: a restored state equals the saved one, and training continues identically.
 * Layout: a backend restores what another one saved.
-* Signature: names, shapes and dtypes are those of the protocol.
+* Signature: names, shapes and dtypes are as in the protocol.
 * Environments obey laws of their own; see ``check_environment``.
 * Backends also obey Outputs, Derivative and Update, losses Finite and Precision, estimators Rows and Precision, and
   rollout engines Version, Log-probs and Capabilities; each check describes its laws.

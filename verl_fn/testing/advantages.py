@@ -168,7 +168,7 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
         LawViolation: the fields do not match the signature.
     """
     with warnings.catch_warnings():
-        # The batches have numbers in all tokens, to show that those with response_mask 0 do not matter.
+        # The batches have numbers in all tokens, to show that numbers with response_mask 0 do not matter.
         warnings.filterwarnings("ignore", "rewards on tokens with response_mask 0")
         new = estimator(batch)
     require(

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @attrs.frozen(eq=False)
 class BackendCase:
-    """A backend under test and the arguments of its calls. States may be handles, which ``read`` resolves.
+    """A backend under test and the arguments of its calls. States may be handles; ``read`` resolves them.
 
     Attributes:
         backend: the backend under test.
@@ -98,7 +98,7 @@ class BackendCase:
 
 
 def whole(backend: TrainBackend, value: T) -> T:
-    """Returns a value with whole tensors, which ``backend.named`` gathers; all ranks call it together."""
+    """Returns a value with whole tensors, gathered by ``backend.named``; all ranks call it together."""
 
     def is_named(part: object) -> bool:
         return isinstance(part, (Params, Grads, Slots))

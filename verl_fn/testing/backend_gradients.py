@@ -152,12 +152,12 @@ def _moved(state: TrainState, grads: Grads, *, pattern: bool, step: float) -> Pa
 
 
 def _pattern(t: Tensor) -> Tensor:
-    """Returns a direction that looks random but depends on each element alone, so that shards have the same one."""
+    """Returns a direction that looks random but depends only on each element, so that shards have the same one."""
     return (t.abs() + 1e-3) * torch.cos(997.0 * t)
 
 
 def _loss_fn(case: BackendCase, state: Handle[TrainState]) -> None:
-    """Checks the gradients against those of the loss as a pure function of the parameters."""
+    """Checks the gradients against ``torch.func`` gradients of the loss as a pure function of the parameters."""
     if not hasattr(case.backend, "loss_fn"):
         return
     fn = case.backend.loss_fn(case.batch, case.loss)
@@ -166,9 +166,9 @@ def _loss_fn(case: BackendCase, state: Handle[TrainState]) -> None:
     with untouched("Purity", "loss_fn", params=params):
         derived, of_fn = torch.func.grad(fn, has_aux=True)(params)
     trained = Grads({name: derived[name] for name in params.trained()})
-    cause = "a gradient that is scaled, transposed, of the other sign, or of other parameters than those given"
+    cause = "a gradient that is scaled, transposed, of the other sign, or of other parameters than the given ones"
     require_agreement(
-        # loss_fn may compute log-probs by other operations, whose rounding differs more than that of splits.
+        # loss_fn may compute log-probs by other operations, whose rounding differs more than between splits.
         attrs.evolve(case, tolerance=3 * case.tolerance),
         LAW,
         "forward_backward against torch.func.grad of loss_fn:",

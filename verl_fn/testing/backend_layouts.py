@@ -76,7 +76,7 @@ def _updates(
         "the norm that apply_update reports on the other backend",
         norms[0],
         norms[1],
-        "a norm of one rank's shards alone, or of replicated ones twice",
+        "a norm of only one rank's shards, or of replicated ones twice",
         tolerance=cases[0].tolerance,
     )
     one, other = (

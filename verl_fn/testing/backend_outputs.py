@@ -58,7 +58,7 @@ def _depends_on_the_past(case: BackendCase, name: str, places: Tensor, before: T
     batch, rows = case.batch, case.batch.row_ids
     changed_at = torch.full((len(batch),), batch.num_tokens).index_copy(0, rows[places], places)[rows]
     index, targets = torch.arange(batch.num_tokens), batch["response_mask"] != 0
-    # The log-prob of a token depends on the token itself, and every other output on the tokens before it alone.
+    # The log-prob of a token depends on the token itself, and every other output only on the tokens before it.
     first_to_change = changed_at if name == "logprobs" else changed_at + 1
     past = targets & (index < first_to_change)
     require_close(

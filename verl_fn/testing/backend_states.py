@@ -49,20 +49,20 @@ def check_persistence(case: BackendCase, first: Handle[TrainState], second: Hand
 
 
 def _edited(case: BackendCase, state: Handle[TrainState]) -> None:
-    """Checks that calls see an edit in place of all parameters, also of those that are not trained."""
+    """Checks that calls see an edit in place of all parameters, trained or not."""
     edited = case.made(snapshot, state)
     case.outputs(edited.params)
     before = _identity(case, edited)
     case.get(case.backend.map(_scale, edited))
     seen, now = case.outputs(edited.params), _identity(case, edited)
-    # Equal values in other tensors, which no cache knows.
+    # Equal values in other tensors, unknown to any cache.
     expected = case.outputs(case.made(snapshot, edited).params)
     cached = "a copy that is kept for a tensor, or its address, whatever was written to it since"
     require_equal("Persistence", "forward after an edit of the parameters in place", expected, seen, cached)
     require(
         now is None or now != before,
         "Persistence",
-        "after an edit of the parameters in place, weights with adapters apart are identified as those before",
+        "after an edit of the parameters in place, adapters apart have the identity of the weights before",
         "a checksum that is kept for a tensor, whatever was written to it since",
     )
 
@@ -184,7 +184,7 @@ def _skipped(
     *,
     donate: bool,
 ) -> None:
-    """Checks that an update with gradients that are not finite changes the step alone."""
+    """Checks that an update with gradients that are not finite changes only the step."""
     broken = case.made(spoil, case.gradients(state)[0])
     skipped, reported = case.update(case.made(snapshot, state), broken, donate=donate)
     before = case.read(state)
@@ -200,7 +200,7 @@ def _skipped(
 
 
 def _with_infinities(grads: Grads) -> Grads:
-    """Returns the gradients with the last tensor filled with infinities, which are no nan."""
+    """Returns the gradients with the last tensor filled with infinities (not nan)."""
     last = list(grads)[-1]
     return Grads({name: g * 0.0 + torch.inf if name == last else g for name, g in grads.items()})
 

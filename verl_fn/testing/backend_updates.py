@@ -1,4 +1,4 @@
-"""Laws of updates, a part of ``check_backend``: an update is that of the optimizer, whatever the layout."""
+"""Laws of updates, a part of ``check_backend``: an update is what the optimizer computes, whatever the layout."""
 
 from __future__ import annotations
 

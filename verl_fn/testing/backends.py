@@ -43,13 +43,13 @@ def check_backend(
 
     * Signature, Purity, Split invariance, Persistence, Donation, Zero and Restore check the backend by itself. In one
       process Purity includes calls from two threads.
-    * Outputs: those of a token depend on the tokens before it, log-probs on the token too, and nothing on later ones.
+    * Outputs: outputs depend on the tokens before them, log-probs on the token too, and none on later ones.
       Logits are divided by the row's ``temperature``.
     * Derivative: the gradient predicts how ``forward``'s outputs change when parameters do. If the backend has
       ``loss_fn``, the ``torch.func`` gradient of that function is the gradient of ``forward_backward``, and so is its
       derivative along that gradient in forward mode.
-    * Update, if the optimizer is known: updates are those of ``steps.apply_update``.
-    * Layout, with ``other``, which has the same model on another backend, layout or number of ranks: outputs,
+    * Update, if the optimizer is known: updates equal the updates of ``steps.apply_update``.
+    * Layout, with ``other`` for the same model on another backend, layout or number of ranks: outputs,
       gradients, metrics and updates agree, and each backend restores what the other one saved.
 
     Args:

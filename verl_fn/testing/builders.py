@@ -24,7 +24,7 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
     Add what another loss reads with ``tiny_batch().with_tokens(name=...)``.
 
     Args:
-        key: other keys give other batches; by default that of seed 0.
+        key: other keys give other batches; by default the key of seed 0.
         rows: how many.
         vocab_size: tokens are 0 to ``vocab_size - 1``.
 
@@ -109,7 +109,7 @@ def tiny_pairs(key: Key | None = None, *, pairs: int = 4, vocab_size: int = 8) -
 
 
 def tiny_outputs(batch: Batch, needs: Iterable[str] = ("logprobs",), key: Key | None = None) -> TokenOutputs:
-    """Makes random outputs of a model for a batch, which are 0 where ``response_mask`` is 0.
+    """Makes random outputs of a model for a batch, with 0 where ``response_mask`` is 0.
 
     Log-probs lie around ``old_log_probs``, so that some ratios are clipped and some are not. ``row_values`` are not 0
     anywhere.
@@ -139,7 +139,7 @@ def tiny_outputs(batch: Batch, needs: Iterable[str] = ("logprobs",), key: Key | 
 
 
 def tiny_candidates(batch: Batch, key: Key | None = None, count: int = 3) -> Tensor:
-    """Makes random log-probabilities of so many tokens at each place, which are 0 where ``response_mask`` is 0.
+    """Makes random log-probabilities of ``count`` tokens at each place, with 0 where ``response_mask`` is 0.
 
     Example:
         >>> float(tiny_candidates(Batch.from_rows([[1]], {"response_mask": [[1.0]]})).exp().sum()) < 1.0
@@ -168,7 +168,7 @@ def some_splits(batch: Batch, key: Key, together: str | None = None) -> dict[str
 
 
 def beside(values: Tensor, field: Tensor) -> Tensor:
-    """Returns numbers per token in the shape of a field, which may have several for each token.
+    """Returns numbers per token in the shape of a field; a field may have several numbers for each token.
 
     Example:
         >>> beside(torch.tensor([1, 2]), torch.zeros(2, 3)).tolist()
@@ -178,7 +178,7 @@ def beside(values: Tensor, field: Tensor) -> Tensor:
 
 
 def scrambled(batch: Batch, key: Key) -> dict[str, Batch]:
-    """Makes batches with other numbers where ``response_mask`` is 0, which must not matter, by what these are.
+    """Makes batches with other numbers where ``response_mask`` is 0, by their kind; they must not matter.
 
     Infinities and nan are among them: ``x * response_mask`` does not remove these, ``torch.where`` does.
     """

@@ -36,7 +36,7 @@ def compare_loss(
 ) -> None:
     """Compares a loss with a plain formula, in float64, by values and gradients on random ragged batches.
 
-    Only tokens and rows with a weight are compared. The gradient is that of the weighted sum with respect to every
+    Only tokens and rows with a weight are compared. The gradient is taken of the weighted sum with respect to every
     output.
 
     Args:
@@ -203,14 +203,15 @@ def compare_backends(
     """Computes the first step of two backends from one state: loss, norm of the gradient and each gradient.
 
     The second backend restores the state that the first one saves. So both have the same model and the same kind of
-    optimizer; their layouts, dtypes and budgets of tokens may differ. ``check_backend`` asks whether differences are rounding; this function says how large they are.
+    optimizer; their layouts, dtypes and budgets of tokens may differ. ``check_backend`` asks whether differences are
+    rounding; this function says how large they are.
 
     Args:
         a: the backend to compare with.
         b: the other backend.
         batch: a batch with the weights of the loss, as ``aggregate`` writes them.
         loss: the loss that is differentiated.
-        state: a state of ``a``, which stays as it is; by default a new one.
+        state: a state of ``a``, not donated; by default a new one.
         key: a new state is drawn from it.
         get: returns the value behind a reference, for a backend whose states are handles: ``workers.get``.
 

@@ -136,7 +136,7 @@ def _play(
     law: str = "Signature",
     cause: str = _OWN_ERROR,
 ) -> tuple[list[Any], Any]:
-    """Returns the answers of a whole conversation, and its instance, which is closed."""
+    """Returns the answers of a whole conversation, and its closed instance."""
     one = _Conversation(make, number, row, law, cause)
     for _ in range(len(replies) + 1):
         if not one.ended:

@@ -19,7 +19,7 @@ from .violation import LawViolation, require, require_close
 def check_in_flight(case: Case, first: Params, second: Params) -> None:
     """Checks responses during which weights arrive.
 
-    They go on with the new weights, and the log-prob of a token is that of the weights of its version, given the
+    They go on with the new weights, and the log-prob of a token is computed by the weights of its version, given the
     tokens before it. After a publication that fails, no response goes on. Newer weights answer a request for
     older ones.
 
@@ -35,7 +35,7 @@ def check_in_flight(case: Case, first: Params, second: Params) -> None:
 
 
 def _update(case: Case, first: Params, second: Params) -> None:
-    """Responses go on with new weights, and each token is of those that its version names."""
+    """Responses go on with new weights, and each token is drawn by the weights that its version names."""
     case.publish(20, case.tensors(first))
     samples, lazy = _during(case, 20, lambda: case.publish(21, case.tensors(second)))
     names = sorted((s.request, s.number) for s in samples)
@@ -122,7 +122,7 @@ def _during(case: Case, version: int, act: Callable[[], None]) -> tuple[list[Sam
 
 
 def _log_probs(case: Case, samples: Sequence[Sample], weights: Mapping[int, Params], which: str) -> None:
-    """Compares each token's log-prob with that of the weights of its version, given the tokens before it."""
+    """Compares each token's log-prob with the one by the weights of its version, given the tokens before it."""
     if not samples:
         return
     batch, trainer = pack(samples), case.trainer

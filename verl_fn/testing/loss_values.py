@@ -50,7 +50,12 @@ def computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, M
     """
     returned = term.fn(outputs, batch)
     pair = isinstance(returned, tuple) and len(returned) == 2
-    require(pair, "Signature", "the loss does not return a pair", "losses or metrics returned alone")
+    require(
+        pair,
+        "Signature",
+        "the loss does not return a pair",
+        "losses without metrics",
+    )
     values, reported = returned
     count = batch.num_tokens if term.level == "token" else len(batch)
     shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__

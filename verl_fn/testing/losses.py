@@ -43,7 +43,7 @@ def check_loss(
 
     * Signature: one float32 number per token, or per row, as each term declares, metrics that add up, and outputs
       that backends serve. Each term has a gradient, and its values do not depend on ``loss_weight`` or
-      ``row_weight``, which the backend applies.
+      ``row_weight``; the backend applies it.
     * Purity: twice the same, inputs as they were, no output read that ``needs`` does not name.
     * Split invariance: the weighted sum, its gradient with respect to the outputs, and every metric are the same
       for other splits and orders of the rows. Neither this check nor a backend splits rows that the loss keeps

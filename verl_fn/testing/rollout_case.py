@@ -38,7 +38,7 @@ class Case:
         return made
 
     def tensors(self, params: Params) -> dict[str, Tensor]:
-        """Returns copies of the tensors that a publication sends, which can be overwritten."""
+        """Returns copies of the tensors that a publication sends; they can be overwritten."""
         # The trainer of this check is in the same process, so its weights are no handle.
         source = Weights.of({}) if self.trainer is None else cast(WeightSource, self.trainer.weights(params))
         whole: dict[str, list[Tensor]] = {}
@@ -49,7 +49,7 @@ class Case:
         return {name: torch.cat(parts).reshape(shapes[name]) for name, parts in whole.items()}
 
     def id(self, row: int) -> int:
-        """Returns the id of a prompt, which differs from its position."""
+        """Returns the id of a prompt: not its position."""
         return 100 + 7 * row
 
     def generate(

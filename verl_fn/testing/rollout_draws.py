@@ -85,7 +85,7 @@ def _frequencies(sampling: Sampling, samples: Sequence[Sample]) -> None:
 
 
 def _greedy(case: Case, drawn: Sequence[Sample]) -> None:
-    """Checks that temperature 0 takes the most likely token of those that were drawn at temperature 1."""
+    """Checks that temperature 0 takes the most likely of the tokens that were drawn at temperature 1."""
     cause = "temperature 0 that samples, or that takes another token than the most likely one"
     samples = [s for s in case.generate(sampling=attrs.evolve(case.sampling, temperature=0.0)) if not s.near_ties]
     answers = {s.request: s.tokens.tolist() for s in samples}
@@ -124,7 +124,7 @@ def _by_context(samples: Sequence[Sample]) -> dict[tuple[int, ...], dict[int, li
 
 
 def _cuts(case: Case) -> None:
-    """Checks that top-k and top-p leave out what they must, alone and together, at every position."""
+    """Checks that top-k and top-p leave out what they must, each and both together, at every position."""
     able, plain = case.engine.capabilities, Sampling(2)
     if able.top_k:
         _cut(case, attrs.evolve(plain, top_k=2))

@@ -1,4 +1,4 @@
-"""The experts of sampled tokens, which an engine may promise."""
+"""The experts of sampled tokens, if an engine promises them."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def _whole(sample: Sample, routed: Tensor) -> None:
         routed.ndim == 3 and len(routed) == length and not routed.dtype.is_floating_point,
         "Capabilities",
         f"routed_experts of a row of {length} tokens is {_shape(routed)}",
-        "experts of the response alone, or without those of the last token, which repeats the one before",
+        "experts of only the response, or none for the last token, whose experts repeat the ones before",
     )
     ordered = routed.long().sort(-1).values
     different = bool((ordered.diff(dim=-1) > 0).all())
-    require(different, "Capabilities", "a token goes to one expert twice", "layers without experts, which are zeros")
+    require(different, "Capabilities", "a token goes to one expert twice", "zeros for layers without experts")
     require(
         torch.equal(routed[-1], routed[-2]),
         "Capabilities",
-        "the last token, which no engine computes, has other experts than the one before",
+        "the last token has other experts than the one before, although no engine computes it",
         "experts that are shifted by a token, or memory that was never written",
     )
 
@@ -69,7 +69,7 @@ def _causal(samples: Sequence[Sample]) -> None:
         other <= ROUNDED * compared,
         "Capabilities",
         f"{other} of {compared} tokens have other experts in another sample that begins with the same tokens",
-        "experts that are shifted by a token, or those of another row",
+        "experts that are shifted by a token, or experts of another row",
     )
 
 

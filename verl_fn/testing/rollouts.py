@@ -37,12 +37,12 @@ def check_rollout(
     * Version: weights are asked for by version, and stale ones refused; published tensors are read at once and
       neither changed nor kept; after a publication that lost, repeated or broke off a bucket, nothing is served.
     * Purity: what ``capabilities`` promises of draws: they are repeated (``repeatable``), and depend on the request's
-      key and the sample's number alone (``batch_independent``).
-    * Log-probs, with ``trainer``: those of the policy that was published, of the distribution that was drawn from.
+      key and the sample's number, and on nothing else (``batch_independent``).
+    * Log-probs, with ``trainer``: by the policy that was published, for the distribution that was drawn from.
       Responses come as often as these say, and temperature 0 takes the most likely token.
     * In flight, with ``trainer`` and ``versions_per_token``; see ``in_flight.check_in_flight``.
     * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused. Experts of
-      tokens are there if promised (``routed_experts``), and depend on the tokens up to each alone.
+      tokens are there if promised (``routed_experts``), and depend only on the tokens up to each.
 
     Samples with ``near_ties`` are left out where draws are compared.
 
@@ -120,7 +120,7 @@ def _samplings(case: Case) -> list[Sampling]:
 
 
 def _repeated(case: Case) -> None:
-    """The same request gives the same, whatever the global generators hold, and leaves them alone."""
+    """The same request gives the same, whatever the global generators hold, and does not touch them."""
     results = []
     for seed in (1, 2):
         with seeded(seed), untouched("Purity", "generate"):
@@ -234,7 +234,7 @@ def _log_probs(case: Case, sampling: Sampling, samples: Sequence[Sample], params
         f"{name} at temperature {sampling.temperature}, against the trainer's,",
         expected,
         batch[name].float(),
-        "log-probs of the raw logits instead of those divided by the temperature, or weights that were not updated",
+        "log-probs of logits that are not divided by the temperature, or weights that were not updated",
         tolerance=case.tolerance,
         floor=1.0,
     )

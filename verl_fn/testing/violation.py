@@ -86,7 +86,7 @@ def require_close(
         law: the name of the law.
         what: the subject of the error message, such as ``the sum``.
         expected: the value to compare with.
-        actual: the value under test, which has the same structure.
+        actual: the value under test, of the same structure.
         cause: what usually causes a difference.
         tolerance: the largest relative difference.
         floor: leaves whose elements are all smaller are compared relative to this; by default a thousandth of the
@@ -117,7 +117,7 @@ def require_close(
 
 
 def itself(value: Any) -> Any:
-    """Returns the value; it reads values of this process, which are not handles."""
+    """Returns the value: a reader for values of this process, as these are not handles."""
     return value
 
 
@@ -159,7 +159,7 @@ def repeatable(law: str, what: str, fn: Callable[[], T], read: Callable[[Any], A
         what: the name of the function, for the error message.
         fn: calls the function.
         read: returns the value behind a handle.
-        **values: the function's arguments, which must not change.
+        **values: the function's arguments; they must not change.
 
     Raises:
         LawViolation: the results differ, or an argument changed.
