@@ -14,7 +14,7 @@ from verl_fn.state import PER_ROW, Batch, Key, TrainState, tree
 from verl_fn.steps import Loss, Optimizer, ppo_clip, total_loss
 
 from .backend_case import BackendCase
-from .backend_gradients import check_gradients
+from .backend_values import check_gradients
 from .backend_layouts import check_layouts
 from .backend_outputs import check_outputs
 from .backend_splits import check_groups, check_splits
