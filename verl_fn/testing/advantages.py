@@ -13,8 +13,7 @@ from verl_fn.state.batch import CORE
 from verl_fn.steps.aggregate import last_of_rows
 
 from .builders import scrambled, tiny_batch, with_longer_prompts
-from .precision import require_full_precision
-from .violation import LawViolation, repeatable, require, require_close, require_equal
+from .violation import LawViolation, repeatable, require, require_close, require_equal, require_full_precision
 
 WRITTEN = ("advantages", "returns")
 EQUAL_REWARDS = (0.7, 1000.1, 1e6 + 0.1, -3.3, 1 / 3, 1e-8, 1e29)

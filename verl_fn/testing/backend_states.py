@@ -1,20 +1,26 @@
-"""Laws of states, a part of ``check_backend``: persistence, donation, updates that change nothing, and restoring."""
+"""Laws of states, a part of ``check_backend``: persistence, donation, updates of nothing, restoring, threads."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 
 from verl_fn.backends.protocol import Handle
-from verl_fn.state import DonatedError, Grads, TrainState, snapshot, tree
+from verl_fn.state import DonatedError, Grads, TokenOutputs, TrainState, snapshot, tree
 from verl_fn.steps import ppo_clip
 
 from .backend_case import BackendCase, require_no_copies, scaled
 from .violation import LawViolation, require, require_equal, shared_folder, untouched
+
+# Calls of each thread.
+CALLS = 3
 
 
 def check_persistence(case: BackendCase, first: Handle[TrainState], second: Handle[TrainState]) -> None:
@@ -226,3 +232,32 @@ def check_restore(case: BackendCase, state: Handle[TrainState]) -> None:
     require_equal("Restore", "the update after restoring", case.read(expected), case.read(new), lost)
     views = "tensors that are views of a file's memory"
     require_no_copies("Restore", "although only the restored state references them", reported, views)
+
+
+def check_threads(case: BackendCase, first: Handle[TrainState], second: Handle[TrainState]) -> None:
+    """Checks calls from two threads at once, each with a state of its own, against calls from one thread.
+
+    Only backends of one process promise this: ranks must make their calls in one order.
+
+    Raises:
+        LawViolation: Purity is broken.
+    """
+    if not isinstance(first, TrainState) or (dist.is_available() and dist.is_initialized()):
+        return
+    cause = "a model or a cache that the calls share; hold a lock for the length of a call"
+
+    def results(state: Handle[TrainState], start: Barrier) -> list[tuple[TokenOutputs, Grads]]:
+        start.wait()
+        return [(case.outputs(state.params), case.read(case.gradients(state)[0])) for _ in range(CALLS)]
+
+    # The calls to compare with are made by a thread too: the main one may have another number of OpenMP threads.
+    with ThreadPoolExecutor(1) as alone:
+        expected = [alone.submit(results, state, Barrier(1)).result() for state in (first, second)]
+    with ThreadPoolExecutor(2) as both:
+        start = Barrier(2)
+        pending = [both.submit(results, state, start) for state in (first, second)]
+    for future, wanted in zip(pending, expected, strict=True):
+        if (error := future.exception()) is not None:
+            raise LawViolation("Purity", f"a call raises while another thread makes one: {error!r}", cause) from error
+        what = "forward and forward_backward, called from two threads with two states,"
+        require_equal("Purity", what, wanted, future.result(), cause)

@@ -14,13 +14,8 @@ from verl_fn.state import PER_ROW, Batch, Key, TrainState, tree
 from verl_fn.steps import Loss, Optimizer, ppo_clip, total_loss
 
 from .backend_case import BackendCase
-from .backend_values import check_gradients
-from .backend_layouts import check_layouts
-from .backend_outputs import check_outputs
-from .backend_splits import check_groups, check_splits
-from .backend_states import check_donation, check_persistence, check_restore, check_zero
-from .backend_threads import check_threads
-from .backend_updates import check_updates
+from .backend_states import check_donation, check_persistence, check_restore, check_threads, check_zero
+from .backend_values import check_gradients, check_groups, check_layouts, check_outputs, check_splits, check_updates
 from .builders import tiny_batch
 from .violation import LawViolation, repeatable, require, require_close, require_equal
 

@@ -19,7 +19,7 @@ from verl_fn.steps.losses.contract import WEIGHTS
 
 from .backend_case import BackendCase
 from .builders import in_float64, tiny_batch, tiny_outputs
-from .loss_values import apart, carrying
+from .losses import apart, carrying
 from .violation import require_close, shared_folder
 
 LAW = "Reference"

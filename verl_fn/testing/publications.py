@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
+import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec
+from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, PublicationFailed, Ref, StaleWeightsError, TensorSpec
 from verl_fn.backends.weight_sync import Weights
-from verl_fn.state import Params
+from verl_fn.state import Params, Sample, pack
 
-from .rollout_case import Case
-from .violation import LawViolation, require, require_equal
+from .rollout_case import RolloutCase
+from .violation import LawViolation, require, require_close, require_equal
 
 
-def altered(case: Case, params: Params) -> None:
+def altered(case: RolloutCase, params: Params) -> None:
     """The first publication is compared by checksum, so that a transport that alters values is noticed."""
     cause = "checksums that are not compared at the first publication"
     try:
@@ -26,7 +27,7 @@ def altered(case: Case, params: Params) -> None:
     raise LawViolation("Version", "a first publication whose values were altered on the way raises nothing", cause)
 
 
-def published(case: Case, params: Params) -> dict[str, Tensor]:
+def published(case: RolloutCase, params: Params) -> dict[str, Tensor]:
     """The tensors that were published as version 3."""
     given = case.tensors(params)
     case.publish(3, given)
@@ -42,7 +43,7 @@ def published(case: Case, params: Params) -> dict[str, Tensor]:
     return given
 
 
-def spoilt(case: Case, given: dict[str, Tensor]) -> None:
+def spoilt(case: RolloutCase, given: dict[str, Tensor]) -> None:
     """What is published is read at once."""
     before = case.generate()
     for t in given.values():
@@ -96,7 +97,7 @@ class Broken:
                 yield bucket
 
 
-def broken(case: Case, params: Params, healed: Callable[[int], None]) -> None:
+def broken(case: RolloutCase, params: Params, healed: Callable[[int], None]) -> None:
     """Part of a version is never served, and a whole publication heals the engine.
 
     Args:
@@ -116,3 +117,129 @@ def broken(case: Case, params: Params, healed: Callable[[int], None]) -> None:
             case.require_stale(f"after a publication with a bucket {how}", asked, cause)
         case.publish(version + 1, case.tensors(params))
         healed(version + 1)
+
+
+def check_in_flight(case: RolloutCase, first: Params, second: Params) -> None:
+    """Checks responses during which weights arrive.
+
+    They go on with the new weights, and the log-prob of a token is computed by the weights of its version, given the
+    tokens before it. After a publication that fails, no response goes on. Newer weights answer a request for
+    older ones.
+
+    Args:
+        case: an engine with ``versions_per_token``, and a trainer.
+        first: weights that are published as version 20, and as 22.
+        second: weights that arrive as version 21.
+    """
+    case = attrs.evolve(case, sampling=attrs.evolve(case.sampling, max_tokens=12))
+    _update(case, first, second)
+    _older(case, second)
+    _failure(case, first, second)
+
+
+def _update(case: RolloutCase, first: Params, second: Params) -> None:
+    """Responses go on with new weights, and each token is drawn by the weights that its version names."""
+    case.publish(20, case.tensors(first))
+    samples, lazy = _during(case, 20, lambda: case.publish(21, case.tensors(second)))
+    names = sorted((s.request, s.number) for s in samples)
+    require(
+        names == [(case.id(i), number) for i in range(len(case.prompts)) for number in range(case.sampling.n)],
+        "Signature",
+        f"the requests and numbers of a stream during which weights arrive are {names}",
+        "samples that are lost or repeated where weights arrive",
+    )
+    for s in samples:
+        versions = s.versions.tolist()
+        require(
+            versions == sorted(versions) and set(versions) <= {20, 21},
+            "Version",
+            f"a response that began with version 20, and got version 21, reports the versions {versions}",
+            "a version that is taken when the response ends",
+        )
+    _log_probs(case, samples, {20: first, 21: second}, "in which weights arrived,")
+    mixed = sum(len(set(s.versions.tolist())) == 2 for s in samples)
+    # An engine in another process may end all responses before the weights arrive.
+    require(
+        mixed > 0 or not lazy,
+        "Version",
+        "weights that were published after the first of several responses are in none of the others",
+        "a publication that waits until responses have ended",
+    )
+    after = case.generate(version=21)
+    require(
+        {v for s in after for v in s.versions.tolist()} == {21},
+        "Version",
+        "responses that began after version 21 report another one",
+        "rows that keep the version of an earlier call",
+    )
+    _log_probs(case, after, {21: second}, "that began after the weights arrived,")
+
+
+def _older(case: RolloutCase, second: Params) -> None:
+    """A request that was made before the weights arrived is answered with them, and one for later weights is not."""
+    try:
+        samples = case.generate(version=20)
+    except StaleWeightsError:
+        raise LawViolation(
+            "Version",
+            "a request for version 20 is refused, since version 21 arrived before it",
+            "a version that must be equal, where it is the oldest that may draw",
+        ) from None
+    _log_probs(case, samples, {21: second}, "that asked for version 20,")
+    case.require_stale("with version 21 published", 22)
+
+
+def _failure(case: RolloutCase, first: Params, second: Params) -> None:
+    """Responses end with an error if a publication fails, and whole weights heal the engine."""
+    cause = "weights that are used before all of them have come, or older ones that are used instead"
+
+    def broken() -> None:
+        try:
+            case.get(case.engine.publish(23, Broken(Weights.of(case.tensors(second)), "broken off")))
+        except Exception:
+            return
+        raise LawViolation("Version", "a publication that broke off raises nothing", cause)
+
+    case.publish(22, case.tensors(first))
+    try:
+        samples, lazy = _during(case, 22, broken)
+    except PublicationFailed:
+        samples, lazy = [], True
+    _log_probs(case, samples, {22: first}, "that were read although a publication had failed,")
+    require(not (samples and lazy), "Version", "a stream goes on after a publication that broke off", cause)
+    case.require_stale("after a publication that broke off during a call", None, cause)
+    case.publish(24, case.tensors(second))
+    _log_probs(case, case.generate(version=24), {24: second}, "of the weights that healed the engine,")
+
+
+def _during(case: RolloutCase, version: int, act: Callable[[], None]) -> tuple[list[Sample], bool]:
+    """Acts when the first sample of a stream has been read.
+
+    Returns:
+        All samples, and whether they were drawn in this process, no further than they were read.
+    """
+    stream: Iterator[Ref[Sample]] = case.engine.stream(case.requests(None, case.sampling, case.key), version=version)
+    begun = next(stream)
+    act()
+    return [case.get(sample) for sample in (begun, *stream)], isinstance(begun, Sample)
+
+
+def _log_probs(case: RolloutCase, samples: Sequence[Sample], weights: Mapping[int, Params], which: str) -> None:
+    """Compares each token's log-prob with the one by the weights of its version, given the tokens before it."""
+    if not samples:
+        return
+    batch, trainer = pack(samples), case.trainer
+    assert trainer is not None
+    expected = torch.zeros_like(batch["rollout_log_probs"])
+    for version, params in weights.items():
+        of_version = trainer.forward(params, batch, ["logprobs"]).logprobs  # type: ignore[union-attr]
+        expected = torch.where(batch["versions"] == version, of_version, expected)
+    require_close(
+        "Log-probs",
+        f"the log-probs of responses {which} against the trainer's with the weights of each token's version",
+        expected,
+        batch["rollout_log_probs"],
+        "keys and values that older weights computed, or the version of another token",
+        tolerance=case.tolerance,
+        floor=1.0,
+    )

@@ -17,7 +17,7 @@ from .violation import LawViolation, require, require_close
 
 
 @attrs.frozen(eq=False)
-class Case:
+class RolloutCase:
     """A rollout engine under test and the arguments of its calls."""
 
     engine: RolloutBackend

@@ -1,4 +1,4 @@
-"""Laws of draws, a part of ``check_rollout``: they follow the distribution whose log-probs are given."""
+"""Laws of draws, a part of ``check_rollout``: draws follow the given log-probs, and experts are the recorded ones."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import attrs
+import torch
+from torch import Tensor
 
 from verl_fn.backends.protocol import Sampling
 from verl_fn.state import Sample
 
-from .rollout_case import Case
+from .rollout_case import RolloutCase
 from .violation import require
 
 DRAWS = 500
 # Enough to draw a token that should have been cut.
 CUT_DRAWS = 100
 COPIES = 6
+# Two computations of the same token may pick different experts where rounding decides.
+ROUNDED = 0.1
 
 
-def check_draws(case: Case) -> None:
+def check_draws(case: RolloutCase) -> None:
     """Checks what draws depend on, how often each response comes, and what top-k, top-p and temperature 0 leave.
 
     Raises:
@@ -39,7 +43,7 @@ def check_draws(case: Case) -> None:
     _cuts(case)
 
 
-def _keyed(case: Case) -> None:
+def _keyed(case: RolloutCase) -> None:
     """Checks that the request's key and the sample's number make a difference."""
     whole, other = (
         [s.tokens.tolist() for s in case.generate(key=key)] for key in (None, case.key.fold_in("another"))
@@ -59,7 +63,7 @@ def _keyed(case: Case) -> None:
     )
 
 
-def _draw(case: Case, sampling: Sampling, number: int = CUT_DRAWS) -> list[Sample]:
+def _draw(case: RolloutCase, sampling: Sampling, number: int = CUT_DRAWS) -> list[Sample]:
     """Draws many responses to the first prompt."""
     return case.generate([0], sampling=attrs.evolve(sampling, n=number))
 
@@ -84,7 +88,7 @@ def _frequencies(sampling: Sampling, samples: Sequence[Sample]) -> None:
         )
 
 
-def _greedy(case: Case, drawn: Sequence[Sample]) -> None:
+def _greedy(case: RolloutCase, drawn: Sequence[Sample]) -> None:
     """Checks that temperature 0 takes the most likely of the tokens that were drawn at temperature 1."""
     cause = "temperature 0 that samples, or that takes another token than the most likely one"
     samples = [s for s in case.generate(sampling=attrs.evolve(case.sampling, temperature=0.0)) if not s.near_ties]
@@ -123,7 +127,7 @@ def _by_context(samples: Sequence[Sample]) -> dict[tuple[int, ...], dict[int, li
     return drawn
 
 
-def _cuts(case: Case) -> None:
+def _cuts(case: RolloutCase) -> None:
     """Checks that top-k and top-p leave out what they must, each and both together, at every position."""
     able, plain = case.engine.capabilities, Sampling(2)
     if able.top_k:
@@ -135,7 +139,7 @@ def _cuts(case: Case) -> None:
         _cut(case, attrs.evolve(plain, temperature=1.5, top_k=2, top_p=0.99))
 
 
-def _cut(case: Case, sampling: Sampling) -> None:
+def _cut(case: RolloutCase, sampling: Sampling) -> None:
     """Checks the tokens that were drawn after the same tokens, for each place."""
     drawn = _by_context(_draw(case, sampling))
     with_top_k = _by_context(_draw(case, attrs.evolve(sampling, top_p=1.0))) if sampling.top_k > 0 else {}
@@ -166,7 +170,7 @@ def _left(choices: dict[int, list[_Choice]]) -> list[float]:
     return [math.exp(c.full - c.log_prob) for of_token in choices.values() for c in of_token]
 
 
-def _nucleus(case: Case, how: str, choices: dict[int, list[_Choice]], target: float) -> None:
+def _nucleus(case: RolloutCase, how: str, choices: dict[int, list[_Choice]], target: float) -> None:
     """Checks that the tokens which are left are the fewest likely ones whose probability reaches ``target``."""
     probs = sorted(math.exp(of_token[0].full) for of_token in choices.values())
     likelier, left = sum(probs[1:]), min(_left(choices))
@@ -182,3 +186,64 @@ def _nucleus(case: Case, how: str, choices: dict[int, list[_Choice]], target: fl
         f"{how} the tokens that are left have a probability of only {left:.3g} together",
         "a top_p that drops the token which reaches it, or another number than the request's",
     )
+
+
+def check_routes(case: RolloutCase, samples: Sequence[Sample]) -> None:
+    """Checks the experts of the tokens of a call's samples."""
+    promised = case.engine.capabilities.routed_experts
+    for sample in samples:
+        routed = sample.routed_experts
+        require(
+            (routed is not None) == promised,
+            "Capabilities",
+            f"routed_experts are {'' if promised else 'not '}promised, and a sample has {_shape(routed)}",
+            "a capability that was not set, or an engine that was made without the option",
+        )
+        if routed is not None:
+            _whole_routes(sample, routed)
+    if promised:
+        _causal_routes(samples)
+
+
+def _whole_routes(sample: Sample, routed: Tensor) -> None:
+    """Every token has as many different experts in every layer."""
+    length = len(sample.prompt) + len(sample.tokens)
+    require(
+        routed.ndim == 3 and len(routed) == length and not routed.dtype.is_floating_point,
+        "Capabilities",
+        f"routed_experts of a row of {length} tokens is {_shape(routed)}",
+        "experts of only the response, or none for the last token, whose experts repeat the ones before",
+    )
+    ordered = routed.long().sort(-1).values
+    different = bool((ordered.diff(dim=-1) > 0).all())
+    require(different, "Capabilities", "a token goes to one expert twice", "zeros for layers without experts")
+    require(
+        torch.equal(routed[-1], routed[-2]),
+        "Capabilities",
+        "the last token has other experts than the one before, although no engine computes it",
+        "experts that are shifted by a token, or memory that was never written",
+    )
+
+
+def _causal_routes(samples: Sequence[Sample]) -> None:
+    """Tokens with the same tokens before them have the same experts."""
+    first: dict[int, Sample] = {}
+    compared, other = 0, 0
+    for sample in samples:
+        before = first.setdefault(sample.request, sample)
+        rows = [torch.cat([s.prompt, s.tokens]) for s in (before, sample)]
+        size = min(len(row) for row in rows) - 1
+        same = int((rows[0][:size] == rows[1][:size]).long().cumprod(0).sum())
+        assert before.routed_experts is not None and sample.routed_experts is not None
+        differs = (before.routed_experts[:same] != sample.routed_experts[:same]).flatten(1).any(1)
+        compared, other = compared + same, other + int(differs.sum())
+    require(
+        other <= ROUNDED * compared,
+        "Capabilities",
+        f"{other} of {compared} tokens have other experts in another sample that begins with the same tokens",
+        "experts that are shifted by a token, or experts of another row",
+    )
+
+
+def _shape(routed: Tensor | None) -> str:
+    return "none" if routed is None else f"{routed.dtype}{list(routed.shape)}"

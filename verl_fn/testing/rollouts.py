@@ -11,10 +11,8 @@ from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend, Un
 from verl_fn.state import Key, Params, Sample, pack
 
 from . import publications
-from .in_flight import check_in_flight
-from .rollout_case import Case
-from .rollout_draws import check_draws
-from .rollout_routes import check_routes
+from .rollout_case import RolloutCase
+from .rollout_draws import check_draws, check_routes
 from .violation import LawViolation, require, require_close, seeded, untouched
 
 PROMPTS = ((1, 5), (4,), (5, 4, 6), (1, 5))
@@ -40,7 +38,7 @@ def check_rollout(
       key and the sample's number, and on nothing else (``batch_independent``).
     * Log-probs, with ``trainer``: by the policy that was published, for the distribution that was drawn from.
       Responses come as often as these say, and temperature 0 takes the most likely token.
-    * In flight, with ``trainer`` and ``versions_per_token``; see ``in_flight.check_in_flight``.
+    * In flight, with ``trainer`` and ``versions_per_token``; see ``publications.check_in_flight``.
     * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused. Experts of
       tokens are there if promised (``routed_experts``), and depend only on the tokens up to each.
 
@@ -71,11 +69,11 @@ def check_rollout(
     stops = tuple(stop_token_ids) if made.capabilities.stop_token_ids else ()
     sampling = Sampling(6, n=3, stop_token_ids=stops)
     ends, key = tuple(stop_token_ids), key or Key.from_seed(0)
-    case = Case(made, trainer, [tuple(p) for p in prompts], sampling, tolerance, key, environment, ends, get)
+    case = RolloutCase(made, trainer, [tuple(p) for p in prompts], sampling, tolerance, key, environment, ends, get)
     _check_laws(case)
 
 
-def _check_laws(case: Case) -> None:
+def _check_laws(case: RolloutCase) -> None:
     engine, trainer = case.engine, case.trainer
     first, second = case.weights("first"), case.weights("second")
     if engine.version is None:
@@ -96,7 +94,7 @@ def _check_laws(case: Case) -> None:
         _independent(case)
     # Environments may give all samples of a stream at its end.
     if engine.capabilities.versions_per_token and trainer is not None and not case.environment:
-        check_in_flight(case, first, second)
+        publications.check_in_flight(case, first, second)
         case.publish(3, case.tensors(first))
     if trainer is not None:
         check_draws(case)
@@ -108,7 +106,7 @@ def _check_laws(case: Case) -> None:
         )
 
 
-def _samplings(case: Case) -> list[Sampling]:
+def _samplings(case: RolloutCase) -> list[Sampling]:
     """The ways of sampling that the engine promises."""
     plain, able = case.sampling, case.engine.capabilities
     samplings = [plain, attrs.evolve(plain, temperature=0.7), attrs.evolve(plain, temperature=0.0)]
@@ -119,7 +117,7 @@ def _samplings(case: Case) -> list[Sampling]:
     return samplings
 
 
-def _repeated(case: Case) -> None:
+def _repeated(case: RolloutCase) -> None:
     """The same request gives the same, whatever the global generators hold, and does not touch them."""
     results = []
     for seed in (1, 2):
@@ -130,7 +128,7 @@ def _repeated(case: Case) -> None:
     case.require_same("Purity", "the same request again", first, second, cause)
 
 
-def _streamed(case: Case) -> None:
+def _streamed(case: RolloutCase) -> None:
     """A stream gives the samples of ``generate``, each once, in any order."""
     whole, streamed = case.generate(), case.stream()
     names = sorted((s.request, s.number) for s in streamed)
@@ -144,7 +142,7 @@ def _streamed(case: Case) -> None:
     case.require_same("Purity", "the stream of the same requests", whole, streamed, cause)
 
 
-def _signature(case: Case, sampling: Sampling, samples: Sequence[Sample]) -> None:
+def _signature(case: RolloutCase, sampling: Sampling, samples: Sequence[Sample]) -> None:
     ids = [case.id(i) for i in range(len(case.prompts))]
     names = [(s.request, s.number) for s in samples]
     places = [(ids.index(request), number) for request, number in names if request in ids]
@@ -175,7 +173,7 @@ def _signature(case: Case, sampling: Sampling, samples: Sequence[Sample]) -> Non
         _ends(case, sampling, s)
 
 
-def _fields(case: Case, sampling: Sampling, sample: Sample) -> None:
+def _fields(case: RolloutCase, sampling: Sampling, sample: Sample) -> None:
     """Masks, log-probs, versions and the temperature of one sample."""
     drawn = sample.mask.bool()
     require(
@@ -201,7 +199,7 @@ def _fields(case: Case, sampling: Sampling, sample: Sample) -> None:
     require(versions == [expected], "Version", observation, "a version that is not passed on")
 
 
-def _ends(case: Case, sampling: Sampling, sample: Sample) -> None:
+def _ends(case: RolloutCase, sampling: Sampling, sample: Sample) -> None:
     """Responses stop where they must, and ``finish_reason`` says which did so by themselves."""
     response = sample.tokens[sample.mask.bool()].tolist()
     finished = sample.finish_reason == "stop"
@@ -223,7 +221,7 @@ def _ends(case: Case, sampling: Sampling, sample: Sample) -> None:
     )
 
 
-def _log_probs(case: Case, sampling: Sampling, samples: Sequence[Sample], params: Params) -> None:
+def _log_probs(case: RolloutCase, sampling: Sampling, samples: Sequence[Sample], params: Params) -> None:
     if case.trainer is None or sampling.temperature == 0.0:
         return
     batch = pack(samples)
@@ -248,7 +246,7 @@ def _log_probs(case: Case, sampling: Sampling, samples: Sequence[Sample], params
         )
 
 
-def _independent(case: Case) -> None:
+def _independent(case: RolloutCase) -> None:
     """Draws don't depend on the batch around a row, nor on anything global."""
     whole, size = case.generate(), len(case.prompts)
     position = "a seed from the position in the batch instead of (request's key, sample)"
@@ -261,7 +259,7 @@ def _independent(case: Case) -> None:
     case.require_same("Purity", "the first sample alone", whole, fewer, cause)
 
 
-def _refused(case: Case) -> None:
+def _refused(case: RolloutCase) -> None:
     """A way of sampling that is not promised is refused, not ignored."""
     able, plain = case.engine.capabilities, case.sampling
     for name, promised, sampling in (
@@ -282,7 +280,7 @@ def _refused(case: Case) -> None:
         )
 
 
-def _versions(case: Case, first: Params, second: Params) -> None:
+def _versions(case: RolloutCase, first: Params, second: Params) -> None:
     """New weights replace the old ones, and sleep forgets them."""
     engine, before = case.engine, case.generate()
     case.publish(4, case.tensors(second))

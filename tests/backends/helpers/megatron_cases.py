@@ -24,9 +24,8 @@ from verl_fn.state import Grads, Params, Sampling, pack, requests_for, snapshot,
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, cosine, no_decay, ppo_clip
 from verl_fn.testing import LawViolation, check_backend, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
-from verl_fn.testing.backend_splits import check_splits
 from verl_fn.testing.backend_states import check_persistence, check_restore
-from verl_fn.testing.backend_updates import check_updates
+from verl_fn.testing.backend_values import check_splits, check_updates
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHARED = ("head", "compute_dtype", "checkpointing", "lora")  # what Local takes too

@@ -12,7 +12,7 @@ from verl_fn.steps import adamw, chain, clip_by_global_norm, cosine, frozen, no_
 from verl_fn.testing import LawViolation, tiny_batch
 from verl_fn.testing.backend_case import BackendCase
 from verl_fn.testing.backend_states import check_persistence
-from verl_fn.testing.backend_updates import check_updates
+from verl_fn.testing.backend_values import check_updates
 
 __all__ = ["laws", "run"]
 THEIRS = {"updates_by": "megatron"}

@@ -21,8 +21,8 @@ from verl_fn.backends.weight_sync import IncompleteWeights, Weights
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
-from verl_fn.testing.rollout_case import Case
-from verl_fn.testing.rollout_routes import check_routes
+from verl_fn.testing.rollout_case import RolloutCase
+from verl_fn.testing.rollout_draws import check_routes
 
 KEY = Key.from_seed(3)
 LORA = Lora(rank=3, alpha=6.0)
@@ -331,7 +331,7 @@ def experts_are_those_of_the_sampler():
         one.publish(0, trainer().weights(weights))
     requests = requests_for([*PROMPTS, [1, *[4, 5, 6] * 13]], Sampling(12, n=3), KEY)
     both = [one.generate(requests) for one in (made, embedded)]
-    check_routes(Case(made, None, PROMPTS, Sampling(12), 1e-4, KEY, False, (), None), both[0])
+    check_routes(RolloutCase(made, None, PROMPTS, Sampling(12), 1e-4, KEY, False, (), None), both[0])
     for ours, theirs in zip(*both, strict=True):
         assert torch.equal(ours.tokens, theirs.tokens) and ours.routed_experts.dtype == torch.uint8
         routes = [s.routed_experts.sort(-1).values for s in (ours, theirs)]

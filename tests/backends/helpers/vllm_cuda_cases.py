@@ -13,8 +13,8 @@ from verl_fn.backends.vllm import AsleepError, Vllm
 from verl_fn.benchmarks import workload
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import adamw, aggregate, chain, clip_by_global_norm, constant, ppo_clip
-from verl_fn.testing.rollout_case import Case
-from verl_fn.testing.rollout_routes import check_routes
+from verl_fn.testing.rollout_case import RolloutCase
+from verl_fn.testing.rollout_draws import check_routes
 
 KEY = Key.from_seed(3)
 
@@ -146,7 +146,7 @@ def recorded_experts():
         engine.publish(0, weights)
         # One drawn token, so that all tokens of both are the same.
         samples = engine.generate(requests_for(prompts, Sampling(1, n=4), KEY))
-        check_routes(Case(engine, None, prompts, Sampling(1), 1e-2, KEY, False, (), None), samples)
+        check_routes(RolloutCase(engine, None, prompts, Sampling(1), 1e-2, KEY, False, (), None), samples)
         routes.append(torch.cat([s.routed_experts[:-1] for s in samples]).sort(-1).values)
     return float((routes[0] == routes[1]).float().mean())
 

@@ -27,8 +27,8 @@ from verl_fn.environments.rendering import Renderer
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
 from verl_fn.testing import check_rollout
-from verl_fn.testing.in_flight import check_in_flight
-from verl_fn.testing.rollout_case import Case
+from verl_fn.testing.publications import check_in_flight
+from verl_fn.testing.rollout_case import RolloutCase
 
 
 @functools.cache
@@ -163,7 +163,7 @@ def weights_in_flight():
     """Responses go on with weights that arrive between two steps, also where vLLM had begun the next one."""
     with in_flight(engine()) as made:
         prompts = [tuple(prompt) for prompt in PROMPTS]
-        case = Case(made, trainer(), prompts, Sampling(12, n=4), 1e-4, KEY, False, (2,), lambda value: value)
+        case = RolloutCase(made, trainer(), prompts, Sampling(12, n=4), 1e-4, KEY, False, (2,), lambda value: value)
         check_in_flight(case, params(0), params(1))
         made.publish(30, trainer().weights(params(2)))
         results = published_at(made, 4, lambda: made.publish(31, trainer().weights(params(3))))

@@ -11,8 +11,8 @@ from verl_fn.backends.protocol import Sampling
 from verl_fn.backends.sampler import Sampler
 from verl_fn.environments.conversation import Row
 from verl_fn.state import Sample, requests_for
-from verl_fn.testing.rollout_case import Case
-from verl_fn.testing.rollout_routes import check_routes
+from verl_fn.testing.rollout_case import RolloutCase
+from verl_fn.testing.rollout_draws import check_routes
 
 SIZES = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SAMPLING = Sampling(5, n=2)
@@ -36,7 +36,7 @@ def test_they_are_those_of_a_plain_forward(tmp_path):
     engine = made.sampler(slots=3, routed_experts=True)
     requests = requests_for(PROMPTS[:4], SAMPLING, KEY)
     samples = engine.generate(requests, version=3)
-    check_routes(Case(engine, None, PROMPTS, SAMPLING, 1e-5, KEY, False, (), None), samples)
+    check_routes(RolloutCase(engine, None, PROMPTS, SAMPLING, 1e-5, KEY, False, (), None), samples)
     streamed = {(s.request, s.number): s for s in engine.stream(requests)}
     distinct = set()
     for sample in samples:
