@@ -2,12 +2,10 @@
 
 from . import metrics, tree
 from .batch import Batch, concatenate
-from .derivatives import NotDifferentiable, refuse_derivatives
-from .frozen import FrozenDict
-from .isolation import SharedSetting, isolated
+from .isolation import NotDifferentiable, SharedSetting, isolated, refuse_derivatives
 from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
-from .node import DonatedError, Named, Node, mapping, named, node, static
+from .node import DonatedError, FrozenDict, Named, Node, mapping, named, node, static
 from .outputs import PER_ROW, TokenOutputs, output_width, top_count
 from .ownership import divided, divisible, donate, is_donated, joined, owned, owned_parts, spare, taken, version_of
 from .ragged import Ragged

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from .batch import Batch
-from .frozen import FrozenDict
-from .node import Node, mapping, node
+from .node import FrozenDict, Node, mapping, node
 
 # Outputs with one value per row; all others are per token.
 PER_ROW = frozenset({"row_values"})

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from . import tree
-from .frozen import FrozenDict
-from .node import Named, Node, field_names, rebuild
+from .node import FrozenDict, Named, Node, field_names, rebuild
 
 N = TypeVar("N", bound=Node)
 M = TypeVar("M", bound=Named)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
-from .frozen import FrozenDict
+from .node import FrozenDict
 
 T = TypeVar("T")
 

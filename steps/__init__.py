@@ -10,6 +10,7 @@ from .advantages import (
     grpo_passk,
     opo,
     optimal_token_baseline,
+    penalize_overlong,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
@@ -86,7 +87,6 @@ from .optim import (
     sgd,
     stateless,
 )
-from .overlong import penalize_overlong
 from .selection import select_clip_cov, select_high_entropy, select_kl_cov
 
 __all__ = [

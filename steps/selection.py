@@ -17,7 +17,7 @@ from torch import Tensor
 from verl_fn.state import Batch, Key
 
 from .losses.covariance import SELECTED
-from .losses.ratio import LARGEST, bounds
+from .losses.policy import LARGEST, bounds
 
 
 def select_clip_cov(

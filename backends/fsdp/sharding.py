@@ -21,8 +21,7 @@ from verl_fn.backends.protocol import TensorSpec
 from verl_fn.backends.tensor_file import Part
 from verl_fn.backends.weight_sync import Cut
 from verl_fn.state import Named, Node, tree
-from verl_fn.state.frozen import FrozenDict
-from verl_fn.state.node import field_names, rebuild
+from verl_fn.state.node import FrozenDict, field_names, rebuild
 
 T = TypeVar("T")
 

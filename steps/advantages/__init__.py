@@ -6,11 +6,11 @@ warning.
 """
 
 from .columns import whiten_masked
-from .gae import gae
 from .group import dr_grpo, gpg, grpo, grpo_passk, opo, rloo
 from .normalised import gdpo, reinforce_plus_plus_baseline
-from .reinforce import reinforce_plus_plus, remax
+from .rows import penalize_overlong
 from .token_baseline import optimal_token_baseline, tir_optimal_token_baseline
+from .token_returns import gae, reinforce_plus_plus, remax
 
 __all__ = [
     "dr_grpo",
@@ -21,6 +21,7 @@ __all__ = [
     "grpo_passk",
     "opo",
     "optimal_token_baseline",
+    "penalize_overlong",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",

@@ -19,8 +19,8 @@ from torch import Tensor
 from verl_fn.state import Batch
 
 from .columns import written
-from .reinforce import rewards_to_go
 from .rows import Groups, grouped_scores
+from .token_returns import rewards_to_go
 
 
 def optimal_token_baseline(

@@ -16,13 +16,11 @@ from .covariance import clip_cov, kl_cov
 from .distillation import distill, distill_top_k
 from .divergence import dppo_kl, dppo_tv
 from .kto import kto, kto_reference_point
-from .policy import entropy, kl_to_reference, ppo_clip, reinforce
+from .policy import cross_entropy, entropy, kl_to_reference, ppo_clip, reinforce, value_clip
 from .preference import bradley_terry, cdpo, dpo, ipo
 from .reference_free import orpo, simpo
 from .sequence import geo_mean, gspo
-from .supervised import cross_entropy
 from .surrogates import cispo, dro, sapo
-from .value import value_clip
 
 __all__ = [
     "Level",

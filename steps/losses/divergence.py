@@ -16,7 +16,7 @@ from torch import Tensor
 from verl_fn.state import Batch, Metrics, TokenOutputs
 
 from .contract import Loss, loss, token_mean, weighted_sum
-from .ratio import bounds, log_ratio
+from .policy import bounds, log_ratio
 
 _TINY = 1e-8
 

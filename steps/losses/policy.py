@@ -1,15 +1,18 @@
-"""Policy losses: the clipped surrogate, the plain policy gradient, the entropy and the KL to a reference."""
+"""Common losses: PPO's clipped surrogate and its critic, the plain policy gradient, entropy, KL, cross-entropy."""
 
 from __future__ import annotations
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from verl_fn.state import Batch, Metrics, TokenOutputs
 from verl_fn.steps.kl import kl_penalty
 
 from .contract import Loss, loss, token_mean, weighted_sum
-from .ratio import bounds, log_ratio
+
+# exp of a larger log-ratio would overflow when it is multiplied, and its gradient carries no information.
+LARGEST = 20.0
 
 
 def ppo_clip(
@@ -112,3 +115,71 @@ def kl_to_reference(kind: str = "low_var_kl") -> Loss:
         return per_token, {"actor/kl_loss": weighted_sum(batch, per_token)}
 
     return kl_to_reference
+
+
+def value_clip(cliprange_value: float = 0.5) -> Loss:
+    """Returns half the squared error of the value, the larger one of the clipped and the unclipped value.
+
+    It reads ``returns`` and the critic's ``values`` of before the update.
+
+    Args:
+        cliprange_value: how far the clipped value may move from ``values``. A value that has not moved has the full
+            gradient of its error for every range, 0 included; verl's two ``min`` and ``max`` halve it at such ties.
+
+    Example:
+        >>> batch = Batch.from_rows([[1]], {"values": [[0.0]], "returns": [[2.0]],
+        ...                                 "response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> value_clip(0.5)(TokenOutputs({"values": torch.tensor([1.0])}), batch)[0].tolist()
+        [1.125]
+
+    Source: Schulman et al. 2016 (arXiv 1506.02438).
+    """
+
+    @loss(needs=["values"])
+    def value_clip(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        old, returns = batch["values"], batch["returns"]
+        near = outputs.values.clamp(old - cliprange_value, old + cliprange_value)
+        unclipped, clipped = (outputs.values - returns).square(), (near - returns).square()
+        per_token = 0.5 * torch.maximum(unclipped, clipped)
+        return per_token, {
+            "critic/vf_loss": weighted_sum(batch, per_token),
+            "critic/vf_clipfrac": token_mean(batch, clipped > unclipped),
+            "critic/vpred_mean": token_mean(batch, outputs.values),
+        }
+
+    return value_clip
+
+
+def cross_entropy() -> Loss:
+    """Returns the loss of supervised fine-tuning: minus the log-probability of each target token.
+
+    Example:
+        >>> import torch
+        >>> batch = Batch.from_rows([[1]], {"response_mask": [[1.0]], "loss_weight": [[1.0]]})
+        >>> cross_entropy()(TokenOutputs({"logprobs": torch.tensor([-2.0])}), batch)[0].tolist()
+        [2.0]
+    """
+
+    @loss(needs=["logprobs"])
+    def cross_entropy(outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, Metrics]:
+        return -outputs.logprobs, {"train/nll": token_mean(batch, -outputs.logprobs)}
+
+    return cross_entropy
+
+
+def log_ratio(outputs: TokenOutputs, batch: Batch) -> Float[Tensor, " T"]:
+    """Returns the policy's log-probability of each token minus ``old_log_probs``, in nats, clamped to [-20, 20].
+
+    Where it is clamped, its gradient is 0.
+    """
+    return (outputs.logprobs - batch["old_log_probs"]).clamp(-LARGEST, LARGEST)
+
+
+def bounds(both: float, low: float | None, high: float | None) -> tuple[float, float]:
+    """Returns the distances to the lower and the upper bound, where None stands for the common one.
+
+    Example:
+        >>> bounds(0.2, None, 0.28)
+        (0.2, 0.28)
+    """
+    return both if low is None else low, both if high is None else high

@@ -8,7 +8,7 @@ from torch import Tensor
 from verl_fn.state import Batch, Metrics, TokenOutputs
 
 from .contract import Loss, loss, token_mean, weighted_sum
-from .ratio import bounds, log_ratio
+from .policy import bounds, log_ratio
 
 # The largest mean log-ratio of a row, as in verl.
 MOST = 10.0

@@ -8,7 +8,7 @@ from torch import Tensor
 from verl_fn.state import Batch, Metrics, TokenOutputs
 
 from .contract import Loss, loss, token_mean, weighted_sum
-from .ratio import bounds, log_ratio
+from .policy import bounds, log_ratio
 
 
 def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:

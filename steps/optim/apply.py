@@ -27,8 +27,7 @@ from verl_fn.state import (
 )
 from verl_fn.state.arguments import expect_update
 
-from .leaves import check_device, tensors_of
-from .transforms import Optimizer, Reduce, Update
+from .transforms import Optimizer, Reduce, Update, check_device, tensors_of
 
 # The number of leaves in an update's first group: small, because the device is idle until its kernel starts.
 # Each group has twice as many as the one before. On the CPU kernels run synchronously, so groups would save no time.

@@ -9,9 +9,8 @@ import torch
 
 from verl_fn.state import Grads, Metrics, Node, Params, Slots, Weighted, node
 
-from .leaves import check_slots, laid_out_as, tensors_of
 from .schedules import Schedule, as_schedule
-from .transforms import Optimizer, Update
+from .transforms import Optimizer, Update, check_slots, laid_out_as, tensors_of
 
 
 @node
