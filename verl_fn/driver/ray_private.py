@@ -1,9 +1,12 @@
-"""A Ray of this run alone, and every private name of Ray that this takes; written for the version in ``RAY``.
+"""A Ray that only this run uses.
 
 A Ray that ``ray.init`` starts listens on the machine's address, and keeps its sockets, its logs and the workers'
 environment in a folder that all users can read and that stays. Here it listens on the loopback device, asks for a
 token that only this user can read, and lies in a folder that only this user can read and that is removed. A small
 process does that if this one is killed, or the next run if both are.
+
+Ray reads the environment variables for this when it is imported, and a program may have imported it before. So
+``_settings`` has the three private names of Ray that this package uses; it is written for the version in ``RAY``.
 """
 
 from __future__ import annotations
@@ -22,17 +25,18 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
-from ray._private import worker as ray_worker
-from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]  # its types lack them
 
 from . import processes
 from .errors import ActorDied
-from .processes import await_end, birth, kill, users_of, with_descendants
+from .processes import await_end, birth, kill, runs, users_of, with_descendants
 
 RAY = "2.60"
 PREFIX, OWNER = "verl_fn_", "owner"
 _WARNING = re.compile(r"\[\S+ \S+ [WEF] ")
+# The processes that Ray cannot do without, by id, and the folder of its logs.
+_core: dict[int, str] = {}
+_logs = Path("/nonexistent")
 
 
 @contextlib.contextmanager
@@ -42,6 +46,7 @@ def private_ray(**options: Any) -> Iterator[None]:
     Args:
         options: the arguments of ``ray.init``.
     """
+    global _core, _logs
     # The mode of this folder is 0700; Ray opens its own folder to everybody. RAY_TMPDIR is Ray's variable.
     folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=os.environ.get("RAY_TMPDIR")))
     try:
@@ -49,17 +54,16 @@ def private_ray(**options: Any) -> Iterator[None]:
         remove_dead(folder.parent)
         token = folder / "token"
         token.write_text(secrets.token_hex(32))
-        # A token in RAY_AUTH_TOKEN would come before that in the file.
-        with (
-            _watched(folder),
-            _environment(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token), RAY_AUTH_TOKEN=None),
-        ):
+        with _watched(folder), _settings(token):
             try:
-                with _one_machine(), _bare_node():
-                    ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
+                ray.init(address="local", include_dashboard=False, _temp_dir=str(folder / "ray"), **options)
+                names = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in users_of(folder)}
+                _core = {pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")}
+                _logs = folder / "ray" / "session_latest" / "logs"
                 yield
             finally:
-                _end()
+                _end(folder)
+                _core = {}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -106,10 +110,8 @@ def last_messages(count: int) -> list[str]:
     Args:
         count: the most lines of each log.
     """
-    node = ray_worker._global_node
-    logs = Path(node.get_logs_dir_path()) if node is not None else Path("/nonexistent")
-    warnings = [line for line in _lines(logs / "raylet.out") if _WARNING.match(line)]
-    printed = [_lines(log)[-count:] for log in sorted(logs.glob("*.err"))]
+    warnings = [line for line in _lines(_logs / "raylet.out") if _WARNING.match(line)]
+    printed = [_lines(log)[-count:] for log in sorted(_logs.glob("*.err"))]
     return list(dict.fromkeys(warnings[-count:] + [line for lines in printed for line in lines]))
 
 
@@ -122,17 +124,13 @@ def _lines(log: Path) -> list[str]:
 
 
 def _ended() -> list[str]:
-    node = ray_worker._global_node
-    dead = [] if node is None else node.dead_processes()
-    return [f"{kind} (pid {process.pid}, status {process.returncode})" for kind, process in dead]
+    return [f"{name} (pid {pid})" for pid, name in _core.items() if not runs(pid)]
 
 
-def _end() -> None:
+def _end(folder: Path) -> None:
     """Ends Ray in this process, and all processes that it has started."""
-    node = ray_worker._global_node
-    own = [] if node is None else [one.process.pid for infos in node.all_processes.values() for one in infos]
-    family = with_descendants(own)
-    if node is not None and not alive():
+    family = with_descendants(users_of(folder))
+    if not alive():
         # The others would look for the missing process for a minute, and then Ray would end this process too.
         kill(family)
     ray.shutdown(wait_for_processes=True)
@@ -158,54 +156,29 @@ def _watched(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_machine() -> Iterator[None]:
-    """Makes Ray listen on the loopback device, as it does on macOS, where it does not support several machines."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-@contextlib.contextmanager
-def _bare_node() -> Iterator[None]:
-    """Makes Ray start neither its dashboard, nor its autoscaler, nor what prints workers' logs: seconds for nothing.
-
-    ``include_dashboard=False`` leaves out the dashboard's pages alone.
-    """
-
-    def none(self: Node, **options: Any) -> None:
-        pass
-
-    names = ("start_api_server", "start_monitor", "start_log_monitor")
-    before = {name: getattr(Node, name) for name in names}
-    for name in names:
-        setattr(Node, name, none)
-    try:
-        yield
-    finally:
-        for name, method in before.items():
-            setattr(Node, name, method)
-
-
-@contextlib.contextmanager
-def _environment(**variables: str | None) -> Iterator[None]:
-    """Sets environment variables that Ray reads, and removes those that are None, for the body."""
+def _settings(token: Path) -> Iterator[None]:
+    """Makes Ray listen on the loopback device and ask for the token in a file, for the body."""
+    # Ray would read a token in RAY_AUTH_TOKEN first.
+    variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), "RAY_AUTH_TOKEN": None}
     before = {name: os.environ.get(name) for name in variables}
+    several = ray_constants.ENABLE_RAY_CLUSTER
+    # As on macOS, where Ray does not support several machines. Its variable is RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER.
+    ray_constants.ENABLE_RAY_CLUSTER = False
     _set(variables)
     try:
         yield
     finally:
+        ray_constants.ENABLE_RAY_CLUSTER = several
         _set(before)
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
+    """Sets environment variables, removes those that are None, and makes Ray read them again."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    # Ray read them when it was imported. The settings come first, since Ray's threads may look for a token at once.
+    # The settings come first, since Ray's threads may look for a token at once.
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()
