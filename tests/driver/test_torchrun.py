@@ -43,6 +43,7 @@ def test_a_run_that_only_one_process_is_told_to_stop_is_saved_before_any_ends(wa
         ("no model on rank 1", [], "error: /data/model cannot be read"),
         ("no room on rank 0", [], "No space left on device"),
         ("slow update", ["ray.timeout=4"], "longer than ray.timeout; raise ray.timeout if"),
+        ("rank 0 is interrupted", [], "error: stopped at once; the same command continues"),
         ("rank 1 ends", [], "another of torchrun's processes has ended"),
     ],
 )

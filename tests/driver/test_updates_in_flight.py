@@ -15,7 +15,7 @@ from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver import build
 from verl_fn.driver.ray import ray_workers
-from verl_fn.runs.errors import RunError
+from verl_fn.runs import RunError
 from verl_fn.runs.journal import read_samples
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train

@@ -31,6 +31,10 @@ def no_room(*args):
     raise OSError(28, "No space left on device")
 
 
+def interrupted(*args):
+    raise KeyboardInterrupt
+
+
 def stop_in_step_2(*args, updates=[]):  # noqa: B006
     updates.append(None)
     if len(updates) == 2:
@@ -50,6 +54,8 @@ elif FAULT == "slow preparation" and RANK == 0:
     before(loop, "prepare", lambda plan, say: time.sleep(8))
 elif FAULT == "slow update" and RANK == 1:
     before(Fsdp, "forward_backward", lambda *args: time.sleep(10))
+elif FAULT == "rank 0 is interrupted" and RANK == 0:
+    before(Fsdp, "forward_backward", interrupted)
 elif FAULT == "rank 1 ends" and RANK == 1:
     before(Fsdp, "forward_backward", lambda *args: os._exit(3))
 

@@ -128,6 +128,7 @@ class Leader:
         # What other processes know by a number, and the numbers of values that nobody has any more.
         self._known: dict[int, tuple[Any, weakref.ref[Any]]] = {}
         self._dropped: list[Any] = []
+        self._in_step = True  # whether the others wait for the next call
 
     def make(self, fn: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
         """Calls a function that returns backends by name in every process, and returns them for the first process.
@@ -135,8 +136,7 @@ class Leader:
         All methods of a training backend run in every process. Of an engine only ``publish`` does, since the ranks
         read weights together.
         """
-        self._send(None, fn, args, {})
-        with _together():
+        with self._repeated(None, fn, args, {}):
             self._backends = fn(*args)
         return {name: _Led(self, name, inner) for name, inner in self._backends.items()}
 
@@ -148,8 +148,7 @@ class Leader:
             ActorHangs: a process did not answer within ``ray.timeout``.
             ActorDied: a process has ended.
         """
-        self._send(name, method, args, kwargs)
-        with _together():
+        with self._repeated(name, method, args, kwargs):
             own = (arg._inner if isinstance(arg, _Led) else arg for arg in args)
             result = getattr(self._backends[name], method)(*own, **kwargs)
         for part, value in enumerate(result if isinstance(result, tuple) else (result,)):
@@ -163,16 +162,30 @@ class Leader:
 
     def end(self) -> None:
         """Lets the other processes end."""
-        with contextlib.suppress(RuntimeError):  # they have ended
-            _broadcast(None, self._calls)
+        if self._in_step:
+            with contextlib.suppress(RuntimeError):  # they have ended
+                _broadcast(None, self._calls)
 
-    def _send(self, *call: Any) -> None:
+    @contextlib.contextmanager
+    def _repeated(self, *call: Any) -> Iterator[None]:
+        """Sends a call to the other processes, for the body in which this one makes it."""
         self._count += 1
         dropped, self._dropped = self._dropped, []
+        message = _pickled((self._count, dropped, *call), self._number)
+        self._in_step = False
         try:
-            _broadcast(_pickled((self._count, dropped, *call), self._number), self._calls)
+            _broadcast(message, self._calls)
         except RuntimeError as error:
             raise _ended(error) from error
+        try:
+            with _together():
+                yield
+        except (ActorDied, ActorHangs):
+            raise
+        except Exception:
+            self._in_step = True
+            raise
+        self._in_step = True
 
     def _drop(self, identity: int, number: Any) -> None:
         del self._known[identity]
