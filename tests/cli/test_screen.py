@@ -12,7 +12,7 @@ from run_configs import TINY, tiny_run
 from verl_fn.cli import main
 from verl_fn.cli.commands import COMMANDS
 from verl_fn.errors import UserError
-from verl_fn.runs.errors import RunError
+from verl_fn.runs import RunError
 from verl_fn.runs.loop import train
 from verl_fn.runs.screen import printable
 

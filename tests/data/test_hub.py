@@ -10,7 +10,7 @@ from run_configs import tiny_run
 from verl_fn.cli import main
 from verl_fn.data.hub import HubError, hub_name, recorded
 from verl_fn.data.rows import DataError
-from verl_fn.runs.inputs import changed_inputs, fingerprints
+from verl_fn.runs.history import changed_inputs, fingerprints
 
 COMMIT, OLDER = "a" * 40, "b" * 40
 

@@ -17,7 +17,7 @@ from verl_fn.data.hub import HubError, prepare_hub, recorded
 from verl_fn.data.loading import converters, read_files
 from verl_fn.data.rows import DataError
 from verl_fn.data.sets import open_set
-from verl_fn.runs.inputs import changed_inputs, fingerprints
+from verl_fn.runs.history import changed_inputs, fingerprints
 
 INSTALLED = importlib.util.find_spec("datasets") is not None
 needs_datasets = pytest.mark.skipif(

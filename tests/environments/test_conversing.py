@@ -25,8 +25,7 @@ from verl_fn.config import GRPO, RLOO
 from verl_fn.config.algorithms import GROUP_ESTIMATORS, TOKEN_BASELINES
 from verl_fn.data.tasks import Problem
 from verl_fn.environments.engine import Conversing, Limits
-from verl_fn.environments.interpreter import EnvError
-from verl_fn.environments.processes import End, Failure, Opening
+from verl_fn.environments.processes import End, EnvError, Failure, Opening
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards import Reward, unscored

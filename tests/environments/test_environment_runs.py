@@ -7,7 +7,7 @@ import pytest
 from run_configs import TINY
 
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.environments.interpreter import EnvError
+from verl_fn.environments.processes import EnvError
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay

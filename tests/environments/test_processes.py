@@ -10,8 +10,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from verl_fn.environments.interpreter import EnvError
-from verl_fn.environments.processes import End, EnvProcesses, Failure, Job, Opening
+from verl_fn.environments.processes import End, EnvError, EnvProcesses, Failure, Job, Opening
 
 FOLDER = Path(__file__).parent
 PROBLEM = {"prompt": "2+3?", "answer": "5", "id": 0, "data_source": "s", "extra_info": {}}

@@ -14,8 +14,7 @@ from verl_fn.backends.mock.rollout import Response
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.data.tasks import Problem
 from verl_fn.environments.engine import Conversing, Limits
-from verl_fn.environments.interpreter import EnvError
-from verl_fn.environments.processes import End, EnvProcesses, Failure, Job, Scores, Scoring
+from verl_fn.environments.processes import End, EnvError, EnvProcesses, Failure, Job, Scores, Scoring
 from verl_fn.environments.rendering import Renderer
 from verl_fn.rewards import Reward, unscored
 from verl_fn.runs.ledger import counts_of, ledger

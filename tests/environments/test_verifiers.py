@@ -23,14 +23,13 @@ from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.rows import DataError
 from verl_fn.environments import calls
-from verl_fn.environments.interpreter import EnvError
 from verl_fn.environments.problems import environment_data
-from verl_fn.environments.processes import End, EnvProcesses, Job, Opening, Scores, Scoring
+from verl_fn.environments.processes import End, EnvError, EnvProcesses, Job, Opening, Scores, Scoring
 from verl_fn.environments.rendering import call_format
 from verl_fn.environments.verifiers import plain, said
 from verl_fn.rewards.reward import texts_of
 from verl_fn.runs.evaluate import has_held_out
-from verl_fn.runs.inputs import fingerprints
+from verl_fn.runs.history import fingerprints
 from verl_fn.runs.journal import read_samples
 from verl_fn.runs.logs import TIMED, read_metrics
 from verl_fn.runs.loop import train

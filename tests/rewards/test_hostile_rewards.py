@@ -10,8 +10,7 @@ import pytest
 
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards.child import environment
-from verl_fn.rewards.functions import RewardFunctions
-from verl_fn.rewards.process import RewardProcess
+from verl_fn.rewards.functions import RewardFunctions, RewardProcess
 from verl_fn.rewards.reward import Answer, RewardError
 
 TIMEOUT = 1.0

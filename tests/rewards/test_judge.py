@@ -10,8 +10,7 @@ from verl_fn.config.judging import PATTERN, PROMPT
 from verl_fn.config.scoring import RewardConfig
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards import RewardError
-from verl_fn.rewards.judge import Judge, Question
-from verl_fn.rewards.replies import Replies
+from verl_fn.rewards.judge import Judge, Question, Replies
 from verl_fn.rewards.reward import Answer
 
 KEY = "sk-very-secret"

@@ -18,9 +18,7 @@ from verl_fn.backends.local import Local
 from verl_fn.config import ConfigError, load, notes
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards import Reward, RewardError
-from verl_fn.rewards.judge import Judge
-from verl_fn.rewards.replies import Replies
-from verl_fn.rewards.served_model import ServedModel
+from verl_fn.rewards.judge import Judge, Replies, ServedModel
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import replay

@@ -14,8 +14,8 @@ from run_configs import tiny_run
 from verl_fn.algorithms import Experience
 from verl_fn.config import ConfigError, evaluation_plan, load, make_plan
 from verl_fn.driver.local import local_workers
+from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import restore
-from verl_fn.runs.errors import RunError
 from verl_fn.runs.evaluate import validate
 from verl_fn.runs.folder import Run
 from verl_fn.runs.journal import Recorded, digests, entry

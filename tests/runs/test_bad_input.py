@@ -16,8 +16,8 @@ from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.cli import main
 from verl_fn.config import ConfigError
 from verl_fn.driver import build
+from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import checkpoints
-from verl_fn.runs.errors import RunError
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train
 

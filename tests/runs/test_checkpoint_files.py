@@ -11,10 +11,10 @@ from verl_fn.backends.checkpoint.state_folder import CheckpointError
 from verl_fn.backends.local import Local
 from verl_fn.cli import main
 from verl_fn.errors import UserError
+from verl_fn.runs import RunError
 from verl_fn.runs import checkpoints as files
 from verl_fn.runs import folder as folder_module
 from verl_fn.runs.checkpoints import MANIFEST, check_model_folder, checkpoints, prune, read_manifest, verify
-from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.loop import train
 

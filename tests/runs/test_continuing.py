@@ -12,9 +12,8 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import ConfigError
 from verl_fn.data.tasks import TASKS
-from verl_fn.runs import continuing, inputs
+from verl_fn.runs import RunError, continuing, history
 from verl_fn.runs.checkpoints import checkpoints, crc_of
-from verl_fn.runs.errors import RunError
 from verl_fn.runs.logs import TIMED, read_answers, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import fork_plan, replay
@@ -117,7 +116,7 @@ def test_changed_data_is_reported(tiny, copy, monkeypatch):
     with (copy / "data.jsonl").open("a") as file:
         file.write((copy / "data.jsonl").read_text().splitlines()[0] + "\n")
     read = []
-    monkeypatch.setattr(inputs, "crc_of", lambda file: read.append(file) or crc_of(file))
+    monkeypatch.setattr(history, "crc_of", lambda file: read.append(file) or crc_of(file))
     second = said(tiny, copy, "trainer.total_training_steps=4")
     assert f"continuing with another content of {copy / 'data.jsonl'}" in second
     # Data may be large, so a start reads each file for its checksum once.

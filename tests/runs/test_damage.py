@@ -11,9 +11,9 @@ import pytest
 from run_configs import tiny_run
 
 from verl_fn.backends import tensor_file
+from verl_fn.runs import RunError
 from verl_fn.runs import folder as runs
 from verl_fn.runs.checkpoints import checkpoints, verify
-from verl_fn.runs.errors import RunError
 from verl_fn.runs.loop import restored_state, train
 from verl_fn.runs.prepare import workers
 
@@ -95,7 +95,7 @@ if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(disk)])
 sys.path.insert(0, sys.argv[4])
 from run_configs import tiny_run
 from verl_fn.runs.checkpoints import checkpoints, verify
-from verl_fn.runs.errors import RunError
+from verl_fn.runs import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.loop import restored_state
 from verl_fn.runs.prepare import workers

@@ -18,9 +18,9 @@ from verl_fn.config import keys
 from verl_fn.errors import UserError
 from verl_fn.report import page
 from verl_fn.report.curves import charts, window
+from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import checkpoints, verify
 from verl_fn.runs.continuing import changes, find_origin, finished
-from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run, run_config
 from verl_fn.runs.journal import Recorded, first_difference, read_samples
 from verl_fn.runs.logs import read_journal

@@ -9,9 +9,9 @@ from run_configs import tiny_run
 
 from verl_fn import atomic
 from verl_fn.cli import main
+from verl_fn.runs import RunError
 from verl_fn.runs import folder as folder_module
 from verl_fn.runs.checkpoints import IDENTITY, MANIFEST, checkpoints, identity_at, verify
-from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.history import record, recorded_inputs, run_config
 from verl_fn.runs.logs import altered, read_metrics

@@ -11,8 +11,8 @@ from test_train import config, files, model, numbers  # noqa: F401
 
 from verl_fn.cli import main
 from verl_fn.config import load, make_plan
+from verl_fn.runs import RunError
 from verl_fn.runs.continuing import changes
-from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.loop import train
 from verl_fn.runs.prepare import workers

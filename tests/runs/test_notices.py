@@ -7,7 +7,7 @@ from run_configs import TINY, tiny_run
 
 from verl_fn.cli import main
 from verl_fn.config import load, make_plan
-from verl_fn.runs.errors import RunError
+from verl_fn.runs import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.loop import _end_if_skipping, train
 from verl_fn.runs.notices import without_signal

@@ -8,8 +8,7 @@ from run_configs import tiny_run
 
 from verl_fn import atomic
 from verl_fn.cli import commands, main
-from verl_fn.runs import journal
-from verl_fn.runs.errors import RunError
+from verl_fn.runs import RunError, journal
 from verl_fn.runs.logs import read_lines, read_metrics
 from verl_fn.runs.loop import train
 from verl_fn.runs.replay import fork_plan, replay

@@ -4,8 +4,8 @@ import pytest
 from run_configs import tiny_run
 
 from verl_fn.driver.local import local_workers
+from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import restore
-from verl_fn.runs.errors import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.journal import Recorded, read_samples
 from verl_fn.runs.logs import TIMED, read_journal, read_metrics

@@ -11,7 +11,7 @@ import torch
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import TASKS
-from verl_fn.runs.errors import RunError
+from verl_fn.runs import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.logs import read_metrics
 from verl_fn.runs.loop import train

@@ -27,8 +27,7 @@ from verl_fn.config.trained import STRATEGIES
 from verl_fn.errors import UsageError
 from verl_fn.runs.screen import complain, say
 
-from .evaluation import evaluate
-from .models import model_of, pruning
+from .evaluation import evaluate, model_of, pruning
 
 
 def train(args: argparse.Namespace) -> int:

@@ -1,10 +1,14 @@
-"""The command ``verl-fn eval``: one or several models answer the same held-out problems."""
+"""The command ``verl-fn eval``: one or several models answer the same held-out problems.
+
+A model on the command line is a run, a checkpoint or a Hugging Face folder.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,50 @@ from verl_fn.config import ConfigError, Plan, evaluation_plan, load
 from verl_fn.data.tasks import content_of
 from verl_fn.runs.screen import say
 
-from .models import model_of, pruning
+
+def model_of(path: str) -> tuple[Path, Path | None]:
+    """Returns the model folder that a path stands for, and the run that it belongs to, if any.
+
+    Raises:
+        RunError: there is no such folder, or it is a run that has saved nothing yet.
+    """
+    from verl_fn.runs import RunError
+    from verl_fn.runs.checkpoints import MANIFEST, checkpoints
+    from verl_fn.runs.state import run_of
+
+    folder = Path(path)
+    if not folder.is_dir():
+        raise RunError(f"there is no folder {folder}; name a run, a checkpoint or a model")
+    if (folder / "config.toml").is_file():
+        saved = checkpoints(folder)
+        if not saved:
+            raise RunError(f"the run {folder} has no checkpoint yet")
+        # The link points nowhere if somebody has removed the newest checkpoint.
+        link = folder / "model"
+        return link.resolve() if link.exists() else saved[0] / "actor", folder
+    if (folder / MANIFEST).is_file():
+        run = run_of(folder)
+        return folder / "actor", run if run is not None and (run / "config.toml").is_file() else None
+    return folder, None
+
+
+@contextlib.contextmanager
+def pruning(model: Path) -> Iterator[None]:
+    """Explains an error that comes of a model of ``model_of`` that is gone: a run in training removes checkpoints."""
+    try:
+        yield
+    except Exception as error:
+        from verl_fn.runs.checkpoints import step_of
+
+        if not (model if step_of(model.parent) is None else model.parent).is_dir():
+            from verl_fn.runs import RunError
+
+            raise RunError(
+                f"{model} was removed meanwhile: a run in training keeps only its last trainer.max_ckpt_to_keep "
+                "checkpoints; run the command again for the newest one"
+            ) from error
+        raise
+
 
 # The keys that say which problems there are.
 PROBLEMS = ("data.val_files=", "data.task=")

@@ -344,9 +344,7 @@ def reward(
             table.functions, table.weights, table.timeout, table.num_workers, folder, table.env, table.arguments
         )
     elif table.url:
-        from verl_fn.rewards.judge import Judge, Question
-        from verl_fn.rewards.replies import Replies
-        from verl_fn.rewards.served_model import ServedModel
+        from verl_fn.rewards.judge import Judge, Question, Replies, ServedModel
 
         question: Question | ServedModel = ServedModel(table.model)
         if table.api == "chat":

@@ -1,10 +1,13 @@
-"""A conversation while it goes on: its messages, and the tokens of its rows."""
+"""Conversations while they go on: their rows of tokens, their turns, and their groups."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, wait
+from itertools import groupby
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from verl_fn.state import EndReason, Key, Outcome, Request, Sample
 
 from .contract import Message
-from .processes import Job
+from .processes import Call, Failure, Job, Result, Scores, Scoring
 
 
 @attrs.define(eq=False)
@@ -161,3 +164,111 @@ class Conversation:
                 )
             )
         return samples
+
+
+Advance: TypeAlias = Callable[[Sequence[Conversation], Sequence[Sample], Callable[[Conversation], None]], list[str]]
+
+
+class Turns:
+    """Takes replies from an engine, and gives it requests for the next ones as soon as the environment has answered.
+
+    All conversations that wait for the environment are given to it together, once it has answered those before.
+
+    Args:
+        conversations: begin together.
+        longest: the longest reply in tokens.
+        advance: adds a reply to each of some conversations, and then the environment's answer, and reports each
+            conversation that goes on; returns failures. It runs in the thread.
+        thread: runs one call after the other.
+
+    Attributes:
+        failures: a sentence about each conversation that failed.
+    """
+
+    def __init__(
+        self, conversations: Sequence[Conversation], longest: int, advance: Advance, thread: Executor
+    ) -> None:
+        self.failures: list[str] = []
+        self._longest, self._advance, self._thread = longest, advance, thread
+        self._drawing: dict[int, Conversation] = {}
+        self._waiting: list[tuple[Conversation, Sample]] = []
+        # The other thread appends to it.
+        self._ready: deque[Conversation] = deque()
+        self._answers: Future[list[str]] | None = thread.submit(advance, conversations, (), self._ready.append)
+
+    def more(self, samples: Sequence[Sample]) -> list[Request] | None:
+        """Takes samples of earlier requests; returns new requests, or None once all conversations have ended.
+
+        Raises:
+            EnvError: messages of the environment cannot be rendered.
+        """
+        self._waiting += [(self._drawing.pop(sample.request), sample) for sample in samples]
+        if self._answers is not None and self._answers.done():
+            self.failures += self._answers.result()
+            self._answers = None
+        requests = []
+        for _ in range(len(self._ready)):
+            one = self._ready.popleft()
+            self._drawing[one.place] = one
+            requests.append(one.ask(self._longest))
+        if self._answers is None and self._waiting:
+            conversations, drawn = zip(*self._waiting, strict=True)
+            self._waiting = []
+            self._answers = self._thread.submit(self._advance, conversations, drawn, self._ready.append)
+        return requests if self._drawing or self._answers is not None else None
+
+    def wait(self) -> None:
+        """Waits until the environment has answered, so that all that are ready are asked for together."""
+        if self._answers is not None:
+            wait([self._answers])
+
+
+class Groups:
+    """Has the environment score each group once, when the last of its conversations has ended.
+
+    The environment gets the conversations that it has ended, in the order of their numbers. Others of the group keep
+    their reward of 0, or have failed. If the scoring fails, so have all conversations that were to be scored.
+
+    Args:
+        conversations: of all groups.
+        environments: answers jobs; without the attribute ``scores_groups``, or where it is false, nothing is scored.
+    """
+
+    def __init__(
+        self, conversations: Sequence[Conversation], environments: Callable[[Sequence[Call]], list[Result]]
+    ) -> None:
+        self._environments = environments
+        together = getattr(environments, "scores_groups", False)
+        by_number = groupby(conversations, lambda one: one.group)
+        self._open = {number: list(group) for number, group in by_number} if together else {}
+
+    def score(self, advanced: Sequence[Conversation]) -> list[str]:
+        """Scores the groups that have ended with these conversations.
+
+        Returns:
+            A sentence about each conversation that failed.
+        """
+        numbers = sorted({one.group for one in advanced if one.group in self._open})
+        ended = [n for n in numbers if all(one.reason is not None for one in self._open[n])]
+        groups = [[one for one in self._open.pop(n) if one.reason == "done"] for n in ended]
+        groups = [group for group in groups if group]
+        if not groups:
+            return []
+        failures = []
+        results = self._environments([_scoring(group) for group in groups])
+        for group, result in zip(groups, results, strict=True):
+            if isinstance(result, Failure):
+                for one in group:
+                    one.reason, one.score, one.acc = result.reason, 0.0, 0.0
+                    failures.append(f"{one.label} first: in scoring its group the environment {result.problem}")
+                continue
+            assert isinstance(result, Scores)
+            for one, end in zip(group, result.ends, strict=True):
+                one.score, one.acc = end.reward, end.acc
+        return failures
+
+
+def _scoring(group: Sequence[Conversation]) -> Scoring:
+    """Returns the job that scores conversations of a request."""
+    seed = group[0].request.key.fold_in("environment").fold_in("group").seed() % 2**32
+    return Scoring(seed, tuple(one.job() for one in group))

@@ -18,12 +18,9 @@ from verl_fn.backends.through import Through
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import texts_of
 
-from .conversation import Conversation, Row
-from .groups import Groups
-from .interpreter import EnvError
-from .processes import Call, End, Failure, Opening, Result
+from .conversation import Conversation, Groups, Row, Turns
+from .processes import Call, End, EnvError, Failure, Opening, Result
 from .rendering import Renderer
-from .turns import Turns
 
 
 @attrs.frozen

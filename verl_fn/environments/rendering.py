@@ -14,7 +14,7 @@ from verl_fn.data.files import describe_unknown, has_unknown
 
 from .calls import HERMES, format_of
 from .contract import Message
-from .interpreter import EnvError
+from .processes import EnvError
 
 CACHE = 4096
 NONE: Mapping[str, Any] = {}

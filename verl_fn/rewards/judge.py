@@ -1,4 +1,8 @@
-"""A model as a judge: it is asked for a score by its address, and its reply is read."""
+"""A model as a judge: it is asked for a score by its address, and its reply is read.
+
+A chat model gets a question in words (``Question``), and a reward model that vLLM serves gets the tokens of a row
+(``ServedModel``). Replies are kept in the run's folder (``Replies``).
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,14 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
 import httpx
 
 from verl_fn.data.tasks import text_of
-from verl_fn.rewards.replies import Replies
 from verl_fn.rewards.reward import Answer, RewardError, describe
-from verl_fn.rewards.served_model import ServedModel
 from verl_fn.rewards.worker import LARGEST, short
 
 # Later, or elsewhere, the same request may succeed.
@@ -248,3 +251,136 @@ class Judge:
 def _name_of(body: dict[str, Any]) -> str:
     """Returns the name under which the reply to a request is kept: the same wherever the judge is."""
     return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+FILE = "judge.jsonl"
+
+
+class Replies:
+    """Replies by question; several threads may use them.
+
+    Each reply is written to ``judge.jsonl`` as soon as it is there, so that a run that is stopped does not ask for it
+    again. An incomplete last line, from a process that was killed, is removed.
+
+    Args:
+        folder: the folder of the file; with None, or if there is no such folder, replies stay in memory.
+        offline: there is nobody to ask, so nothing is written and a missing reply is an error.
+
+    Raises:
+        RewardError: the file cannot be read, or a line is damaged.
+
+    Example:
+        >>> replies = Replies(None)
+        >>> replies.add("a question", "Score: 1")
+        >>> replies.get("a question"), replies.get("another")
+        ('Score: 1', None)
+    """
+
+    def __init__(self, folder: Path | None, *, offline: bool = False) -> None:
+        self.offline = offline
+        self.file = folder / FILE if folder is not None and folder.is_dir() else None
+        self._lock = threading.Lock()
+        self._by_question: dict[str, str] = {}
+        if self.file is not None and self.file.is_file():
+            self._read(self.file)
+
+    def get(self, question: str) -> str | None:
+        """Returns the reply to a question, or None."""
+        return self._by_question.get(question)
+
+    def add(self, question: str, reply: str) -> None:
+        """Keeps a reply.
+
+        Raises:
+            RewardError: it cannot be written.
+        """
+        with self._lock:
+            self._by_question[question] = reply
+            if self.file is None or self.offline:
+                return
+            line = json.dumps({"question": question, "reply": reply}) + "\n"
+            try:
+                # One write, so that lines of two processes do not mix.
+                descriptor = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+                try:
+                    written = os.write(descriptor, line.encode())
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                raise RewardError(f"{self.file} cannot be written: {error.strerror}") from error
+            if written < len(line.encode()):
+                raise RewardError(f"{self.file} cannot be written: the disk is full")
+
+    def _read(self, file: Path) -> None:
+        try:
+            data = file.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]
+            if len(whole) < len(data) and not self.offline:
+                os.truncate(file, len(whole))
+        except OSError as error:
+            raise RewardError(f"{file} cannot be read: {error.strerror}") from error
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                match json.loads(line):
+                    case {"question": str(question), "reply": str(reply)}:
+                        self._by_question[question] = reply
+                        continue
+            except (ValueError, RecursionError):
+                pass
+            raise RewardError(f"{file}, line {number}, is damaged; remove the line, and the judge is asked again")
+
+
+@attrs.frozen
+class ServedModel:
+    """What ``Judge`` sends to vLLM's pooling API, and how it reads the score.
+
+    The model gets the tokens that the policy drew, with prompt and end token, so no text is encoded again. It has the
+    policy's tokenizer, as a reward model that was trained from the policy has.
+
+    Attributes:
+        model: the name under which the model is served.
+
+    Example:
+        >>> import torch
+        >>> from verl_fn.data.tasks import Problem
+        >>> served = ServedModel("scores")
+        >>> served.body(Answer(Problem("2+2?", "4"), "4", tokens=torch.tensor([5, 9, 2])))["input"]
+        [5, 9, 2]
+        >>> served.score(served.read({"data": [{"data": [[0.5], [0.1], [0.25]]}]}))
+        0.25
+    """
+
+    model: str
+
+    path: ClassVar[str] = "/pooling"
+    unreadable_score: ClassVar[float] = 0.0  # never used: a reply without a score is none
+    expected: ClassVar[str] = (
+        "one number, or one for each token, in data[0].data, as vLLM's pooling API gives for a reward model"
+    )
+
+    def body(self, answer: Answer) -> dict[str, Any]:
+        """Returns the request for the score of an answer."""
+        assert answer.tokens is not None  # Reward gives them
+        # Without its activation, a sigmoid, the score is the model's number.
+        return {
+            "model": self.model,
+            "input": answer.tokens.tolist(),
+            "use_activation": False,
+            "encoding_format": "float",
+        }
+
+    def read(self, content: Any) -> str | None:
+        """Returns the score in the content of a reply as a string with all of its digits; None if there is none.
+
+        A head that classifies tokens gives a number for each, and that of the last token is the score.
+        """
+        match content:
+            case {"data": [{"data": [*_, [score]] | [score]}]} if (
+                isinstance(score, int | float) and math.isfinite(score) and abs(score) < LARGEST
+            ):
+                return repr(float(score))
+        return None
+
+    def score(self, reply: str) -> float:
+        """Returns the score of a reply that ``read`` has returned."""
+        return float(reply)

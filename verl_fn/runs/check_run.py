@@ -11,11 +11,17 @@ from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.config import Plan, RolePlan
 from verl_fn.driver import build, ranks
 
-from .checks import check_has_training, check_run_folder, check_writable, row_lengths
+from .checks import (
+    check_all_weights,
+    check_has_training,
+    check_processes,
+    check_run_folder,
+    check_writable,
+    row_lengths,
+)
 from .continuing import changes, find_origin, finished, run_date
 from .folder import Run
 from .memory import GIB, check_memory, largest, offloads, phases, role_memory
-from .parts import check_all_weights, check_processes
 from .prepare import prepare
 from .screen import say
 

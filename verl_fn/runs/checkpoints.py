@@ -23,7 +23,7 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.config import Plan
 from verl_fn.state import serial
 
-from .errors import RunError
+from . import RunError
 from .state import RunState, run_of
 from .waiting import read_waiting, save_waiting
 

@@ -12,12 +12,11 @@ from verl_fn.algorithms import Report
 from verl_fn.backends.checkpoint.state_folder import CheckpointError
 from verl_fn.config import ConfigError, Plan, make_plan
 
+from . import RunError
 from .checkpoints import MANIFEST, checkpoints, read_manifest, saved_step, step_of
-from .errors import RunError
 from .evaluate import has_held_out, held_out_value
 from .folder import Run
-from .history import changed_keys, recorded_inputs, run_config
-from .inputs import changed_inputs
+from .history import changed_inputs, changed_keys, recorded_inputs, run_config
 from .logs import altered, last_evaluation, read_metrics
 from .state import differing_fields, run_of
 

@@ -17,7 +17,7 @@ from verl_fn.algorithms import Workers
 from verl_fn.config import Plan
 from verl_fn.data.answers import write_answers
 
-from . import screen
+from . import RunError, screen
 from .checkpoints import (
     REMOVED,
     WRITING,
@@ -29,9 +29,7 @@ from .checkpoints import (
     save_roles,
     write_manifest,
 )
-from .errors import RunError
-from .history import changed_keys, numbered, record, run_config
-from .inputs import fingerprints
+from .history import changed_keys, fingerprints, numbered, record, run_config
 from .logs import (
     GENERATIONS,
     LOGS,

@@ -21,8 +21,8 @@ from verl_fn.backends.protocol import Capabilities, Handle, Request, Sample, Tra
 from verl_fn.config import Plan, flat
 from verl_fn.state import Batch, pack, serial, tree, unpack
 
+from . import RunError
 from .batch_file import batches_in, numbered, tensors_of
-from .errors import RunError
 from .folder import Run
 from .judged import answers_of
 from .recorder import Drawn

@@ -10,7 +10,7 @@ from pathlib import Path
 from verl_fn.config.schema import TrainerConfig
 from verl_fn.config.tables import Table
 
-from .errors import RunError
+from . import RunError
 
 Log = Callable[[int, Mapping[str, float]], None]
 

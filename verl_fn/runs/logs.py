@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from verl_fn.algorithms import Report
 
-from .errors import RunError
+from . import RunError
 
 METRICS, GENERATIONS, JOURNAL = "metrics.jsonl", "generations.jsonl", "journal.jsonl"
 LOGS = (METRICS, GENERATIONS, JOURNAL)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import attrs
 
@@ -14,10 +18,10 @@ from verl_fn.driver import ranks
 from verl_fn.driver.torchrun import process_group
 from verl_fn.state import Params
 
+from . import RunError
 from .checkpoints import restore, step_of
-from .checks import check_has_training, check_run_folder
+from .checks import check_all_weights, check_has_training, check_run_folder
 from .continuing import changes, find_origin, finished, goal_reached, other_settings, run_date
-from .errors import RunError
 from .evaluate import check_goal, evaluation_line, validate
 from .folder import Run
 from .history import run_config
@@ -26,13 +30,11 @@ from .loggers import Log, loggers
 from .logs import GENERATIONS, JOURNAL, altered, last_evaluation, read_metrics
 from .memory import check_memory, explained
 from .notices import cut_off, wide_gap, without_signal
-from .parts import check_all_weights
 from .prepare import prepare, workers
 from .progress import Lines, Live, Progress, Say, always_zero
 from .recorder import Drawn
 from .residency import on_one_gpu, resting
 from .screen import say as print_line
-from .signals import ENDING, stop_requests
 from .state import RunState, algorithm_of, blank_state, differing_fields, initial_state, offloaded, run_of
 from .steps import Pace, advance
 
@@ -309,3 +311,36 @@ def _end_if_skipping(skipped: dict[str, int], report: Report, step: int, plan: P
                     "nan, and lower the learning rate or fix the loss or reward; trainer.max_skipped_steps sets the "
                     "limit"
                 )
+
+
+STOPPING = "stopping after this step; once more stops at once, without saving"
+ENDING = "the run is done and saved, and its processes are ending; once more ends them at once"
+
+
+@contextlib.contextmanager
+def stop_requests(say: Say, reply: str = STOPPING) -> Iterator[list[int]]:
+    """Yields a list to which the first SIGINT or SIGTERM is appended; a second one interrupts the process at once.
+
+    In a thread other than the main one no signals can be handled, and the list stays empty.
+
+    Args:
+        say: prints a line.
+        reply: the line that answers the first signal.
+    """
+    requests: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield requests
+        return
+
+    def record(number: int, frame: FrameType | None) -> None:
+        requests.append(number)
+        say(reply)
+        for handled in previous:
+            signal.signal(handled, signal.default_int_handler)
+
+    previous = {number: signal.signal(number, record) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield requests
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -20,8 +20,7 @@ from verl_fn.driver import build
 from verl_fn.environments.problems import environment_data
 
 from .checkpoints import check_model_folder
-from .checks import check, check_device, check_model_folders
-from .parts import check_code, check_parts
+from .checks import check, check_code, check_device, check_model_folders, check_parts
 from .progress import Say
 
 NEEDS_MODEL = (

@@ -12,11 +12,10 @@ from verl_fn.algorithms import Workers
 from verl_fn.config import Plan, load, make_plan
 from verl_fn.driver.ranks import torchrun_size
 
+from . import RunError
 from .checkpoints import checkpoints, step_of
-from .errors import RunError
 from .evaluate import validate
-from .history import changed_keys, config_file, recorded_inputs, run_config
-from .inputs import changed_inputs, fingerprints
+from .history import changed_inputs, changed_keys, config_file, fingerprints, recorded_inputs, run_config
 from .journal import Recorded, entry, first_difference, read_samples, state_digests
 from .logs import TIMED, metrics_row, read_journal, read_metrics
 from .loop import restored_state

@@ -13,8 +13,8 @@ from verl_fn.algorithms import Experience, Workers
 from verl_fn.backends.checkpoint.state_folder import CheckpointError, disk_errors
 from verl_fn.state import Batch, pack, unpack
 
+from . import RunError
 from .batch_file import batches_in, numbered, tensors_of
-from .errors import RunError
 from .recorder import Drawn
 
 BATCH, SAMPLES, SCORED, DROPPED = "batch", "samples", "scored", "dropped"

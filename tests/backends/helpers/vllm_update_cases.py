@@ -21,8 +21,7 @@ from verl_fn.backends.vllm import Vllm
 from verl_fn.backends.vllm.worker import beside_others
 from verl_fn.backends.weight_sync import IncompleteWeights
 from verl_fn.environments.engine import Conversing, Limits
-from verl_fn.environments.interpreter import EnvError
-from verl_fn.environments.processes import End, Scores, Scoring
+from verl_fn.environments.processes import End, EnvError, Scores, Scoring
 from verl_fn.environments.rendering import Renderer
 from verl_fn.state import Key, Sampling, pack, requests_for
 from verl_fn.steps import constant, sgd
