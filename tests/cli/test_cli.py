@@ -58,16 +58,16 @@ def test_an_error_is_told_with_its_notes(monkeypatch, capsys):
 
 
 def test_list_has_every_choice_of_the_config(capsys):
-    from verl_fn.config import aggregation, algorithms, catalogue, schema, trained
+    from verl_fn.config import algorithms, schema, trained
 
     assert main(["list"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
     listed = {line[:24].strip(): line[24:].split(", ") for line in lines}
     for kind, choices in {
         "algorithms": algorithms.BUILT_IN,
-        "estimators": catalogue.GROUP_ESTIMATORS,
-        "losses": catalogue.POLICY_LOSSES,
-        "aggregation": aggregation.AGGREGATIONS,
+        "estimators": algorithms.GROUP_ESTIMATORS,
+        "losses": algorithms.POLICY_LOSSES,
+        "aggregation": algorithms.AGGREGATIONS,
         "training backends": trained.STRATEGIES,
         "rollout engines": schema.ROLLOUT_ENGINES,
     }.items():
