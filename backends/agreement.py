@@ -53,7 +53,7 @@ def agreed(gather: Gather = gathered) -> Iterator[None]:
         gather: returns the values of all ranks, by rank.
 
     Raises:
-        Exception: this rank's own error, or else that of the first rank that failed.
+        Exception: this rank's own error, or else the error of the first rank that failed.
 
     Example:
         >>> with agreed(alone):
@@ -87,7 +87,7 @@ def _sendable(error: Exception) -> Exception:
 
 
 def require_same(given: Mapping[str, Any]) -> None:
-    """Compares the arguments of this rank with those of the others; all ranks call it together.
+    """Compares the arguments of this rank with the other ranks'; all ranks call it together.
 
     Args:
         given: this rank's arguments by name.
@@ -95,13 +95,13 @@ def require_same(given: Mapping[str, Any]) -> None:
     Raises:
         LayoutError: on every rank, if some rank was given something else.
     """
-    # Equal hashes are enough where all ranks were given the same, which is nearly always.
+    # Equal hashes are enough if all ranks were given the same, as they nearly always are.
     if dist.get_world_size() == 1 or _all_equal(_hash(pickle.dumps(dict(given)))):
         return
     by_rank = gathered(dict(given))
     for name, first in by_rank[0].items():
         if differing := [rank for rank, arguments in enumerate(by_rank) if arguments[name] != first]:
-            # Bytes are a hash, which means nothing to a person.
+            # Bytes are a hash and mean nothing to a person.
             values = "" if isinstance(first, bytes) else f" ({by_rank[differing[0]][name]!r} instead of {first!r})"
             raise LayoutError(
                 f"ranks {differing[:8]} were given another {name} than rank 0{values}; all ranks must be given the "
@@ -133,7 +133,7 @@ def settings(folder: Path, optimizer: Optimizer, options: Mapping[str, Any]) -> 
 def of_batch(batch: Batch) -> bytes:
     """Returns a hash of all tensors of a batch.
 
-    The contents are hashed by their CRC, which is several times as fast as a cryptographic hash. It differs wherever
+    The contents are hashed by their CRC, several times as fast as a cryptographic hash. It differs wherever
     two tensors differ in one element, and else in all but one of 2**32 cases.
     """
     contents = {

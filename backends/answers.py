@@ -1,4 +1,4 @@
-"""Samples made of the draws of a run, which arrive in the order of its steps."""
+"""Samples made of the draws of a run, in the order of its steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Answers:
         self.add(requests)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Adds requests, whose rows follow those of the earlier ones."""
+        """Adds requests; their rows follow the rows of earlier ones."""
         self._requests += requests
         self._prompts += [torch.tensor(request.prompt) for request in requests]
 
@@ -44,7 +44,7 @@ class Answers:
         Args:
             rows: the row of each draw.
             draws: for each draw its token, its log-prob with and without the cut, and whether it is a near tie; where
-                experts are recorded, also those of the token before it.
+                experts are recorded, also the experts of the token before it.
             versions: for each draw the version of the weights.
         """
         # A stable sort by row groups the draws of each row and keeps their order.
@@ -63,7 +63,7 @@ class Answers:
             row: its number.
             finished: whether it ended by itself.
             length: how many of its draws count; by default all.
-            before: where experts are recorded, those of the prompt's tokens but the last.
+            before: if experts are recorded, the experts of the prompt's tokens but the last.
         """
         parts = self._parts.pop(row)
         columns = (t[0] if len(t) == 1 else torch.cat(t) for t in zip(*parts, strict=True))

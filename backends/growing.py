@@ -27,7 +27,7 @@ class Growing(Serving):
 
         Args:
             more: is called between two steps, also while nothing is drawn, and should return at once. Its requests
-                have one sample each. Their sampling differs in ``max_tokens`` alone.
+                have one sample each. Their sampling differs only in ``max_tokens``.
             version: as for ``generate``.
 
         Raises:
@@ -51,7 +51,7 @@ class Growing(Serving):
                 drawing.update(request.id for request in requests)
                 ways.update(attrs.evolve(request.sampling, max_tokens=1) for request in requests)
                 if len(ways) > 1 or any(sampling.n > 1 for sampling in ways):
-                    raise ValueError("requests of one call of grow must have n=1, and differ in max_tokens alone")
+                    raise ValueError("requests of one call of grow must have n=1, and differ only in max_tokens")
             return requests
 
         with self._alone(), isolated():

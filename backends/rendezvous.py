@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 
 def open_store(address: str, size: int, timeout: timedelta) -> dist.TCPStore:
-    """Opens a store on a free port, which listens on this address alone; torch's own store listens on all.
+    """Opens a store on a free port that listens only on this address; torch's own store listens on all.
 
     Args:
         address: an IP address of this machine.

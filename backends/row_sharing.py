@@ -100,7 +100,7 @@ def agree_on_call(
 
 
 def agree_on_batch(layout: RowLayout, batch: Batch) -> None:
-    """Compares all tensors of the batch, which takes milliseconds, while a GPU computes.
+    """Compares all tensors of the batch, for some milliseconds, while a GPU computes.
 
     Raises:
         LayoutError: ranks were given different batches.
@@ -197,7 +197,7 @@ def brought_together(
 
 
 def _of_lines(name: str, part: Tensor, batch: Batch) -> Tensor:
-    """Returns an output from its lines; ids come as floats, which are exact up to 2**24."""
+    """Returns an output from its lines; ids come as floats, exact up to 2**24."""
     if output_width(name, batch) is None:
         return part[0]
     return part.t().contiguous().long() if name.startswith("top_ids") else part.t().contiguous()

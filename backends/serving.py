@@ -48,7 +48,7 @@ class Serving(ABC):
         max_length: the most tokens of a row.
         vocab: the size of the vocabulary.
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
-        in_flight: whether publications arrive during calls, which go on with the new weights.
+        in_flight: whether publications arrive during calls; calls go on with the new weights.
         routed_experts: whether the engine records the experts of each token.
 
     Raises:
@@ -117,7 +117,7 @@ class Serving(ABC):
 
     @abstractmethod
     def _run(self, requests: Sequence[Request], call: int, as_they_end: bool) -> Iterator[tuple[int, Sample]]:
-        """Yields the samples of requests whose sampling differs in ``max_tokens`` alone, with the numbers of rows.
+        """Yields the samples of requests whose sampling differs only in ``max_tokens``, with the numbers of rows.
 
         Sample i of a request has the row ``n`` times the place of the request, plus i.
 
@@ -159,7 +159,7 @@ class Serving(ABC):
 
     @property
     def steps(self) -> int | None:
-        """How many decoding steps were begun, which shows that the engine makes progress.
+        """How many decoding steps were begun: a sign that the engine makes progress.
 
         None while a call waits for weights that arrive in flight.
         """

@@ -140,7 +140,7 @@ def read(file: Path, like: Mapping[str, Tensor], rows: Rows, device: torch.devic
 
     Args:
         file: a safetensors file.
-        like: the whole tensors that the file must hold, no more and no fewer, by shape and dtype. Those on the meta
+        like: the whole tensors that the file must hold, no more and no fewer, by shape and dtype. Tensors on the meta
             device are read; the values of the others must be the same in the file.
         rows: returns the first row to read and the one after the last, given the number of all rows.
         device: where the tensors go.

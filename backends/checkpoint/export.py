@@ -72,7 +72,7 @@ def _loaded(folder: str | Path, config: Any, dtype: Any) -> Any:
     model, loaded = (getattr(transformers, name, None) or transformers.AutoModelForCausalLM).from_pretrained(
         folder,
         dtype=dtype,
-        # transformers refuses some settings of generation; those of the source are copied as they are.
+        # transformers refuses some settings of generation; the source's settings are copied as they are.
         generation_config=transformers.GenerationConfig(),
         output_loading_info=True,
         **LOCAL,
@@ -103,7 +103,7 @@ def _dtype_of(folder: Path) -> Any:
 
 
 def _compare(expected: Mapping[str, Tensor], written: Mapping[str, Tensor]) -> None:
-    """Raises an error unless the tensors that were written are those that there are, bit for bit.
+    """Raises an error unless the written tensors are the given ones, bit for bit.
 
     Raises:
         ModelError: some are missing, added, or differ.

@@ -107,7 +107,7 @@ def read_state(
 
     Args:
         folder: where ``save_state`` wrote a state.
-        model: the tensors that the model's file must hold; those on the meta device are read, others must be equal.
+        model: the tensors that the model's file must hold; tensors on the meta device are read, others must be equal.
         rest: the structure of the rest, with whole tensors on the meta device.
         rows: returns the rows of a tensor that this rank reads, given the number of all rows.
         device: where the tensors go.
@@ -151,7 +151,7 @@ def open_state(folder: str | Path, model: Mapping[str, Tensor], rest: T, *, gath
 
     Args:
         folder: where ``save_state`` wrote a state.
-        model: the tensors that the model's file must hold; those that are not on the meta device must be equal.
+        model: the tensors that the model's file must hold; tensors that are not on the meta device must be equal.
         rest: the structure of the rest, with whole tensors on the meta device.
         gather: returns the values of all ranks, by rank.
 
@@ -192,7 +192,7 @@ def check_finished(folder: str | Path) -> None:
     if not (Path(folder) / SCALARS).is_file():
         raise CheckpointError(
             f"{folder} does not hold this training state: it has no {SCALARS}, so its save was not finished, or it "
-            f"is a model alone"
+            f"is only a model"
         )
 
 

@@ -1,7 +1,7 @@
 """Loads the parameters of a model folder as shards: each rank reads its own rows, or the first rank sends them.
 
 Where the folder's files name and shape tensors as the model does, all ranks read at once, each its own rows
-(``hf.direct``). For any other folder, and for random weights, which are one sequence of draws, the first rank makes
+(``hf.direct``). For any other folder, and for random weights (one sequence of draws), the first rank makes
 the whole model and sends it block by block, so the others never hold more than a block beside their shards.
 """
 
@@ -45,7 +45,7 @@ class Recipe:
         )
 
     def whole(self, folder: str | Path, key: Key, *, pretrained: bool) -> dict[str, Tensor]:
-        """Returns all weights but those of adapters."""
+        """Returns all weights but the adapters'."""
         return build(folder, self.head, pretrained=pretrained, key=key, row_layout=self.row_layout)[1]
 
 

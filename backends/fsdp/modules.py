@@ -68,10 +68,10 @@ class ShardedModules:
 
         Args:
             leaves: the shards of every parameter, by canonical name.
-            trained: names of those that get gradients.
+            trained: names of the parameters that get gradients.
 
         Raises:
-            ValueError: the names or shapes are not those of this model.
+            ValueError: this model has other names or shapes.
         """
         self._check(leaves)
         pointed = {}

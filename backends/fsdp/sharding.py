@@ -263,7 +263,7 @@ def check_slots(optimizer: Any, params: Mapping[str, Tensor]) -> None:
 def _by_name(fn: Callable[[str, Tensor], Any], value: Any) -> Any:
     """Returns a value with every named tensor replaced.
 
-    A GPU waits for this, so it handles the nodes of states alone, which is faster than a general walk over trees.
+    A GPU waits for this, so it handles only the nodes of states; this is faster than a general walk over trees.
     """
     if isinstance(value, Named):
         leaves = FrozenDict((name, fn(name, t)) for name, t in value.leaves.items())
@@ -287,5 +287,5 @@ def whole_of(value: T) -> T:
 
 
 def whole(t: Tensor) -> Tensor:
-    """Returns a whole tensor, which all ranks gather together where it is sharded."""
+    """Returns a whole tensor; all ranks gather a sharded one together."""
     return t.full_tensor() if isinstance(t, DTensor) else t

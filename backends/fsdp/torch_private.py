@@ -105,7 +105,7 @@ def let_go(place: Place, empty: nn.Parameter, nothing: Tensor) -> None:
 
 
 def reduce_in_fp32(group: Group) -> None:
-    """Sets the dtype of gradients, which FSDP itself sets once, by the parameters that its first pass trains."""
+    """Sets the dtype of gradients; FSDP itself sets it once, by the parameters that its first pass trains."""
     group._orig_dtype = group._reduce_dtype = torch.float32
 
 

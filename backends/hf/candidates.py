@@ -22,7 +22,7 @@ def candidate_logprobs(
 ) -> Float[Tensor, "N K"]:
     """Returns the log-probabilities of ``candidates`` under softmax(logits / temperature), in nats.
 
-    Their logits minus that of the target, added to the target's log-probability: the normaliser is computed once, by
+    Their logits minus the target's logit, added to the target's log-probability: the normaliser is computed once, by
     ``logprobs_and_entropy``. The rows of ``weight`` for all candidates, ``[N, K, H]``, are held for the gradient.
 
     Args:

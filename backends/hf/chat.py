@@ -1,4 +1,4 @@
-"""Chat templates: programs of a model's folder, which may fail or never end."""
+"""Chat templates: programs of a model's folder; they may fail or never end."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def chat_tokens(
         messages: the messages so far.
         tools: JSON schemas of the functions that the assistant can call.
         generation_prompt: begin the assistant's answer; otherwise end with the last message.
-        chat_template_kwargs: arguments of the template beside those of ``with_chat_arguments``, which they replace.
+        chat_template_kwargs: arguments of the template; they replace arguments of ``with_chat_arguments``.
 
     Raises:
         ModelError: the template fails on these messages, or does not end.

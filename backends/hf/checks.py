@@ -278,7 +278,7 @@ def _with_head(skeleton: Skeleton, batch: Batch, expected: Tensor) -> Fit:
     """Returns the fit with what the model does to its logits.
 
     Raises:
-        ValueError: hidden states or logits are not those of each row by itself.
+        ValueError: hidden states or logits differ from each row's by itself.
     """
     calls: Counter[nn.Module] = Counter()
     hooks = [
@@ -332,7 +332,7 @@ def _without_triton(auto: Any, config: Any) -> Iterator[None]:
 
 
 def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any:
-    """Returns a model with activations and logits as large as trained ones, since soft caps change only those.
+    """Returns a model with activations and logits as large as trained ones, since soft caps change only large ones.
 
     Raises:
         ValueError: the architecture does not take this implementation of attention.

@@ -46,7 +46,7 @@ def refused(what: str) -> Iterator[None]:
     except UserError:
         raise
     except BaseException as error:
-        # The panics of tokenizers, which is written in Rust, derive from BaseException.
+        # The panics of tokenizers, a package in Rust, derive from BaseException.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ModelError(f"{what}: {reason(error)}") from error
@@ -55,7 +55,7 @@ def refused(what: str) -> Iterator[None]:
 def reason(error: BaseException) -> str:
     """Returns the first line of an error's message, after the name of its class where that says something.
 
-    The other lines of transformers' messages are advice on its versions, which does not help here.
+    The other lines of transformers' messages are advice on its versions and do not help here.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # Some first lines only introduce the second.
@@ -92,7 +92,7 @@ def check_same_config(skeleton: Skeleton, folder: str | Path) -> None:
 
 
 def _meaningful(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns a config without the fields that only name it, and those of a head."""
+    """Returns a config without the fields that only name it, and without a head's fields."""
     names = ("architectures", "transformers_version", "dtype", "use_cache", "id2label", "label2id", "num_labels")
     return {k: v for k, v in config.items() if k not in names and not k.startswith("_")}
 
@@ -124,7 +124,7 @@ def compute_dtype(asked: str | None, folder: str | Path, device: str) -> str:
 
     Args:
         asked: the dtype that the config asks for; None for the default: float32 on a CPU, and on a GPU the dtype
-            that the folder's weights were made for, which is bfloat16 for every dtype of 16 bits.
+            that the folder's weights were made for: bfloat16 for every dtype of 16 bits.
         folder: a Hugging Face model folder.
         device: ``cpu`` or ``cuda``.
 
@@ -141,7 +141,7 @@ def compute_dtype(asked: str | None, folder: str | Path, device: str) -> str:
 
 
 def dropout_of(folder: str | Path) -> dict[str, float]:
-    """Returns the rates of dropout that a folder's config sets, which ``read_config`` turns off.
+    """Returns the rates of dropout that a folder's config sets; ``read_config`` turns them off.
 
     A step with dropout would be no function of its arguments.
     """
@@ -192,7 +192,7 @@ def _check_modules(table: dict[str, Any], folder: str | Path) -> None:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Returns the settings of rotary embeddings: those of all layers, and those of each kind of layer."""
+    """Returns the settings of rotary embeddings, for all layers and for each kind of layer."""
     text_config = config.get_text_config()
     ropes = [getattr(text_config, name, None) or {} for name in ("rope_parameters", "rope_scaling")]
     return ropes + [of_kind for rope in ropes for of_kind in rope.values() if isinstance(of_kind, dict)]

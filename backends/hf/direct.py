@@ -29,7 +29,7 @@ class Weights:
     Attributes:
         shapes: the shape of every parameter of the model by canonical name.
         files: the file that holds each; parameters that no file holds are zeros.
-        digest: a hash of all headers and of some elements of every tensor, which differs between folders.
+        digest: a hash of all headers and of some elements of every tensor; it differs between folders.
     """
 
     shapes: dict[str, torch.Size]

@@ -40,7 +40,7 @@ __all__ = [
     "model_notices", "quiet", "read_config",
 ]  # fmt: skip
 
-# What transformers calls the output layers of language models, and those of classifiers.
+# What transformers calls the output layers of language models and of classifiers.
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
 
 LARGEST_WEIGHT = 1e18
@@ -127,7 +127,7 @@ def build(
 
 
 def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:
-    """Checks that float32 holds the squares of weights, which norms and moments are made of.
+    """Checks that float32 holds the squares of weights, since norms and moments are made of squares.
 
     A bias may have -inf, by which an output layer excludes tokens.
 
@@ -184,7 +184,7 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> No
 
     Args:
         folder: a Hugging Face model folder.
-        head: ``lm``, or ``value`` for a scalar head, which the folder may lack.
+        head: ``lm``, or ``value`` for a scalar head; the folder may lack it.
         row_layout: of a micro-batch; see ``build``.
 
     Raises:
@@ -192,7 +192,7 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> No
     """
     auto, config, options, fit = _recipe(folder, head, row_layout)
     with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder):
-        # On the meta device, transformers reads the headers of the files alone.
+        # On the meta device, transformers reads only the headers of the files.
         model, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
     skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing=False)
     _check_loaded(skeleton, loaded, new_head, folder)
@@ -307,7 +307,7 @@ def _prepared(
                 "enable_gradient_checkpointing to false"
             )
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        # Only these modules are told to train: others would add noise, such as that of routers.
+        # Only these modules are told to train: others would add noise, as routers do.
         for module in model.modules():
             module.training = bool(getattr(module, "gradient_checkpointing", False))
     has_value_head = any("TokenClassification" in name for name in config.architectures or ())
@@ -327,7 +327,7 @@ def _read_constants(skeleton: Skeleton, auto: Any, config: Any, options: dict[st
             opened = {file: Slices(file) for file in {files[name] for name in constants}}
             stored = {name: opened[files[name]].rows(name, 0, max(1, *b.shape, 1)) for name, b in constants.items()}
         else:
-            # Under other names, which transformers knows.
+            # Under other names that transformers knows.
             with quiet():
                 stored = dict(auto.from_pretrained(folder, config=config, **options | LOCAL).named_buffers())
         for name, b in constants.items():
@@ -397,7 +397,7 @@ def check_same_model(skeleton: Skeleton, other: Skeleton, folder: str | Path) ->
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Makes modules register every parameter on the meta device; buffers keep their device."""
-    # The module replaces itself by an object with this property, which a type checker cannot see.
+    # The module replaces itself by an object with this property; a type checker cannot see that.
     deterministic: Any = torch.utils.deterministic
 
     register, fills = nn.Module.register_parameter, deterministic.fill_uninitialized_memory

@@ -1,9 +1,9 @@
 """The gradients of log-probabilities and entropies, with few logits at a time.
 
 Each token's log-normaliser is known from the forward pass, so logits can be computed again for all tokens and a block
-of the vocabulary. The gradient of the output layer is then whole with each block, and that of the hidden states is
-summed in fp32. Where the output layer is frozen, logits are computed for a chunk of tokens and the whole vocabulary,
-whose gradient of the hidden states needs no sum.
+of the vocabulary. The gradient of the output layer is then whole with each block, and the gradient of the hidden
+states is summed in fp32. If the output layer is frozen, logits are computed for a chunk of tokens and the whole
+vocabulary, and the gradient of their hidden states needs no sum.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gradients(
     grad_buffer: Float[Tensor, "V H"] | None = None,
     softcap: float | None = None,
 ) -> Gradients:
-    """Returns the gradients of hidden states, weight and bias, from those of log-probabilities and entropies.
+    """Returns the gradients of hidden states, weight and bias, from the gradients of log-probabilities and entropies.
 
     Args:
         hidden: a hidden state for each target.

@@ -81,7 +81,7 @@ def _reduce(
             x = tl.where(at < vocab, _capped(x, cap), -float("inf"))
         x = x * scale
         new = tl.maximum(top, x)
-        # A lane that has seen nothing, or -inf alone, has no finite maximum to subtract.
+        # A lane that has seen nothing, or only -inf, has no finite maximum to subtract.
         base = tl.where(new == -float("inf"), 0.0, new)
         shrink, e = tl.exp(top - base), tl.exp(x - base)
         mass = mass * shrink + e

@@ -12,7 +12,7 @@ from torch import Tensor
 
 # The most logits that exist at a time: few enough for the caches of a CPU, enough to fill a GPU.
 CPU_CHUNK, CUDA_CHUNK = 2**24, 2**27
-# A log-probability below which the probability is 0 in fp32. It stands for -inf, which times 0 is NaN.
+# A log-probability below which the probability is 0 in fp32. It stands for -inf, since -inf times 0 is NaN.
 LEAST = -1e4
 
 
@@ -39,7 +39,7 @@ def reduce_rows(
 ) -> None:
     """Writes log-probabilities, log-normalisers and entropies: with kernels on CUDA, else with torch's functions.
 
-    ``softcap`` is the bound c of logits c * tanh(logits / c), which are divided by the temperature afterwards.
+    ``softcap`` is the bound c of logits c * tanh(logits / c); these are divided by the temperature afterwards.
 
     Example:
         >>> logprobs, log_z = torch.empty(1), torch.empty(1)

@@ -39,10 +39,10 @@ def logprobs_and_entropy(
         bias: of the output layer, if it has one.
         targets: token ids.
         temperature: one for each target; None stands for 1.
-        entropy: also compute entropies, which are None otherwise.
+        entropy: also compute entropies; otherwise they are None.
         chunk: how many tokens the forward pass computes at a time; by default as many as keep their logits within a
             fixed size. The backward pass has as many logits at a time.
-        plain: use torch's own functions on all logits at once, which every ``torch.func`` transformation accepts.
+        plain: use torch's own functions on all logits at once; every ``torch.func`` transformation accepts them.
         grad_buffer: in fp32; each backward pass adds the gradient of ``weight`` to it, instead of returning one.
         softcap: the bound c of logits c * tanh(logits / c), if they have one.
 

@@ -26,7 +26,7 @@ ALL = "all-linear"
 
 
 class LoraError(UserError, ValueError):
-    """Adapters cannot be made, or differ from those of a folder."""
+    """Adapters cannot be made, or differ from a folder's."""
 
 
 def _check_rank(lora: Lora, _: Any, rank: Any) -> None:
@@ -86,7 +86,7 @@ class Adapters:
     Attributes:
         lora: the settings that the adapters were made from.
         layers: the adapted layers, in the model's order.
-        transposed: those of them whose weight is stored as [in, out].
+        transposed: the layers whose weight is stored as [in, out].
 
     Example:
         >>> adapters = Adapters(Lora(rank=1, alpha=2.0), ("m",))
@@ -123,7 +123,7 @@ class Adapters:
 
         Args:
             params: the model's parameters.
-            rows: returns the rows of a leaf to compute: of a weight, and of B, which has the same rows.
+            rows: returns the rows of a leaf to compute: of a weight, and of B with the same rows.
             whole: returns a whole leaf.
         """
         adapted = {f"{layer}.weight": layer for layer in self.layers}
@@ -176,7 +176,7 @@ class Adapters:
             (folder / ABOUT).write_text(json.dumps({"base_model": str(base), **about}, indent=1))
 
     def check(self, folder: Path) -> None:
-        """Compares these adapters with those of the training state in ``folder``.
+        """Compares these adapters with the adapters of the training state in ``folder``.
 
         Raises:
             LoraError: the state has other adapters.
@@ -221,7 +221,7 @@ def inject(model: nn.Module, lora: Lora, output: nn.Module, key: Key, folder: st
     Args:
         model: is changed.
         lora: the settings of the adapters.
-        output: the model's output layer, which is used without calling it and so cannot have adapters.
+        output: the model's output layer: it is used without being called, so it cannot have adapters.
         key: the source of randomness.
         folder: where the model comes from, for errors.
 
@@ -232,7 +232,7 @@ def inject(model: nn.Module, lora: Lora, output: nn.Module, key: Key, folder: st
     layers = target_layers(model, lora, output, folder)
     config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=layers, lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # PEFT warns of weights stored as [in, out], which it handles correctly.
+        # PEFT warns of weights stored as [in, out], but handles them correctly.
         warnings.simplefilter("ignore")
         torch.manual_seed(key.seed())
         try:

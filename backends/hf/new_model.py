@@ -25,7 +25,7 @@ DIMENSIONS = (
     "max_position_embeddings",
 )
 
-# The widths of heads that every engine serves: those of vLLM on a CPU, which has the fewest.
+# The widths of heads that every engine serves: vLLM on a CPU has the fewest.
 WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -125,7 +125,7 @@ def _random_model(arch: str, fields: dict[str, Any], tokenizer: Any, seed: int) 
             **(sizes | fields),
         )
         for name, value in config.to_dict().items():
-            # A pure step has no dropout, which some architectures set by default.
+            # A pure step has no dropout, but some architectures set it by default.
             if name not in fields and isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop")):
                 setattr(config, name, 0.0)
         with torch.random.fork_rng(devices=[]):

@@ -20,7 +20,7 @@ from verl_fn.state import PER_ROW, Batch, TokenOutputs, top_count
 
 __all__ = ["PER_ROW", "Staged", "check_head", "check_needs", "check_targets", "token_outputs"]
 
-# The outputs of each head; those in PER_ROW have one number for each row.
+# The outputs of each head; outputs in PER_ROW have one number for each row.
 SUPPORTED_NEEDS = {
     "lm": frozenset({"logprobs", "entropy", "candidate_logprobs"}),
     "value": frozenset({"values", "row_values"}),
@@ -75,7 +75,7 @@ def check_targets(batch: Batch) -> Tensor:
     """Returns the indices of the tokens with ``response_mask``.
 
     Raises:
-        ValueError: one of them is a row's first token, which nothing precedes, or ``temperature`` is not a positive
+        ValueError: one of them is a row's first token (nothing precedes it), or ``temperature`` is not a positive
             number for each row.
     """
     if "temperature" in batch:

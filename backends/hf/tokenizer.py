@@ -55,13 +55,13 @@ def _try(tokenizer: Any) -> None:
 def end_tokens(folder: str | Path, tokenizer: Any = None) -> tuple[int, ...]:
     """Returns the tokens that end an answer: sampling stops at any of them, and training teaches the first.
 
-    They are those of ``generation_config.json``, or else of ``config.json``, or else the tokenizer's own. The
+    They are looked up in ``generation_config.json``, then in ``config.json``, then in the tokenizer. The
     tokenizer's own is the first where it is one of several. It is none of them where the files contradict each
     other; ``contradiction`` reports it.
 
     Args:
         folder: a model folder.
-        tokenizer: that of the folder, if it was read already.
+        tokenizer: the folder's, if it was read already.
 
     Returns:
         The tokens; none where neither the files nor a tokenizer names any.

@@ -35,7 +35,7 @@ class Turn:
         prompt: token ids.
         sample: the number of the sample, from 0 to ``sampling.n - 1``.
         sampling: how the sample is to be drawn.
-        key: a key of this sample alone.
+        key: a key of only this sample.
         weights: the weights that were published last.
     """
 
@@ -51,7 +51,7 @@ class Response:
     """The answer of a script; a plain sequence of token ids means a finished answer whose tokens were certain.
 
     Attributes:
-        tokens: token ids, at least one; those after a stop token or ``max_tokens`` are dropped.
+        tokens: token ids, at least one; ids after a stop token or ``max_tokens`` are dropped.
         log_probs: the log-probability of each token under the distribution it was drawn from; by default 0.
         full_log_probs: the same before top-k and top-p; by default ``log_probs``.
         finished: whether the answer ended with its last token.
@@ -160,7 +160,7 @@ class MockRollout:
         return request.key.fold_in(number)
 
     def _in_flight(self, requests: Sequence[Request], samples: Iterator[Sample]) -> Iterator[Sample]:
-        """Yields samples; those of older weights than the engine's go on from their middle with the new ones."""
+        """Yields samples; samples of older weights than the engine's go on from their middle with the new ones."""
         by_id = {request.id: request for request in requests}
         for sample in samples:
             with self._lock:

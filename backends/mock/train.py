@@ -63,7 +63,7 @@ class Mock:
     """Trains a policy that depends on one token before, and a value for each token.
 
     The parameters are ``logits [V, V]`` of the next token given the one before it, and ``values [V]``. The methods
-    are those of ``Local``; autograd differentiates only the loss itself.
+    agree with ``Local``'s; autograd differentiates only the loss itself.
 
     Args:
         vocab_size: tokens are 0 to ``vocab_size - 1``.
@@ -295,7 +295,7 @@ class _Lookup:
         }
 
     def add_gradient(self, gathered: dict[str, Tensor], wrt_outputs: Mapping[str, Tensor]) -> None:
-        """Adds the gradients of both tables to ``gathered``, given those of the outputs."""
+        """Adds the gradients of both tables to ``gathered``, given the gradients of the outputs."""
         probs, chosen = self.log_probs.exp(), self.tokens[self.targets, None]
         wrt_logits = torch.zeros_like(probs)
         if "logprobs" in wrt_outputs:
@@ -318,7 +318,7 @@ class _Lookup:
 
 
 def _tables(folder: str | Path) -> dict[str, Tensor]:
-    # Copies, since tensors of one file share its memory, which an update could not reuse.
+    # Copies, since tensors of one file share its memory, and an update could not reuse that.
     return {name: t.clone() for name, t in load_file(Path(folder) / MODEL).items()}
 
 

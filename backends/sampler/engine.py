@@ -27,7 +27,7 @@ from verl_fn.backends.serving import NotFiniteError, Serving, longest_of, not_fi
 from verl_fn.backends.weight_sync import check_specs, receive
 from verl_fn.state import Batch, isolated, uniform_at
 
-# The most prompt tokens of one prefill, which bounds its memory.
+# The most prompt tokens of one prefill: a bound of its memory.
 PREFILL_TOKENS = 16384
 # Slots are filled again when one in so many is free, since a prefill of few rows takes as long as a step.
 REFILL_PART = 8
@@ -37,7 +37,7 @@ class Sampler(Serving):
     """A rollout engine in this process; see ``RolloutBackend``.
 
     Draws do not depend on the order, the size or the slots of a batch, except where the rounding of logits decides a
-    draw, which does depend on them; ``near_ties`` counts those draws.
+    draw, and that does depend on them; ``near_ties`` counts such draws.
 
     Args:
         folder: a Hugging Face model folder; its config and end tokens are read, never its weights.
@@ -46,7 +46,7 @@ class Sampler(Serving):
         slots: the most rows that are decoded at a time.
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
         in_flight: a publication during a call arrives between two steps. Rows that have begun go on with the new
-            weights, which compute the cache of their tokens anew.
+            weights, and these compute the cache of their tokens again.
         routed_experts: record the experts of each token.
 
     Raises:
@@ -111,7 +111,7 @@ class Sampler(Serving):
             self.version = version
 
     def sleep(self, level: int = 2) -> None:
-        """Frees the memory of caches at level 1, and that of weights too at level 2."""
+        """Frees the memory of caches at level 1, and the memory of weights too at level 2."""
         with self._alone():
             self._calls += 1
             self.decoder.drop_cache()
@@ -153,7 +153,7 @@ class Sampler(Serving):
 
 
 class _Run:
-    """The decoding of requests whose sampling differs in ``max_tokens`` alone.
+    """The decoding of requests whose sampling differs only in ``max_tokens``.
 
     Slot i of the cache holds row ``rows[i]``; active rows always have the first slots.
     """
@@ -181,7 +181,7 @@ class _Run:
         # Of the next step's weights, the version, and the number of the publication.
         self.version = self.weights = -1
         self.finished: set[int] = set()
-        # Where experts are recorded: for each draw those of the token before it, and for each row those of the
+        # If experts are recorded: for each draw the experts of the token before it, and for each row of the
         # prompt's other tokens.
         self.routed: list[Tensor] = []
         self.before: dict[int, Tensor] = {}

@@ -82,7 +82,7 @@ def _llama_shapes(config: Any, actual: Mapping[str, torch.Size]) -> dict[str, tu
 
 
 def head_dim(config: Any) -> int:
-    """Returns the size of an attention head, which some configs do not set."""
+    """Returns the size of an attention head, also if the config does not set it."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -172,7 +172,7 @@ class Places:
 def _pair_rows(count: int, dim: int, device: torch.device) -> Int[Tensor, " rows"]:
     """Returns the new place of each row of a projection, so that the two halves of each head form pairs.
 
-    transformers rotates element i together with element i + dim/2. As neighbours they are one complex number, which
+    transformers rotates element i together with element i + dim/2. As neighbours they are one complex number that
     takes one operation to rotate. Scores do not change, since queries and keys have the same order.
 
     Example:
@@ -317,7 +317,7 @@ class LlamaDecoder:
 
 
 def _normed(x: Float[Tensor, "n H"], eps: Float[Tensor, ""]) -> Float[Tensor, "n H"]:
-    """Returns the RMS norm without a factor sqrt(H), which the weights after it contain."""
+    """Returns the RMS norm without a factor sqrt(H); the weights after it contain the factor."""
     return (x / _size(x, eps)).to(x.dtype)
 
 

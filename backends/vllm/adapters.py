@@ -1,6 +1,6 @@
-"""LoRA adapters beside the weights of vLLM's model, which computes with them by its own LoRA layers.
+"""LoRA adapters beside the weights of vLLM's model: it computes with them by its own LoRA layers.
 
-vLLM wraps the layers that may have adapters, which renames their parameters, and reads adapters from files. Here
+vLLM wraps the layers that may have adapters (this renames their parameters) and reads adapters from files. Here
 published tensors take the place of the only adapter, and requests name it.
 """
 
@@ -104,6 +104,6 @@ def install(runner: Any, lora: Lora, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _placed(manager: Any, layers: Iterable[str]) -> set[str]:
-    """Returns those of the layers that vLLM has wrapped, by themselves or together with others."""
+    """Returns the layers that vLLM has wrapped, by themselves or together with others."""
     together = {part for name, parts in manager.packed_modules.items() if name in manager.modules for part in parts}
     return {layer for layer in layers if layer in manager.modules or layer in together}

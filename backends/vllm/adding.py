@@ -17,8 +17,8 @@ def add(
 
     Args:
         engine: vLLM's.
-        requests: their draws are ours; of vLLM's own settings only those that end a response remain.
-        call: the number of the call, which is a part of their names.
+        requests: their draws are ours; of vLLM's own settings only the ones that end a response remain.
+        call: the number of the call, a part of their names.
         first: the number of the first row.
         end_tokens: of the model.
         adapted: whether adapters were published apart from the model.

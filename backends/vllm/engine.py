@@ -57,8 +57,8 @@ class Vllm(Growing):
     vLLM changes settings of the whole process, so the engine needs a process of its own. A tensor-parallel engine
     starts one more for each GPU.
 
-    Draws are those of the embedded engine, ``Sampler``: for the same weights and keys both give the same tokens,
-    except where the rounding of logits decides a draw, which ``near_ties`` counts.
+    Draws follow the embedded engine, ``Sampler``: for the same weights and keys both give the same tokens,
+    unless the rounding of logits decides a draw; ``near_ties`` counts such draws.
 
     Args:
         folder: a Hugging Face model folder; its config and end tokens are read, never its weights.
@@ -71,10 +71,10 @@ class Vllm(Growing):
         enforce_eager: run without CUDA graphs and without the compiler.
         engine_kwargs: further arguments of vLLM's ``EngineArgs``.
         verify: ``first`` compares checksums at the first publication, ``always`` at each.
-        lora: adapters that are published alone, after a first publication with the model; by default they are merged
+        lora: adapters that are published by themselves, after a first one with the model; by default they are merged
             into published weights.
         in_flight: a publication during a call arrives between two steps. Rows that have begun go on with the new
-            weights, which compute the cache of their tokens anew.
+            weights, and these compute the cache of their tokens again.
         routed_experts: record the experts of each token.
 
     Raises:
@@ -154,7 +154,7 @@ class Vllm(Growing):
                 until a publication succeeds.
         """
         with self._publication():
-            # Not before, since another thread may replace or drop the model that adapters alone are added to.
+            # Not before, since another thread may replace or drop the model that adapters are added to.
             source, base = self._chosen(here(weights))
             self._require(WEIGHTS, "publish")
             if self.capabilities.versions_per_token:
@@ -168,7 +168,7 @@ class Vllm(Growing):
                 self._call("load", source, self._checked)
             else:
                 self._send(version, source, self._checked)
-            # Its keys and values were computed with other weights; those of open requests are computed anew.
+            # Its keys and values were computed with other weights; for open requests they are computed again.
             if not self._engine.reset_prefix_cache(self.capabilities.versions_per_token):
                 raise EngineError("vLLM did not reset its prefix cache, so it could answer from older weights")
             self._published, self._base = self._published + 1, base
@@ -193,7 +193,7 @@ class Vllm(Growing):
         return apart.adapters if base == self._base else apart.whole, base
 
     def sleep(self, level: int = 2) -> None:
-        """Frees the memory of the cache at level 1, moving weights to the CPU, and that of weights too at level 2."""
+        """Frees the memory of the cache at level 1, moving weights to the CPU, and also of weights at level 2."""
         with self._alone():
             self._interrupt()
             if level > 1:
@@ -308,7 +308,7 @@ class Vllm(Growing):
         answers.collect(drawn.rows, drawn.columns, versions)
 
     def _collect_drawn(self) -> None:
-        """Takes the draws of the running call, which are of the engine's version, from vLLM's sampler."""
+        """Takes the draws of the running call, made by the engine's version, from vLLM's sampler."""
         drawn = self._call("collect")[0]
         if drawn is not None:
             assert self.version is not None
@@ -384,7 +384,7 @@ _HERE: weakref.WeakSet[Vllm] = weakref.WeakSet()
 
 
 def _claim_process(engine: Vllm) -> None:
-    """Raises an error for a second engine in one process, which would answer with other log-probs, silently.
+    """Raises an error for a second engine in one process: it would silently answer with other log-probs.
 
     Raises:
         EngineError: there is one already.

@@ -41,7 +41,7 @@ def load(
         config: vLLM's model config.
         source: weights under Hugging Face names.
         checked: compare checksums.
-        adapters: receives the tensors of adapters, which are no weights of the model; None for a model without them.
+        adapters: receives the tensors of adapters, since these are no weights of the model; None without adapters.
 
     Raises:
         IncompleteWeights: a part of the source is missing, arrived twice or was altered, or a parameter of vLLM's
@@ -109,7 +109,7 @@ def _load_by_layers(model: Any, config: Any, tensors: Iterator[tuple[str, Tensor
 
 
 def _tied(model: torch.nn.Module) -> list[Any]:
-    """Returns the layers with the weight of an earlier layer, such as the output layer with that of the embedding.
+    """Returns the layers with the weight of an earlier layer, such as an output layer with the embedding's.
 
     vLLM's loading by layers leaves them out, also where they compute with a repacked copy of the weight.
     """
@@ -154,7 +154,7 @@ def whole(
     between: Callable[[], None] = lambda: None,
     places: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole tensors under the names of vLLM's loaders, which are valid until the next one is taken.
+    """Yields whole tensors under the names of vLLM's loaders; each is valid until the next one is taken.
 
     A tensor that comes in several chunks is put together in its place, if there is one, or in memory of its own.
 
@@ -196,13 +196,13 @@ def _assembled(
 
 
 def _holds(place: Tensor, spec: TensorSpec) -> bool:
-    """Returns whether a parameter has the rows of a tensor; that of an embedding may be padded."""
+    """Returns whether a parameter has the rows of a tensor; an embedding may be padded."""
     rows, *rest = place.shape or (0,)
     return place.dtype == spec.dtype and rows >= spec.rows and tuple(rest) == spec.shape[1:]
 
 
 def vllm_tensors(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Splits stacked experts, which vLLM loads one by one as matrices.
+    """Splits stacked experts, since vLLM loads them one by one as matrices.
 
     Example:
         >>> [(name, tuple(t.shape)) for name, t in vllm_tensors("mlp.experts.gate_up_proj", torch.zeros(1, 6, 2))]

@@ -48,7 +48,7 @@ class Routes:
     """How to read the experts that vLLM returns for all layers of a model.
 
     Attributes:
-        layers: the numbers of those with experts.
+        layers: the numbers of the layers with experts.
         dtype: of a recording.
     """
 
@@ -57,7 +57,7 @@ class Routes:
 
     @classmethod
     def of(cls, folder: Any, layers: list[int]) -> Routes:
-        """Returns how to read those of a model folder.
+        """Returns how to read the experts of a model folder's layers.
 
         Raises:
             ModelError: the model has no experts.
@@ -68,14 +68,14 @@ class Routes:
         return cls(tuple(layers), recorded_dtype(experts))
 
     def whole(self, returned: Any, length: int) -> Int[Tensor, "T l k"]:
-        """Returns the experts of a row's tokens; the last, which vLLM never computes, has those of the one before.
+        """Returns the experts of a row's tokens; the last token repeats the one before, since vLLM never computes it.
 
         Args:
             returned: vLLM's array of all layers, or None.
             length: the tokens of the row.
 
         Raises:
-            RoutesMissing: there are those of more or fewer tokens.
+            RoutesMissing: there are experts of more or fewer tokens.
 
         Example:
             >>> import numpy

@@ -19,7 +19,7 @@ def started(arguments: Mapping[str, Any], device: str) -> Any:
         ModelError: vLLM does not know the model.
         EngineArgumentError: the GPU has less free memory than the engine may take.
     """
-    # The compiler tries out kernels, which it refuses to do in that mode.
+    # The compiler tries out kernels, but refuses to do so in that mode.
     torch.use_deterministic_algorithms(False)
     if device == "cpu":
         # Compiling takes longer than all that is computed on a CPU.

@@ -26,7 +26,7 @@ from verl_fn.backends.weight_sync.inlet import Inlet
 
 
 class Extension:
-    """Methods of a worker, which the engine calls by name on all workers."""
+    """Methods of a worker; the engine calls them by name on all workers."""
 
     model_runner: Any
     device: torch.device

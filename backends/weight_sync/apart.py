@@ -15,7 +15,7 @@ class Apart:
 
     Attributes:
         whole: the model without adapters, followed by the adapters.
-        adapters: the adapters alone, for an engine that has the model.
+        adapters: only the adapters, for an engine that has the model.
         identify: returns a string that differs where the model without adapters differs.
     """
 

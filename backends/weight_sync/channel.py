@@ -17,7 +17,7 @@ from typing import Any
 from .intake import IncompleteWeights
 from .staging import Staging
 
-# What a sender can send: the model with its adapters merged in, the model and its adapters, or the adapters alone.
+# What a sender can send: the model with its adapters merged in, the model and its adapters, or only the adapters.
 MERGED, WHOLE, ADAPTERS = "merged", "whole", "adapters"
 
 # For each of the messages by which both ends show that they know the secret.

@@ -122,7 +122,7 @@ class Inlet:
         host: the address to listen on.
         secret: the key that senders have to know.
         device: the device of the engine's weights.
-        dtype: the dtype of the engine's weights, which are sent in it.
+        dtype: the dtype of the engine's weights; they are sent in it.
     """
 
     def __init__(self, host: str, secret: bytes, device: torch.device, dtype: torch.dtype) -> None:
@@ -201,7 +201,7 @@ class Inlet:
         return late
 
     def _accepted(self) -> Connection:
-        """Waits for a sender that knows the secret; others are sent away, also those that say nothing."""
+        """Waits for a sender that knows the secret; others are sent away, also senders that say nothing."""
         while True:
             try:
                 connection = self._listener.accept()
@@ -265,10 +265,10 @@ class _Arriving:
         return " ".join(str(sender.next()[1]) for sender in self.senders)
 
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
-        """Yields the buckets as they arrive, those of several senders joined; see ``WeightSource``."""
+        """Yields the buckets as they arrive, joined if there are several senders; see ``WeightSource``."""
         for sender in self.senders:
             send_message(sender.open, ("start", self.kind, max_bytes, checked, self.dtype, Place.of(self.device)))
-        # A sender may wait for the next engine, which waits for all senders, before it sends its first bucket.
+        # A sender may wait for the next engine before it sends its first bucket, and that engine for all senders.
         for sender in self.senders:
             sender.start(self.device)
         order = {spec.name: i for i, spec in enumerate(self.specs)}

@@ -128,7 +128,7 @@ def _check_chunk(chunk: Chunk, spec: TensorSpec, done: int, rows: int) -> None:
 
 
 def checksum(values: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Returns a 64-bit hash of a tensor's bytes, which changes also where rows or elements are swapped.
+    """Returns a 64-bit hash of a tensor's bytes; it also changes if rows or elements are swapped.
 
     Args:
         values: the tensor.

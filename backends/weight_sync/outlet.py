@@ -104,7 +104,7 @@ class Outlet(End):
             # The engine closed the connection after another rank had failed.
             reply = self._answered("specs", version, offers)
         if reply is None:
-            # The engine has ended, which whoever waits for its call notices, or this publication has failed before.
+            # The engine has ended (whoever waits for its call notices), or this publication has failed before.
             return None
         with self._refusable():
             kind, *rest = reply
@@ -313,7 +313,7 @@ def _one_source(sources: Mapping[str, WeightSource], wishes: Sequence[Wish]) -> 
     if len(dtypes) > 1:
         raise ValueError(f"engines of one publication have different dtypes: {sorted(map(str, dtypes))}")
     if MERGED in kinds and len(kinds) > 1:
-        raise ValueError("some engines of one publication take adapters alone, and others take them merged")
+        raise ValueError("some engines of one publication take only adapters, and others take them merged")
     return sources[WHOLE if WHOLE in kinds else kinds.pop()]
 
 

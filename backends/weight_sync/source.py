@@ -24,7 +24,7 @@ _CHECKSUMS = WeakTensorKeyDictionary()
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
-    """Returns the specifications of named tensors; those of sharded ones describe the whole tensor."""
+    """Returns the specifications of named tensors; for a sharded one, of the whole tensor."""
     return tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in tensors.items())
 
 
@@ -36,7 +36,7 @@ class Weights:
         specs: the specifications of the whole tensors, in the order of ``read``.
         read: returns all tensors by name, one after the other; a sharded one is gathered when it is read.
         cut: the rows that ``read`` returns; None where it returns whole tensors.
-        held: the rows that this rank holds, which ``send`` sends without gathering; None where one rank sends all.
+        held: the rows that this rank holds, to send without gathering; None if one rank sends all.
         apart: the same model with its adapters not merged; None for a model without adapters.
 
     Example:
@@ -117,7 +117,7 @@ def apart(
         adapters: the tensors of the adapters.
         rows: returns the rows of a tensor to send.
         cut: returns which rows these are, of several senders.
-        local: returns what this process holds of a tensor, which identifies it.
+        local: returns what this process holds of a tensor, to identify it.
 
     Example:
         >>> import torch

@@ -31,7 +31,7 @@ GROUP_SECONDS = 600
 
 @attrs.frozen
 class Place:
-    """Where a process computes, which decides how buckets can reach it.
+    """Where a process computes: it decides how buckets can reach the process.
 
     Attributes:
         host: identifies the machine.
@@ -45,7 +45,7 @@ class Place:
 
     @classmethod
     def of(cls, device: torch.device) -> Place:
-        """Returns the place of this process, which computes on ``device``."""
+        """Returns the place of this process, computing on ``device``."""
         host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
         if device.type != "cuda":
             return cls(host, "cpu")
@@ -233,7 +233,7 @@ def opened(description: Description, device: torch.device, connection: Connectio
             finally:
                 os.close(own_fd)
             if bytes(memory[:16].tolist()) != mark:
-                raise CannotOpen("the sender's process numbers are not those of this machine")
+                raise CannotOpen("the sender's process numbers belong to another machine")
             return _Slots(memory)
         if kind == "group":
             _, address, port = rest

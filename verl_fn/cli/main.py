@@ -69,7 +69,7 @@ def _add_check(to: argparse.ArgumentParser) -> None:
         "--gpu-memory",
         type=gib,
         metavar="GIB",
-        help="with --check: the memory of a GPU in GiB; by default that of this machine's",
+        help="with --check: the memory of a GPU in GiB; by default this machine's",
     )
 
 
@@ -104,7 +104,7 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
     )
     _add_overrides(evaluate)
     evaluate.add_argument(
-        "--config", type=path, help="a TOML file; by default that of the first run that a model belongs to"
+        "--config", type=path, help="a TOML file; by default the config of the first run that a model belongs to"
     )
     evaluate.add_argument(
         "--out",
@@ -144,7 +144,7 @@ def _add_run_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Adds the commands for models and data, and those that list and measure."""
+    """Adds the commands for models and data, and commands that list and measure."""
     model = command("new-model", "write a tiny random model with a character tokenizer")
     model.add_argument("folder", type=path, help="where to write it")
     model.add_argument("--task", default="reverse", help="the task whose characters it knows; by default %(default)s")
@@ -262,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _names_a_file(error: Exception) -> bool:
-    """Returns whether an error is an OSError about a file, which is the user's to fix; any other one is a bug."""
+    """Returns whether an error is an OSError about a file, for the user to fix; any other one is a bug."""
     return isinstance(error, OSError) and error.filename is not None
 
 

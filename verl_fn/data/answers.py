@@ -29,7 +29,7 @@ _TYPES = {
 
 
 def write_answers(file: str | Path, answers: Sequence[Mapping[str, Any]]) -> Path:
-    """Writes answers as rows of a Parquet file, which is replaced as a whole.
+    """Writes answers as rows of a Parquet file; a file of before is replaced as a whole.
 
     Args:
         file: the file; its folder exists.

@@ -1,4 +1,4 @@
-"""Made questions of arithmetic in verl's columns, which a small pretrained model can learn to answer."""
+"""Made questions of arithmetic in verl's columns, easy enough for a small pretrained model."""
 
 from __future__ import annotations
 

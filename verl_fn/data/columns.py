@@ -74,7 +74,7 @@ OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs")
 
 
 def fields_of(place: str, row: Row) -> dict[str, Any]:
-    """Returns the fields of a problem that every kind of row may have: those of the columns ``OPTIONAL``.
+    """Returns the fields of a problem that every kind of row may have: the columns ``OPTIONAL``.
 
     Raises:
         DataError: a column has something else than it must.
@@ -91,7 +91,7 @@ def fields_of(place: str, row: Row) -> dict[str, Any]:
 
 
 def tools_of(place: str, row: Row) -> Messages:
-    """Returns the JSON schemas in the column ``tools`` of a row, which may also hold them as a string of JSON.
+    """Returns the JSON schemas in the column ``tools`` of a row, also from a string of JSON.
 
     Raises:
         DataError: they are no list of objects.

@@ -28,7 +28,7 @@ def encode_rows(problems: Sequence[Problem], tokenizer: Any, end_tokens: int | S
     Args:
         problems: what is learned from.
         tokenizer: the model's tokenizer.
-        end_tokens: the model's ``end_tokens``, or the first of them, which ends answers that no template writes.
+        end_tokens: the model's ``end_tokens``, or the first of them; it ends answers that no template writes.
 
     Raises:
         DataError: a prompt or a response has characters that the tokenizer does not know, or its template cannot
@@ -133,12 +133,12 @@ def pack_labelled(problems: Sequence[Judged], tokenizer: Any, end_tokens: int | 
         ([1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 1.0, 1.0], [5, 6, 6, 5])
     """
     if len(problems) < 2:
-        raise DataError("kto compares responses with those to other prompts; set data.train_batch_size to at least 2")
+        raise DataError("kto also compares responses to other prompts; set data.train_batch_size to at least 2")
     examples = encode_examples(problems, tokenizer, end_tokens)
     labels = [float(good) for problem in problems for _, good in problem.responses]
     splits = [(ids[: mask.index(1.0)], ids[mask.index(1.0) :], mask[mask.index(1.0) :]) for ids, mask in examples]
     counts = [len(problem.responses) for problem in problems]
-    # Rows of the next problem begin where those of this one end.
+    # Rows of the next problem begin where this problem's rows end.
     owner = [i for i, count in enumerate(counts) for _ in range(count)]
     first = [sum(counts[:i]) for i in range(len(counts))]
     others = []

@@ -71,7 +71,7 @@ def prepare_hub(written: str, out: str | Path) -> str:
 
     Args:
         written: as ``hub_name`` reads it.
-        out: the folder to write, which is new or empty.
+        out: the folder to write, new or empty.
 
     Returns:
         A line that says what was written.
@@ -117,7 +117,7 @@ def hub_commit(name: HubName) -> str:
     # Without a connection, errors are those of the library below.
     except Exception as error:
         raise HubError(
-            f"{name} is no commit, and the hub cannot be asked for that of {name.revision} "
+            f"{name} is no commit, and the hub cannot be asked for the commit of {name.revision} "
             f"({' '.join(str(error).split()):.200}); write the commit's 40 digits, which the hub's page of the "
             "files' history shows"
         ) from error

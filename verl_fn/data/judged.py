@@ -88,7 +88,7 @@ class TaskPairs:
 
 
 def edited(text: str, alphabet: str, dice: random.Random) -> str:
-    """Returns the text after one random edit, which need not change it.
+    """Returns the text after one random edit; it may be the same text.
 
     Most often a letter is replaced, by one of the alphabet or of the text. Otherwise two neighbours are swapped, a
     letter is added or removed, or the end is cut off.

@@ -24,13 +24,13 @@ INSTRUCTION = "Give the final answer between <answer> and </answer>."
 class ReasoningSets:
     """Sets of Reasoning Gym: a source of problems whose prompts are a user's messages.
 
-    The package makes a question from a seed, which is drawn here, and a problem keeps it in ``extra_info`` with the
+    The package makes a question from a seed that is drawn here, and a problem keeps it in ``extra_info`` with the
     options. One question in eight is held out, by its text.
 
     Attributes:
         names: of the sets.
         weights: the share of each set among problems, up to a common factor.
-        options: of each set by its name; those without have the package's defaults.
+        options: of each set by its name; sets without options have the package's defaults.
         max_prompt: tokens that no prompt may exceed.
         fits: whether a problem's prompt is short enough; another one is drawn where it is not.
     """

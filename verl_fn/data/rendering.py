@@ -29,7 +29,7 @@ _OPENED = re.compile(r"<(\w+)>(\s*)$")
 
 
 def all_ends(tokenizer: Any, ends: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns the tokens that end an answer; for a single one, those that the tokenizer's folder names as well.
+    """Returns the tokens that end an answer; for a single one, also the ones that the tokenizer's folder names.
 
     Example:
         >>> from verl_fn.backends.hf.new_model import char_tokenizer
@@ -74,7 +74,7 @@ def turn_parts(
     earlier messages otherwise once more follow, as templates do that drop earlier reasoning.
 
     Where the prompt of an answer opens a tag such as ``<think>``, which the template does not write in a turn, the
-    answer begins with the reasoning that closes it: that of the message, or none.
+    answer begins with the reasoning that closes it: the message's, or none.
 
     Args:
         tokenizer: has a chat template.
@@ -108,7 +108,7 @@ def turn_parts(
 def encode_parts(rows: Sequence[Parts], tokenizer: Any) -> list[Example]:
     """Returns the tokens and masks of rows.
 
-    A part's tokens follow those of the parts before it, as they follow a prompt when they are sampled: where a token
+    A part's tokens follow the tokens of earlier parts, as they follow a prompt when they are sampled: where a token
     would reach from one part into the next, both are encoded by themselves.
 
     Example:
@@ -285,7 +285,7 @@ def _check_changes(
 
 
 def _has(text: str, part: str, said: str = "") -> bool:
-    """Returns whether a text has a part, which templates may strip or write as JSON.
+    """Returns whether a text has a part; templates may strip the part or write it as JSON.
 
     Args:
         text: a template's.

@@ -30,8 +30,8 @@ class Problem:
         id: the problem's number, from which sampling keys are derived.
         data_source: where the problem comes from; metrics and rewards are grouped by source.
         extra_info: further fields of the data.
-        chat_template_kwargs: arguments of the chat template for this problem, which replace those of the run.
-        tools: JSON schemas of the functions that the assistant can call, which the template shows.
+        chat_template_kwargs: arguments of the chat template for this problem; they replace the run's.
+        tools: JSON schemas of the functions that the assistant can call, for the template to show.
     """
 
     prompt: str | tuple[Mapping[str, Any], ...]
@@ -67,7 +67,7 @@ def content_of(message: Mapping[str, Any]) -> str:
 
 
 class Source(Protocol):
-    """A source of problems. Its methods depend on their arguments alone, so a run can continue at any problem.
+    """A source of problems. Its methods depend only on their arguments, so a run can continue at any problem.
 
     Attributes:
         max_prompt: length of the longest prompt, in characters for a generated task and in tokens for files.
@@ -141,7 +141,7 @@ class Task:
 
 
 def _string_prompt(problem: Problem) -> str:
-    """Returns the prompt of a generated problem, which is always a string."""
+    """Returns the prompt of a generated problem: always a string."""
     if not isinstance(problem.prompt, str):
         raise TypeError(f"the prompt of a generated problem must be a string, not {problem.prompt!r}")
     return problem.prompt
@@ -166,7 +166,7 @@ def overlap(answer: str, response: str) -> float:
 
 
 def _count(rng: random.Random) -> Problem:
-    # Two random letters, which mean nothing, give enough different prompts for a held-out set.
+    # Two random letters without a meaning give enough different prompts for a held-out set.
     noise = "".join(rng.choice("bcdefghi") for _ in range(2))
     n = rng.randint(1, 9)
     return Problem(f"{noise}{n}>", "a" * n)
@@ -218,7 +218,7 @@ def _with_calculator(problem: Problem) -> tuple[Mapping[str, Any], ...]:
 
 
 def _secret(rng: random.Random) -> Problem:
-    # Random letters, which mean nothing, give enough different prompts for a held-out set.
+    # Random letters without a meaning give enough different prompts for a held-out set.
     return Problem("".join(rng.choice("abcdefg") for _ in range(4)) + ">", str(rng.randint(1, 7)))
 
 

@@ -61,7 +61,7 @@ def with_descendants(pids: Iterable[int]) -> list[int]:
 
 
 def await_end(pids: Iterable[int]) -> None:
-    """Waits for processes to end, and kills those that do not."""
+    """Waits for processes to end, and kills the ones that do not."""
     deadline = time.monotonic() + END_SECONDS
     while pids := [pid for pid in pids if runs(pid)]:
         if time.monotonic() > deadline:

@@ -1,6 +1,6 @@
 """Tool calls in replies of a model, in the formats that chat templates write.
 
-Hermes' format, that of Qwen2.5 and Qwen3, is JSON between tags and is read here. The package renderers, a part of the
+Hermes' format, also of Qwen2.5 and Qwen3, is JSON between tags and is read here. The package renderers, a part of the
 installation of verifiers, reads the others. It reads tokens; here tags and characters take their place, so that an
 interpreter of environments needs no tokenizer.
 
@@ -44,7 +44,7 @@ class Format:
 
 
 def _deepseek(name: str) -> str:
-    """Returns a token of DeepSeek, which has other characters than ASCII's for bars and spaces."""
+    """Returns a token of DeepSeek; its bars and spaces are no ASCII characters."""
     return f"<\N{FULLWIDTH VERTICAL LINE}{name}\N{FULLWIDTH VERTICAL LINE}>".replace(
         "_", "\N{LOWER ONE EIGHTH BLOCK}"
     )
@@ -178,7 +178,7 @@ class _Letters:
     """A tokenizer whose tokens are characters and tags.
 
     Args:
-        tags: get the numbers after those of characters.
+        tags: get the numbers after the characters' numbers.
     """
 
     unk_token_id = None

@@ -40,7 +40,7 @@ class Environment(Protocol):
 
     ``random`` and ``numpy.random`` are seeded before each call, so a conversation can be repeated. Where another
     conversation has ended the process, the calls of an instance are made again in a new one. So an instance must
-    depend on its calls and on these random numbers alone.
+    depend only on its calls and on these random numbers.
 
     An instance may have an attribute ``tools`` once ``reset`` has returned: a list of JSON schemas of functions,
     which the chat template shows to the model. A method ``close``, if there is one, is called at the end of a
@@ -81,7 +81,7 @@ class Environment(Protocol):
         ...
 
     def step(self, reply: str) -> Sequence[Message] | Done:
-        """Answers a reply of the model, which is given without its end token; other special tokens are a part of it.
+        """Answers a reply of the model. The reply comes without its end token; other special tokens are a part of it.
 
         Returns:
             Messages to which the model replies, or the end.

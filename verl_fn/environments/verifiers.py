@@ -1,4 +1,4 @@
-"""Environments of the package verifiers, which the policy talks to turn by turn; runs in processes of environments.
+"""Environments of the package verifiers, for a policy to talk to turn by turn; runs in processes of environments.
 
 A rollout of verifiers asks a client for each reply. Here the rollout waits until the trainer's engine has drawn it.
 So verifiers runs its own loop, with its own stop conditions, tools and rubric, and no tokens pass through it.
@@ -48,7 +48,7 @@ class Loaded:
 
     @property
     def score_group(self) -> Callable[[Sequence[Rollout]], list[Done]] | None:
-        """Scores rollouts of a group, which have ended, together; None if the rubric scores each by itself."""
+        """Scores the ended rollouts of a group together; None if the rubric scores each by itself."""
         return self._scored if scores_groups(self.environment) else None
 
     def _scored(self, rollouts: Sequence[Rollout]) -> list[Done]:
@@ -75,7 +75,7 @@ def load(name: str, arguments: Mapping[str, Any], calls: str) -> Loaded:
 
     Args:
         name: of an installed package as ``vf.load_environment`` takes it, or of a file without ``.py``.
-        arguments: those of its ``load_environment``.
+        arguments: keyword arguments of its ``load_environment``.
         calls: the format in which the model calls tools; empty if it is not known.
 
     Raises:
@@ -110,7 +110,7 @@ def has_tools(environment: Any) -> bool:
 
 def scores_groups(environment: Any) -> bool:
     """Returns whether a rubric of an environment, or of one inside it, has functions of a whole group."""
-    # An environment that has others (``vf.EnvGroup``) has a rubric without functions, which passes groups on.
+    # An environment that has others (``vf.EnvGroup``) has a rubric without functions that passes groups on.
     return environment.rubric.has_group_rewards or any(map(scores_groups, getattr(environment, "envs", ())))
 
 
@@ -125,7 +125,7 @@ class Rollout:
 
     Attributes:
         tools: JSON schemas of the functions that the model can call.
-        state: that of verifiers, of a rollout that has ended and is scored with its group.
+        state: verifiers' state of a rollout that has ended and is scored with its group.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class Rollout:
 
 
 def causes(error: BaseException | None) -> str:
-    """Returns an error and its causes, since those of verifiers often say nothing themselves.
+    """Returns an error and its causes, since errors of verifiers often say nothing themselves.
 
     Example:
         >>> error = RuntimeError()
@@ -249,7 +249,7 @@ def client(requests: asyncio.Queue[Any]) -> Any:
 
 
 def row_of(problem: Any) -> dict[str, Any]:
-    """Returns the row of a dataset of verifiers for a problem, which may also come from a file.
+    """Returns the row of a dataset of verifiers for a problem; the problem may also come from a file.
 
     Example:
         >>> from types import SimpleNamespace
@@ -270,7 +270,7 @@ def said(reply: str, turn: int, format: str = HERMES, tools: Sequence[Mapping[st
 
     Args:
         reply: of the model.
-        turn: its number, which makes the ids of calls.
+        turn: its number; the ids of calls are made of it.
         format: of the calls, as for ``calls_of``.
         tools: JSON schemas of the functions that the model can call.
 
@@ -290,7 +290,7 @@ def plain(message: Any) -> dict[str, Any]:
     """Returns a message of verifiers as chat templates take it.
 
     Raises:
-        ValueError: its content is not text alone.
+        ValueError: its content is not only text.
 
     Example:
         >>> plain({"role": "tool", "content": [{"type": "text", "text": "5"}], "name": None})

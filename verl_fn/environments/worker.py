@@ -92,7 +92,7 @@ class Server:
     def _scores(self, place: int, seed: int, jobs: Sequence[Sequence[Any]]) -> dict[str, Any]:
         for job in jobs:
             if not is_end(self._play(place, len(job[-1]), *job)):
-                raise Failed("did not end a conversation again that was repeated; it must depend on its calls alone")
+                raise Failed("did not end a conversation again that was repeated; it must depend only on its calls")
         assert self._score_group is not None
         self._send([place, None])
         functions.seed_numbers(seed, 0)
@@ -125,7 +125,7 @@ class Server:
         return outcome
 
     def _close(self, number: int) -> None:
-        """Closes and drops the instance of a conversation, which has the time of a call for that."""
+        """Closes and drops the instance of a conversation, within the time of a call."""
         if number in self._instances:
             self._send([CLOSES, None])
             close(self._instances.pop(number)[0])

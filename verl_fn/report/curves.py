@@ -42,7 +42,7 @@ class Curve:
 
     Attributes:
         steps: the steps at which it was logged.
-        values: the logged values; nan for those that are not finite.
+        values: the logged values; nan for values that are not finite.
     """
 
     steps: np.ndarray
@@ -60,7 +60,7 @@ class Curve:
         return known[1:-1] & ~known[:-2] & ~known[2:]
 
     def thinned(self) -> Curve:
-        """Returns a long curve with the lowest and the highest point of each stretch alone; spikes and gaps stay.
+        """Returns a long curve with only the lowest and the highest point of each stretch; spikes and gaps stay.
 
         Example:
             >>> Curve(np.arange(9000.0), np.sin(np.arange(9000.0))).thinned().steps.size < 1500
@@ -96,7 +96,7 @@ class Chart:
 
     @property
     def limits(self) -> tuple[float, float] | None:
-        """Returns the ends of the vertical axis where they are given: those of shares are 0 and 1."""
+        """Returns the ends of the vertical axis if they are given: for shares 0 and 1."""
         values = self._values()
         shares = self.scale == "share" and len(values) and values.min() >= 0 and values.max() <= 1
         return (0.0, 1.0) if shares else None

@@ -155,7 +155,7 @@ def _read(folder: Path, label: str) -> RunRecord:
 
 
 def _check_shown(config: Mapping[str, Any], file: Path) -> None:
-    """Checks the values that the page formats. Others are shown as they are, also those of older versions."""
+    """Checks the values that the page formats. Others are shown as they are, also values of older versions."""
     kinds = {"algorithm.name": str, "data.task": str, "data.train_files": list, "trainer.total_training_steps": int}
     for key, kind in kinds.items():
         value = list(config[key]) if isinstance(config[key], tuple) else config[key]
@@ -315,7 +315,7 @@ def _training(runs: Sequence[RunRecord]) -> str:
 
 
 def _change(run: RunRecord, last: int, prompts: Iterable[tuple[str, str]]) -> str:
-    """Shows the answers of the first evaluation beside those of the last one, in a folded section."""
+    """Shows the answers of the first and the last evaluation side by side, in a folded section."""
     first = min(run.answers)
     if first == last:
         return ""

@@ -187,7 +187,7 @@ def _draw(axes: Axes, chart: Chart, steps: tuple[float, float], width: int, font
 def _styles(chart: Chart) -> Iterator[tuple[int, dict[str, Any], float]]:
     """Yields each run with its line style and the size of its dots; of equal curves none hides another.
 
-    The dashes of equal curves take turns, and the dots of earlier ones stand out behind those of later ones.
+    The dashes of equal curves take turns, and the dots of earlier ones stand out behind later ones.
     """
     for runs in chart.same:
         for place, i in enumerate(runs):
@@ -210,7 +210,7 @@ def _inline(figure: Figure, name: str, description: str) -> str:
 
     Args:
         figure: the figure.
-        name: makes the ids of this drawing different from those of others on the page.
+        name: makes the ids of this drawing different from other drawings' on the page.
         description: what it shows, for screen readers.
     """
     from matplotlib import rc_context

@@ -38,7 +38,7 @@ class GarbledError(Exception):
 def environment(
     names: Sequence[str], key: str = "reward.env", error: type[Exception] = RewardError
 ) -> dict[str, str]:
-    """Returns the environment of a process: the variables of ``ENVIRONMENT``, and those of ``names``.
+    """Returns the environment of a process: the variables of ``ENVIRONMENT`` and ``names``.
 
     Args:
         names: further variables.
@@ -89,7 +89,7 @@ class Child:
                 pass_fds=descriptors,
                 cwd=folder,
                 env=dict(environment),
-                # Ctrl-C goes to the driver alone, which then ends each worker.
+                # Ctrl-C goes only to the driver; it then ends each worker.
                 process_group=0,
             )
 

@@ -51,7 +51,7 @@ def end_all(worker: int) -> None:
     """Ends the worker, its process group and all of their descendants."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(worker, signal.SIGKILL)
-    # A process of another user, which a setuid program may start, cannot be ended, so the wait is limited.
+    # A process of another user (as of a setuid program) cannot be ended, so the wait is limited.
     deadline = time.monotonic() + END_SECONDS
     while time.monotonic() < deadline:
         try:

@@ -33,7 +33,7 @@ class Answer:
         problem: the problem that was asked.
         text: the response without end tokens and padding; other special tokens are a part of it.
         finished: whether it ended with the end token; False if it was cut off at the length limit.
-        tokens: those of the whole row, with its prompt and end token; None outside of ``Reward``.
+        tokens: of the whole row, with its prompt and end token; None outside of ``Reward``.
     """
 
     problem: Problem
@@ -53,7 +53,7 @@ class Reward:
     Args:
         judge: returns the scores of a sequence of answers.
         tokenizer: decodes the responses.
-        end_tokens: those of the model; they are no part of a response's text. By default the
+        end_tokens: the model's; they are no part of a response's text. By default the
             tokenizer's own.
 
     Example:
@@ -82,7 +82,7 @@ class Reward:
         environment's reward plus the judge's score. ``acc`` is then the environment's.
 
         Args:
-            batch: rows with ``response_mask`` and ``finished``; those of a conversation as ``pack`` makes them.
+            batch: rows with ``response_mask`` and ``finished``, as ``pack`` makes them.
             problems: what the rows answer. A row's ``group`` is its problem's id, and a problem may have any number
                 of rows; without ``group``, each problem has equally many consecutive rows.
 
@@ -132,7 +132,7 @@ def problems_of(batch: Batch, problems: Sequence[Problem]) -> list[Problem]:
         raise ValueError("two of the problems of one batch have the same id; ids name the problems of its rows")
     groups = batch["group"].tolist()
     if unknown := sorted({group for group in groups if group not in by_id}):
-        raise ValueError(f"rows of the batch are of problems {unknown[:5]}, which are not among those given")
+        raise ValueError(f"rows of the batch are of problems {unknown[:5]}, but these were not given")
     return [by_id[group] for group in groups]
 
 

@@ -65,7 +65,7 @@ def by_rules(answers: Sequence[Answer]) -> list[dict[str, Any]]:
 
 
 def unscored(answers: Sequence[Answer]) -> list[dict[str, Any]]:
-    """Gives each answer the score 0, where an environment alone gives the reward.
+    """Gives each answer the score 0, if only an environment gives the reward.
 
     Example:
         >>> unscored([Answer(Problem("2+3?", "5"), "5 ")])
@@ -86,7 +86,7 @@ def gsm8k(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
 
 
 def arithmetic(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
-    """Scores a response by its last whole number, which must be the ground truth.
+    """Scores 1 if the last whole number of a response is the ground truth.
 
     Example:
         >>> arithmetic(Problem("What is 6 + 7?", "13"), "6 + 7 = 13.", True)
@@ -99,7 +99,7 @@ def arithmetic(problem: Problem, response: str, finished: bool) -> dict[str, Any
 
 
 def mathematics(problem: Problem, response: str, finished: bool) -> dict[str, Any]:
-    r"""Scores a response to a problem of MATH by its last box, which must be the ground truth written in some way.
+    r"""Scores 1 if the last box of a response to a problem of MATH is the ground truth, written in some way.
 
     Example:
         >>> mathematics(Problem("Half of 1?", r"\frac{1}{2}"), r"It is \boxed{\tfrac12}.", True)["score"]

@@ -113,7 +113,7 @@ def find(spec: str, folder: str, what: str = "function") -> Callable[..., Any]:
 
 
 def load(spec: str, folder: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
-    """Imports a reward function, see ``find``, and binds those of the arguments that it has parameters for.
+    """Imports a reward function, see ``find``, and binds the arguments that it has parameters for.
 
     Raises:
         LoadError: it cannot be imported, or takes other parameters.
@@ -195,7 +195,7 @@ def number_of(value: Any) -> float | None:
         (0.5, None)
     """
     if not isinstance(value, numbers.Real | Decimal):
-        # Scalars of numpy and torch have the shape (); those of text and complex numbers are none of ours.
+        # Scalars of numpy and torch have the shape (); scalars of text and complex numbers are none of ours.
         dtype = str(getattr(value, "dtype", ""))
         if isinstance(value, str | bytes) or getattr(value, "shape", None) != () or "complex" in dtype:
             return None
@@ -228,7 +228,7 @@ def raised(error: BaseException) -> str:
 
 
 def json_text(truth: Any, name: str = "ground_truth") -> str:
-    """Returns a remark for an error about a ground truth that holds an object or a list, which comes as JSON text.
+    """Returns a remark for an error about a ground truth with an object or a list: it comes as JSON text.
 
     Args:
         truth: the ground truth; other values than text get no remark.

@@ -61,9 +61,9 @@ def equal(answer: str, truth: str) -> bool:
 
 
 def verified(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> Score:
-    r"""Scores 1 if a response's final answer is mathematically that of the ground truth, by Math-Verify.
+    r"""Scores 1 if a response's final answer is mathematically the ground truth, by Math-Verify.
 
-    The last box counts, or else the last expression that is found. The ground truth may be the answer alone, or text
+    The last box counts, or else the last expression that is found. The ground truth may be only the answer, or text
     with a box. It needs the extra ``verl_fn[math]``.
 
     Source: https://github.com/huggingface/Math-Verify.

@@ -62,7 +62,7 @@ def reasoning_gym(data_source: str, solution_str: str, ground_truth: str, extra_
     pred = tagged[-1].strip() if tagged else solution_str.strip()
     try:
         score, failed = float(dataset.score_answer(pred, entry)), 0.0
-    # The scorers of some sets evaluate answers as Python, which can raise anything.
+    # The scorers of some sets evaluate answers as Python, and that can raise anything.
     except Exception:
         score, failed = 0.0, 1.0
     return {"score": score, "acc": float(score >= 1.0), "pred": pred, "scorer_failed": failed}
@@ -76,9 +76,9 @@ def _made(name: str, seed: int, options: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _dataset(name: str, seed: int, options: str) -> Any:
-    """Returns a set for a seed, which shares its data with those of other seeds where these have the same.
+    """Returns a set for a seed; sets of other seeds share its data if it is the same.
 
-    The constructors of some sets read a list of words, which takes longer than to make a question and score answers.
+    The constructors of some sets read a list of words; this takes longer than to make a question and score answers.
     """
     shared = _same_for_every_seed(name, options)
     if shared is None:

@@ -315,5 +315,5 @@ def test_files_have_the_permissions_that_others_get(folder, tmp_path):
 def test_a_model_alone_is_loaded_and_not_restored(folder):
     backend = Local(folder, optimizer())
     backend.load_pretrained()
-    with pytest.raises(CheckpointError, match=f"{UNFINISHED}, or it is a model alone"):
+    with pytest.raises(CheckpointError, match=f"{UNFINISHED}, or it is only a model"):
         backend.restore(folder)

@@ -230,7 +230,7 @@ def requests_that_arrive():
     torch.testing.assert_close([s.log_probs for s in together], [s.log_probs for s in alone])
     assert [s.finish_reason for s in together] == [s.finish_reason for s in alone]
     parts = iter([asked[:1], [attrs.evolve(asked[1], sampling=Sampling(5, temperature=0.5))]])
-    with pytest.raises(ValueError, match="differ in max_tokens alone"):
+    with pytest.raises(ValueError, match="differ only in max_tokens"):
         made.grow(lambda samples: next(parts), version=0)
     for second, problem in ((None, "while 1 requests are still drawn"), (asked[3:], "the id 3")):
         parts = iter([asked[3:], second])

@@ -266,7 +266,7 @@ def test_engines_that_want_different_forms_are_refused():
     ]
     for thread in threads:
         thread.start()
-    with pytest.raises(ValueError, match="some engines of one publication take adapters alone"):
+    with pytest.raises(ValueError, match="some engines of one publication take only adapters"):
         send(outlets, 1, source)
     for thread in threads:
         thread.join()
