@@ -27,7 +27,7 @@ def held_out(file: str, metric: str) -> tuple[list[int], list[float]]:
 
 
 def draw(out: str, title: str, curves: dict[str, tuple[list[int], list[float]]]) -> None:
-    """Draws curves between 0 and 1, dashed where their name says that they are a score."""
+    """Draws curves between 0 and 1, dashed if their name says that they are a score."""
     figure = figure_of(6.4, 3.6)
     axes = figure.add_subplot()
     for i, (name, (steps, values)) in enumerate(curves.items()):

@@ -1,4 +1,4 @@
-"""Checks the kinds of the values that a step is called with, where another kind would fail obscurely."""
+"""Checks the kinds of the values that a step is called with, since another kind would fail obscurely."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def isolated(*, gradients: bool | None = False) -> Iterator[None]:
         for device in AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
-        # A default device slows every call of torch down, so it is set only where the caller has set another.
+        # A default device slows every call of torch down, so it is set only if the caller has set another.
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         if gradients is not None:

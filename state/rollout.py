@@ -87,7 +87,7 @@ class Request:
 
     Attributes:
         id: identifies the prompt; its samples have the same id.
-        prompt: token ids. Empty where an environment begins the conversation.
+        prompt: token ids. Empty if an environment begins the conversation.
         sampling: how responses are drawn; of a conversation, ``max_tokens`` limits all that follows the prompt.
         key: the key of this request; sample i draws from ``key.fold_in(i)``.
         problem: what an environment begins the conversation with, as values of JSON.

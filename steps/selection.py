@@ -78,7 +78,7 @@ def select_kl_cov(batch: Batch, logprobs: Float[Tensor, " T"], *, kl_cov_ratio: 
     Args:
         batch: the whole update batch, with ``response_mask`` and ``advantages``.
         logprobs: the policy's log-probabilities; ``select_clip_cov`` has the formula of the covariance.
-        kl_cov_ratio: the share of the response tokens to select; at least one is, and more where values are equal.
+        kl_cov_ratio: the share of the response tokens to select; at least one is, and more if values are equal.
 
     Example:
         >>> batch = Batch.from_rows([[1, 2, 3]], {"response_mask": [[1.0] * 3], "advantages": [[3.0, 0.0, 0.0]]})

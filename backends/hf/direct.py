@@ -2,7 +2,7 @@
 
 Most folders do. Where transformers has to convert (one tensor for each expert, names with another prefix, tied
 weights that are stored twice, pickled or quantized files), ``Weights.of`` returns None, and the caller uses
-``folder.build``, which loads them with transformers.
+``folder.build``, and it loads them with transformers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 @attrs.frozen(eq=False)
 class Weights:
-    """The weights of a folder, from which any rows can be read alone.
+    """The weights of a folder; any rows can be read without the others.
 
     Attributes:
         shapes: the shape of every parameter of the model by canonical name.

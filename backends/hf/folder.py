@@ -381,7 +381,7 @@ def check_same_model(skeleton: Skeleton, other: Skeleton, folder: str | Path) ->
 
     Args:
         skeleton: the backend's own.
-        other: that of ``folder``.
+        other: the config of ``folder``.
         folder: a model folder.
 
     Raises:

@@ -229,7 +229,7 @@ class Skeleton(nn.Module):
         expect_tokens(batch, self.config.get_text_config().vocab_size)
 
     def check_longest(self, tokens: int) -> None:
-        """Raises an error for a row that is too long to be computed as it would be alone.
+        """Raises an error for a row that is too long to be computed as if no other row were there.
 
         Raises:
             ValueError: the model's rotary frequencies depend on rows of this length, or its layers compute such rows
@@ -251,7 +251,7 @@ class Skeleton(nn.Module):
         """Returns the last hidden state of each packed token, ``[T, H]``.
 
         Raises:
-            ValueError: a row is too long to be computed as it would be alone.
+            ValueError: a row is too long to be computed as if no other row were there.
         """
         self.check_longest(packing.longest)
         if self.padded:

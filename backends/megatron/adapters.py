@@ -76,7 +76,7 @@ def add(model: Any, tasks: list[Any], adapters: Adapters, tp: int) -> None:
     targets = [
         f"{layer.rpartition('.')[0]}.{part}" for layer, parts in adapted.items() for part in _parts(layer, parts)
     ]
-    # Bridge lists models that it has changed by their ids, which later models get again.
+    # Bridge lists models that it has changed by their ids, and later models get these ids again.
     PEFT_RECOMPUTE_PATCHED.discard(id(model))
     with quiet():
         peft = CanonicalLoRA(target_modules=targets, dim=lora.rank, alpha=lora.alpha)
@@ -117,7 +117,7 @@ def _parts(layer: str, parts: str | dict[str, str]) -> list[str]:
 
 
 def halves(model: Any, adapters: Adapters) -> list[Half]:
-    """Returns the matrices of all adapters, in the same order on all ranks, which call it together."""
+    """Returns the matrices of all adapters, in the same order on all ranks; all ranks call it together."""
     here: dict[str, Any] = {}
     for module in model.modules():
         parts = getattr(module, "verl_fn_names", None)

@@ -21,7 +21,7 @@ from verl_fn.backends.hf.config import ModelError
 
 
 class PackedAttention(nn.Module):
-    """A core attention for Megatron's layers; its arguments are those of ``DotProductAttention``.
+    """A core attention for Megatron's layers; its arguments are the same as for ``DotProductAttention``.
 
     Raises:
         ModelError: the model uses attention sinks or windows.
@@ -101,7 +101,7 @@ class Pieces:
         keys: where the keys of each sequence begin, with the end of the last.
         most_queries: the most queries of a sequence.
         most_keys: the most keys of a sequence.
-        index: where several ranks share rows, the indices of the keys among those of all ranks, one rank after the
+        index: where several ranks share rows, the indices of the keys among the keys of all ranks, one rank after the
             other; otherwise None.
     """
 

@@ -1,4 +1,4 @@
-"""The memory of Megatron's model on a device, which holds no state: it is freed between calls and allocated again.
+"""The memory of Megatron's model on a device. It holds no state: it is freed between calls and allocated again.
 
 Parameters that compute are copies of the masters of a state, and gradients are copied out of their buffer. So nothing
 is saved where this memory is freed. Tensors keep their storages, of which the size becomes 0, as in Megatron's own
@@ -55,15 +55,15 @@ class Buffers:
         self.free_gradients()
 
     def free_gradients(self) -> None:
-        """Frees those of gradients."""
+        """Frees the buffers of gradients."""
         _resize((t, 0) for t, _ in self.gradients)
 
     def allocate_weights(self) -> None:
-        """Allocates those of parameters, with any values, unless they are allocated."""
+        """Allocates the buffers of parameters, with any values, unless they are allocated."""
         _resize(self.weights)
 
     def allocate_gradients(self) -> None:
-        """Allocates those of gradients, with any values, unless they are allocated."""
+        """Allocates the buffers of gradients, with any values, unless they are allocated."""
         _resize(self.gradients)
 
 

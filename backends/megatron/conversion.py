@@ -1,6 +1,6 @@
 """Values under canonical names, both ways, through the mappings of Megatron-Bridge.
 
-Bridge maps weights. Gradients and moments go the same way, which is right where a mapping only moves elements. One
+Bridge maps weights. Gradients and moments go the same way. This is right if a mapping only moves elements. One
 that computes with them, as zero-centred norms do, is refused by name.
 """
 
@@ -69,7 +69,7 @@ class Task:
 def tasks_of(
     bridge: Any, config: Any, model: nn.Module, head: str, canonical: Canonical, adapters: Adapters
 ) -> list[Task]:
-    """Returns the tasks of all parameters, in the same order on all ranks, which call it together.
+    """Returns the tasks of all parameters, in the same order on all ranks; all ranks call it together.
 
     Args:
         bridge: Megatron-Bridge's ``AutoBridge``.
@@ -77,7 +77,7 @@ def tasks_of(
         model: Megatron's model, without wrappers.
         head: ``lm`` or ``value``.
         canonical: the canonical names.
-        adapters: those of transformers' model.
+        adapters: the adapters of transformers' model.
 
     Raises:
         ModelError: a parameter has no mapping, or one that computes with elements.
@@ -140,7 +140,7 @@ def present(tasks: list[Task], leaves: Mapping[str, Tensor]) -> list[int]:
 
     Args:
         tasks: of all parameters.
-        leaves: the value on this rank: gradients are of adapters alone, and a reference has none.
+        leaves: the value on this rank: gradients are only of adapters, and a reference has none.
     """
     by_rank = gathered([task.param is not None and task.leaf in leaves for task in tasks])
     return [i for i in range(len(tasks)) if any(of_rank[i] for of_rank in by_rank)]
@@ -151,7 +151,7 @@ def _names(hub: str | Mapping[str, str]) -> list[str]:
 
 
 def parts_of(layout: Layout, tasks: list[Task], pieces: Mapping[str, Piece]) -> Parts:
-    """Returns the parts of all parameters on all ranks, which call it together.
+    """Returns the parts of all parameters on all ranks; all ranks call it together.
 
     Args:
         layout: how ranks share the model.
@@ -188,7 +188,7 @@ def named(
                     # A view would keep the bucket.
                     yield name, t.clone() if t.untyped_storage().data_ptr() == flat else t
 
-    # A pipeline stage may have no leaves of a value that has adapters alone.
+    # A pipeline stage may have no leaves of a value that has only adapters.
     device = next((t.device for t in leaves.values()), None)
     of_value = canonical.of(name for i in numbers for name in tasks[i].hub_anywhere)
     with torch.no_grad():
@@ -251,7 +251,7 @@ def _converted(task: Task, given: Any, shape: torch.Size) -> Tensor:
 
 
 def _bits(t: Tensor) -> int:
-    """Returns the sum of the elements' bits, which no change of their order changes."""
+    """Returns the sum of the elements' bits: the same in every order."""
     return int(t.contiguous().view(torch.int32).sum(dtype=torch.int64))
 
 

@@ -1,11 +1,11 @@
 """Updates that Megatron's own distributed optimizer computes, with the settings and on the tensors of a state.
 
 Megatron's optimizer makes masters and moments of its own and changes them in place. Here it has none between calls:
-its tensors are empty, and for the length of an update they are those of the state, which ``apply_update`` lets it
+its tensors are empty, and for the length of an update they are the state's, which ``apply_update`` lets it
 overwrite. So a state stays a value, no second copy of it exists, and one optimizer serves any number of states.
 
 The gradients are copied into Megatron's buffer, where its step looks for them. It clips them by its own norm, calls
-its Adam (that of transformer-engine or Apex, otherwise torch's), and copies the new masters into the buffer of
+its Adam (transformer-engine's or Apex's, otherwise torch's), and copies the new masters into the buffer of
 parameters. Ranks do not exchange these then: the next call fills that buffer from the state that it is given.
 """
 
@@ -27,7 +27,7 @@ from verl_fn.state import Grads, Metrics, Params, Weighted
 from verl_fn.steps import AdamState, AdamW, Chain, ClipByGlobalNorm, Frozen, Optimizer, Update
 
 UPDATES_BY = ("verl_fn", "megatron")
-# Megatron's norm has squares in fp32, which overflow above 2**64.
+# Megatron's norm has squares in fp32, and these overflow above 2**64.
 LARGEST_EXPONENT = 60
 
 
@@ -225,7 +225,7 @@ def _shards(parts: Iterable[Any], pieces: Mapping[str, Piece]) -> Iterator[tuple
     """
     leaves = {piece.param: name for name, piece in pieces.items() if piece.stop > piece.start}
     for part in parts:
-        # Filling the buffers exchanges parameters, which the step would do before they are complete.
+        # Filling the buffers exchanges parameters, but the step would do so before they are complete.
         part._defer_param_sync = True
         if part.is_stub_optimizer:
             continue
@@ -251,7 +251,7 @@ def _shards(parts: Iterable[Any], pieces: Mapping[str, Piece]) -> Iterator[tuple
 
 
 def _limit(ranges: dict[str, Any], piece: Piece) -> None:
-    """Limits the ranges of a parameter that Megatron's optimizer reads and writes to those of a piece."""
+    """Limits the ranges of a parameter that Megatron's optimizer reads and writes to a piece's ranges."""
     start = ranges["gbuf_world_in_bucket"].start - ranges["param"].start
     kind = type(ranges["param"])
     ranges["gbuf_world_in_bucket"] = kind(start + piece.start, start + piece.stop)

@@ -51,7 +51,7 @@ class Executor:
         resident: which values Megatron's buffers hold.
         optimizer: for these leaves.
         zeros: what a value without adapters has in their place, by leaf.
-        routers: that record and replay the experts of tokens; None where they decide alone.
+        routers: that record and replay the experts of tokens; None if the model's own routers decide.
     """
 
     layout: Layout
@@ -161,7 +161,7 @@ class Executor:
         return copies
 
     def routing(self, record: bool = False) -> AbstractContextManager[Routing | None]:
-        """Returns a context for one call, with what its routers record or replay; None where they decide alone."""
+        """Returns a context for one call, with what its routers record or replay; None if Megatron's own decide."""
         return contextlib.nullcontext() if self.routers is None else self.routers.in_use(record=record)
 
     @property
@@ -231,7 +231,7 @@ def check_mapped(canonical: Canonical, tasks: list[Task], folder: Path) -> None:
     """Checks that Megatron-Bridge maps every parameter of transformers' model.
 
     Raises:
-        ModelError: it lacks some, which the model that Bridge makes does not have or ties to others.
+        ModelError: it lacks some: the model that Bridge makes does not have them, or ties them to others.
     """
     mapped = {canonical.place(hub).name for task in tasks for hub in task.hub_anywhere}
     if lacking := sorted(canonical.shapes.keys() - mapped):

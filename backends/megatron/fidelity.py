@@ -18,7 +18,7 @@ ACTIVATION_ROUNDING = 1e-5
 
 
 def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Path) -> None:
-    """Checks the windows, activation, norms and rotary embedding of Megatron's model, which no weight shows.
+    """Checks the windows, activation, norms and rotary embedding of Megatron's model, since no weight shows them.
 
     Args:
         model: Megatron's.
@@ -26,7 +26,7 @@ def check_same_model(model: Any, transformers_model: nn.Module, folder: str | Pa
         folder: for errors.
 
     Raises:
-        ModelError: they differ from those of transformers' model.
+        ModelError: they differ from transformers' model.
     """
     config: Any = transformers_model.config
     text = config.get_text_config()
@@ -118,7 +118,7 @@ def _of_transformers(model: Any) -> Float[Tensor, "t dim"] | None:
 
 @torch.no_grad()
 def _of_megatron(model: Any) -> Float[Tensor, "t dim"] | None:
-    """Returns those of Megatron's, whose elements may be in another order; None without a single one."""
+    """Returns Megatron's, with elements in any order; None without a single one."""
     from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 
     rotary: Any = getattr(model, "rotary_pos_emb", None)

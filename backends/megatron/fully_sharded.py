@@ -2,7 +2,7 @@
 
 Megatron-FSDP gathers the parameters of a layer for its forward and for its backward pass, and divides gradients as
 soon as they are there. A state is what it is with DDP: the elements of each parameter that a rank owns, in fp32. Here
-Megatron-FSDP decides which these are, and holds its own copy of them in the compute dtype alone.
+Megatron-FSDP decides which these are, and holds its own copy of them only in the compute dtype.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Sharded(Piece):
 
 
 def sharded_pieces(ddp: Any, layout: Layout) -> dict[nn.Parameter, Piece]:
-    """Returns the pieces of this rank, which are empty for parameters of which it owns nothing.
+    """Returns the pieces of this rank: empty for parameters of which it owns nothing.
 
     Args:
         ddp: Megatron's ``FullyShardedDataParallel``.

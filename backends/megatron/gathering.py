@@ -25,7 +25,7 @@ from verl_fn.backends.protocol import BUCKET_BYTES
 
 @attrs.frozen
 class Part:
-    """A part of a parameter, which the ranks of one place in tensor and expert parallelism hold.
+    """A part of a parameter, held by the ranks of one place in tensor and expert parallelism.
 
     Attributes:
         stage: the pipeline stage.
@@ -65,7 +65,7 @@ class Parts:
 
     @classmethod
     def of(cls, layout: Layout, pieces: Sequence[Piece | None], names: Sequence[tuple[str, ...]]) -> Parts:
-        """Compares the parts of all ranks, which call it together.
+        """Compares the parts of all ranks; all ranks call it together.
 
         Args:
             layout: how ranks share the model.
@@ -103,7 +103,7 @@ class Parts:
 
         Args:
             numbers: of the parameters.
-            leaves: the elements that this rank owns of each; None for those that the value does not have here.
+            leaves: the elements that this rank owns of each; None for parameters that the value does not have here.
         """
         device = next(piece.param.device for piece in self.pieces if piece is not None)
         flat = torch.zeros(sum(p.numel for i in numbers for p in self.every[i]), device=device)
@@ -154,7 +154,7 @@ def _names(hub: str | Mapping[str, str]) -> list[str]:
     return [hub] if isinstance(hub, str) else list(hub.values())
 
 
-# Of Bridge's class of mappings, which all threads share.
+# Of Bridge's class of mappings, shared by all threads.
 _EXCHANGE = threading.RLock()
 
 

@@ -167,7 +167,7 @@ def load_bridge() -> Any:
             f"Megatron-Bridge cannot be imported: {error}; install what it needs with `{INSTALL}`"
         ) from error
     if not has_transformer_engine():
-        # megatron-core puts mocks where transformer-engine is missing, which Bridge takes for the library.
+        # If transformer-engine is missing, megatron-core makes mocks, and Bridge takes them for the library.
         peft_utils.HAVE_TE = False
     # megatron-core puts a function of its own there, whose name would be in every tensor that is pickled: processes
     # without Megatron, such as the driver and rewards, would import it to read them, or could not.

@@ -198,7 +198,7 @@ class Layout:
 
     @property
     def tp_rank(self) -> int:
-        """The number of this rank among those that share matrices."""
+        """The number of this rank among the ranks that share matrices."""
         return self.groups.tp.rank()
 
     @property
@@ -230,7 +230,7 @@ def _set(module: Any, values: dict[str, Any]) -> None:
 def _timeout() -> timedelta:
     """Returns the timeout of the default process group; Megatron's groups would have 30 minutes."""
     group: Any = dist.group.WORLD
-    # A group of NCCL alone has none for CPUs.
+    # A group of only NCCL has none for CPUs.
     device = min(group._device_types, key=lambda device: device.type != "cpu")
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout

@@ -2,7 +2,7 @@
 
 No rank ever has logits of the whole vocabulary, or of its part for all tokens. With logits of this rank's part r and
 their log-normaliser z_r, the log-normaliser of all is z = log sum_r exp(z_r), and the entropy is
-sum_r w_r (H_r - log w_r), where w_r = exp(z_r - z) and H_r is the entropy of softmax over the part alone.
+sum_r w_r (H_r - log w_r), where w_r = exp(z_r - z) and H_r is the entropy of softmax over only that part.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def shared_logprobs_and_entropy(
         temperature: one for each target; None stands for 1.
         first: the token id of the first of these rows.
         group: the ranks that have the other rows.
-        entropy: also compute entropies, which are None otherwise.
+        entropy: also compute entropies; otherwise they are None.
         chunk: how many tokens the forward pass computes at a time; the backward pass has as many logits at a time.
         grad_buffer: in fp32; each backward pass adds the gradient of ``weight`` to it, instead of returning one.
     """
@@ -90,7 +90,7 @@ def shared_sum_pi_squared(
 
 
 class _SharedLogProbs(torch.autograd.Function):
-    """The fused function: log-probabilities, and entropies, which are zeros unless asked for."""
+    """The fused function: log-probabilities, and entropies: zeros unless asked for."""
 
     @staticmethod
     def forward(
@@ -112,7 +112,7 @@ class _SharedLogProbs(torch.autograd.Function):
             of_part = entropies[part] if entropy else None
             reduce_rows(logits, targets[part].clamp(min=0), heat, logprobs[part], log_z[part], of_part)
             del logits
-        # Of the target's logit, which one rank has, and of the parts of the normaliser.
+        # Of the target's logit (one rank has it) and of the parts of the normaliser.
         logit = torch.where(targets >= 0, logprobs + log_z, 0.0)
         by_rank = log_z.new_empty(group.size(), len(log_z))
         dist.all_gather_into_tensor(by_rank.view(-1), log_z, group=group)

@@ -55,7 +55,7 @@ def for_leaves(optimizer: Any, leaves: Iterable[str], canonical: Canonical) -> A
 
 
 def check_slots(optimizer: Any) -> None:
-    """Raises an error for an optimizer's state that has tensors outside of ``Slots``, which belong to no parameter.
+    """Raises an error for an optimizer's state that has tensors outside of ``Slots``: they belong to no parameter.
 
     Raises:
         LayoutError: it has.

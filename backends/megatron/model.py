@@ -138,7 +138,7 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
         folder: a Hugging Face model folder.
         layout: how ranks share the model.
         how: how it is made.
-        adapters: those of transformers' model.
+        adapters: the adapters of transformers' model.
 
     Raises:
         ModelError: Megatron-Bridge does not know this family, has no such adapters, or a field does not exist.
@@ -163,7 +163,7 @@ def build(folder: str | Path, layout: Layout, how: How, adapters: Adapters) -> B
         model_parallel_cuda_manual_seed(0)
         with refused(f"{folder}: Megatron makes no model of these fields of its provider"):
             provider.finalize()
-        # Given hooks replace those that a bridge has registered.
+        # Given hooks replace the hooks that a bridge has registered.
         hooks = [*([own] if (own := provider.pre_wrap_hook) else []), *hooks]
         (ddp,) = provider.provide_distributed_model(
             ddp_config=DistributedDataParallelConfig(
@@ -258,7 +258,7 @@ def _declare(provider: Any, folder: str | Path) -> None:
 
 
 def _causal(config: Any) -> Any:
-    """Returns the config with the language model's architecture, which Bridge looks up: a critic's has another.
+    """Returns the config with the language model's architecture, for Bridge to look up: a critic's has another.
 
     Raises:
         ModelError: transformers has no language model for it.
@@ -298,14 +298,14 @@ def _settings(layout: Layout, how: How, config: Any) -> dict[str, Any]:
     if how.checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if _plain(dtype):
-        # Megatron keeps it in variables of the process, where it would fit one family alone.
+        # Megatron keeps it in variables of the process, and there it would fit only one family.
         settings["attention_backend"] = AttnBackend.auto
         settings |= PLAIN
     return settings
 
 
 def fused_kernels(provider: Any) -> dict[str, bool]:
-    """Returns the kernels that Bridge turns on for some families alone.
+    """Returns the kernels that Bridge turns on only for some families.
 
     Without them Megatron rotates queries and keys row by row, and each layer waits for the lengths of the rows.
     """
@@ -317,7 +317,7 @@ def fused_kernels(provider: Any) -> dict[str, bool]:
 
 
 def _plain(dtype: torch.dtype) -> bool:
-    """Returns whether layers of megatron-core are used instead of those of transformer-engine, which lack fp32."""
+    """Returns whether layers of megatron-core are used instead of transformer-engine's, which lack fp32."""
     return dtype == torch.float32 or not has_transformer_engine()
 
 

@@ -1,6 +1,6 @@
-"""Names of the hub's files and canonical names, which differ for experts.
+"""Names of the hub's files and canonical names: they differ for experts.
 
-Canonical names are those of transformers' models, which compute with the experts of a layer stacked. Megatron-Bridge
+Canonical names are the names in transformers' models; these stack the experts of a layer. Megatron-Bridge
 speaks of one tensor for each expert, as files on the hub do.
 """
 
@@ -82,7 +82,7 @@ class Canonical:
         return {self.place(hub).name for hub in leaf.split("+")}
 
     def of(self, hubs: Iterable[str]) -> Canonical:
-        """Returns the canonical names of these tensors alone."""
+        """Returns the canonical names of only these tensors."""
         names = {self.place(hub).name for hub in hubs}
         return Canonical({name: t for name, t in self.shapes.items() if name in names})
 
@@ -98,7 +98,7 @@ class Canonical:
         """Yields all tensors by canonical name, in the order of ``shapes``; rows that pad a vocabulary are dropped.
 
         Args:
-            tensors: by hub's name. Those that come before their turn are kept until then.
+            tensors: by hub's name. Tensors that come before their turn are kept until then.
 
         Raises:
             ModelError: parts of some tensors did not come, or one came twice.

@@ -1,9 +1,9 @@
-"""Replay of expert routing: the experts that each token went to in one pass are those of a later pass, too.
+"""Replay of expert routing: each token goes to the same experts in a later pass as in an earlier one.
 
 A router picks the experts of a token by its largest logits. Where two are close, rounding or an update decides, and a
 token that goes to other experts gets another log-probability. With replay (routing replay of Zheng et al. 2025,
 arXiv 2507.18071) the pass that computes ``old_log_probs`` records the experts, and updates use them. The weights of
-the experts are still computed by the router, which keeps its gradient.
+the experts are still computed by the router, so it keeps its gradient.
 
 A recording is a field of the batch, ``routed_experts``, ``[T, L, k]``: for each token and each layer with experts, in
 the order of the layers, the numbers of the k experts.
@@ -129,7 +129,7 @@ class Routing:
     def of(self, number: int, micro_batch: MicroBatch) -> Iterator[None]:
         """Lets routers replay or record inside, where the forward pass of a micro-batch runs.
 
-        Backward passes, which compute layers again with checkpointing, run outside of it. They replay in the order of
+        Backward passes run outside of it; with checkpointing they compute layers again. They replay in the order of
         the forward passes, as the schedules without several chunks a stage do.
         """
         from megatron.core.transformer.moe.router_replay import RouterReplayAction as Action

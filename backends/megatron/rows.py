@@ -149,13 +149,13 @@ def _packed(ends: Tensor, layout: Layout, device: torch.device) -> Any:
         qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, cu_seqlens_q_padded=cu, cu_seqlens_kv_padded=cu,
         max_seqlen_q=longest, max_seqlen_kv=longest, cp_group=layout.groups.cp,
     )  # fmt: skip
-    # For ``PackedAttention``, which needs them in each layer.
+    # ``PackedAttention`` needs them in each layer.
     packed.pieces = Pieces.of(ends, layout.sizes.cp, layout.groups.cp.rank()).to(device)
     return packed
 
 
 def _routed(batch: Batch, tokens: Tensor, experts: int) -> Tensor | None:
-    """Returns the experts to replay for these tokens, or None; padding, which needs some too, goes to all in turn.
+    """Returns the experts to replay for these tokens, or None; padding needs some too, and goes to all in turn.
 
     Raises:
         ValueError: a token is to go to one expert twice; Megatron sends each token to as many as there are numbers.

@@ -115,7 +115,7 @@ def restore(folder: Path, model: Executor, optimizer: Any) -> TrainState:
 def readable(folder: str | Path, model: Hollow) -> Rows | None:
     """Returns a function that reads rows of a folder's weights, or None where transformers has to convert them.
 
-    Adapters are those of ``model``, which no folder has.
+    Adapters come from ``model``, since no folder has them.
 
     All ranks call it together.
 

@@ -35,7 +35,7 @@ def run(
     Args:
         built: the model.
         layout: how ranks share it.
-        micro_batches: those of this rank; with several pipeline stages, all have as many tokens.
+        micro_batches: of this rank; with several pipeline stages, all have as many tokens.
         wanted: the names of the outputs.
         finish: takes the number of a micro-batch, the micro-batch and its outputs, and returns the loss to
             differentiate and what to report; it is called on the last stage.
@@ -80,7 +80,7 @@ def run(
 
 
 def _hidden_states(*, hidden_states: Tensor, **others: Any) -> Tensor:
-    """Stops Megatron's model before its output layer, which would make logits of the whole micro-batch."""
+    """Stops Megatron's model before its output layer: that would make logits of the whole micro-batch."""
     return hidden_states
 
 

@@ -38,7 +38,7 @@ class Piece:
         param: Megatron's parameter, whose data and ``main_grad`` are views of the flat buffers unless it is frozen.
         start: the number of the first element that this rank owns.
         stop: the one after the last.
-        local: the first and last element of the rank's part of the bucket, which ranks of tensor parallelism divide.
+        local: the first and last element of the rank's part of the bucket; ranks of tensor parallelism divide it.
         replicated: whether they do, since all of them hold the parameter.
         group: the ranks that own the other elements.
     """
@@ -78,7 +78,7 @@ class Piece:
 
 
 def pieces_of(ddp: Any, layout: Layout) -> dict[nn.Parameter, Piece]:
-    """Returns the pieces of this rank, which are empty for parameters of which it owns nothing.
+    """Returns the pieces of this rank: empty for parameters of which it owns nothing.
 
     Args:
         ddp: Megatron's ``DistributedDataParallel``.
@@ -161,7 +161,7 @@ class Resident:
     def hold(self, leaves: Mapping[str, Tensor]) -> None:
         """Fills the buffer with these values, unless it holds them already; all ranks call it together.
 
-        Frozen parameters, which an update leaves as they are, are filled only where they differ themselves.
+        An update leaves frozen parameters as they are, so they are filled only if they differ themselves.
 
         Raises:
             ValueError: the leaves are not those of this rank.
@@ -252,11 +252,11 @@ def check_leaves(
 
     Args:
         leaves: the value.
-        pieces: those of this rank.
+        pieces: of this rank.
         expected: the sets of leaves that a value can have.
 
     Raises:
-        LayoutError: names or sizes are not those of this rank's pieces.
+        LayoutError: names or sizes differ from this rank's pieces.
     """
     if not any(leaves.keys() == set(names) for names in expected):
         differing = sorted(leaves.keys() ^ set(expected[0]))

@@ -56,7 +56,7 @@ def grpo_passk(batch: Batch, *, norm_adv_by_std: bool = True, epsilon: float = 1
     """Estimates advantages for the best of a group (pass@k): only the best row has one.
 
     It is what the group's largest reward would lose without that row, the distance to the second best, divided by the
-    group's standard deviation (unbiased). Where two rows are the best, all advantages are 0.
+    group's standard deviation (unbiased). If two rows are the best, all advantages are 0.
 
     Args:
         batch: needs the per-row field ``group``.

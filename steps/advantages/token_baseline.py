@@ -33,7 +33,7 @@ def optimal_token_baseline(
 
     Args:
         batch: needs ``old_log_probs``, ``sum_pi_squared`` (an output of the model: the sum over the vocabulary of
-            squared probabilities, where the token was drawn) and the per-row field ``group``.
+            squared probabilities, of the policy that drew the token) and the per-row field ``group``.
         handle_zero_tail: whether the baseline is 0 where the longest row of a group has no other beside it; else
             these tokens are compared with themselves, and their advantage is about 0. With it, equal rewards do
             not give advantages of 0 there.

@@ -345,7 +345,7 @@ def _check_shape(values: Tensor, batch: Batch, term: Term) -> None:
     count, unit = (batch.num_tokens, "token") if term.level == "token" else (len(batch), "row")
     if values.shape != (count,):
         raise LossError(
-            f"{described(term.fn)} has the shape {tuple(values.shape)} where the batch has {count} {unit}s; a {unit} "
+            f"{described(term.fn)} has the shape {tuple(values.shape)}, but the batch has {count} {unit}s; a {unit} "
             f"loss returns one value per {unit}, and {WEIGHTS[term.level]} makes it a sum or a mean"
         )
 

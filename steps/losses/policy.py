@@ -27,7 +27,7 @@ def ppo_clip(
         clip_ratio: how far the probability ratio may move from 1 in either direction.
         clip_ratio_low: replaces ``clip_ratio`` for ratios below 1.
         clip_ratio_high: replaces ``clip_ratio`` for ratios above 1.
-        clip_ratio_c: where the advantage is negative, the loss is at most ``-clip_ratio_c * advantage``.
+        clip_ratio_c: if the advantage is negative, the loss is at most ``-clip_ratio_c * advantage``.
 
     Raises:
         ValueError: ``clip_ratio_c`` is not above 1.
@@ -170,13 +170,13 @@ def cross_entropy() -> Loss:
 def log_ratio(outputs: TokenOutputs, batch: Batch) -> Float[Tensor, " T"]:
     """Returns the policy's log-probability of each token minus ``old_log_probs``, in nats, clamped to [-20, 20].
 
-    Where it is clamped, its gradient is 0.
+    If it is clamped, its gradient is 0.
     """
     return (outputs.logprobs - batch["old_log_probs"]).clamp(-LARGEST, LARGEST)
 
 
 def bounds(both: float, low: float | None, high: float | None) -> tuple[float, float]:
-    """Returns the distances to the lower and the upper bound, where None stands for the common one.
+    """Returns the distances to the lower and the upper bound; None stands for the common one.
 
     Example:
         >>> bounds(0.2, None, 0.28)

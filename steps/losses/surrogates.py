@@ -20,7 +20,7 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
     The paper averages over the tokens of a row and then over rows: use the weights of ``seq-mean-token-mean``.
 
     Args:
-        tau_pos: how fast the gradient fades where the advantage is positive.
+        tau_pos: how fast the gradient fades if the advantage is positive.
         tau_neg: the same for all other tokens.
 
     Raises:
@@ -54,7 +54,7 @@ def sapo(tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
 def cispo(clip_ratio: float = 0.2, clip_ratio_low: float | None = None, clip_ratio_high: float | None = None) -> Loss:
     """Returns the policy gradient with clipped importance weights (CISPO). It reads ``old_log_probs``.
 
-    The loss is ``-clip(r, 1 - low, 1 + high) * A * log-probability``, where the gradient does not pass through the
+    The loss is ``-clip(r, 1 - low, 1 + high) * A * log-probability``; the gradient does not pass through the
     ratio r. So a token whose ratio is clipped still has a gradient.
 
     Args:

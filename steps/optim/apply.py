@@ -76,7 +76,7 @@ def check_update(optimizer: Optimizer, state: TrainState, grads: Grads) -> None:
     # Values are made whole in one mode, so the first tensor of each tells.
     if any(t.is_inference() for t in (*gradients[:1], *weights[:1])):
         raise ValueError(
-            "the gradients or the parameters were made in inference mode, where torch forbids later updates; make "
+            "the gradients or the parameters were made in inference mode and cannot be updated later; make "
             "them outside of it, or copy them there with snapshot(value)"
         )
 

@@ -73,7 +73,7 @@ def test_built_in_estimator(name, key, rows):
 
 @pytest.mark.parametrize("name", TAILED)
 def test_a_tail_without_a_baseline_breaks_the_law_of_equal_rewards(name):
-    with pytest.raises(LawViolation, match="where all rewards of a group are"):
+    with pytest.raises(LawViolation, match="if all rewards of a group are"):
         check_advantage(TAILED[name])
 
 

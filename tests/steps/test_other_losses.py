@@ -207,7 +207,7 @@ def test_a_loss_of_ones_own_names_its_needs():
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda x: (x.mean(), {}), r"has the shape \(\) where the batch has 2 tokens"),
+        (lambda x: (x.mean(), {}), r"has the shape \(\), but the batch has 2 tokens"),
         (lambda x: x, "returns a Tensor; a loss returns its values and its metrics"),
         (lambda x: (x, {}, 1), "returns a tuple of Tensor, dict, int;"),
         (lambda x: None, "returns None;"),

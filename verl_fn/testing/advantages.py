@@ -155,7 +155,7 @@ def _equal_rewards(estimator: Callable[[Batch], Batch], batch: Batch) -> None:
         require(
             top == 0.0,
             "Zero",
-            f"where all rewards of a group are {reward:g}, an advantage is {top:.3g}",
+            f"if all rewards of a group are {reward:g}, an advantage is {top:.3g}",
             "a mean or a standard deviation in float32, whose rounding is divided by itself; compute them in float64",
         )
 
@@ -180,7 +180,7 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
         require(
             t.shape == rewards.shape and t.dtype == rewards.dtype,
             "Signature",
-            f"{name} is {t.dtype}{tuple(t.shape)} where the rewards are {rewards.dtype}{tuple(rewards.shape)}",
+            f"{name} is {t.dtype}{tuple(t.shape)}, but the rewards are {rewards.dtype}{tuple(rewards.shape)}",
             "a value for each row that was not spread, or a cast",
         )
         require(not t.requires_grad, "Signature", f"{name} requires a gradient", "a missing detach() or no_grad()")

@@ -34,7 +34,7 @@ STEP_BF16, TOLERANCE_BF16 = 0.03, 0.2
 
 
 def check_gradients(case: BackendCase, state: Handle[TrainState]) -> None:
-    """Checks gradients against differences of ``forward``'s outputs, and against ``loss_fn`` where there is one.
+    """Checks gradients against differences of ``forward``'s outputs, and against ``loss_fn`` if there is one.
 
     Raises:
         LawViolation: Derivative is broken.
@@ -566,7 +566,7 @@ def _check_moved_updates(
     require(
         gap <= allowed * size,
         "Layout",
-        f"the update on the other backend differs by a norm of {gap:.3g} where its own is {size:.3g}",
+        f"the update on the other backend differs by a norm of {gap:.3g}; its own is {size:.3g}",
         "an update that ascends, clips by another norm, or has another learning rate",
     )
 

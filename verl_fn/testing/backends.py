@@ -106,14 +106,14 @@ def _signature(case: BackendCase, state: Handle[TrainState]) -> None:
     require(
         names == set(case.loss.needs),
         "Signature",
-        f"forward gives {sorted(names)} where {sorted(case.loss.needs)} are needed",
+        f"forward gives {sorted(names)}, but {sorted(case.loss.needs)} are needed",
         "an option that is ignored",
     )
     for name, t in outputs.by_name.items():
         require(
             t.shape == ((rows if name in PER_ROW else tokens),) and t.dtype == torch.float32,
             "Signature",
-            f"{name} is {t.dtype}{tuple(t.shape)} where the batch has {tokens} tokens in {rows} rows",
+            f"{name} is {t.dtype}{tuple(t.shape)}, but the batch has {tokens} tokens in {rows} rows",
             "compute dtype that was not cast to float32, or targets that were not spread over the batch",
         )
         if name in PER_ROW:

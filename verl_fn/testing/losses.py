@@ -55,7 +55,7 @@ def check_loss(
       ``together``.
     * Zero: tokens without ``response_mask`` take no part, whatever their fields hold (nan and infinities too) and
       however many of them a prompt has; zero advantages give a zero gradient.
-    * Finite: so is everything where log-probs lie 100 nats apart.
+    * Finite: so is everything if log-probs lie 100 nats apart.
     * Precision: no operation has a result in bfloat16 or float16.
 
     A wrong formula can obey all of these; ``compare_loss`` compares with one that you write.
@@ -66,7 +66,7 @@ def check_loss(
             fields with ``tiny_batch().with_tokens(...)`` or ``with_rows``.
         together: the field that the loss is meant to keep rows together by. A loss that declares another, or none,
             breaks the law: backends only know what it declares.
-        zero_advantages: whether zero advantages must give a zero gradient, where the loss reads them. Turn it
+        zero_advantages: whether zero advantages must give a zero gradient, if the loss reads them. Turn it
             off for sums with a term that has a gradient of its own, such as an entropy bonus.
         tolerance: how far splits may differ, relative to the largest value.
         key: other keys give other outputs and splits.
@@ -330,7 +330,7 @@ def computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, M
     require(
         shape == (count,),
         "Signature",
-        f"the loss of level {term.level!r} is {shape} where the batch has {count} {term.level}s",
+        f"the loss of level {term.level!r} is {shape}, but the batch has {count} {term.level}s",
         "a sum or a mean taken inside the loss, or another level than the one declared",
     )
     require(
@@ -353,7 +353,7 @@ def computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, M
             isinstance(metric, (Weighted, Sum, Max, Min, Moments)),
             "Signature",
             f"the metric {name!r} is a {type(metric).__name__}, which does not add up over micro-batches",
-            "a number where verl_fn.state has Weighted, Sum, Max, Min and Moments",
+            "a number; take Weighted, Sum, Max, Min or Moments of verl_fn.state",
         )
         held = any(x.requires_grad for x in tree.leaves(metric) if isinstance(x, Tensor))
         require(not held, "Signature", f"the metric {name!r} holds on to the graph", "a missing detach()")

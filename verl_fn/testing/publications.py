@@ -146,7 +146,7 @@ def _update(case: RolloutCase, first: Params, second: Params) -> None:
         names == [(case.id(i), number) for i in range(len(case.prompts)) for number in range(case.sampling.n)],
         "Signature",
         f"the requests and numbers of a stream during which weights arrive are {names}",
-        "samples that are lost or repeated where weights arrive",
+        "samples that are lost or repeated when weights arrive",
     )
     for s in samples:
         versions = s.versions.tolist()
@@ -183,7 +183,7 @@ def _older(case: RolloutCase, second: Params) -> None:
         raise LawViolation(
             "Version",
             "a request for version 20 is refused, since version 21 arrived before it",
-            "a version that must be equal, where it is the oldest that may draw",
+            "a version that must be equal, although it is only the oldest that may draw",
         ) from None
     _log_probs(case, samples, {21: second}, "that asked for version 20,")
     case.require_stale("with version 21 published", 22)

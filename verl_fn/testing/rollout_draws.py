@@ -20,7 +20,7 @@ DRAWS = 500
 # Enough to draw a token that should have been cut.
 CUT_DRAWS = 100
 COPIES = 6
-# Two computations of the same token may pick different experts where rounding decides.
+# Two computations of the same token may pick different experts if rounding decides.
 ROUNDED = 0.1
 
 
@@ -149,7 +149,7 @@ def _cut(case: RolloutCase, sampling: Sampling) -> None:
             sampling.top_k < 0 or len(choices) <= sampling.top_k,
             "Capabilities",
             f"{how} the engine drew {len(choices)} different tokens at one place",
-            "capabilities that promise top_k where it is ignored",
+            "capabilities that promise top_k although it is ignored",
         )
         left = _left(choices)
         require(
@@ -178,7 +178,7 @@ def _nucleus(case: RolloutCase, how: str, choices: dict[int, list[_Choice]], tar
         likelier < target + 2.0 * case.tolerance,
         "Capabilities",
         f"{how} the engine drew a token below others of probability {likelier:.3g} together",
-        "capabilities that promise top_p where it is ignored",
+        "capabilities that promise top_p although it is ignored",
     )
     require(
         left >= target - 2.0 * case.tolerance,

@@ -42,7 +42,7 @@ def check_rollout(
     * Capabilities: a way of sampling that is promised is obeyed, and one that is not promised is refused. Experts of
       tokens are there if promised (``routed_experts``), and depend only on the tokens up to each.
 
-    Samples with ``near_ties`` are left out where draws are compared.
+    Samples with ``near_ties`` are left out when draws are compared.
 
     Args:
         engine: an engine, or a function that makes one.
@@ -200,7 +200,7 @@ def _fields(case: RolloutCase, sampling: Sampling, sample: Sample) -> None:
 
 
 def _ends(case: RolloutCase, sampling: Sampling, sample: Sample) -> None:
-    """Responses stop where they must, and ``finish_reason`` says which did so by themselves."""
+    """Responses stop when they must, and ``finish_reason`` says which did so by themselves."""
     response = sample.tokens[sample.mask.bool()].tolist()
     finished = sample.finish_reason == "stop"
     stops = [token in case.ends for token in response]
@@ -210,7 +210,7 @@ def _ends(case: RolloutCase, sampling: Sampling, sample: Sample) -> None:
         f"a response of {len(response)} tokens goes on past {sampling.max_tokens} tokens or a stop token",
         "an end that is checked too late",
     )
-    # A script or an environment may end where it likes.
+    # A script or an environment may end when it likes.
     free = case.trainer is None or case.environment
     ended = stops[-1] or (free and finished)
     require(

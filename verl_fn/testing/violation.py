@@ -100,7 +100,7 @@ def require_close(
     Example:
         >>> require_close("Purity", "the sum", {"a": 2.0}, {"a": 2.5}, "chance", tolerance=0.1)
         Traceback (most recent call last):
-        verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5 where values reach 2.5, ...
+        verl_fn.testing.violation.LawViolation: Purity: the sum differs at ['a'] by 0.5 (values reach 2.5), ...
     """
     wanted, given = tree.paths(expected), tree.paths(actual)
     if wanted.keys() != given.keys():
@@ -114,7 +114,7 @@ def require_close(
             raise LawViolation(law, f"{what} differs{_at(path)}: shapes {tuple(a.shape)} and {tuple(b.shape)}", cause)
         gap, scale = _largest_gap(a, b), max(top, floor)
         if not gap <= tolerance * scale:  # Also if the gap is nan.
-            observation = f"{what} differs{_at(path)} by {gap:.3g} where values reach {scale:.3g}"
+            observation = f"{what} differs{_at(path)} by {gap:.3g} (values reach {scale:.3g})"
             raise LawViolation(law, f"{observation}, beyond the relative tolerance of {tolerance:.3g}", cause)
 
 

@@ -96,7 +96,7 @@ def test_adapters_alone(vllm_python):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode cannot be set: log-probs are those"),
+        ({"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}, "logprobs_mode cannot be set: log-probs belong"),
         ({"engine_kwargs": {"no_such": 1}}, "rollout.engine_kwargs.no_such is no argument of vLLM's EngineArgs"),
         ({"tensor_parallel_size": 3}, "2 attention heads, which rollout.tensor_parallel_size=3 does not divide"),
     ],
