@@ -251,12 +251,12 @@ def test_what_cannot_be_reported_is_told(tmp_path):
     empty = write(tmp_path / "empty", [])
     broken = write(tmp_path / "broken", metrics(2))
     (broken / "config.toml").write_text("a = = 1")
-    partial = write(tmp_path / "partial", metrics(2), [{"step": 1, "prompt": "ab>"}])
+    partial = write(tmp_path / "partial", metrics(2), [{"prompt": "ab>"}])
     for runs, message in [
         ([tmp_path / "missing"], r"missing is no run: it has no config\.toml"),
         ([empty], "empty has no metrics yet"),
         ([broken], r"broken/config\.toml is not TOML"),
-        ([partial], r"partial/generations\.jsonl, line 1, is damaged: data_source is not a string"),
+        ([partial], r"partial/generations\.jsonl, line 1, is damaged: it is not a table with a step"),
         ([run, run], "two runs are called"),
         ([], "name at least one folder"),
     ]:

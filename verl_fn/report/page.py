@@ -26,7 +26,7 @@ from verl_fn.errors import UserError
 from verl_fn.report import html, plots
 from verl_fn.report.curves import Chart, charts, window
 from verl_fn.runs.evaluate import held_out_value
-from verl_fn.runs.logs import answer_problem, read_answers, read_lines, read_metrics
+from verl_fn.runs.logs import read_answers, read_lines, read_metrics
 
 SHOWN = 32  # prompts in the table of held-out answers
 _SUMMARY_COLUMNS = (
@@ -304,7 +304,7 @@ def _training(runs: Sequence[RunRecord]) -> str:
             else {}
         )
         if steps:
-            answers = read_lines(steps[max(steps)], answer_problem)
+            answers = read_lines(steps[max(steps)])
             rows = [
                 f"<td>{html.block(one['prompt'])}</td><td>{html.block(one['answer'])}</td>{_answer(one)}"
                 for one in answers[:SHOWN]

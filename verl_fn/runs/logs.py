@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from verl_fn.algorithms import Report
 
@@ -17,7 +17,6 @@ METRICS, GENERATIONS, JOURNAL = "metrics.jsonl", "generations.jsonl", "journal.j
 LOGS = (METRICS, GENERATIONS, JOURNAL)
 SUMS = "logs.crc"
 TIMED = ("timing_s/", "perf/time_per_step", "perf/throughput", "perf/engine_restarts")
-_LAST_STEP = 2**53  # steps are drawn as floats, which hold whole numbers up to here
 
 Row = dict[str, Any]
 
@@ -36,19 +35,19 @@ def read_metrics(folder: str | Path) -> list[Row]:
     """Reads the rows of ``metrics.jsonl``, without a last line that a killed process left incomplete.
 
     Raises:
-        RunError: another line is damaged, or a value is not a number.
+        RunError: another line is damaged.
     """
-    return read_lines(Path(folder) / METRICS, _metrics_problem)
+    return read_lines(Path(folder) / METRICS)
 
 
 def read_answers(folder: str | Path) -> list[Row]:
     """Reads the held-out answers of ``generations.jsonl``, as ``read_metrics`` reads the metrics."""
-    return read_lines(Path(folder) / GENERATIONS, answer_problem)
+    return read_lines(Path(folder) / GENERATIONS)
 
 
 def read_journal(folder: str | Path) -> dict[int, Row]:
     """Reads the lines of ``journal.jsonl`` by step, as ``read_metrics`` reads the metrics."""
-    return {row["step"]: row for row in read_lines(Path(folder) / JOURNAL, _journal_problem)}
+    return {row["step"]: row for row in read_lines(Path(folder) / JOURNAL)}
 
 
 def last_evaluation(folder: Path | None, step: int) -> Report:
@@ -57,15 +56,11 @@ def last_evaluation(folder: Path | None, step: int) -> Report:
     return {k: v for row in rows for k, v in row.items() if k.startswith("val-")}
 
 
-def read_lines(file: Path, problem_of: Callable[[Row], str] = lambda row: "") -> list[Row]:
+def read_lines(file: Path) -> list[Row]:
     """Reads the rows of a JSONL file, without an incomplete last line; returns no rows if there is no file.
 
-    Args:
-        file: the file; each line has a ``step``.
-        problem_of: describes what is wrong with a row; empty for a good one.
-
     Raises:
-        RunError: another line is damaged.
+        RunError: another line is damaged, or a line has no ``step``.
     """
     rows: list[Row] = []
     lines = file.read_bytes().splitlines() if file.exists() else []
@@ -76,8 +71,8 @@ def read_lines(file: Path, problem_of: Callable[[Row], str] = lambda row: "") ->
             if i < len(lines) - 1:
                 raise _damaged(file, i, str(error)) from error
             break
-        if problem := _step_problem(row) or problem_of(row):
-            raise _damaged(file, i, problem)
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise _damaged(file, i, "it is not a table with a step")
         rows.append(row)
     return rows
 
@@ -140,44 +135,3 @@ def altered(folder: Path) -> list[str]:
 
 def _damaged(file: Path, i: int, problem: str) -> RunError:
     return RunError(f"{file}, line {i + 1}, is damaged: {problem}; fix or remove the line")
-
-
-def _step_problem(row: Any) -> str:
-    step = row.get("step") if isinstance(row, dict) else None
-    return "" if _is_whole(step) and 0 <= step < _LAST_STEP else "it is not a table with a step"
-
-
-def _metrics_problem(row: Row) -> str:
-    wrong = next((name for name, value in row.items() if value is not None and not _is_number(value)), None)
-    return "" if wrong is None else f"{wrong} is not a number"
-
-
-def answer_problem(row: Row) -> str:
-    """Describes what is wrong with a row about an answer; empty for a good one."""
-    for name in ("data_source", "prompt", "response", "answer"):
-        if not isinstance(row.get(name), str):
-            return f"{name} is not a string"
-    for name in ("score", "acc"):
-        if row.get(name) is not None and not _is_number(row[name]):
-            return f"{name} is not a number"
-    messages = row.get("messages", [])
-    said = messages if isinstance(messages, list) else [None]
-    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in said):
-        return "messages is not a list of messages"
-    if not isinstance(row.get("ended", ""), str):
-        return "ended is not a string"
-    return "" if isinstance(row.get("finished"), bool) else "finished is not true or false"
-
-
-def _journal_problem(row: Row) -> str:
-    tables = [row.get("samples"), *(row["state"].values() if isinstance(row.get("state"), dict) else [None])]
-    return "" if all(isinstance(table, dict) for table in tables) else "samples and state are not tables"
-
-
-def _is_whole(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    # A whole number of hundreds of digits is valid JSON, and no float.
-    return isinstance(value, float) or (_is_whole(value) and abs(value) < 1e300)
