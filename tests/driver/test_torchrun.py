@@ -53,6 +53,31 @@ def test_the_cause_is_told_once_and_without_a_traceback_of_gloo(warm, fault, mor
     assert ours.count("error: ") == 1 and message in ours and "Traceback" not in ours, said
 
 
+ECHO = """
+import os
+from pathlib import Path
+
+from verl_fn.environments import Done
+
+
+class Echo:
+    def reset(self, problem):
+        Path(__file__).with_name(f"asked_{os.getpid()}").touch()
+        return [{"role": "user", "content": problem.prompt}]
+
+    def step(self, reply):
+        return Done(0.25)
+"""
+
+
+def test_only_the_first_process_talks_to_environments(warm, tmp_path):
+    (tmp_path / "echo.py").write_text(ECHO)
+    more = [f"env.name={tmp_path}/echo.py:Echo", "trainer.val_before_train=true", "data.max_prompt_length=64"]
+    ended = faulty(warm, "", tmp_path / "run", *more)
+    assert ended.returncode == 0 and "done: 4 steps" in ended.stdout, ended.stderr
+    assert len(list(tmp_path.glob("asked_*"))) == 1
+
+
 def test_processes_wait_for_the_first_as_long_as_it_prepares(warm, tmp_path):
     ended = faulty(warm, "slow preparation", tmp_path, "ray.timeout=4")
     assert ended.returncode == 0 and "done: 4 steps" in ended.stdout, ended.stderr

@@ -38,8 +38,13 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
 
 
 def _backends(plan: Plan) -> dict[str, Any]:
-    """Returns the training backend of each role by its name, and the engine."""
+    """Returns the training backend of each role by its name, and the engine.
+
+    Under torchrun only the first process samples, so the engines of the others have no environments.
+    """
     build.set_up_process(plan.driver, ranks.torchrun_size())
     device = ranks.device(plan.driver)
     trainers = {name: build.trainer(role, plan.driver, device) for name, role in plan.roles.items()}
-    return {**trainers, torchrun.ENGINE: build.conversing(plan.rollout, device, plan.env)}
+    if ranks.torchrun_rank() == 0:
+        return {**trainers, torchrun.ENGINE: build.conversing(plan.rollout, device, plan.env)}
+    return {**trainers, torchrun.ENGINE: build.rollout(plan.rollout, device)}

@@ -49,11 +49,6 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
             than allowed, or ``trainer.stop_at`` can never be reached.
         RewardError: problems have no reward.
     """
-    if plan.env.name and ranks.torchrun_size() > 1:
-        raise ConfigError(
-            "env.name: under torchrun every rank would talk to environments of its own, which may answer "
-            "differently; set driver.kind=ray"
-        )
     check_ranks(plan, ranks.training_ranks(plan))
     if plan.trainer.stop_at is not None and isinstance(source, FileData | StreamedData) and not source.validation:
         raise ConfigError(
