@@ -1,4 +1,4 @@
-"""The environment of ``verl-fn bench turns``, which its processes import without torch."""
+"""The environment of ``verl-fn bench turns``; its processes import it without torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``kill -9`` at random moments of a run that saves after every step; every one must resume to the same bytes.
 
 Each trial starts a run, kills it at a moment drawn evenly over the time that a whole run takes, runs the same
-command again, and compares checkpoint, metrics, journal and kept answers with those of a run that nobody disturbed.
+command again, and compares checkpoint, metrics, journal and kept answers with a run that nobody disturbed.
 Runs are forked from one process that has trained already, so that moments fall into the run, not into imports.
 """
 

@@ -84,7 +84,7 @@ def draw(count: int, seed: int) -> list[Fault]:
 
 
 def happens(folder: Path, kinds: Sequence[str], at: int | None, after: int) -> str | None:
-    """Returns the kind of a fault whose moment has come, which no process takes a second time."""
+    """Returns the kind of a fault whose moment has come; no process takes it a second time."""
     for kind in kinds:
         with_file = folder / f"{kind}-{at}-{after}"
         if with_file.exists():
@@ -185,7 +185,7 @@ def injected(folder: Path) -> Iterator[None]:
 
 
 def disturbed(plan: Plan, faults: Sequence[Fault], say: Callable[[str], None] = lambda line: None) -> list[str]:
-    """Trains with these faults, none of them ``run``, and returns the kinds of those that happened."""
+    """Trains with these faults, none of them ``run``, and returns the kinds of the faults that happened."""
     folder = Path(plan.trainer.dir).with_suffix(".faults").absolute()
     folder.mkdir(exist_ok=True)
     for fault in faults:
@@ -196,7 +196,7 @@ def disturbed(plan: Plan, faults: Sequence[Fault], say: Callable[[str], None] = 
 
 
 def plan_of(folder: Path, model: Path, max_lag: int, *more: str) -> Plan:
-    """Returns the plan of a GRPO run with two engines apart from the trainer, which saves after each step."""
+    """Returns the plan of a GRPO run with two engines apart from the trainer; it saves after each step."""
     settings = [
         f"trainer.dir={folder}", f"model.path={model}", f"trainer.total_training_steps={STEPS}",
         "trainer.save_freq=1", "trainer.test_freq=2", "trainer.journal=samples", "algorithm.name=grpo", "rollout.n=2",
@@ -215,7 +215,7 @@ def open_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(plan: Plan, faults: Sequence[Fault]) -> tuple[bool, list[str]]:
-    """Trains in a process of its own, which is killed at the moment of a fault ``run``, and then begins again.
+    """Trains in a process of its own; it is killed at the moment of a fault ``run``, and then begins again.
 
     Returns:
         Whether the run ended by itself and well, and the kinds of faults that happened.
@@ -256,7 +256,7 @@ def _train(plan: Plan, faults: Sequence[Fault]) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         folder = Path(plan.trainer.dir).with_suffix(".faults")
-        # Those that have happened before the run was killed do not happen again.
+        # Faults that have happened before the run was killed do not happen again.
         disturbed(plan, [fault for fault in faults if not (folder / f"done-{fault.name}").exists()], print)
         status = 0
     except BaseException:

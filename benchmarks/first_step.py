@@ -10,7 +10,7 @@ What LoRA makes is compared with ``local`` with the same adapters.
 The applied update is compared twice: end to end, and from the reference's gradients, since a wrong optimizer step
 hides behind a right gradient norm. Elements that differ in the last bit of a parameter count as equal there: norms
 that were added up in another order flip a few, when they clip, and one flip in a small tensor is more than the bar.
-The errors with those elements are in the JSON too. A PPO loss is near zero and has no relative error, so errors of
+The errors with these elements are in the JSON too. A PPO loss is near zero and has no relative error, so errors of
 losses are relative to the sum of |weight x per-token loss|.
 """
 
@@ -84,7 +84,7 @@ RATES = {"tiny": 1e-3, "experts": 1e-3, "small": 1e-3, "0.5b": 1e-5, OWN: 1e-5}
 
 
 def optimizer_of(shape: str) -> Optimizer:
-    """The optimizer of all layouts, which clips."""
+    """The optimizer of all layouts: it clips."""
     return chain(clip_by_global_norm(CLIP), adamw(constant(RATES[shape]), weight_decay=0.01))
 
 
@@ -325,7 +325,7 @@ def _print_header(reference: str, wanted: Mapping[str, dict[str, Any]], dtypes: 
 def _row(
     layout: Layout, loss: str, result: dict[str, Any], wanted: dict[str, Any], bf16: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """A result, which is also printed; ``bf16`` is that of ``local:bf16``, where it came before."""
+    """Returns a result, and prints it; ``bf16`` is the result of ``local:bf16``, if it came before."""
     errors = compare_numbers(result, wanted) | result.pop("errors")
     missed = [k for k, bar in BARS[layout.dtype].items() if not errors[k] <= bar]
     if bf16 is not None and layout.dtype == "bfloat16":

@@ -1,4 +1,4 @@
-"""How far the first step of a layout is from that of a reference."""
+"""How far the first step of a layout is from a reference's."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _pairs(
     """Yields each parameter's name, its tensors of a kind in float64, and the size that errors are relative to."""
     names = [name.partition(".")[2] for name in wanted if name.startswith(f"{kind}.")]
     norms = {name: float(wanted[f"{kind}.{name}"].to(device).double().norm()) for name in names}
-    # A parameter whose gradient is rounding alone has no relative error of its own.
+    # A parameter whose gradient is only rounding has no relative error of its own.
     floor = 1e-6 * math.hypot(*norms.values())
     for name in names:
         ours, theirs = (tensors_of[f"{kind}.{name}"].to(device).double() for tensors_of in (tensors, wanted))

@@ -113,7 +113,7 @@ def main(argv: Sequence[str]) -> int:
         for way in args.ways:
             reports = measured(str(folder), args.ranks, way)
             results[way] = reports
-            # The first rank alone makes random weights, whole; the bar is that of the others.
+            # Only the first rank makes random weights, whole; the bar is for the others.
             others = reports if way == "load_pretrained" else reports[1:]
             worst = max(others, key=lambda report: report["peak"])
             most = BAR["of the shard"] * worst["shard"] + BAR["gib"] * GIB

@@ -2,7 +2,7 @@
 
 The loop is what one writes by hand with megatron-core: Megatron-Bridge's model in Megatron's DDP, its schedule, its
 distributed optimizer. It has the backend's kernels, log-probs, loss, micro-batches and dtypes. As Megatron does by
-default, it decays matrices alone.
+default, it decays only matrices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LR, CLIP = 1e-6, 1.0
 
 @functools.cache
 def prepare(device: str) -> None:
-    """Lets megatron-core compute on a device; on the CPU that works from a checkout alone."""
+    """Lets megatron-core compute on a device; on the CPU that works only from a checkout."""
     if device == "cpu":
         helpers = Path(__file__).resolve().parents[1] / "tests/backends/helpers"
         runpy.run_path(str(helpers / "megatron_on_cpu.py"))["install"]()
@@ -68,7 +68,7 @@ class Ours:
 
 
 class InPlace:
-    """The loop by hand; the arguments are those of ``Ours``."""
+    """The loop by hand; the arguments are the same as for ``Ours``."""
 
     def __init__(
         self,

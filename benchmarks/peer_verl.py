@@ -1,4 +1,4 @@
-"""verl's engines on rows such as those of ``throughput``, each in its best configuration, driven without Ray."""
+"""verl's engines on rows such as ``throughput`` has, each in its best configuration, driven without Ray."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class VerlMegatronFused(VerlMegatron):
 
 
 def _without_cuda() -> None:
-    """Answers what verl asks about a GPU; its engine for Megatron is registered for CUDA alone."""
+    """Answers what verl asks about a GPU; its engine for Megatron is registered only for CUDA."""
     os.environ["VERL_ENGINE_DEVICE"] = "cuda"
     torch.distributed.init_process_group("gloo")
     torch.cuda.mem_get_info = lambda device=None: (0, 1)
@@ -190,7 +190,7 @@ def _without_bridges_trainer() -> None:
 
 
 # Without flash-attn and Apex: verl asks for the one, and Bridge beside transformer-engine for the other. The kernels
-# are those that the ``Megatron`` backend turns on.
+# are the ones that the ``Megatron`` backend turns on.
 _FIELDS = {
     "attention_backend": "auto", "gradient_accumulation_fusion": False, "apply_rope_fusion": True,
     "bias_activation_fusion": True,

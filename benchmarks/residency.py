@@ -42,7 +42,7 @@ Step = Callable[[], float]
 
 
 def ours(folder: str, batch: Batch, device: str) -> Step:
-    """One update of ``Fsdp`` a call, which returns the norm of its gradient."""
+    """One update of ``Fsdp`` a call; returns the norm of its gradient."""
     backend = Fsdp(
         folder, chain(clip_by_global_norm(CLIP), adamw(constant(LR))), max_tokens=workload.BUDGET, device=device,
         compute_dtype="bfloat16",
@@ -59,7 +59,7 @@ def ours(folder: str, batch: Batch, device: str) -> Step:
 
 
 def in_place(folder: str, batch: Batch, device: str) -> Step:
-    """One update of the loop by hand a call, which returns the norm of its gradient."""
+    """One update of the loop by hand a call; returns the norm of its gradient."""
     skeleton, params = build(folder, "lm", pretrained=True, key=Key.from_seed(0))
     for module, name, parameter in _parameters(skeleton, params):
         setattr(module, name, parameter)
@@ -223,6 +223,6 @@ def _print(result: dict[str, Any]) -> None:
 
 
 def _with_old_log_probs(batch: Batch, vocab: int) -> Batch:
-    """Near those of a random model, so that some tokens clip."""
+    """Near a random model's log-probs, so that some tokens clip."""
     noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(2))
     return batch.with_tokens(old_log_probs=0.2 * noise - math.log(vocab))

@@ -3,7 +3,7 @@
 ``verl-fn bench rollout`` compares tokens a second of ``Vllm.generate`` with those of ``vllm.LLM.generate``, which
 returns the log-prob of each token as well. Both have the same settings and prompts, each in a process of its own on
 the same GPU, and take turns. With ``--engines 1 2``, so many engines over Ray, each on a GPU of its own, answer the
-same number of prompts each; their tokens a second a GPU are compared with those of one engine.
+same number of prompts each; their tokens a second a GPU are compared with one engine's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MEMORY = 0.4
 
 
 def asked(vocab: int, prompts: int, first: int = 0) -> list[Request]:
-    """Requests for random prompts, which answers of random weights hardly ever end before their limit."""
+    """Requests for random prompts; answers of random weights hardly ever end before their limit."""
     generator = torch.Generator().manual_seed(first)
     tokens = torch.randint(3, vocab, (prompts, PROMPT_TOKENS), generator=generator).tolist()
     ids = range(first * prompts, (first + 1) * prompts)

@@ -98,7 +98,7 @@ def with_transformers(model: Any, prompts: Sequence[Sequence[int]]) -> Callable[
 
     def generate(seed: int) -> list[int]:
         torch.manual_seed(seed)
-        # Without top_k=0 transformers would cut to 50 tokens, which is more work and another distribution.
+        # Without top_k=0 transformers would cut to 50 tokens: more work, and another distribution.
         responses: Tensor = model.generate(
             padded, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=LONGEST,
             eos_token_id=EOS, pad_token_id=PAD,

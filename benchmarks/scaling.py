@@ -180,7 +180,7 @@ def measured(
 
 
 def first_gpus(sizes: Sequence[int]) -> dict[int, int]:
-    """Returns the first GPU of each group, which follows the last GPU of the group before it if there are enough.
+    """Returns the first GPU of each group: the one after the last GPU of the group before it, if there are enough.
 
     Example:
         >>> first_gpus([1, 2, 4]), first_gpus([1, 2]), first_gpus([1, 2, 3])

@@ -4,9 +4,9 @@ Both train a Qwen2.5 shape with random weights on the same prompts, 8 responses 
 with vLLM colocated on the GPU and the same share of its memory, micro-batches of at most 16,384 tokens and one update
 a step. Ours is ``fsdp`` on one rank over Ray, its layers compiled; verl's trainer runs in its best configuration.
 Each run is a process of its own, one after the other. The time of a step is that between two lines of metrics, so it
-has all that a trainer does between two steps; the phases are those that each trainer reports as ``timing_s/*``.
-With ``--runs ours parts`` ours is compared with what verl's step is made of: generation by vLLM alone, and log-probs
-and update by verl's engine alone.
+has all that a trainer does between two steps; the phases are the ones that each trainer reports as ``timing_s/*``.
+With ``--runs ours parts`` ours is compared with what verl's step is made of: generation by vLLM, and log-probs
+and update by verl's engine.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def our_command(work: Work, steps: int, folder: Path, rollout: str = "vllm") -> 
             f"rollout.gpu_memory_utilization={MEMORY}",
             f"rollout.engine_kwargs={{max_num_batched_tokens = {BUDGET}}}",
         ]
-    # Settings alone: the file of a config may be empty.
+    # Only settings: the file of a config may be empty.
     return [sys.executable, "-m", "verl_fn.cli", "train", os.devnull, *settings]
 
 
@@ -115,7 +115,7 @@ def step_of(metrics: Mapping[str, Any], line: Mapping[str, Any]) -> Step:
 def summary(runs: Sequence[Sequence[Step]]) -> dict[str, Any]:
     """Medians over the steps of all runs of an engine, without each run's warm-up steps.
 
-    ``shares`` are those of the whole step; ``other`` is what no phase has.
+    ``shares`` are shares of the whole step; ``other`` is what no phase has.
     """
     steps = [step for one in runs for step in (one[WARM_UPS:] or one[-1:])]
     seconds = statistics.median(step["seconds"] for step in steps)
@@ -162,9 +162,7 @@ def show(engines: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str], re
     if "ratio" in result:
         print(f"ratio {result['ratio']:.3f} (bar {BAR})")
     if "ratio_to_parts" in result:
-        print(
-            f"ratio {result['ratio_to_parts']:.3f} to the parts alone, without all else that a trainer does (no bar)"
-        )
+        print(f"ratio {result['ratio_to_parts']:.3f} to the parts, without all else that a trainer does (no bar)")
     print("held" if result["held"] else "MISSED", flush=True)
 
 

@@ -40,7 +40,7 @@ def generation(work: Work) -> Iterator[dict[str, float]]:
     settings = SamplingParams(n=work.n, max_tokens=work.response, ignore_eos=True, detokenize=False, logprobs=0)
     number = 0
     while True:
-        # Each round has other prompts, since the cache of prefixes has those of the last one.
+        # Each round has other prompts, since the cache of prefixes has the last round's.
         number += 1
         prompts = [{"prompt_token_ids": ids} for ids in work.random_rows(work.prompts, work.prompt, number)]
         yield {"gen": seconds_of(engine.generate, prompts, settings, use_tqdm=False)}

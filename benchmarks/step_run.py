@@ -30,7 +30,7 @@ def watch(
 
     Args:
         command: the command.
-        environment: variables beside those of this process.
+        environment: variables besides this process's own.
         file: the file that it writes.
         log: where its output goes.
         steps: the steps to wait for.
@@ -75,7 +75,7 @@ def tail(log: Path, size: int = 6000) -> str:
 
 
 def end(before: Sequence[int]) -> None:
-    """Kills the processes below this one but those that were there before; ``adopting`` holds on to all of them."""
+    """Kills the processes below this one that were not there before; ``adopting`` holds on to all of them."""
     deadline = time.monotonic() + ENDING
     while time.monotonic() < deadline:
         left = [pid for pid in below() if pid not in before and runs(pid)]

@@ -3,13 +3,13 @@
 Both train a Qwen2.5 shape with random weights by PPO on the same 64 ragged rows, with bf16 compute, fp32 masters,
 AdamW, clipping at 1.0, packed rows, micro-batches of at most 16,384 tokens. Each engine is a process of its own;
 while one runs, the other waits with its memory held. The peer runs in its best configuration: FSDP2, Liger, no
-reshard after forward. The time is that of the whole call, from a batch on the CPU to metrics on the CPU.
+reshard after forward. The time is taken of the whole call, from a batch on the CPU to metrics on the CPU.
 
 ``--backend megatron`` measures ``Megatron`` beside verl's Megatron engine, whose log-probs come from whole logits
 (``verl``) or from its kernel (``verl-fused``); both use transformer-engine with the same kernels. Engines then give
 unused memory back after each turn, since the activations of two do not fit, and make a call first that is not timed.
 
-``ours-deterministic`` uses repeatable kernels alone, as runs do by default; the other engines do not.
+``ours-deterministic`` uses only repeatable kernels, as runs do by default; the other engines do not.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def summary(shape: str, measured: dict[str, Any]) -> dict[str, Any]:
     parameters, tokens = _sizes(shape)
     result: dict[str, Any] = {"parameters": parameters, "tokens": tokens}
     for name, by_kind in measured.items():
-        # The first update is kept for its gradient norm alone.
+        # The first update is kept only for its gradient norm.
         first, *updates = by_kind["update"]
         engine: dict[str, Any] = {"first_grad_norm": first["grad_norm"]}
         for what, calls, factor in (("update", updates, 6), ("logprobs", by_kind["logprobs"], 2)):
@@ -281,7 +281,7 @@ def main(argv: Sequence[str]) -> int:
             peer: beside(results[shape][ours], results[shape][peer], BARS[args.backend]) for peer in peers
         }
         for peer, ratios in results[shape]["ratios"].items():
-            # Bars are for the ratios to another library alone.
+            # Bars are only for the ratios to another library.
             passed = ratios["held"] or peer in OURS
             held = held and passed
             verdict = "" if peer in OURS else f": {'held' if passed else 'MISSED'}"

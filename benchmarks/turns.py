@@ -1,16 +1,16 @@
 """Conversations of several turns against the same tokens in single turns.
 
 ``verl-fn bench turns`` has a model of random weights talk to an environment that answers at once. The engine, the
-environment's process and the chat template are those of a run. Then the same engine is asked for each reply by
+environment's process and the chat template are the same as in a run. Then the same engine is asked for each reply by
 itself: the prompt is the conversation so far, and the key is the same, so the same tokens are drawn. All these
 requests are made in one call, so that no reply waits for another one. As many rows are decoded at a time as there are
-conversations, the prefix cache is on, and weights are published before each call, which empties it, as a training
+conversations, the prefix cache is on, and weights are published before each call and so empty it, as a training
 step does. The calls take turns.
 
 Random weights hardly ever end a reply, so each ends at its limit as if the model had ended it. All replies have the
 same length, or, with ``--shortest``, lengths between two limits. Then a conversation has to draw its replies one
-after the other while single turns fill every free slot, so the bar holds for equal lengths alone. A third figure asks
-for the replies of one turn of all conversations in a call, which is as long as the longest reply.
+after the other while single turns fill every free slot, so the bar holds only for equal lengths. A third figure asks
+for the replies of one turn of all conversations in a call: it is as long as the longest reply.
 """
 
 from __future__ import annotations

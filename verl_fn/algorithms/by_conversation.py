@@ -14,8 +14,8 @@ from verl_fn.steps.aggregate import last_of_rows
 def whole_conversations(batch: Batch) -> Batch:
     """Returns a batch with one row for each conversation: its rows behind one another, in the same order of tokens.
 
-    Fields of rows are those of the conversation's last row, except for ``prompt_length``, which is that of the first,
-    and ``near_ties``, which are added up. The score, which each of the rows has, lies on the last response token;
+    Fields of rows come from the conversation's last row, except for ``prompt_length``, from the first row, and the
+    sum of ``near_ties``. Each of the rows has the score; it lies on the last response token;
     what was added to it, such as a KL penalty, stays on its tokens.
 
     Args:

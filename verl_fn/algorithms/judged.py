@@ -41,7 +41,7 @@ def pair_batch(problems: Sequence[Problem], w: Workers) -> Batch:
 
 
 def labelled_batch(problems: Sequence[Problem], w: Workers) -> Batch:
-    """Returns the rows of labelled responses, and behind them those with responses to other prompts.
+    """Returns the rows of labelled responses, and behind them rows with responses to other prompts.
 
     Only the former have a weight.
     """
@@ -60,7 +60,7 @@ def pair_report(pairs: Sequence[Judged], scores: Float[Tensor, " B"], prefix: st
 
     Args:
         pairs: the held-out pairs.
-        scores: those of the rows of ``pack_pairs``.
+        scores: of the rows of ``pack_pairs``.
         prefix: the first part of the metrics' names.
         suffix: the name of the share.
 

@@ -33,7 +33,7 @@ def update_report(role: str, updates: Sequence[tuple[Metrics, Metrics]]) -> Repo
 
 
 def batch_report(batch: Batch, *, compares: bool = False) -> Report:
-    """Returns the metrics of a batch of experience with outputs and advantages, those of ``sample_report`` included.
+    """Returns the metrics of a batch of experience with outputs and advantages; it has ``sample_report``'s too.
 
     Args:
         batch: the rows.
@@ -91,7 +91,7 @@ def sample_report(batch: Batch) -> Report:
 def _judged_report(whole: Batch, answered: torch.Tensor) -> Report:
     """Returns the means of what rewards have returned beside the score, over the rows that have it.
 
-    Where some rows lack a number, it comes with the count of those that have it.
+    If some rows lack a number, it comes with the count of rows that have it.
     """
     report: Report = {}
     names = {name: f"{name}/mean" for name in whole.per_row if name.startswith("reward/")} | {"acc": "training/acc"}
@@ -114,7 +114,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
     """
     chosen = mask.bool()
     returns, values = returns[chosen].double(), values[chosen].double()
-    # The variance of equal returns is rounding, which says nothing of the values.
+    # The variance of equal returns is rounding and says nothing of the values.
     if not len(returns) or bool((returns == returns[0]).all()):
         return 0.0
     return float(1.0 - (returns - values).var(correction=0) / returns.var(correction=0))

@@ -136,7 +136,7 @@ def new_model(args: argparse.Namespace) -> int:
     if args.task not in TASKS:
         raise ConfigError(f"there is no task {args.task!r}; there are {', '.join(TASKS)}")
     if args.chars == "":
-        raise ConfigError("--chars is empty; name the characters, or leave it out to take those of --task")
+        raise ConfigError("--chars is empty; name the characters, or leave it out to take the characters of --task")
     check_empty(Path(args.folder))
     fields = dict(_field(override) for override in args.overrides)
     if reserved := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):

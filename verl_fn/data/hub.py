@@ -118,8 +118,8 @@ def hub_commit(name: HubName) -> str:
     except Exception as error:
         raise HubError(
             f"{name} is no commit, and the hub cannot be asked for the commit of {name.revision} "
-            f"({' '.join(str(error).split()):.200}); write the commit's 40 digits, which the hub's page of the "
-            "files' history shows"
+            f"({' '.join(str(error).split()):.200}); write the commit's 40 digits, as shown on the hub's page "
+            "of the files' history"
         ) from error
 
 

@@ -41,7 +41,7 @@ def _plain(value: Any) -> Any:
         # Only a string could hold all digits of some decimals.
         number = int(value) if value == int(value) else float(value)
         if Decimal(repr(number)) != value:
-            raise ValueError(f"has {value}, which has too many digits for a number in a list; write strings")
+            raise ValueError(f"has {value}, with too many digits for a number in a list; write strings")
         return number
     if isinstance(value, float) and abs(value) < float("inf") and not isinstance(value, Inexact):
         return int(value) if value.is_integer() and abs(value) < EXACT else value
@@ -50,5 +50,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, float | Decimal):
-        raise ValueError(f"has {value}, which is not finite or was written with more digits; write a string")
+        raise ValueError(f"has {value}; it is not finite or was written with more digits; write a string")
     raise ValueError(f"has the type {type(value).__name__} ({value!r:.80}); write a string")

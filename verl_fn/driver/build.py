@@ -147,7 +147,7 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         "deterministic": driver.deterministic,
     }
     update = optimizer(role.optim, role.total_updates)
-    # The protocol also allows handles to other processes. A backend in this process takes and returns values alone,
+    # The protocol also allows handles to other processes. A backend in this process takes and returns only values,
     # which the type checker accepts only with a cast.
     if role.strategy == "megatron":
         from verl_fn.backends.megatron import Megatron
@@ -208,7 +208,7 @@ def megatron_sizes(megatron: MegatronConfig) -> Sizes:
 
 
 def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
-    """Makes the rollout engine alone."""
+    """Makes only the rollout engine."""
     from verl_fn.backends.hf.config import compute_dtype
 
     dtype = compute_dtype(rollout.dtype, rollout.folder, device)

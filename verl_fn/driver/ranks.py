@@ -86,5 +86,5 @@ def gpu_memory(device: str) -> int | None:
 
 
 def training_ranks(plan: Plan) -> int:
-    """Returns how many processes train a role: Ray's, torchrun's, or this process alone."""
+    """Returns how many processes train a role: Ray's, torchrun's, or only this process."""
     return plan.ray.ranks if plan.driver.kind == "ray" else torchrun_size()

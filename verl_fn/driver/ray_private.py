@@ -173,7 +173,7 @@ def _settings(token: Path) -> Iterator[None]:
 
 
 def _set(variables: Mapping[str, str | None]) -> None:
-    """Sets environment variables, removes those that are None, and makes Ray read them again."""
+    """Sets environment variables, removes the ones that are None, and makes Ray read them again."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)

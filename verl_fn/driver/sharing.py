@@ -10,7 +10,7 @@ from verl_fn.state import Request, Sample
 def shares(requests: Sequence[Request], engines: int) -> list[list[Request]]:
     """Divides requests among engines, so that all have about as many tokens to compute.
 
-    The rule depends on the requests alone: the longest request first, each goes to the engine with the fewest tokens
+    The rule depends only on the requests: the longest request first, each goes to the engine with the fewest tokens
     so far. A request counts its prompt once and the longest responses that it allows. Engines without any request are
     left out.
 

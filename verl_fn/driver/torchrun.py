@@ -144,7 +144,7 @@ class Leader:
         """Calls a method of a backend in every process, and returns the result of the first.
 
         Raises:
-            Exception: the error of this process, or else that of the first one that failed.
+            Exception: the error of this process, or else the error of the first one that failed.
             ActorHangs: a process did not answer within ``ray.timeout``.
             ActorDied: a process has ended.
         """

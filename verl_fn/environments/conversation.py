@@ -52,7 +52,7 @@ class Row:
         self.parts.append((sample.tokens, sample.log_probs, sample.full_log_probs, sample.mask, sample.versions))
 
     def routes(self) -> Tensor | None:
-        """Returns the experts of all tokens; those after the last computed one have its experts, as in a sample."""
+        """Returns the experts of all tokens; tokens after the last computed one have its experts, as in a sample."""
         if self.routed is None:
             return None
         rest = len(self.ids) - len(self.routed)
@@ -72,7 +72,7 @@ class Conversation:
     Attributes:
         place: its place among all conversations of a call.
         request: asks for it.
-        number: its number among those of the request.
+        number: its number among the conversations of the request.
         group: the number of the request; its conversations are a group.
         messages: all so far.
         tools: JSON schemas of the functions that the model can call.
@@ -98,7 +98,7 @@ class Conversation:
 
     @property
     def key(self) -> Key:
-        """Returns the key of this conversation, which depends on its request and number alone."""
+        """Returns the key of this conversation. It depends only on its request and number."""
         return self.request.key.fold_in(self.number)
 
     @property
@@ -172,7 +172,7 @@ Advance: TypeAlias = Callable[[Sequence[Conversation], Sequence[Sample], Callabl
 class Turns:
     """Takes replies from an engine, and gives it requests for the next ones as soon as the environment has answered.
 
-    All conversations that wait for the environment are given to it together, once it has answered those before.
+    All conversations that wait for the environment are given to it together, once it has answered earlier ones.
 
     Args:
         conversations: begin together.

@@ -59,7 +59,7 @@ class Conversing(Through):
         environments: answers jobs, such as ``EnvProcesses``.
         renderer: makes tokens of messages.
         tokenizer: makes texts of replies.
-        end_tokens: those of the model, which are no part of a reply's text.
+        end_tokens: of the model; they are no part of a reply's text.
         limits: of conversations.
 
     Raises:
@@ -96,7 +96,7 @@ class Conversing(Through):
 
     @property
     def steps(self) -> int | None:
-        """How many steps the engine and the environment have begun, which shows that they make progress.
+        """How many steps the engine and the environment have begun: a sign that they make progress.
 
         None as the inner engine's.
         """
@@ -108,7 +108,7 @@ class Conversing(Through):
 
         Raises:
             EnvError: conversations go on in another thread, and the engine takes no weights in flight. These would
-                wait for the end of all conversations, which the environment decides.
+                wait for the end of all conversations, and the environment decides when that is.
         """
         if self.capabilities.versions_per_token:
             return super().publish(version, weights)
@@ -133,7 +133,7 @@ class Conversing(Through):
             return self._played(requests, version)
 
     def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
-        """Returns an iterator over the same samples, which all end together."""
+        """Returns an iterator over the same samples; they all end together."""
         return iter(self.generate(requests, version=version))
 
     def begin(self, request: Request) -> str | None:
@@ -180,7 +180,7 @@ class Conversing(Through):
 
     @contextlib.contextmanager
     def _cancelling(self) -> Iterator[None]:
-        """Ends the environment's call after an error of the engine, which would wait for environments that hang."""
+        """Ends the environment's call after an error of the engine, so as not to wait for environments that hang."""
         cancelled = getattr(self._environments, "cancelled", None) or threading.Event()
         cancelled.clear()
         try:
@@ -205,7 +205,7 @@ class Conversing(Through):
         return cast(list[Sample], self.inner.generate(requests, version=version))
 
     def _held(self) -> int:
-        """Returns the version of the engine's weights, or of those before, while a publication replaces them."""
+        """Returns the version of the engine's weights, or of the ones before, while a publication replaces them."""
         version = self.inner.version
         if version is not None:
             self._last_version = version

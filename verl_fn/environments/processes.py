@@ -71,11 +71,11 @@ def check_interpreter(python: str) -> None:
 
 
 def variables_of_its_own(variables: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """Returns environment variables without those of the trainer's interpreter.
+    """Returns environment variables without the trainer's interpreter's own.
 
     Args:
         variables: all variables of the processes.
-        names: those that the user names, which are kept.
+        names: variables that the user names; they are kept.
 
     Example:
         >>> variables_of_its_own({"HOME": "/h", "PYTHONPATH": "/a", "VIRTUAL_ENV": "/b"}, ["PYTHONPATH"])
@@ -124,7 +124,7 @@ class Scoring:
 
     Attributes:
         seed: of its random numbers.
-        jobs: the last job of each conversation, which has ended it.
+        jobs: the last job of each conversation: the one that has ended it.
     """
 
     seed: int
@@ -168,7 +168,7 @@ class Opening:
 
     Attributes:
         messages: the model replies to them.
-        tools: JSON schemas of functions, which the chat template shows to the model.
+        tools: JSON schemas of functions, for the chat template to show to the model.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -189,24 +189,24 @@ _Results = dict[int, Result]
 
 
 class EnvProcesses:
-    """Runs a class of environments in processes, which get harmless environment variables and answer in JSON.
+    """Runs a class of environments in processes that get harmless environment variables and answer in JSON.
 
     A call that takes too long, raises an error, ends its process or returns something else than messages or an end
-    fails alone. Its process is replaced, and conversations that it also had are repeated in the new one. Where the
-    class scores groups, one process has all conversations of a group.
+    fails, and no other call. Its process is replaced, and conversations that it also had are repeated in the new one.
+    If the class scores groups, one process has all conversations of a group.
 
     Args:
         name: ``module:Name`` or ``FILE.py:Name``, imported when this object is made.
         timeout: seconds that one call may take.
         num_workers: processes that share the conversations.
         folder: the folder that modules and files are looked up from, by default the current one.
-        variables: environment variables that the processes get beside those in ``child.ENVIRONMENT``.
+        variables: environment variables that the processes get besides ``child.ENVIRONMENT``.
         python: the interpreter of the processes; empty for this one. Another one needs no packages.
         arguments: keyword arguments of the class, as values of JSON.
         calls: the format in which the model calls tools, as ``call_format`` returns it; empty if it is not known.
 
     Attributes:
-        cancelled: another thread sets it to end a call, which then raises an ``EnvError``.
+        cancelled: another thread sets it to end a call; the call then raises an ``EnvError``.
         scores_groups: whether the class scores the conversations of a group together.
 
     Raises:
@@ -362,7 +362,7 @@ class EnvProcesses:
             self._send(i, share, jobs, results)
 
     def _child(self, i: int) -> Child:
-        """Returns a process, which is started if there is none."""
+        """Returns a process, and starts it if there is none."""
         child = self._children[i]
         if child is None:
             child = self._children[i] = Child(str(SCRIPT), self._folder, self._environment, self._python)

@@ -1,4 +1,4 @@
-"""Messages of an environment as tokens, which follow those that the model drew."""
+"""Messages of an environment as tokens, to follow the tokens that the model drew."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Renderer:
     """Renders messages by the tokenizer's chat template, turn by turn.
 
     Args:
-        tokenizer: has a chat template, which ends a turn of the assistant with an end token.
-        end_tokens: those of the model.
+        tokenizer: has a chat template that ends a turn of the assistant with an end token.
+        end_tokens: of the model.
 
     Raises:
         EnvError: there is no template, or it cannot render a conversation turn by turn; the message says what to do.
@@ -88,11 +88,11 @@ class Renderer:
         """Returns the tokens between the end token of a reply and the start of the next one.
 
         They are the difference between two renderings, with and without ``messages``. So the tokens before them may
-        be those that the model drew, which can differ from what the tokenizer makes of their text. Where the
+        be the ones that the model drew, and they can differ from what the tokenizer makes of their text. Where the
         tokenizer allows it, only the text after the reply is made into tokens.
 
         Args:
-            said: the conversation so far, which ends with the reply.
+            said: the conversation so far; it ends with the reply.
             messages: the environment's answer to it.
             tools: as for ``opening``.
             chat_template_kwargs: as for ``opening``.
@@ -131,7 +131,7 @@ class Renderer:
         tools: Tools = (),
         chat_template_kwargs: Mapping[str, Any] = NONE,
     ) -> list[int] | None:
-        """Returns the tokens after the last end token; None where those before it are not the same."""
+        """Returns the tokens after the last end token; None if the tokens before it are not the same."""
         before = self._tokens(said, tools, chat_template_kwargs)
         after = self.opening([*said, *messages], tools, chat_template_kwargs)
         ends = [place for place, token in enumerate(before) if token in self._end_tokens]

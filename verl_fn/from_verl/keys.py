@@ -1,6 +1,6 @@
-"""verl's keys: those with one key here, those without effect here, and verl's defaults.
+"""verl's keys: keys with one key here, keys without effect here, and verl's defaults.
 
-Keys are written as in ``ppo_trainer``. ``ALIASES`` turns those of older versions and of ``sft_trainer`` into them.
+Keys are written as in ``ppo_trainer``. ``ALIASES`` turns keys of older versions and of ``sft_trainer`` into them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Prefixes: the first one that fits is replaced. Those of SFT apply to its configs alone.
+# Prefixes: the first one that fits is replaced. Prefixes of SFT apply only to its configs.
 ALIASES: Mapping[str, str] = {
     "critic.model.fsdp_config.": "critic.fsdp.",
     "critic.fsdp_config.": "critic.fsdp.",
@@ -104,7 +104,7 @@ SAME: Mapping[str, str] = {
         "rollout_data_dir")},
     MODEL.removesuffix("model.") + "nccl_timeout": "ray.timeout",
 }  # fmt: skip
-# Tables whose keys become those of a table here, whatever they are.
+# Tables whose keys become keys of a table here, whatever they are.
 TABLES: Mapping[str, str] = {
     "data.apply_chat_template_kwargs.": "data.chat_template_kwargs.",
     ROLLOUT + "engine_kwargs.vllm.": "rollout.engine_kwargs.",
@@ -125,7 +125,7 @@ NOT_SAVED = "the optimizer is AdamW with moments and weights in fp32"
 
 Rule = tuple[tuple[Any, ...], str]
 # Patterns of keys that may only have these values, and what is missing here otherwise. Null is always allowed. The
-# first pattern that fits counts, before those of NO_EFFECT.
+# first pattern that fits counts, before the patterns of NO_EFFECT.
 ONLY: Mapping[str, Rule] = {
     "data.train_max_samples": ((-1,), "all rows are trained on; write a smaller file"),
     "data.reward_fn_key": (("data_source",), "the column is data_source; rename it"),
@@ -372,7 +372,7 @@ NO_EFFECT: Mapping[str, str] = {
     "skip.*": "steps are not skipped here",
 }  # fmt: skip
 
-# verl's defaults of keys that are translated, as far as they differ from those here or are computed with.
+# verl's defaults of keys that are translated, as far as they differ from the defaults here or are computed with.
 _OPTIM = {
     "weight_decay": 0.01, "betas": [0.9, 0.999], "clip_grad": 1.0, "lr_scheduler_type": "constant",
     "lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.0,
@@ -439,9 +439,9 @@ NUMBERS = frozenset({
     "reward.reward_kwargs.max_resp_len", "reward.reward_kwargs.overlong_buffer_cfg.len",
     "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor",
 })  # fmt: skip
-# Fields of Megatron's provider with verl's default, which is Megatron's own; None: any value, without effect here.
+# Fields of Megatron's provider with verl's default, the same as Megatron's; None: any value, without effect here.
 MEGATRON_CHOICES: Mapping[str, Any] = {"recompute_modules": ["core_attn"], "attention_backend": None}
-# Fields of Megatron's provider that a user cannot set here, and why: those that its backend refuses.
+# Fields of Megatron's provider that a user cannot set here, since its backend refuses them, and why.
 PROVIDER_FIELDS: Mapping[str, str] = {
     **dict.fromkeys((
         "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",

@@ -49,7 +49,7 @@ class Settings:
 
     @property
     def trainer_is_known(self) -> bool:
-        """Returns whether the module's trainer is one of those whose settings are translated."""
+        """Returns whether the settings of the module's trainer are translated."""
         return self.module in ("", *_PPO_MODULES, *_SFT_MODULES)
 
 
@@ -100,7 +100,7 @@ def read_settings(words: Sequence[str]) -> Settings:
 
 
 def _command(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
-    """Splits the words of a command into those of the launcher, the trainer's module, and its arguments."""
+    """Splits the words of a command into the launcher's, the trainer's module, and its arguments."""
     if "-m" in words:
         start = list(words).index("-m")
         return list(words[:start]), words[start + 1] if start + 1 < len(words) else "", list(words[start + 2 :])
@@ -113,7 +113,7 @@ def _command(words: Sequence[str]) -> tuple[list[str], str, list[str]]:
 
 
 def _options(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Returns the words without Hydra's options, and what those choose; a config of the user's becomes a word.
+    """Returns the words without Hydra's options, and what the options choose; a config of the user's becomes a word.
 
     Raises:
         ConfigError: the chosen config is not one of verl's, and there is no such file.

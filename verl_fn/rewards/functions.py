@@ -35,7 +35,7 @@ class RewardFunctions:
     keys nor most of the other variables of the environment. That is no sandbox: a function may do what the user may.
 
     Scores are repeatable, whatever the number of workers and the order of rows. Before each call ``random`` and
-    ``numpy.random`` are seeded from the problem's id, its source and the response (a batched call from those of all
+    ``numpy.random`` are seeded from the problem's id, its source and the response (a batched call from these of all
     its rows), and string hashes are the same in every process. A function must seed any other generator itself.
     State that a function keeps between calls is local to one worker and is not part of a checkpoint, so scores that
     depend on it are not the same after a resume.
@@ -46,8 +46,8 @@ class RewardFunctions:
         timeout: seconds that one call may take.
         num_workers: processes that share the rows.
         folder: the folder that modules and files are looked up from, by default the current one.
-        env: environment variables that the functions get beside those in ``child.ENVIRONMENT``.
-        arguments: further keyword arguments, values of JSON; each function gets those that it has parameters for.
+        env: environment variables that the functions get besides ``child.ENVIRONMENT``.
+        arguments: further keyword arguments, values of JSON; each function gets the ones that it has parameters for.
 
     Raises:
         RewardError: a function does not exist or cannot be called with these keywords, no function has a parameter

@@ -372,7 +372,7 @@ class ServedModel:
     def read(self, content: Any) -> str | None:
         """Returns the score in the content of a reply as a string with all of its digits; None if there is none.
 
-        A head that classifies tokens gives a number for each, and that of the last token is the score.
+        A head that classifies tokens gives a number for each, and the last token's is the score.
         """
         match content:
             case {"data": [{"data": [*_, [score]] | [score]}]} if (

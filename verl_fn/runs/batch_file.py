@@ -1,4 +1,4 @@
-"""Batches as named tensors, which a safetensors file holds."""
+"""Batches as named tensors, for a safetensors file."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def check_run(plan: Plan, gpu: int | None = None) -> str:
 
     Args:
         plan: the plan.
-        gpu: bytes of a GPU; by default those of this machine's, if it has one.
+        gpu: bytes of a GPU; by default of this machine's, if it has one.
 
     Returns:
         Lines about the algorithm, the rows of a step, each role's layout, updates and memory per rank, and the

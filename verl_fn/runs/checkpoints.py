@@ -79,7 +79,7 @@ def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers, identit
         state: the state.
         plan: the plan of the run.
         w: the workers.
-        identity: that of the run.
+        identity: the run's.
 
     Raises:
         RunError: a worker wrote its role to a folder that this process does not see.
@@ -106,7 +106,7 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
         folder: the checkpoint.
         blank: the run's state without its training states.
         plan: the plan of the run.
-        w: the workers, which read the training states.
+        w: the workers; they read the training states.
 
     Raises:
         RunError: the checkpoint is of another algorithm, lacks a role that the plan asks for, or is damaged. The
@@ -187,7 +187,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def identities(run: Path) -> list[dict[str, Any]]:
-    """Returns the identities of a run, each with the step ``since`` which it holds; none for those of older versions.
+    """Returns the identities of a run, each with the step ``since`` which it holds; none for runs of older versions.
 
     Raises:
         RunError: the file is damaged.

@@ -71,7 +71,7 @@ def _fork_of(origin: Path) -> Path:
 def run_date(plan: Plan) -> str:
     """Returns the day that chat templates print: ``data.date``, or the continued run's, or else today.
 
-    A run is continued from its folder's newest checkpoint, or from that of the run that it forks.
+    A run is continued from its folder's newest checkpoint, or from a checkpoint of the run that it forks.
     """
     if plan.data.date is not None:
         return plan.data.date
@@ -149,7 +149,7 @@ def changes(run: Run, plan: Plan) -> list[str]:
 
 
 def other_settings(run: Run, plan: Plan) -> dict[str, str]:
-    """Returns, by key, how settings differ from those that the run was last trained with."""
+    """Returns, by key, how settings differ from the ones that the run was last trained with."""
     if run.latest() is None or plan.trainer.resume_mode != "auto":
         return {}
     return changed_keys(run.folder, plan.table)
@@ -206,7 +206,7 @@ def _part_of_state(before: Plan, now: Plan, changed: list[str]) -> list[str]:
     stored = [SEED] if SEED in changed else []
     same_seed = attrs.evolve(now, trainer=attrs.evolve(now.trainer, seed=before.trainer.seed))
     if differing_fields(before, same_seed):
-        # The options of a nested table become one field of the state, such as those of kl_ctrl the field kl.
+        # The options of a nested table become one field of the state, such as the options of kl_ctrl the field kl.
         stored += [key for key in changed if key.startswith("algorithm.") and key.count(".") > 1]
         stored = stored or [key for key in changed if key.startswith("algorithm.")]
     return stored

@@ -108,7 +108,7 @@ class Run:
             yield
 
     def _clean(self) -> None:
-        """Removes what killed processes left unfinished, which may be whole training states."""
+        """Removes what killed processes left unfinished: possibly whole training states."""
         patterns = (f"checkpoints/{WRITING}*", f"checkpoints/{REMOVED}*", ".*.writing", "*/.*.writing")
         for left in (path for pattern in patterns for path in self.folder.glob(pattern)):
             with contextlib.suppress(OSError):
@@ -124,7 +124,7 @@ class Run:
 
     @functools.cached_property
     def inputs(self) -> Mapping[str, str]:
-        """Returns the fingerprints of the run's inputs, which are computed once, since data may be large."""
+        """Returns the fingerprints of the run's inputs, computed once since data may be large."""
         return fingerprints(self._plan)
 
     @property
@@ -272,7 +272,7 @@ class Run:
 
 
 def _no_link(path: str, flags: int) -> int:
-    """Opens a file unless it is a symbolic link, which somebody else may have put there."""
+    """Opens a file unless it is a symbolic link: somebody else may have put that there."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 

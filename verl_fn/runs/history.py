@@ -106,7 +106,7 @@ def _digest(*parts: Any) -> str:
 
 
 def _carried(folder: Path) -> str:
-    """Returns the identity that the newest checkpoint carries; empty for those of older versions.
+    """Returns the identity that the newest checkpoint carries; empty for checkpoints of older versions.
 
     Raises:
         RunError: some checkpoints carry one and others none, so they are of several runs.
@@ -242,7 +242,7 @@ def is_version(fingerprint: str) -> bool:
 
 
 def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Describes the inputs whose fingerprints differ; those that are only on one side are not among them.
+    """Describes the inputs whose fingerprints differ; inputs that are only on one side are not among them.
 
     Example:
         >>> before = {"/a.py": "3 bytes, CRC 1", "torch": "version 1"}
@@ -267,7 +267,7 @@ def _data(plan: Plan) -> tuple[str, ...]:
 
 
 def _whole(files: Sequence[Path]) -> str:
-    """Returns one fingerprint of all files of a data set, which also changes where a file is added or removed."""
+    """Returns one fingerprint of all files of a data set; it also changes if a file is added or removed."""
     lines = "".join(f"{file} {file.stat().st_size} {crc_of(file):08x}\n" for file in files)
     return f"{len(files)} files, CRC {zlib.crc32(lines.encode()):08x}"
 

@@ -33,7 +33,7 @@ def judged(
         batch: scored rows, or conversations of one or several rows, the same number for each problem.
         problems: the held-out problems.
         tokenizer: decodes the answers.
-        end_tokens: those of the model, which are no part of an answer's text.
+        end_tokens: of the model; they are no part of an answer's text.
         samples: what the rows were made of, for the messages of conversations.
     """
     answers = answers_of(batch, problems, tokenizer, end_tokens, samples)
@@ -66,7 +66,7 @@ def answers_of(
 ) -> list[dict[str, Any]]:
     """Returns the answers as rows that people can read; see ``judged`` for the arguments.
 
-    ``problem`` is the number of the problem, ``sample`` that of its answer. ``ended`` says why it ended: ``stop`` by
+    ``problem`` is the number of the problem, ``sample`` of its answer. ``ended`` says why it ended: ``stop`` by
     the end token, ``length`` at the limit, or the reason for the end of a conversation, whose ``messages`` follow.
     """
     conversation, last = conversations(batch)
@@ -103,7 +103,7 @@ def answers_of(
 
 
 def _or_none(values: torch.Tensor) -> list[float | None]:
-    """Returns the values, with None for those that are missing."""
+    """Returns the values, with None for missing ones."""
     return [None if math.isnan(value) else value for value in values.tolist()]
 
 
@@ -113,7 +113,7 @@ def spread(name: str, values: torch.Tensor, pred: torch.Tensor | None = None) ->
     Args:
         name: the first part of the metrics' names.
         values: the value of each answer, [problems, N].
-        pred: a number that stands for each final answer, [problems, N]. The majority value is that of the most
+        pred: a number that stands for each final answer, [problems, N]. The majority value is the value of the most
             frequent final answer; among equally frequent ones the first counts.
 
     Example:

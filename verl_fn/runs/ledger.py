@@ -10,7 +10,7 @@ from verl_fn.state import END_REASONS, FAILURES, Batch, conversations
 
 
 def counts_of(batch: Batch) -> Counter[str]:
-    """Returns the numbers of rows and of sampled tokens; where there is an environment, those of conversations too.
+    """Returns the numbers of rows and of sampled tokens; with an environment, also of conversations.
 
     Example:
         >>> sorted(counts_of(Batch.from_rows([[1, 2], [3]], {"response_mask": [[0.0, 1.0], [1.0]]})).items())
@@ -32,7 +32,7 @@ def counts_of(batch: Batch) -> Counter[str]:
 
 
 def without_failures(counts: Sequence[Counter[str]]) -> Counter[str]:
-    """Returns the numbers of rows and of sampled tokens but for those of conversations whose environment failed.
+    """Returns the numbers of rows and of sampled tokens without the conversations whose environment failed.
 
     Example:
         >>> without_failures([Counter({"rows": 3, "tokens": 9, "rows/env_crashed": 1, "tokens/env_crashed": 2})])
@@ -49,7 +49,7 @@ def ledger(
     asked: int,
     dropped: Mapping[str, Counter[str]] | None = None,
 ) -> Report:
-    """Compares the rows that engine and reward returned with those that a step learns from.
+    """Compares the rows that engine and reward returned with the rows that a step learns from.
 
     Args:
         returned: the counts of the rows that each call returned.
@@ -60,7 +60,7 @@ def ledger(
 
     Returns:
         Rows and sampled tokens that were learned from or dropped, and by how many steps the weights that drew the
-        tokens are older than those that learn; empty where the step learns from other data than rows of samples.
+        tokens are older than the weights that learn; empty if the step learns from other data than rows of samples.
 
     Example:
         >>> batch = Batch.from_rows([[5, 6, 7]], {"response_mask": [[0.0, 1.0, 1.0]], "versions": [[-1, 3, 4]]})

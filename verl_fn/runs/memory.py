@@ -68,7 +68,7 @@ class Phase:
 
     Attributes:
         name: the phase, as in ``timing_s/*``.
-        parts: those with bytes.
+        parts: the parts with bytes.
     """
 
     name: str
@@ -227,7 +227,7 @@ def _megatron(role: RolePlan, sizes: ModelSizes, ranks: int) -> tuple[int, int, 
     """Counts the elements of a model of Megatron on a rank of the largest stage; norms count as if they were split.
 
     Returns:
-        Elements of the state, those of the state that are trained, elements in the buffer of parameters, and those in
+        Elements of the state, trained elements of the state, elements in the buffer of parameters, and elements in
         the buffer of gradients.
     """
     m = role.megatron
@@ -334,7 +334,7 @@ def largest(counted: Sequence[Phase]) -> Phase:
 
 
 def advice(phase: Phase, gpu: int | None = None) -> str:
-    """Returns the settings to lower in a phase: those of its largest parts, the largest first.
+    """Returns the settings to lower in a phase: settings of its largest parts, the largest first.
 
     Args:
         phase: the phase.

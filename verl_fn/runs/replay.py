@@ -37,7 +37,7 @@ def fork_plan(folder: str | Path, step: int, overrides: Iterable[str] = ()) -> P
         overrides: ``key=value`` changes of the run's config.
 
     Raises:
-        RunError: the run has no checkpoint of that step (the message lists those it has), or the new folder holds a
+        RunError: the run has no checkpoint of that step (the message lists its steps), or the new folder holds a
             fork with other settings.
     """
     folder = Path(folder).resolve()
