@@ -136,8 +136,7 @@ def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
         updates += " by Megatron's own distributed optimizer"
     counts = f"{sizes.total:,} parameters, {trained:,} trained"
     yield f"{role.name:<11} {role.folder}: {counts}; {layout}; {dtype}; {updates}"
-    memory = role_memory(role, plan, size)
-    counted = (memory.parameters, memory.gradients, memory.moments, memory.copy, memory.buffer)
+    counted = role_memory(role, plan, size).own
     parts = [f"{p.name.removeprefix(f'{role.name} ')} {p.nbytes / GIB:.3f}" for p in counted if p.nbytes]
     place = "; parameters and moments stay on the CPU between passes" if role.offload else ""
     yield f"            GiB a rank: {', '.join(parts)}; micro-batches of at most {role.max_tokens:,} tokens{place}"

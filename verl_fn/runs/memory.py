@@ -105,100 +105,61 @@ class RoleMemory:
     """What one role has on the GPU of a training rank.
 
     Attributes:
-        role: the role's plan.
-        parameters, moments, gradients: the parts of its state, and the gradients of an update.
-        copy: the parameters in the dtype that computes, if they lie there between passes.
-        buffer: Megatron's buffer of gradients.
-        gathered: the layers that ranks gather for a pass.
-        forward, backward: activations of a forward pass, and of an update.
+        own: parameters, gradients, moments, the copy that computes and Megatron's buffer, wherever they lie.
+        state: what lies on the GPU between passes, unless the trainer offloads it while the engine generates.
+        buffers: what Megatron keeps between passes, and gives back before an engine wakes.
+        phases: the phases in which the role computes, each with what it adds.
     """
 
-    role: RolePlan
-    parameters: Part
-    moments: Part
-    gradients: Part
-    copy: Part
-    buffer: Part
-    gathered: Part
-    forward: Part
-    backward: Part
-
-    @property
-    def state(self) -> tuple[Part, ...]:
-        """What lies on the GPU between passes, unless the trainer offloads it while the engine generates."""
-        if self.role.offload:
-            return ()
-        return (self.parameters, self.moments, *((self.copy,) if self.role.strategy == "local" else ()))
-
-    @property
-    def buffers(self) -> tuple[Part, ...]:
-        """What Megatron keeps between passes, and gives back before an engine wakes."""
-        return (self.copy, self.buffer) if self.role.strategy == "megatron" else ()
-
-    def phases(self, sft: bool) -> Iterator[tuple[str, tuple[Part, ...]]]:
-        """Yields the phases in which the role computes, with what these add to what lies there anyway."""
-        passing = (*((self.parameters,) if self.role.offload else ()), self.gathered)
-        trained = self.role.optim is not None
-        if self.role.head == "value":
-            forward = "values" if trained else "reward"
-        else:
-            forward = "old_log_prob" if trained else "ref"
-        if not sft:
-            yield forward, (*passing, self.forward)
-        if not trained:
-            return
-        if self.role.strategy != "megatron":
-            yield f"update_{self.role.name}", (*passing, self.gradients, self.backward)
-        else:
-            # Megatron's buffer is copied into gradients once the backward pass has freed its activations.
-            most = max(self.gradients, self.backward, key=lambda part: part.nbytes)
-            yield f"update_{self.role.name}", (*passing, most)
+    own: tuple[Part, ...]
+    state: tuple[Part, ...]
+    buffers: tuple[Part, ...]
+    phases: tuple[Phase, ...]
 
 
 def role_memory(role: RolePlan, plan: Plan, ranks: int) -> RoleMemory:
     """Counts the bytes of a role on one of the ranks that train it."""
     sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
     dtype = compute_dtype(role.dtype, role.folder, "cuda")
-    width, trained = width_of(dtype), sizes.trained if role.optim is not None else 0
-    own, own_trained, held, held_trained, gathered = sizes.total, trained, 0, 0, 0
-    # One layer computes while the next one is gathered.
-    two_layers = 2 * (sizes.total - sizes.ends) // sizes.layers
-    if role.strategy == "local":
-        held = sizes.total if width < FLOAT32 else 0
-    elif role.strategy == "fsdp":
-        shards = max(1, ranks // role.fsdp.replicate)
-        own, own_trained, gathered = sizes.total // shards, trained // shards, sizes.total
-        if role.fsdp.reshard_after_forward:
-            gathered = min(gathered, sizes.ends + two_layers)
-    elif role.strategy == "megatron":
-        own, own_trained, held, held_trained = _megatron(role, sizes, ranks)
-        if role.megatron.use_megatron_fsdp:
-            held, held_trained, gathered = own + sizes.ends, own_trained, two_layers
-    name, table, state = role.name, role.table, _state_setting(role)
-    budget = f"lower {table}.ppo_max_token_len_per_gpu ({role.max_tokens // role.sharers:,} now)"
-    if not role.checkpointing:
-        budget += f" or set {table}.enable_gradient_checkpointing=true"
-    tokens = _tokens(role, plan, ranks)
-    logits = sizes.logits(tokens, width) if role.head == "lm" else 0
-    kept = sizes.kept(tokens, width, checkpointing=role.checkpointing)
-    activations = f"activations of {tokens:,} tokens"
-    keep_layers = f"{table}.fsdp_config.reshard_after_forward=true"
+    width, name, lower = width_of(dtype), role.name, _state_setting(role)
+    own, own_trained, held, held_trained, layers = _elements(role, sizes, ranks, width)
+    parameters = Part(f"{name} parameters", own * FLOAT32, lower)
+    moments = Part(f"{name} moments", own_trained * MOMENTS, lower)
+    gradients = Part(f"{name} gradients", own_trained * FLOAT32, lower)
+    copy = Part(f"{name} {dtype} copy", held * width, lower)
+    buffer = Part(f"{name} gradient buffer", held_trained * FLOAT32, lower)
+    free = "" if role.fsdp.reshard_after_forward else f"{role.table}.fsdp_config.reshard_after_forward=true"
+    gathered = Part(f"{name} gathered layers", layers * width, free if role.strategy == "fsdp" else "", exact=False)
+    passing = (*((parameters,) if role.offload else ()), gathered)
+    forward, backward = _activations(role, sizes, _tokens(role, plan, ranks), width)
+    phases = []
+    if plan.algorithm != "sft":
+        names = ("values", "reward") if role.head == "value" else ("old_log_prob", "ref")
+        phases.append(Phase(names[role.optim is None], (*passing, forward)))
+    if role.optim is not None:
+        added: tuple[Part, ...] = (gradients, backward)
+        if role.strategy == "megatron":
+            # Its buffer is copied into gradients once the backward pass has freed its activations.
+            added = (max(added, key=lambda part: part.nbytes),)
+        phases.append(Phase(f"update_{name}", (*passing, *added)))
+    state = (parameters, moments, *((copy,) if role.strategy == "local" else ()))
     return RoleMemory(
-        role=role,
-        parameters=Part(f"{name} parameters", own * FLOAT32, state),
-        moments=Part(f"{name} moments", own_trained * MOMENTS, state),
-        gradients=Part(f"{name} gradients", own_trained * FLOAT32, state),
-        copy=Part(f"{name} {dtype} copy", held * width, state),
-        buffer=Part(f"{name} gradient buffer", held_trained * FLOAT32, state),
-        gathered=Part(
-            f"{name} gathered layers",
-            gathered * width,
-            keep_layers if role.strategy == "fsdp" and not role.fsdp.reshard_after_forward else "",
-            exact=False,
-        ),
-        forward=Part(activations, sizes.layer(tokens, width) + logits, budget, exact=False),
-        backward=Part(activations, kept + logits, budget, exact=False),
+        own=(parameters, gradients, moments, copy, buffer),
+        state=() if role.offload else state,
+        buffers=(copy, buffer) if role.strategy == "megatron" else (),
+        phases=tuple(phases),
     )
+
+
+def _activations(role: RolePlan, sizes: ModelSizes, tokens: int, width: int) -> tuple[Part, Part]:
+    """Returns what a forward pass keeps on a rank, and what an update keeps."""
+    lower = f"lower {role.table}.ppo_max_token_len_per_gpu ({role.max_tokens // role.sharers:,} now)"
+    if not role.checkpointing:
+        lower += f" or set {role.table}.enable_gradient_checkpointing=true"
+    logits = sizes.logits(tokens, width) if role.head == "lm" else 0
+    kept = sizes.layer(tokens, width), sizes.kept(tokens, width, checkpointing=role.checkpointing)
+    forward, backward = (Part(f"activations of {tokens:,} tokens", n + logits, lower, exact=False) for n in kept)
+    return forward, backward
 
 
 def _state_setting(role: RolePlan) -> str:
@@ -223,13 +184,22 @@ def _tokens(role: RolePlan, plan: Plan, ranks: int) -> int:
     return min(role.max_tokens, rows * longest) // role.sharers
 
 
-def _megatron(role: RolePlan, sizes: ModelSizes, ranks: int) -> tuple[int, int, int, int]:
-    """Counts the elements of a model of Megatron on a rank of the largest stage; norms count as if they were split.
+def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tuple[int, int, int, int, int]:
+    """Counts the elements of a model on a rank; norms of Megatron count as if they were split.
 
     Returns:
-        Elements of the state, trained elements of the state, elements in the buffer of parameters, and elements in
-        the buffer of gradients.
+        Elements of the state, trained elements of the state, elements in the dtype that computes, elements in
+        Megatron's buffer of gradients, and elements that ranks gather for a pass.
     """
+    trained = sizes.trained if role.optim is not None else 0
+    # One layer computes while the next one is gathered.
+    two_layers = 2 * (sizes.total - sizes.ends) // sizes.layers
+    if role.strategy == "local":
+        return sizes.total, trained, sizes.total if width < FLOAT32 else 0, 0, 0
+    if role.strategy == "fsdp":
+        shards = max(1, ranks // role.fsdp.replicate)
+        few = min(sizes.total, sizes.ends + two_layers)
+        return sizes.total // shards, trained // shards, 0, 0, few if role.fsdp.reshard_after_forward else sizes.total
     m = role.megatron
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     adapters = sizes.trained if role.lora else 0
@@ -238,12 +208,15 @@ def _megatron(role: RolePlan, sizes: ModelSizes, ranks: int) -> tuple[int, int, 
     ends = sizes.ends
     if pp > 1 and role.head == "lm" and not getattr(sizes.config, "tie_word_embeddings", False):
         ends //= 2
-    own = ((layers + sizes.experts) + ends * pp + adapters) // ranks
+    own = (layers + sizes.experts + ends * pp + adapters) // ranks
     held = layers // (tp * pp) + sizes.experts // (m.expert_model_parallel_size * pp) + ends // tp
     held += adapters // (tp * pp)
+    own_trained, held_trained = (adapters // ranks, adapters // (tp * pp)) if role.lora else (own, held)
     if role.optim is None:
-        return own, 0, held, 0
-    return (own, adapters // ranks, held, adapters // (tp * pp)) if role.lora else (own, own, held, held)
+        own_trained = held_trained = 0
+    if m.use_megatron_fsdp:
+        return own, own_trained, own + sizes.ends, own_trained, two_layers
+    return own, own_trained, held, held_trained, 0
 
 
 def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | None = None) -> tuple[Phase, ...]:
@@ -278,11 +251,7 @@ def phases(plan: Plan, ranks: int, gpu: int | None = None, *, offload: bool | No
     return (
         Phase(PUBLICATION, (*at_rest, *weights, cuda)),
         Phase(GENERATION, (*at_rest, *engine, cuda)),
-        *(
-            Phase(name, (*state, *buffers, *parts, *awake, cuda))
-            for role in roles
-            for name, parts in role.phases(sft=plan.algorithm == "sft")
-        ),
+        *(Phase(p.name, (*state, *buffers, *p.parts, *awake, cuda)) for role in roles for p in role.phases),
     )
 
 
@@ -310,22 +279,18 @@ def check_memory(plan: Plan, ranks: int, gpu: int | None) -> str:
     counted = phases(plan, ranks, gpu)
     most = max(counted, key=lambda phase: phase.exact)
     if most.exact > gpu:
-        raise ConfigError(
-            f"the {most.title} needs at least {most.exact / GIB:.2f} GiB, and the GPU has {gpu / GIB:.2f}: "
-            f"{most.describe()}; {advice(most, gpu)}"
-        )
+        raise ConfigError(f"the {most.title} needs at least {most.exact / GIB:.2f} GiB{_beside(most, gpu)}")
     if (engine := share(plan, gpu)) and (need := _weights(plan)) > engine:
         raise ConfigError(
             f"rollout.gpu_memory_utilization = {plan.rollout.gpu_memory_utilization:g} is {engine / GIB:.2f} GiB of "
             f"this GPU, and the engine's weights alone take {need / GIB:.2f}; raise it"
         )
     most = largest(counted)
-    if most.nbytes <= gpu:
-        return ""
-    return (
-        f"the {most.title} may need {most.nbytes / GIB:.2f} GiB, and the GPU has {gpu / GIB:.2f}: "
-        f"{most.describe()}; {advice(most, gpu)}"
-    )
+    return f"the {most.title} may need {most.nbytes / GIB:.2f} GiB{_beside(most, gpu)}" if most.nbytes > gpu else ""
+
+
+def _beside(phase: Phase, gpu: int) -> str:
+    return f", and the GPU has {gpu / GIB:.2f}: {phase.describe()}; {advice(phase, gpu)}"
 
 
 def largest(counted: Sequence[Phase]) -> Phase:
