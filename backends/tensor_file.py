@@ -158,7 +158,7 @@ def read(file: Path, like: Mapping[str, Tensor], rows: Rows, device: torch.devic
         if wanted.is_meta:
             tensors[name] = t
         elif not torch.equal(t.cpu(), (wanted[slice(*bounds)] if wanted.dim() else wanted).cpu()):
-            raise ValueError(f"{file.name} holds another {name}, which this model does not change")
+            raise ValueError(f"{file.name} holds another {name}, but this model does not change it")
     return tensors
 
 

@@ -2,7 +2,7 @@
 
     python -m verl_fn.benchmarks.from_verl VERL/examples --source COMMIT --out benchmarks/results/from_verl.json
 
-Each script is read by bash, with the variables of ``ENVIRONMENT``; those of SFT that ask for two arguments get
+Each script is read by bash, with the variables of ``ENVIRONMENT``; scripts of SFT that ask for two arguments get
 them. What a script means in verl is computed here from its settings and verl's defaults, without the tables of the
 translator.
 """

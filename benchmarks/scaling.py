@@ -1,7 +1,7 @@
 """Weak scaling of sharded training on the GPUs of one host: every rank has as many rows, so it should be as fast.
 
 On each number of ranks the rows of the throughput workload are repeated once a rank, with parameters sharded over all
-of them; layers are compiled and stay gathered for the call. Tokens a second a GPU are compared with those of one GPU,
+of them; layers are compiled and stay gathered for the call. Tokens a second a GPU are compared with one GPU's,
 which runs the same code. The groups of ranks stay in memory and take turns, round by round; the smaller groups share
 as few GPUs as possible, so that each keeps the memory that it has allocated, as training does.
 """

@@ -172,7 +172,7 @@ def open_state(folder: str | Path, model: Mapping[str, Tensor], rest: T, *, gath
             weights, others = (tensor_file.Slices(folder / name) for name in (MODEL, TENSORS))
             for name, t in constants.items():
                 if not torch.equal(weights.rows(name, 0, len(t) if t.dim() else 0), t.cpu()):
-                    raise ValueError(f"{MODEL} holds another {name}, which this model does not change")
+                    raise ValueError(f"{MODEL} holds another {name}, but this model does not change it")
             scalars = json.loads((folder / SCALARS).read_text())
             hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
         # Of a damaged file, JSON can be nested too deeply or hold other types than were written.

@@ -168,7 +168,7 @@ def _check(config: Any, folder: str | Path) -> None:
         # transformers keeps tables that this architecture does not know as they are.
         raise ModelError(
             f"{folder}/config.json has {language_model!r:.40} as the config of a language model inside "
-            f"{config.model_type}, which has none; remove text_config, decoder, generator or text_encoder"
+            f"{config.model_type}; it has none; remove text_config, decoder, generator or text_encoder"
         )
     for name in ("vocab_size", "num_hidden_layers"):
         count = getattr(language_model, name, 1)

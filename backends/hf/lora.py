@@ -261,7 +261,7 @@ def target_layers(model: nn.Module, lora: Lora, output: nn.Module, folder: str |
         matching = [name for name in linear if target == ALL or f".{name}".endswith(f".{target}")]
         if not matching:
             raise LoraError(
-                f"{folder}: target_modules names {target!r}, which is no linear layer that can have an adapter; "
+                f"{folder}: target_modules names {target!r}: no linear layer that can have an adapter; "
                 f"there are {ALL}, {there}"
             )
         chosen.update(matching)
@@ -315,5 +315,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise LoraError("LoRA needs PEFT, which is not installed here: " + install("'verl_fn[lora]'")) from error
+        raise LoraError("LoRA needs PEFT; it is not installed here: " + install("'verl_fn[lora]'")) from error
     return peft

@@ -91,7 +91,7 @@ def check_targets(batch: Batch) -> Tensor:
     first = batch.positions[targets] == 0
     if bool(first.any()):
         row = int(batch.row_ids[targets[first][0]])
-        raise ValueError(f"row {row}: response_mask is set on its first token, which has no log-probability")
+        raise ValueError(f"row {row}: response_mask is set on its first token; that has no log-probability")
     return targets
 
 
@@ -294,7 +294,7 @@ def check_needs(
         ['logprobs']
         >>> check_needs("lm", ["sum_pi_squared"])
         Traceback (most recent call last):
-        ValueError: a loss cannot need ['sum_pi_squared'], which has no gradient; ...
+        ValueError: a loss cannot need ['sum_pi_squared']: it has no gradient; ...
     """
     wanted = frozenset(needs)
     tops = frozenset(name for name in wanted if head == "lm" and top_count(name) is not None)
@@ -303,7 +303,7 @@ def check_needs(
     constants = CONSTANT_NEEDS[head].union(recorded)
     if constant := sorted(wanted & (constants | tops)) if not forward else []:
         raise ValueError(
-            f"a loss cannot need {constant}, which has no gradient; write what forward gives into the batch"
+            f"a loss cannot need {constant}: it has no gradient; write what forward gives into the batch"
         )
     known = SUPPORTED_NEEDS[head] | constants if forward else SUPPORTED_NEEDS[head]
     if not wanted - tops <= known:

@@ -1,7 +1,7 @@
 """LoRA's adapters in Megatron's model, through Megatron-Bridge's canonical LoRA.
 
 Which layers have adapters, and what they start with, is decided by transformers' model (``hf/lora.py``), so that they
-are those of the other backends. Megatron holds the projections of queries, keys and values as one layer, and those of
+are the same as in other backends. Megatron holds the projections of queries, keys and values as one layer, and of
 the gate and up as one; canonical LoRA gives each projection an adapter of its own, as PEFT does.
 """
 

@@ -183,7 +183,7 @@ class Executor:
                 covered |= parts
         if differing := wanted - covered:
             raise ValueError(
-                f"{len(differing)} tensors, such as {min(differing)}, are not those of whole parameters of this model"
+                f"{len(differing)} tensors, such as {min(differing)}, are not whole parameters of this model"
             )
         with self.layout.active():
             return conversion.divided(tasks, self.pieces, source)
@@ -251,6 +251,6 @@ def check_cuda() -> None:
         torch.cuda.current_device()
     except (AssertionError, RuntimeError) as error:
         raise ModelError(
-            "Megatron computes on CUDA devices, and torch finds none here; on CPUs it runs from a checkout alone "
+            "Megatron computes on CUDA devices, and torch finds none here; on CPUs it runs only from a checkout "
             "(docs/megatron.md, On CPUs)"
         ) from error

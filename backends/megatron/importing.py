@@ -111,7 +111,7 @@ def check_installed() -> None:
         if (version := _version(name)).partition("+")[0] not in tested and os.environ.get(UNTESTED) != "1":
             raise MegatronMissing(
                 f"{name} in {_folder(name)} is {version}, and this backend was tested with {' or '.join(tested)}; it "
-                f"uses private names, which change between versions: `{INSTALL}`, or set {UNTESTED}=1 to try this one"
+                f"uses private names that change between versions: `{INSTALL}`, or set {UNTESTED}=1 to try this one"
             )
 
 

@@ -238,7 +238,7 @@ def _provider(
         spec = provider.transformer_layer_spec
         if getattr(spec, "func", spec).__name__ not in REPLACED:
             raise ModelError(
-                f"{folder}: Megatron-Bridge makes this family of layers of its own, which need transformer-engine: "
+                f"{folder}: Megatron-Bridge makes this family of layers that need transformer-engine: "
                 "install it and set actor.dtype=bfloat16, or set actor.strategy=fsdp"
             )
         provider.transformer_layer_spec = plain_spec
@@ -317,7 +317,7 @@ def fused_kernels(provider: Any) -> dict[str, bool]:
 
 
 def _plain(dtype: torch.dtype) -> bool:
-    """Returns whether layers of megatron-core are used instead of transformer-engine's, which lack fp32."""
+    """Returns whether layers of megatron-core are used instead of transformer-engine's, since those have no fp32."""
     return dtype == torch.float32 or not has_transformer_engine()
 
 

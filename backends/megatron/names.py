@@ -75,7 +75,7 @@ class Canonical:
                 rows = self.shapes[name].shape[1]
                 start, end = {"gate_proj": (0, rows // 2), "up_proj": (rows // 2, rows)}.get(kind, (0, rows))
                 return Place(name, int(number), start, end)
-        raise ModelError(f"Megatron-Bridge maps a parameter to {hub}, which transformers' model does not have")
+        raise ModelError(f"Megatron-Bridge maps a parameter to {hub}, but transformers' model does not have it")
 
     def names(self, leaf: str) -> set[str]:
         """Returns the canonical names of the tensors that a leaf consists of."""

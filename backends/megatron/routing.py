@@ -93,7 +93,7 @@ class Routers:
             token, layer = outside.nonzero()[0, :2].tolist()
             raise ValueError(
                 f"{ROUTED}: token {token} of the batch goes to the experts {routed[token, layer].tolist()} in layer "
-                f"{layer} of those with experts, which have the numbers 0 to {self.experts - 1}"
+                f"{layer} of the layers with experts; experts have the numbers 0 to {self.experts - 1}"
             )
 
     @contextlib.contextmanager

@@ -270,7 +270,7 @@ class _Lookup:
         first = batch.positions[targets] == 0
         if bool(first.any()):
             row = int(batch.row_ids[targets[first][0]])
-            raise ValueError(f"row {row}: response_mask is set on its first token, which has no log-probability")
+            raise ValueError(f"row {row}: response_mask is set on its first token; that has no log-probability")
         before = batch.tokens[targets - 1]
         temperature = torch.ones(len(targets))
         if "temperature" in batch:

@@ -105,7 +105,7 @@ class Vllm(Growing):
         skeleton, self.shapes = model_of(folder, lora)
         if skeleton.constants:
             raise ModelError(
-                f"{folder} has buffers among its weights, which are never published to vLLM: "
+                f"{folder} has buffers among its weights, and they are never published to vLLM: "
                 f"{', '.join(list(skeleton.constants)[:3])}; set rollout.name to sampler"
             )
         self._lora = lora

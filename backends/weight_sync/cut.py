@@ -53,7 +53,7 @@ def check_cuts(specs: Iterable[TensorSpec], cuts: Sequence[Cut]) -> None:
         >>> edges = {"w": (0, 5, 7)}
         >>> check_cuts([TensorSpec("w", (8, 2), torch.float32)], [Cut(0, edges), Cut(1, edges)])
         Traceback (most recent call last):
-        verl_fn.backends.weight_sync.intake.IncompleteWeights: the ranks send rows (0, 5, 7) of 'w', which has 8 rows
+        verl_fn.backends.weight_sync.intake.IncompleteWeights: the ranks send rows (0, 5, 7) of 'w', but it has 8 rows
     """
     if any(cut.edges != cuts[0].edges for cut in cuts):
         raise IncompleteWeights("ranks disagree about the rows that each of them sends")
@@ -63,4 +63,4 @@ def check_cuts(specs: Iterable[TensorSpec], cuts: Sequence[Cut]) -> None:
         edges = cuts[0].edges.get(spec.name, ())
         whole = len(edges) == len(cuts) + 1 and (edges[0], edges[-1]) == (0, spec.rows)
         if not whole or list(edges) != sorted(edges):
-            raise IncompleteWeights(f"the ranks send rows {edges} of {spec.name!r}, which has {spec.rows} rows")
+            raise IncompleteWeights(f"the ranks send rows {edges} of {spec.name!r}, but it has {spec.rows} rows")

@@ -89,7 +89,7 @@ def arriving(
         for chunk in bucket:
             spec, rows = specs.get(chunk.name), chunk.values.shape[0]
             if spec is None:
-                raise IncompleteWeights(f"{chunk.name!r} arrived, which was not announced")
+                raise IncompleteWeights(f"{chunk.name!r} arrived, but it was not announced")
             _check_chunk(chunk, spec, done[chunk.name], rows)
             if checked and checksum(chunk.values) != chunk.checksum:
                 raise IncompleteWeights(

@@ -80,7 +80,7 @@ class Term:
         for name, metric in reported.items():
             if not isinstance(metric, Metric):
                 raise self._error(
-                    f"{_kind(metric)} as the metric {name!r}, which does not add up over micro-batches; "
+                    f"{_kind(metric)} as the metric {name!r}; it does not add up over micro-batches; "
                     "verl_fn.state has Weighted, Sum, Max, Min and Moments"
                 )
         return values if self.factor == 1.0 else self.factor * values, reported

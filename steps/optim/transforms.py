@@ -263,7 +263,7 @@ def chain(*parts: GradTransform | Optimizer) -> Chain:
     ):
         raise TypeError("chain takes gradient transformations and, last, one optimizer")
     if isinstance(parts[-1], Frozen):
-        raise ValueError("frozen() takes no gradients, so nothing can be chained before it; use frozen() alone")
+        raise ValueError("frozen() takes no gradients, so nothing can be chained before it; use only frozen()")
     return Chain(parts)
 
 

@@ -109,7 +109,7 @@ def test_a_rubric_scores_the_rollouts_of_a_group_together(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("adder", {"mode": "other"}, ".*returned a dict, which is no vf.Environment"),
+        ("adder", {"mode": "other"}, ".*returned a dict and no vf.Environment"),
         ("adder", {"nummer": 3}, ".*unexpected keyword argument 'nummer'"),
         ("no_such", {}, "ModuleNotFoundError: No module named 'no_such'"),
     ],

@@ -157,7 +157,8 @@ def test_warm_ups_in_steps_become_updates(warmup, steps):
 )
 def test_each_key_is_reported_in_its_section(setting, section, said):
     translation = translated(f"{GRPO_LORA} {setting}")
-    titles = ["translated", "verl's defaults that differ from those here", "without effect here", "not possible here"]
+    differing = "verl's defaults that differ from the defaults here"
+    titles = ["translated", differing, "without effect here", "not possible here"]
     sections, title = {}, ""
     for line in translation.report().splitlines():
         title = line.rstrip(":") if line.rstrip(":") in (*titles, "unknown") else title

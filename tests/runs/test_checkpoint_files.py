@@ -67,7 +67,7 @@ def test_a_folder_in_the_place_of_the_runs_link_is_refused_at_once(tiny, tmp_pat
 
 
 def test_a_model_among_the_runs_own_checkpoints_is_refused(run, tmp_path):
-    with pytest.raises(RunError, match="is one of the run's own checkpoints, which are removed"):
+    with pytest.raises(RunError, match="is one of the run's own checkpoints; they are removed"):
         train(sft(run / "model", run, 3), SILENT)
 
 

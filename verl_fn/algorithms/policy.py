@@ -71,7 +71,7 @@ def policy_loss(options: PolicyOptimization) -> Loss:
             )
         if loss.together is not None:
             raise ConfigError(
-                f"algorithm.policy_loss: {options.policy_loss} keeps rows together by {loss.together!r}, which the "
+                f"algorithm.policy_loss: {options.policy_loss} keeps rows together by {loss.together!r}, but the "
                 "minibatches of this algorithm do not; write an algorithm around it (algorithm.name)"
             )
     else:

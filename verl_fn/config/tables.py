@@ -37,7 +37,7 @@ def put(table: Table, overrides: Iterable[str], kind_of: Callable[[str], Any]) -
     """Writes ``key=value`` overrides into a table and returns it.
 
     Args:
-        table: the table, which is changed.
+        table: the table; it is changed.
         overrides: strings of the form ``key=value``.
         kind_of: returns the type of a key, or None for an unknown key.
 

@@ -23,7 +23,7 @@ from .contract import Done
 ROW = "verifiers_row"  # the field of a problem's extra_info that has the row of its dataset
 UNREAD = (
     "the environment has tools, and the model's chat template writes calls of tools in no format that is known here "
-    f"(those of {', '.join((HERMES, *FORMATS))}; not Mistral's [TOOL_CALLS]); take a model with another template"
+    f"(as of {', '.join((HERMES, *FORMATS))}; not Mistral's [TOOL_CALLS]); take a model with another template"
 )
 NEEDED = "install 'verifiers>=0.2,<0.4' for the interpreter that runs environments (env.python)"
 
@@ -95,9 +95,7 @@ def load(name: str, arguments: Mapping[str, Any], calls: str) -> Loaded:
         sys.path.insert(0, str(parent))
     environment = verifiers.load_environment(Path(name).name, **arguments)
     if not all(hasattr(environment, part) for part in ("rollout", "rubric", "build_dataset")):
-        raise TypeError(
-            f"load_environment of {name} returned a {type(environment).__name__}, which is no vf.Environment"
-        )
+        raise TypeError(f"load_environment of {name} returned a {type(environment).__name__} and no vf.Environment")
     if not calls and has_tools(environment):
         raise ValueError(UNREAD)
     return Loaded(environment, asyncio.new_event_loop(), calls)

@@ -229,7 +229,7 @@ def checked(value: Any, first: bool = False) -> Any:
         if not isinstance(role, str) or not isinstance(content, str):
             raise Failed(f"returned the message {functions.short(repr(message))}; role and content must be strings")
         if role == "assistant" and not first:
-            raise Failed("returned a message of the role assistant, which is the model's own")
+            raise Failed("returned a message of the role assistant, but that is the model's own")
     return as_json("messages", [dict(message) for message in messages])
 
 

@@ -79,7 +79,7 @@ def _loss(values: Values) -> Iterator[Move]:
     """Yields the policy loss and its clip ranges; verl's defaults set them for every loss."""
     loss = values[key := ACTOR + "policy_loss.loss_mode"]
     if loss == "bypass_mode":
-        yield Move((key,), problem="set algorithm.rollout_correction.bypass_mode, which chooses it")
+        yield Move((key,), problem="set algorithm.rollout_correction.bypass_mode to choose it")
     else:
         yield Move((key,), "algorithm.policy_loss", "ppo_clip" if loss == "vanilla" else loss)
     yield Move((ACTOR + "clip_ratio_c",), "algorithm.clip_ratio_c", values.get(ACTOR + "clip_ratio_c") or 3.0)
@@ -472,7 +472,7 @@ def refused(values: Values, settings: Settings, count_rows: CountRows) -> Iterat
             yield Move((key,), problem=f"{TEXT}, and {name}s are not read; remove it if no row has any")
     path = str(values[key := MODEL + "path"])
     if VISION.search(path.rstrip("/").rpartition("/")[2]):
-        yield Move((key,), problem=f"{path} is named like a model of images or sounds, which are not read here")
+        yield Move((key,), problem=f"{path} is named like a model of images or sounds, and these are not read here")
 
 
 COMPUTED = (algorithm, unequal, correction, length, layouts, budgets, rollout, rewards, run, tables, refused)

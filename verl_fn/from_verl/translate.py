@@ -69,7 +69,7 @@ class Translation:
         reasons = [f"{', '.join(keys)}: {reason}" for reason, keys in self.without_effect.items()]
         sections = (
             ("translated", self.translated),
-            ("verl's defaults that differ from those here", self.defaults),
+            ("verl's defaults that differ from the defaults here", self.defaults),
             ("without effect here", reasons),
             ("not possible here", self.not_possible),
             ("unknown", self.unknown),

@@ -46,7 +46,7 @@ def environment(
         error: the class to raise.
 
     Raises:
-        RewardError: one of ``names`` is not set. The class is that of ``error``.
+        RewardError: one of ``names`` is not set. The class is ``error``.
     """
     for name in names:
         if name not in os.environ:
@@ -102,7 +102,7 @@ class Child:
             error: the class to raise.
 
         Raises:
-            RewardError: the import failed or did not end. The class is that of ``error``.
+            RewardError: the import failed or did not end. The class is ``error``.
         """
         deadline = time.monotonic() + START_SECONDS
         try:

@@ -83,7 +83,7 @@ class Run:
         for role in plan.roles.values():
             if Path(role.folder).is_relative_to(self.folder / "checkpoints"):
                 raise RunError(
-                    f"{role.folder} is one of the run's own checkpoints, which are removed as the run goes on; copy "
+                    f"{role.folder} is one of the run's own checkpoints; they are removed as the run goes on; copy "
                     f"the model to another folder, or choose another trainer.dir"
                 )
 

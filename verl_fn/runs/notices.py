@@ -26,7 +26,7 @@ def without_signal(step: int, report: Report) -> str:
     if idle:
         return (
             f"all advantages of step {step} are 0, although rewards go from {lowest:g} to {highest:g}: they differ "
-            "between prompts alone, or are so large that their differences are rounded away"
+            "between prompts only, or are so large that their differences are rounded away"
         )
     return ""
 

@@ -109,7 +109,7 @@ def _holes(
         "with longer prompts, the result",
         whole,
         {name: t[old] for name, t in _result(estimator, longer).items()},
-        "batch.lengths or positions, which count the prompt; count response_mask",
+        "batch.lengths or positions also count the prompt; count response_mask",
         tolerance=tolerance,
     )
 

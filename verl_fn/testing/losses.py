@@ -227,7 +227,7 @@ def _prompts(
     longer, old = with_longer_prompts(carrying(batch, outputs), key, zeros=names)
     result = _flat(evaluate(loss, *apart(longer, outputs)))
     result["gradient"] = {name: g if name in PER_ROW else g[old] for name, g in result["gradient"].items()}
-    cause = "batch.lengths or positions, which count the prompt; count response_mask"
+    cause = "batch.lengths or positions also count the prompt; count response_mask"
     _compare("Zero", "with longer prompts, the loss", whole, result, tolerance, cause)
 
 
@@ -352,7 +352,7 @@ def computed(term: Term, outputs: TokenOutputs, batch: Batch) -> tuple[Tensor, M
         require(
             isinstance(metric, (Weighted, Sum, Max, Min, Moments)),
             "Signature",
-            f"the metric {name!r} is a {type(metric).__name__}, which does not add up over micro-batches",
+            f"the metric {name!r} is a {type(metric).__name__}; it does not add up over micro-batches",
             "a number; take Weighted, Sum, Max, Min or Moments of verl_fn.state",
         )
         held = any(x.requires_grad for x in tree.leaves(metric) if isinstance(x, Tensor))

@@ -99,7 +99,7 @@ def test_candidates_that_are_no_ids_are_refused(folder, change, message):
 
 
 def test_a_backend_or_a_loss_that_cannot_have_them_is_refused(folder):
-    with pytest.raises(ValueError, match=r"a loss cannot need \['top_logprobs_2'\], which has no gradient"):
+    with pytest.raises(ValueError, match=r"a loss cannot need \['top_logprobs_2'\]: it has no gradient"):
         check_needs("lm", loss(needs=["top_logprobs_2"])(lambda outputs, batch: None).needs)
     with pytest.raises(ValueError, match=r"this backend gives no \['candidate_logprobs', 'top_ids_2'\]; set actor"):
         check_needs("lm", ["candidate_logprobs", "top_ids_2"], forward=True, candidates=False)

@@ -238,7 +238,7 @@ def test_targets_name_layers_by_their_ends(tiny, targets, told):
     [
         (
             ("wq",),
-            r"names 'wq', .* there are all-linear, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+            r"names 'wq': .* there are all-linear, q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
         ),
         (("q_proj", "proj"), "names 'proj'"),
         (("embed_tokens",), "names 'embed_tokens'"),

@@ -231,7 +231,7 @@ def test_the_chance_of_equal_draws_comes_from_forward_alone(tiny):
     # By Jensen's inequality, exp(-entropy) is no more than the mean probability of a draw.
     assert bool((chance >= (-outputs.entropy).exp() - 1e-6)[mask].all())
     reads = loss(needs=["sum_pi_squared"])(lambda outputs, batch: (outputs.sum_pi_squared, {}))
-    with pytest.raises(ValueError, match=r"a loss cannot need \['sum_pi_squared'\], which has no gradient"):
+    with pytest.raises(ValueError, match=r"a loss cannot need \['sum_pi_squared'\]: it has no gradient"):
         backend.forward_backward(state, aggregate(batch), reads)
 
 

@@ -109,7 +109,7 @@ def test_adapters_move_between_layouts_and_backends(two, untied, tmp_path):
     [
         (Lora(3), "tp = 2 does not divide the rank of LoRA, 3"),
         (Lora(4, targets=("q_proj",)), "adapts all or none of them: add model.layers.0.self_attn.k_proj"),
-        (Lora(4, targets=("c_attn",)), "'c_attn', which is no linear layer"),
+        (Lora(4, targets=("c_attn",)), "'c_attn': no linear layer"),
     ],
     ids=str,
 )
