@@ -143,7 +143,7 @@ class Serving(ABC):
         try:
             yield
         except GeneratorExit:
-            # Whoever drops a stream that was not read to its end does not have the engine.
+            # The caller closed the stream early and does not hold the engine, so nothing is aborted here.
             raise
         except BaseException as error:
             if self._calls == call:

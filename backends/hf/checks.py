@@ -231,7 +231,7 @@ def _check_causal(model: Any, row: list[int], vocab: int, folder: str | Path) ->
     """Raises an error if what comes after a token, or how much comes, changes what the model computes for it.
 
     Raises:
-        NotCausalError: it does.
+        NotCausalError: it changes.
     """
     whole = _own(model, row)
     ends = range(1, len(row), 1 if len(row) <= 12 else 37)

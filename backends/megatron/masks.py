@@ -58,7 +58,7 @@ def check_slots(optimizer: Any) -> None:
     """Raises an error for an optimizer's state that has tensors outside of ``Slots``: they belong to no parameter.
 
     Raises:
-        LayoutError: it has.
+        LayoutError: the state has such tensors.
 
     Example:
         >>> check_slots({"momentum": torch.zeros(8)})

@@ -79,7 +79,7 @@ def check_version() -> None:
     """Raises an error unless a vLLM that this adapter was tested with is installed.
 
     Raises:
-        UntestedVersion: it is not.
+        UntestedVersion: another version is installed.
     """
     versions = []
     for name in DISTRIBUTIONS:

@@ -20,7 +20,7 @@ from .staging import Staging
 # What a sender can send: the model with its adapters merged in, the model and its adapters, or only the adapters.
 MERGED, WHOLE, ADAPTERS = "merged", "whole", "adapters"
 
-# For each of the messages by which both ends show that they know the secret.
+# Timeout of each message of the authentication.
 SECONDS_TO_ANSWER = 10
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 from verl_fn.errors import UserError
 
-# Of a checksum: the bytes of a word, the words of a row and of a slice, and an odd number that mixes bits.
+# Layout of a checksum: bytes of a word, words of a row and of a slice, and an odd multiplier that mixes bits.
 WORD, WIDTH, SLICE = 8, 1024, 2**18
 MULTIPLIER = 6364136223846793005
 

@@ -234,7 +234,7 @@ def _check_kinds(function: str, judged: Sequence[Judged], answers: Sequence[Answ
     """Checks that what a function returned under a key is a number for all answers for which it has the key, or none.
 
     Raises:
-        RewardError: it is not.
+        RewardError: it is a number for some answers only.
     """
     first: dict[str, tuple[bool, str, Answer]] = {}
     for answer, (_, _, _, metrics) in zip(answers, judged, strict=True):

@@ -38,7 +38,7 @@ def batch_of(tensors: Mapping[str, Tensor]) -> Batch:
         >>> batch_of(tensors_of(Batch.from_rows([[1, 2]], per_row={"score": [0.5]})))["score"].tolist()
         [0.5]
     """
-    # Copies: what a file gave may lie where kernels round otherwise.
+    # Cloned: memory-mapped tensors may be misaligned, and kernels round differently on them.
     tensors = {name: t.clone() for name, t in tensors.items()}
 
     def fields(kind: str) -> dict[str, Tensor]:

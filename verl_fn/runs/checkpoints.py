@@ -175,7 +175,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     manifest = _intact_manifest(folder)
     named, saved = step_of(folder), manifest["state"].get(".algorithm.step")
     if named is not None and named != saved:
-        raise CheckpointError(f"the checkpoint {folder} holds the state of step {saved}: give it its name back")
+        raise CheckpointError(f"the checkpoint {folder} holds the state of step {saved}; rename it to step_{saved}")
     run = run_of(folder)
     own = identity_at(run, saved) if run is not None and isinstance(saved, int) else None
     if own is not None and manifest.get("run", "") != own:

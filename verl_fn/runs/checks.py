@@ -403,7 +403,7 @@ def check_loggers(trainer: TrainerConfig) -> None:
     """Checks that the packages of ``trainer.logger`` are installed.
 
     Raises:
-        ConfigError: one is not.
+        ConfigError: a package is missing.
     """
     for name in trainer.logger:
         if name != CONSOLE and sys.modules.get(name) is None and importlib.util.find_spec(name) is None:

@@ -32,7 +32,7 @@ NEEDS_MODEL = (
 def prepare(plan: Plan, say: Say) -> Source:
     """Makes the model's folder if the plan asks for one, reads the problems, and checks plan, models and data.
 
-    Data that is allowed but hardly meant is reported.
+    Data that is valid but probably a mistake is reported.
 
     Raises:
         UserError: something cannot be used; the message names it and the key.
@@ -40,7 +40,7 @@ def prepare(plan: Plan, say: Say) -> Source:
     check_code(plan)
     from_files = plan.data.train_files or plan.data.val_files
     if from_files and plan.new_model is not None:
-        # What is wrong with the data is worth more than a sentence about a model that is still to be chosen.
+        # Report errors of the data before the missing model.
         for files in (() if plan.data.stream else plan.data.train_files, plan.data.val_files):
             held_out = files is plan.data.val_files
             read_files(

@@ -43,7 +43,7 @@ class Pace:
     Attributes:
         batch_size: the problems of a step.
         steps: the steps of the whole run; nothing is drawn for later ones.
-        max_lag: the most steps by which the weights that draw a token are older than those that learn from it; with
+        max_lag: the maximum staleness of a sample, in steps: weights that learn minus weights that drew; with
             0, each step samples and then learns.
         in_flight: whether engines get weights while they draw.
     """
