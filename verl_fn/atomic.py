@@ -42,7 +42,8 @@ def replaced(file: Path, *, shared: bool = False) -> Iterator[Path]:
     aside.unlink(missing_ok=True)
     try:
         yield aside
-        sync(aside)
+        if not aside.is_symlink():
+            sync(aside)
         aside.replace(file)
     except BaseException:
         with contextlib.suppress(OSError):
