@@ -60,7 +60,7 @@ def reason_of(error: BaseException) -> str:
 
 
 RUNNING: list[str] = []
-"""The phases that the step of this process is in, the outermost first, for those who show its progress."""
+"""The phases that the step of this process is in, the outermost first, to show its progress."""
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ def fits(
         count: how many micro-batches the call has.
         max_tokens: the token budget that they were cut by.
         sharers: how many ranks share that budget.
-        keeps: whether activations are kept for a backward pass, which checkpointing avoids.
+        keeps: whether activations are kept for a backward pass; checkpointing avoids this.
 
     Raises:
         OutOfMemory: in place of torch's own error.

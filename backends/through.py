@@ -1,4 +1,4 @@
-"""A rollout engine that passes every call on, as a base of those that change some."""
+"""A rollout engine that passes every call on, as a base of engines that change some."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Sequence:
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends part i to rank i and receives part i from rank i, which is its own inverse."""
+    """Sends part i to rank i and receives part i from rank i. It is its own inverse."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -87,7 +87,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class Whole(torch.autograd.Function):
-    """Sums over ranks that then all compute the same loss, so each rank's gradient is that of its own entries."""
+    """Sums over ranks that then all compute the same loss, so each rank's gradient is its own entries' gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -21,7 +21,7 @@ class Capabilities:
         repeatable: a request drawn again gives the same tokens.
         batch_independent: neither the order nor the number of the other requests changes a response, except at draws
             that ``near_ties`` counts.
-        versions_per_token: new weights may arrive during a response, which goes on with them. Each token has the
+        versions_per_token: new weights may arrive during a response, and it goes on with them. Each token has the
             version that drew it, and the log-prob of those weights given the tokens before it. Without this, all
             tokens of a response have one version.
         top_k: the field of ``Sampling`` is obeyed; otherwise a request that sets it is refused.
@@ -112,7 +112,7 @@ class RolloutBackend(Protocol):
         ...
 
     def sleep(self, level: int = 2) -> Ref[None]:
-        """Frees memory: that of caches at level 1, that of caches and weights at level 2."""
+        """Frees the memory of caches at level 1, of caches and weights at level 2."""
         ...
 
     def wake(self, tags: Sequence[str] = ()) -> Ref[None]:
@@ -130,7 +130,7 @@ def serves(held: int | None, version: int | None, capabilities: Capabilities) ->
     Args:
         held: the version of the engine's weights; None where there are none.
         version: the version that the request asks for; None for any.
-        capabilities: the engine's. With ``versions_per_token``, newer weights than those asked for will do.
+        capabilities: the engine's. With ``versions_per_token``, newer weights than the ones asked for will do.
 
     Example:
         >>> plain, in_flight = Capabilities(), Capabilities(versions_per_token=True)

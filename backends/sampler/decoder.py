@@ -125,7 +125,7 @@ def attend(
 ) -> Float[Tensor, "n heads vdim"]:
     """Computes attention of one query for each row; query heads that share a KV head are queries of it, uncopied."""
     n, kv_heads = len(query), keys.shape[1]
-    # Batched matrix products are several times as fast here as SDPA, which handles each row and head by itself.
+    # Batched matrix products are several times as fast here as SDPA: it handles each row and head by itself.
     k = keys[:n, :, : where.longest].flatten(0, 1)
     v = values[:n, :, : where.longest].flatten(0, 1)
     bias = where.bias(window, kv_heads, query.dtype)

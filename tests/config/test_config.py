@@ -29,7 +29,7 @@ def test_recipes_load_and_round_trip(recipe):
         ("actor_rollout_ref.rollout.val_kwargs.n=3", "did you mean rollout.val_kwargs.n?"),
         ("critc.optim.lr=0.3", "did you mean critic.optim.lr?"),
         ("reward.functions=[rewards.py:score]", "is not a list; strings in it need quotes, which the shell removes"),
-        ("rollout.top_k=0", "rollout.top_k: must be -1, which keeps all, or at least 1 (got 0)"),
+        ("rollout.top_k=0", "rollout.top_k: must be -1 (keeps all) or at least 1 (got 0)"),
         ("rollout.val_kwargs.top_k=0", "rollout.val_kwargs.top_k: must be -1"),
         ("driver.num_threads=5000", "driver.num_threads: must be <= 4096"),
         ("algorithm.clip_ratio=1e300", "algorithm.clip_ratio: must be <= 1000000.0"),

@@ -1,4 +1,4 @@
-"""The adapters of a run: those of each role, and those that are published apart from the model."""
+"""The adapters of a run: of each role, and the ones that are published apart from the model."""
 
 from __future__ import annotations
 

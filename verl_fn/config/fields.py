@@ -45,7 +45,7 @@ def home(value: Any) -> Any:
         return tuple(map(home, value))
     try:
         return os.path.expanduser(value) if isinstance(value, str) else value
-    except ValueError:  # the name has a null byte, which check_path reports
+    except ValueError:  # the name has a null byte; check_path reports it
         return value
 
 
@@ -61,7 +61,7 @@ def check_path(value: str) -> str:
         ValueError: '~nobody_of_this_name/x' names the home of a user who does not exist; write ./~ for such a name
     """
     if "\0" in value:
-        raise ValueError(f"{value!r} has a null byte, which no path may have")
+        raise ValueError(f"{value!r} has a null byte; no path may have one")
     if value.startswith("~"):
         raise ValueError(f"{value!r} names the home of a user who does not exist; write ./~ for such a name")
     try:
@@ -95,7 +95,7 @@ def paths(default: Any, doc: str, *, required: bool = False) -> Any:
 def all_or_some(instance: Any, attribute: Any, value: int) -> None:
     """Validates a count: -1 for all, or at least 1."""
     if value != -1 and value < 1:
-        raise ValueError(f"must be -1, which keeps all, or at least 1 (got {value})")
+        raise ValueError(f"must be -1 (keeps all) or at least 1 (got {value})")
 
 
 def is_date(instance: Any, attribute: Any, value: str) -> None:

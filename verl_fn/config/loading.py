@@ -189,7 +189,7 @@ def _unknown_keys(table: Mapping[str, Any], cls: type, prefix: str, options: typ
                 yield from _unknown_keys(value, hints[name], f"{key}.", options)
 
 
-# The keys for which other trainers have other names, by the last part of those names.
+# The keys for which other trainers have other names, by the last part of these names.
 NAMES_ELSEWHERE = {
     "n_gpus_per_node": "ray.ranks",
     "nnodes": "ray.ranks",

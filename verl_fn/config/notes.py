@@ -1,4 +1,4 @@
-"""Notes about settings that are allowed, but hardly meant: keys without effect, and models that never learn."""
+"""Notes about settings that are valid but probably a mistake: keys without effect, and models that never learn."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=16)
 def _defaults(chosen: type) -> Mapping[str, Any]:
-    """Returns the default of every key, including those of algorithms other than the one with the chosen options."""
+    """Returns the default of every key, including keys of algorithms other than the one with the chosen options."""
     defaults = flat(to_table(Config()))
     for options in (*BUILT_IN.values(), chosen):
         table = flat(to_table(Config(algorithm=AlgorithmTable("ppo", options()))))

@@ -109,7 +109,7 @@ class RolloutPlan:
             GPU's memory.
         enforce_eager: whether vLLM runs without CUDA graphs and compiler.
         engine_kwargs: further arguments of vLLM's ``EngineArgs``.
-        lora: rank, alpha and target layers of adapters that are published alone, or None.
+        lora: rank, alpha and target layers of adapters that are published without the model, or None.
         routed_experts: whether samples have the experts of their tokens.
         n, temperature, top_k, top_p: sampling settings of training rollouts.
         validation: sampling settings of evaluations.
@@ -168,7 +168,7 @@ class Plan:
         roles: the models by name, in the algorithm's order.
         copies: roles without a model of their own, each with the role whose frozen base is used in its place.
         rollout: the engine that samples.
-        model: the folder of the policy's model, which also has the tokenizer.
+        model: the folder of the policy's model and its tokenizer.
         new_model: sizes of the random model to make in ``model`` first; None for an existing model.
         trainer, data, env, reward, driver, ray: the tables of the config.
         code: references to the user's own objects; workers check that they all have the same source.
@@ -261,7 +261,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
 
 
 def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
-    """Makes the plan of an evaluation of ``model.path``: the actor alone, in one process, without an optimizer.
+    """Makes the plan of an evaluation of ``model.path``: only the actor, in one process, without an optimizer.
 
     The weights in a model folder are merged, so the plan has no adapters. Training files need not exist.
     """

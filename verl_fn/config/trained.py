@@ -32,7 +32,7 @@ class OptimConfig:
         None, "the update at which a decay ends, counted from the first; by default the role's last update", ge(1)
     )
     decay_biases_and_norms: bool = opt(
-        True, "weight decay also of parameters with one dimension, which Megatron's optimizer exempts"
+        True, "weight decay also of parameters with one dimension; Megatron's optimizer exempts these"
     )
 
 
@@ -55,12 +55,12 @@ class MegatronConfig:
     pipeline_model_parallel_size: int = opt(1, "ranks that share the layers", ge(1), le(4096))
     context_parallel_size: int = opt(1, "ranks that share the tokens of each row", ge(1), le(4096))
     expert_model_parallel_size: int = opt(1, "ranks that share the experts", ge(1), le(4096))
-    sequence_parallel: bool = opt(False, "ranks that share matrices share the tokens between them too")
+    sequence_parallel: bool = opt(False, "sequence parallelism: tensor-parallel ranks also split tokens")
     override_transformer_config: Mapping[str, Any] = free("a table of fields of Megatron-Bridge's provider")
     use_megatron_fsdp: bool = opt(False, "Megatron-FSDP in place of Megatron's DDP: ranks divide all parameters")
     optimizer: str = opt(
         "verl_fn",
-        "who computes updates from the optim table: verl_fn, or megatron, whose distributed optimizer does",
+        "implementation of the optimizer: verl_fn, or megatron (its distributed optimizer)",
         one_of("verl_fn", "megatron"),
     )
 

@@ -26,7 +26,7 @@ from .state import RunState, algorithm_of
 def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
     """Returns metrics on held-out problems, and all answers of the actor to them.
 
-    The metrics are those of sampled answers where these can be judged, and those of the algorithm's own evaluation.
+    The metrics are of sampled answers, if these can be judged, and of the algorithm's own evaluation.
     """
     # The engine may still draw experience from earlier weights.
     w.wait([drawn.samples for drawn in state.waiting])
@@ -113,7 +113,7 @@ def evaluation_line(report: Report, metric: str = "acc") -> str:
 def has_held_out(plan: Plan) -> bool:
     """Returns whether a plan says that it has held-out problems.
 
-    A generated task has, and files have with ``data.val_files``. Those of verifiers are known only when it is loaded.
+    A generated task has, and files have with ``data.val_files``. verifiers' are known only when it is loaded.
     """
     return bool(plan.data.val_files) or not (plan.data.train_files or verifiers_name(plan.data.task))
 

@@ -67,7 +67,7 @@ class Recorded:
         """Returns the recorded samples of the next call.
 
         Raises:
-            RunError: the prompts are not those that were recorded, or no call is left.
+            RunError: other prompts were recorded, or no call is left.
         """
         prompts = {request.id: request.prompt for request in requests}
         samples = next(self._calls, None)
@@ -132,9 +132,9 @@ def keep_samples(run: Run, step: int, drawn: Drawn, w: Workers) -> None:
 
 
 def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) -> None:
-    """Writes the responses that a step was trained with as text, one a line, under verl's names and those of answers.
+    """Writes the responses that a step was trained with as text, one a line, under verl's and answers' names.
 
-    Responses that waited in a checkpoint are without their ground truths, which it does not hold; they are left out.
+    Responses that waited in a checkpoint are left out, since it does not hold their ground truths.
 
     Raises:
         RunError: the file cannot be written.
