@@ -175,7 +175,7 @@ def test_every_key_has_documentation():
         (["algorithm.loss_scale_factor=3"], 'without algorithm.loss_agg_mode = "seq-mean-token-sum-norm"'),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.target_kl=1"], 'algorithm.kl_ctrl.type = "fixed"'),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.horizon=9"], 'algorithm.kl_ctrl.type = "fixed"'),
-        (["algorithm.name=grpo", "rollout.n=4", "algorithm.gamma=0.9"], "with grpo"),
+        (["algorithm.name=grpo", "rollout.n=4", "algorithm.gamma=0.9"], "without algorithm.adv_estimator = gae or"),
         (["algorithm.clip_ratio_low=0.1", "algorithm.clip_ratio_high=0.3", "algorithm.clip_ratio=0.5"], "_low and"),
         (["critic.optim.min_lr_ratio=0.1"], 'critic.optim.lr_scheduler_type = "constant"'),
         (["reward.timeout=3"], "without reward.functions"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_fn.config import ConfigError, evaluation_plan, load, make_plan
+from verl_fn.config import ConfigError, evaluation_plan, load, make_plan, notes
 from verl_fn.config.schema import ValConfig
 from verl_fn.config.trained import CriticOptimConfig, OptimConfig
 from verl_fn.driver import build
@@ -120,12 +120,12 @@ def test_an_evaluation_has_no_optimizer_and_one_process():
 OWN = """
 import attrs
 from verl_fn.algorithms import Algorithm
-from verl_fn.config import Outline, Role, opt
+from verl_fn.config import Outline, Role, given, opt
 
 @attrs.frozen(kw_only=True)
 class Options:
     teacher: str = opt("", "folder of the teacher")
-    rounds: int = opt(2, "updates a step")
+    rounds: int = opt(2, "updates a step", when=given("teacher"))
 
 def distill(options: Options) -> Algorithm:
     roles = {"actor": Role(), "teacher": Role(trained=False, path=options.teacher)}
@@ -151,6 +151,13 @@ def test_an_algorithm_of_ones_own_names_its_roles_folders_and_updates(tmp_path):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:headless"]))
     with pytest.raises(ConfigError, match="returned a int, where an Algorithm is expected"):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:nothing"]))
+
+
+def test_an_option_of_ones_own_says_when_it_has_an_effect(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    settings = [f"algorithm.name={tmp_path}/own.py:distill", "algorithm.rounds=3"]
+    assert notes(None, settings) == ["algorithm.rounds has no effect without algorithm.teacher"]
+    assert notes(None, [*settings, "algorithm.teacher=/t"]) == []
 
 
 @pytest.mark.parametrize(("mode", "recorded"), [("R2", False), ("R3", True)])

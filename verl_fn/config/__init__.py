@@ -2,7 +2,7 @@
 
 from .algorithms import DAPO, DPO, GRPO, PPO, RLOO, SFT, Distill, Outline, Rejection, ReMax, RewardModel, Role
 from .describe import describe, options_lines, origins
-from .fields import ConfigError, opt, sub
+from .fields import ConfigError, given, opt, sub, unless
 from .loading import keys, load, structure, to_table
 from .notes import notes
 from .plan import Plan, RolePlan, RolloutPlan, evaluation_plan, make_plan
@@ -31,6 +31,7 @@ __all__ = [
     "describe",
     "evaluation_plan",
     "flat",
+    "given",
     "keys",
     "load",
     "make_plan",
@@ -41,4 +42,5 @@ __all__ = [
     "structure",
     "sub",
     "to_table",
+    "unless",
 ]

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import attrs
 from attrs.validators import ge, gt, le, lt
 
-from .fields import MOST, ConfigError, free, one_of, opt, paths, sub
+from .fields import MOST, ConfigError, free, given, one_of, opt, paths, provided, sub, unless
 from .names import one_of_or_own
 
 POLICY_LOSSES = (
@@ -20,18 +20,10 @@ GROUP_ESTIMATORS = (
     "optimal_token_baseline", "tir_optimal_token_baseline",
 )  # fmt: skip
 TOKEN_BASELINES = GROUP_ESTIMATORS[-2:]
-SCALED_BY_STD = ("grpo", "grpo_passk", "gdpo")
-CLIPPED = ("ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov")
 KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3", "abs", "kl", "mse", "low_var_kl"))
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 LOSS_TYPES = ("dpo", "cdpo", "ipo", "simpo", "orpo", "kto")
 WITHOUT_REFERENCE = ("simpo", "orpo")
-# The options that only one loss reads.
-OF_LOSS_TYPE: Mapping[str, tuple[str, ...]] = {
-    "cdpo": ("label_smoothing",),
-    "simpo": ("simpo_gamma",),
-    "kto": ("desirable_weight", "undesirable_weight"),
-}
 
 LearnsFrom: TypeAlias = Literal["samples", "answers", "pairs", "labels"]
 """What an algorithm learns from: responses that it samples, the answers in the data, pairs of a preferred and another
@@ -114,9 +106,17 @@ class Aggregation:
         f"how per-token losses are averaged: {', '.join(AGGREGATIONS)}, or a function of yours as FILE.py:NAME, from "
         "an update batch to the weight of each token",
         one_of_or_own(*AGGREGATIONS),
+        when=provided(
+            lambda o, cfg: getattr(o, "policy_loss", "") != "geo_mean" or o.use_kl_loss or o.entropy_coeff,
+            'with algorithm.policy_loss = "geo_mean", which averages over responses',
+        ),
     )
     loss_scale_factor: float | None = opt(
-        None, "divisor of seq-mean-token-sum-norm, by default data.max_response_length", gt(0), le(1e12)
+        None,
+        "divisor of seq-mean-token-sum-norm, by default data.max_response_length",
+        gt(0),
+        le(1e12),
+        when=given("loss_agg_mode", "seq-mean-token-sum-norm", label=""),
     )
 
 
@@ -125,6 +125,11 @@ class SFT(Aggregation):
     """Options of supervised fine-tuning."""
 
     outline = Outline(learns_from="answers", needs_reward=False)
+
+
+SAPO, CLIP_COV, KL_COV = (given("policy_loss", name) for name in ("sapo", "clip_cov", "kl_cov"))
+CLIPPED = given("policy_loss", "ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov")
+CORRECTED = unless("rollout_is", None, "off")
 
 
 def has_its_options(instance: Any, attribute: Any, value: str) -> None:
@@ -139,15 +144,26 @@ class KLCtrl:
 
     type: str = opt("fixed", "fixed or adaptive", one_of("fixed", "adaptive"))
     kl_coef: float = opt(0.001, "coefficient of the KL penalty; the initial one if adaptive", ge(0), le(MOST))
-    target_kl: float = opt(0.1, "KL that the adaptive controller aims at, in nats", gt(0), le(MOST))
-    horizon: int = opt(10000, "rows over which the adaptive controller reacts", ge(1))
+    target_kl: float = opt(
+        0.1, "KL that the adaptive controller aims at, in nats", gt(0), le(MOST), when=unless("type", "fixed")
+    )
+    horizon: int = opt(10000, "rows over which the adaptive controller reacts", ge(1), when=unless("type", "fixed"))
 
 
 @attrs.frozen(kw_only=True)
 class PolicyOptimization(Aggregation):
     """Options that PPO and GRPO share."""
 
-    gamma: float = opt(1.0, "discount of later rewards", ge(0), le(1))
+    gamma: float = opt(
+        1.0,
+        "discount of later rewards",
+        ge(0),
+        le(1),
+        when=provided(
+            lambda o, cfg: getattr(o, "adv_estimator", "") in ("gae", "reinforce_plus_plus"),
+            "without algorithm.adv_estimator = gae or reinforce_plus_plus",
+        ),
+    )
     policy_loss: str = opt(
         "ppo_clip",
         f"the policy's loss: {', '.join(POLICY_LOSSES)}, or a Loss of yours as FILE.py:NAME",
@@ -157,54 +173,86 @@ class PolicyOptimization(Aggregation):
     policy_loss_kwargs: Mapping[str, Any] = free(
         "a table of keyword arguments; policy_loss then names a function of yours that returns a Loss"
     )
-    clip_ratio: float = opt(0.2, "clip range of the ratio; for dppo_*, of the divergence", gt(0), le(MOST))
-    clip_ratio_low: float | None = opt(None, "lower clip range, by default clip_ratio", gt(0), le(MOST))
-    clip_ratio_high: float | None = opt(None, "upper clip range, by default clip_ratio", gt(0), le(MOST))
+    clip_ratio: float = opt(
+        0.2,
+        "clip range of the ratio; for dppo_*, of the divergence",
+        gt(0),
+        le(MOST),
+        when=(
+            CLIPPED,
+            provided(
+                lambda o, cfg: None in (o.clip_ratio_low, o.clip_ratio_high),
+                "with algorithm.clip_ratio_low and algorithm.clip_ratio_high",
+            ),
+        ),
+    )
+    clip_ratio_low: float | None = opt(None, "lower clip range, by default clip_ratio", gt(0), le(MOST), when=CLIPPED)
+    clip_ratio_high: float | None = opt(
+        None, "upper clip range, by default clip_ratio", gt(0), le(MOST), when=CLIPPED
+    )
     clip_ratio_c: float | None = opt(
         None,
         "largest ratio where the advantage is negative (dual clip), by default 3; for dppo_*, largest weight, by "
         "default 20",
-        gt(1), le(MOST),
-    )  # fmt: skip
-    tau_pos: float = opt(1.0, "sapo: how fast the gradient fades where the advantage is positive", gt(0), le(MOST))
-    tau_neg: float = opt(1.05, "sapo: how fast the gradient fades elsewhere", gt(0), le(MOST))
-    dro_beta: float | None = opt(None, "dro: weight of the quadratic penalty, which dro needs", gt(0), le(MOST))
-    clip_cov_ratio: float = opt(0.0002, "clip_cov: share of the tokens that are left out", gt(0), le(1))
-    clip_cov_lb: float = opt(1.0, "clip_cov: these tokens have a larger covariance", ge(-MOST), le(MOST))
-    clip_cov_ub: float = opt(5.0, "clip_cov: these tokens have a smaller covariance", ge(-MOST), le(MOST))
-    kl_cov_ratio: float = opt(0.0002, "kl_cov: share of the tokens that get the penalty", gt(0), le(1))
-    ppo_kl_coef: float = opt(0.1, "kl_cov: weight of the penalty", ge(0), le(MOST))
+        gt(1),
+        le(MOST),
+        when=given("policy_loss", "ppo_clip", "dppo_tv", "dppo_kl", label=""),
+    )
+    tau_pos: float = opt(
+        1.0, "how fast the gradient fades where the advantage is positive", gt(0), le(MOST), when=SAPO
+    )
+    tau_neg: float = opt(1.05, "how fast the gradient fades elsewhere", gt(0), le(MOST), when=SAPO)
+    dro_beta: float | None = opt(
+        None, "weight of the quadratic penalty, which dro needs", gt(0), le(MOST), when=given("policy_loss", "dro")
+    )
+    clip_cov_ratio: float = opt(0.0002, "share of the tokens that are left out", gt(0), le(1), when=CLIP_COV)
+    clip_cov_lb: float = opt(1.0, "these tokens have a larger covariance", ge(-MOST), le(MOST), when=CLIP_COV)
+    clip_cov_ub: float = opt(5.0, "these tokens have a smaller covariance", ge(-MOST), le(MOST), when=CLIP_COV)
+    kl_cov_ratio: float = opt(0.0002, "share of the tokens that get the penalty", gt(0), le(1), when=KL_COV)
+    ppo_kl_coef: float = opt(0.1, "weight of the penalty", ge(0), le(MOST), when=KL_COV)
     top_entropy_quantile: float = opt(
         1.0, "learn from this share of the tokens alone, those of the highest entropy", gt(0), le(1)
     )
     entropy_coeff: float = opt(0.0, "weight of the entropy bonus", ge(-MOST), le(MOST))
     use_kl_loss: bool = opt(False, "add the KL to the reference policy to the loss")
-    kl_loss_coef: float = opt(0.001, "weight of the KL in the loss", ge(0), le(MOST))
+    kl_loss_coef: float = opt(0.001, "weight of the KL in the loss", ge(0), le(MOST), when=given("use_kl_loss"))
     kl_loss_type: str = opt(
         "low_var_kl",
         "estimator of the KL in the loss: k1, k2, k3 (low_var_kl), abs, or one with +",
         one_of(*KL_TYPES),
+        when=given("use_kl_loss"),
     )
     use_kl_in_reward: bool = opt(False, "subtract the KL to the reference policy from the reward")
-    kl_penalty: str = opt("kl", "estimator of the KL in the reward", one_of(*KL_TYPES))
-    kl_ctrl: KLCtrl = sub(KLCtrl)
+    kl_penalty: str = opt(
+        "kl", "estimator of the KL in the reward", one_of(*KL_TYPES), when=given("use_kl_in_reward")
+    )
+    kl_ctrl: KLCtrl = sub(KLCtrl, when=given("use_kl_in_reward"))
     rollout_is: str | None = opt(
         None,
         "importance weights of the advantages for samples that the rollout engine drew with other probabilities: "
         "token, sequence, geometric or off; by default token with driver.max_lag, otherwise off",
         one_of("token", "sequence", "geometric", "off"),
     )
-    rollout_is_threshold: float = opt(2.0, "the largest importance weight", ge(1), le(MOST))
-    rollout_is_threshold_lower: float = opt(0.0, "the smallest importance weight", ge(0), le(1))
+    rollout_is_threshold: float = opt(2.0, "the largest importance weight", ge(1), le(MOST), when=CORRECTED)
+    rollout_is_threshold_lower: float = opt(0.0, "the smallest importance weight", ge(0), le(1), when=CORRECTED)
     rollout_is_outside: str = opt(
         "truncate",
         "what becomes of weights outside the thresholds: truncate moves them to the threshold, mask makes them 0",
         one_of("truncate", "mask"),
+        when=CORRECTED,
     )
     reward_model: str = paths(
         "", "model folder of a reward model, whose score is then the only reward of training responses"
     )
-    ppo_mini_batch_size: int = opt(256, "prompts per update", ge(1))
+    ppo_mini_batch_size: int = opt(
+        256,
+        "prompts per update",
+        ge(1),
+        when=provided(
+            lambda o, cfg: o.ppo_mini_batch_size <= cfg.data.train_batch_size,
+            "above data.train_batch_size = {cfg.data.train_batch_size}: every update takes the whole batch",
+        ),
+    )
     ppo_epochs: int = opt(1, "passes over a batch", ge(1))
     shuffle: bool = opt(False, "draw a new order of rows in every pass")
 
@@ -238,7 +286,7 @@ class PPO(PolicyOptimization):
 
     adv_estimator: str = opt("gae", "gae, or an estimator of yours as FILE.py:NAME", one_of_or_own("gae"))
     adv_estimator_kwargs: Mapping[str, Any] = free("a table of keyword arguments of an estimator of yours")
-    lam: float = opt(1.0, "GAE's lambda", ge(0), le(1))
+    lam: float = opt(1.0, "GAE's lambda", ge(0), le(1), when=given("adv_estimator", "gae", label=""))
     cliprange_value: float = opt(0.5, "clip range of the value loss", gt(0), le(MOST))
     critic_warmup: int = opt(0, "steps in which only the critic learns", ge(0))
 
@@ -264,11 +312,19 @@ class GRPO(PolicyOptimization):
         one_of_or_own(*GROUP_ESTIMATORS, "reinforce_plus_plus"),
     )
     adv_estimator_kwargs: Mapping[str, Any] = free("a table of keyword arguments of an estimator of yours")
-    norm_adv_by_std_in_grpo: bool = opt(True, "grpo, grpo_passk, gdpo: divide by the group's standard deviation")
-    gdpo_reward_keys: tuple[str, ...] = opt((), "gdpo: names of the rewards, by default all there are")
-    gdpo_reward_weights: tuple[float, ...] = opt((), "gdpo: one weight for each reward, by default 1")
+    norm_adv_by_std_in_grpo: bool = opt(
+        True, "divide by the group's standard deviation", when=given("adv_estimator", "grpo", "grpo_passk", "gdpo")
+    )
+    gdpo_reward_keys: tuple[str, ...] = opt(
+        (), "names of the rewards, by default all there are", when=given("adv_estimator", "gdpo")
+    )
+    gdpo_reward_weights: tuple[float, ...] = opt(
+        (), "one weight for each reward, by default 1", when=given("adv_estimator", "gdpo")
+    )
     handle_zero_tail: bool = opt(
-        True, "optimal token baselines: no baseline where only the longest response of a group goes on"
+        True,
+        "no baseline where only the longest response of a group goes on",
+        when=given("adv_estimator", *TOKEN_BASELINES, label="optimal token baselines"),
     )
 
     @property
@@ -306,11 +362,17 @@ class FilterGroups:
     enable: bool = opt(
         True, "leave out groups whose responses all have the same metric, and sample new prompts in their place"
     )
-    metric: str = opt("score", "what the responses of a group must differ in: score or acc", one_of("score", "acc"))
+    metric: str = opt(
+        "score",
+        "what the responses of a group must differ in: score or acc",
+        one_of("score", "acc"),
+        when=given("enable"),
+    )
     max_num_gen_batches: int = opt(
         10,
         "most calls for samples in a step, the first included; it then goes on with the groups that there are",
         ge(1),
+        when=given("enable"),
     )
 
 
@@ -321,15 +383,17 @@ class OverlongBuffer:
     len: int = opt(
         0, "the penalty rises over the last so many tokens of data.max_response_length; 0: no penalty", ge(0)
     )
-    penalty_factor: float = opt(1.0, "the penalty of a response that is as long as allowed", ge(0), le(MOST))
+    penalty_factor: float = opt(
+        1.0, "the penalty of a response that is as long as allowed", ge(0), le(MOST), when=unless("len", 0)
+    )
 
 
 @attrs.frozen(kw_only=True)
 class DAPO(GRPO):
     """Options of DAPO: those of GRPO with other defaults, dynamic sampling, and the penalty on overlong responses."""
 
-    clip_ratio_low: float | None = opt(0.2, "lower clip range", gt(0), le(MOST))
-    clip_ratio_high: float | None = opt(0.28, "upper clip range", gt(0), le(MOST))
+    clip_ratio_low: float | None = opt(0.2, "lower clip range", gt(0), le(MOST), when=CLIPPED)
+    clip_ratio_high: float | None = opt(0.28, "upper clip range", gt(0), le(MOST), when=CLIPPED)
     filter_groups: FilterGroups = sub(FilterGroups)
     overlong_buffer: OverlongBuffer = sub(OverlongBuffer)
 
@@ -389,10 +453,18 @@ class DPO:
         gt(0),
         le(MOST),
     )
-    label_smoothing: float = opt(0.1, "cdpo: share of the preferences that are wrong", ge(0), lt(0.5))
-    simpo_gamma: float = opt(1.0, "simpo: margin by which the preferred response must win", ge(0), le(MOST))
-    desirable_weight: float = opt(1.0, "kto: weight of desirable responses", ge(0), le(MOST))
-    undesirable_weight: float = opt(1.0, "kto: weight of undesirable responses", ge(0), le(MOST))
+    label_smoothing: float = opt(
+        0.1, "share of the preferences that are wrong", ge(0), lt(0.5), when=given("loss_type", "cdpo")
+    )
+    simpo_gamma: float = opt(
+        1.0, "margin by which the preferred response must win", ge(0), le(MOST), when=given("loss_type", "simpo")
+    )
+    desirable_weight: float = opt(
+        1.0, "weight of desirable responses", ge(0), le(MOST), when=given("loss_type", "kto")
+    )
+    undesirable_weight: float = opt(
+        1.0, "weight of undesirable responses", ge(0), le(MOST), when=given("loss_type", "kto")
+    )
 
     @property
     def outline(self) -> Outline:

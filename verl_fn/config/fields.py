@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import json
+import operator
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
@@ -20,13 +22,104 @@ class RangeError(ValueError):
     """Raised for a value out of range; the arguments are the field's name and a message."""
 
 
-def opt(default: Any, doc: str, *checks: Callable[..., Any]) -> Any:
+@attrs.frozen
+class Condition:
+    """Says when a key has an effect.
+
+    Attributes:
+        unmet: from the table with the key, the table's dotted name with a dot, and the whole config to the reason why
+            the key has no effect there; an empty string if it has one.
+        label: the condition in front of the key's documentation, or an empty string.
+    """
+
+    unmet: Callable[[Any, str, Any], str]
+    label: str = ""
+
+
+def given(key: str, *values: object, label: str | None = None) -> Condition:
+    """Returns the condition that another key has one of ``values``; without ``values``, that it is set.
+
+    Args:
+        key: a key of the same table, or the dotted key of another one.
+        values: what it may be.
+        label: in front of the documentation; by default the values, if there are at most three.
+
+    Example:
+        >>> given("use_kl_loss").unmet(type("Table", (), {"use_kl_loss": False}), "algorithm.", None)
+        'without algorithm.use_kl_loss'
+    """
+
+    def unmet(table: Any, prefix: str, cfg: Any) -> str:
+        name, value = _key_and_value(key, table, prefix, cfg)
+        if value in values if values else value:
+            return ""
+        if len(values) > 1:
+            return _with(name, value)
+        return f"without {name}" + "".join(f" = {json.dumps(wanted)}" for wanted in values)
+
+    return Condition(unmet, (", ".join(map(str, values)) if len(values) < 4 else "") if label is None else label)
+
+
+def unless(key: str, *values: object) -> Condition:
+    """Returns the condition that another key has none of ``values``; without ``values``, that it is not set.
+
+    Example:
+        >>> unless("type", "fixed").unmet(type("Table", (), {"type": "fixed"}), "kl_ctrl.", None)
+        'with kl_ctrl.type = "fixed"'
+    """
+
+    def unmet(table: Any, prefix: str, cfg: Any) -> str:
+        name, value = _key_and_value(key, table, prefix, cfg)
+        if values:
+            return _with(name, value) if value in values else ""
+        return f"with {name}" if value else ""
+
+    return Condition(unmet)
+
+
+def provided(test: Callable[[Any, Any], object], otherwise: str) -> Condition:
+    """Returns the condition that a function of the key's table and of the whole config is true.
+
+    Args:
+        test: the function.
+        otherwise: why the key has no effect if the function is false; may have values such as ``{cfg.data.task}``.
+
+    Example:
+        >>> provided(lambda table, cfg: table > cfg, "above {cfg}").unmet(1, "", 3)
+        'above 3'
+    """
+    return Condition(lambda table, prefix, cfg: "" if test(table, cfg) else otherwise.format(cfg=cfg))
+
+
+def _key_and_value(key: str, table: Any, prefix: str, cfg: Any) -> tuple[str, Any]:
+    if "." in key:
+        return key, operator.attrgetter(key)(cfg)
+    return prefix + key, getattr(table, key)
+
+
+def _with(name: str, value: object) -> str:
+    return f"without {name}" if value is None else f"with {name} = {json.dumps(value)}"
+
+
+When: TypeAlias = Condition | tuple[Condition, ...]
+"""Conditions that must all hold for a key to have an effect."""
+
+
+def about(doc: str, when: When = ()) -> dict[str, Any]:
+    """Returns the metadata of a field: its documentation, and when it has an effect."""
+    conditions = when if isinstance(when, tuple) else (when,)
+    labels = ", ".join(condition.label for condition in conditions if condition.label)
+    return {"doc": f"{labels}: {doc}" if labels else doc, "when": conditions}
+
+
+def opt(default: Any, doc: str, *checks: Callable[..., Any], when: When = ()) -> Any:
     """Declares a field with a default, a line of documentation, and checks of its range.
 
     Args:
         default: the default value.
         doc: the documentation that ``verl-fn config`` prints.
         checks: attrs validators. They are not applied to None.
+        when: when the field has an effect; a value that has none is noted before a run.
     """
 
     def check(instance: Any, attribute: Any, value: Any) -> None:
@@ -36,7 +129,7 @@ def opt(default: Any, doc: str, *checks: Callable[..., Any]) -> Any:
             except ValueError as error:
                 raise RangeError(attribute.name, str(error.args[0])) from error
 
-    return attrs.field(default=default, validator=check, metadata={"doc": doc})
+    return attrs.field(default=default, validator=check, metadata=about(doc, when))
 
 
 def home(value: Any) -> Any:
@@ -71,13 +164,14 @@ def check_path(value: str) -> str:
     return value
 
 
-def paths(default: Any, doc: str, *, required: bool = False) -> Any:
+def paths(default: Any, doc: str, *, required: bool = False, when: When = ()) -> Any:
     """Declares a field of one or several paths.
 
     Args:
         default: the default value.
         doc: the documentation that ``verl-fn config`` prints.
         required: whether an empty path is an error.
+        when: when the field has an effect.
     """
 
     def check(instance: Any, attribute: Any, value: Any) -> None:
@@ -89,7 +183,7 @@ def paths(default: Any, doc: str, *, required: bool = False) -> Any:
         if required and not value:
             raise RangeError(attribute.name, "must not be empty")
 
-    return attrs.field(default=default, converter=home, validator=check, metadata={"doc": doc})
+    return attrs.field(default=default, converter=home, validator=check, metadata=about(doc, when))
 
 
 def all_or_some(instance: Any, attribute: Any, value: int) -> None:
@@ -136,18 +230,19 @@ def each_below_one(instance: Any, attribute: Any, values: tuple[float, ...]) -> 
         raise ValueError(f"must be at least 0 and below 1 (got {list(values)})")
 
 
-def free(doc: str) -> Any:
+def free(doc: str, when: When = ()) -> Any:
     """Declares a table of keys that are checked where they are used.
 
     Args:
         doc: the documentation that ``verl-fn config`` prints.
+        when: when the table has an effect.
     """
-    return attrs.field(factory=dict, metadata={"doc": doc})
+    return attrs.field(factory=dict, metadata=about(doc, when))
 
 
-def sub(cls: type) -> Any:
-    """Declares a nested table."""
-    return attrs.field(factory=cls)
+def sub(cls: type, when: When = ()) -> Any:
+    """Declares a nested table; ``when`` says when it has an effect."""
+    return attrs.field(factory=cls, metadata=about("", when))
 
 
 MOST = 1e6  # upper limit of factors and ranges, far beyond any useful value; much larger ones would overflow

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import attrs
-
-from .algorithms import DAPO, Distill, LearnsFrom, PolicyOptimization
+from .algorithms import DAPO, Distill, LearnsFrom
 from .fields import ConfigError
 from .schema import Config
 
@@ -60,20 +56,3 @@ def check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
             f"{lag} lets engines sample while the trainer learns, and rollout.placement = colocated lets them share "
             "a GPU; set rollout.placement=apart, or driver.max_lag=0"
         )
-
-
-def corrected(cfg: Config) -> Any:
-    """Returns the options of the config's algorithm, with ``rollout_is`` turned on where weights that draw are older.
-
-    An algorithm of the user decides itself how it corrects.
-
-    Example:
-        >>> from verl_fn.config import load
-        >>> cfg = load(overrides=["driver.max_lag=1"])
-        >>> corrected(cfg).rollout_is, corrected(load()).rollout_is
-        ('token', None)
-    """
-    options = cfg.algorithm.options
-    if cfg.driver.max_lag > 0 and isinstance(options, PolicyOptimization) and options.rollout_is is None:
-        return attrs.evolve(options, rollout_is="token")
-    return options

@@ -13,11 +13,11 @@ from typing import Any
 import attrs
 
 from .adapters import Adapters, adapters_of, published_alone
-from .algorithms import BUILT_IN, LearnsFrom, Outline, Role, uses_critic
+from .algorithms import LearnsFrom, Outline, PolicyOptimization, Role, uses_critic
 from .fields import ConfigError
-from .lag import check_lag, corrected
+from .lag import check_lag
 from .loading import to_table
-from .names import OWN_PARTS, is_reference, load_object
+from .names import OWN_PARTS, is_reference
 from .paths import with_absolute_paths
 from .schema import (
     Config,
@@ -31,7 +31,7 @@ from .schema import (
 )
 from .scoring import EnvConfig, RewardConfig
 from .tables import Table
-from .tasks import with_own_env, with_own_scorer
+from .tasks import SCORER, reasoning_names, verifiers_name
 from .trained import FsdpConfig, MegatronConfig, OptimConfig, TrainedConfig
 
 
@@ -220,7 +220,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         ['actor', 'critic', 'reference']
     """
     cfg = with_absolute_paths(cfg, folder or Path.cwd())
-    shape = outline(cfg)
+    shape = cfg.algorithm.outline
     check_lag(cfg, shape.learns_from)
     if cfg.rollout.n < shape.min_n:
         raise ConfigError(
@@ -237,11 +237,10 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         raise ConfigError(f"{cfg.algorithm.name} has no role 'actor'; it is the policy that is sampled and saved")
     model = cfg.model.path or str(Path(cfg.trainer.dir) / "new_model")
     names = role_names(cfg)
-    r, d = cfg.rollout, cfg.data
-    task = "" if d.train_files or d.val_files else d.task
+    used, r, d = completed(cfg), cfg.rollout, cfg.data
     return Plan(
         algorithm=cfg.algorithm.name,
-        options=corrected(cfg),
+        options=used.algorithm.options,
         learns_from=shape.learns_from,
         needs_reward=shape.needs_reward,
         roles={name: _role_plan(cfg, shape, name, model) for name in names},
@@ -251,13 +250,38 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         new_model=None if cfg.model.path else cfg.model.new,
         trainer=cfg.trainer,
         data=d,
-        env=with_own_env(cfg.env, task),
-        reward=with_own_scorer(cfg.reward, task, cfg.env),
+        env=used.env,
+        reward=used.reward,
         driver=cfg.driver,
         ray=cfg.ray,
         code=_code(cfg),
         table=to_table(cfg),
     )
+
+
+def completed(cfg: Config) -> Config:
+    """Returns the config with what its settings imply: the task's own environment and scorer, and ``rollout_is``.
+
+    With ``driver.max_lag``, older weights draw the tokens, so ``rollout_is`` is turned on. An algorithm of the user
+    decides itself how it corrects.
+
+    Example:
+        >>> from verl_fn.config import load
+        >>> completed(load(overrides=["driver.max_lag=1"])).algorithm.options.rollout_is
+        'token'
+        >>> completed(load(overrides=["data.task=verifiers:my_env"])).env.name
+        'verifiers:my_env'
+    """
+    task = "" if cfg.data.from_files else cfg.data.task
+    env, reward, algorithm = cfg.env, cfg.reward, cfg.algorithm
+    if verifiers_name(task):
+        env = attrs.evolve(env, name=task)
+    if reasoning_names(task) and not (reward.by_user or env.name):
+        reward = attrs.evolve(reward, functions=(SCORER,))
+    options = algorithm.options
+    if cfg.driver.max_lag > 0 and isinstance(options, PolicyOptimization) and options.rollout_is is None:
+        algorithm = attrs.evolve(algorithm, options=attrs.evolve(options, rollout_is="token"))
+    return attrs.evolve(cfg, env=env, reward=reward, algorithm=algorithm)
 
 
 def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
@@ -278,20 +302,6 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     return attrs.evolve(training, roles={"actor": actor}, copies={}, rollout=rollout, ray=ray)
 
 
-def outline(cfg: Config) -> Outline:
-    """Returns the outline of the config's algorithm; an algorithm of the user is made for it.
-
-    Raises:
-        ConfigError: the user's function cannot be imported, or does not return an Algorithm.
-    """
-    name, options = cfg.algorithm.name, cfg.algorithm.options
-    made = options if name in BUILT_IN else load_object(name, "algorithm.name")(options)
-    if not isinstance(found := getattr(made, "outline", None), Outline):
-        kind = type(made).__name__
-        raise ConfigError(f"algorithm.name: {name} returned a {kind}, where an Algorithm is expected")
-    return found
-
-
 def role_names(cfg: Config) -> tuple[str, ...]:
     """Returns the roles that have workers of their own; with LoRA a frozen copy of another role has none.
 
@@ -299,7 +309,7 @@ def role_names(cfg: Config) -> tuple[str, ...]:
         >>> role_names(Config())
         ('actor', 'critic')
     """
-    roles = outline(cfg).roles
+    roles = cfg.algorithm.outline.roles
     return tuple(
         name for name, role in roles.items() if role.copy_of is None or not _table(cfg, roles, name)[1].lora_rank
     )

@@ -8,9 +8,23 @@ from typing import Any
 import attrs
 from attrs.validators import ge, gt, le
 
-from .algorithms import PPO, OverlongBuffer, PolicyOptimization
-from .fields import MOST, ConfigError, all_or_some, each_in, free, is_date, one_of, opt, paths, sub
-from .names import is_reference
+from .algorithms import BUILT_IN, PPO, Outline, OverlongBuffer, PolicyOptimization, uses_critic
+from .fields import (
+    MOST,
+    ConfigError,
+    all_or_some,
+    each_in,
+    free,
+    given,
+    is_date,
+    one_of,
+    opt,
+    paths,
+    provided,
+    sub,
+    unless,
+)
+from .names import is_reference, load_object
 from .scoring import EnvConfig, RewardConfig
 from .tasks import each_above_zero, is_task, reasoning_names, verifiers_name
 from .trained import ActorConfig, CriticConfig
@@ -24,6 +38,13 @@ TAKEN_BY_TEMPLATES = frozenset(
         *("return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "strftime_now"),
     )
 )
+VLLM, COLOCATED, OVER_RAY = given("name", "vllm"), given("placement", "colocated"), unless("driver.kind", "local")
+SAMPLING = provided(
+    lambda o, cfg: cfg.algorithm.outline.learns_from == "samples", 'with algorithm.name = "{cfg.algorithm.name}"'
+)
+WANDB = provided(lambda o, cfg: "wandb" in o.logger, "without wandb in trainer.logger")
+IS_READ = provided(lambda o, cfg: o.is_read, "without data.train_files")
+FROM_FILES = provided(lambda o, cfg: o.from_files, "without data.train_files")
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
 
 
@@ -44,16 +65,19 @@ class RolloutConfig:
     name: str = opt(
         "sampler", "the rollout engine: sampler, which needs nothing else, or vllm", one_of(*ROLLOUT_ENGINES)
     )
-    n: int = opt(1, "responses per prompt", ge(1))
-    temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST))
-    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some)
-    top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))
+    n: int = opt(1, "responses per prompt", ge(1), when=SAMPLING)
+    temperature: float = opt(1.0, "sampling temperature", gt(0), le(MOST), when=SAMPLING)
+    top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some, when=SAMPLING)
+    top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1), when=SAMPLING)
     slots: int = opt(64, "rows decoded at once by each engine", ge(1), le(2**20))
-    engines: int = opt(1, "engines that share the prompts of a step; more than one need Ray", ge(1), le(4096))
+    engines: int = opt(
+        1, "engines that share the prompts of a step; more than one need Ray", ge(1), le(4096), when=OVER_RAY
+    )
     placement: str = opt(
         "colocated",
         "colocated: engines share the training ranks' GPUs; apart: each has a GPU of its own if there are GPUs",
         one_of("colocated", "apart"),
+        when=OVER_RAY,
     )
     dtype: str | None = opt(
         None,
@@ -73,26 +97,29 @@ class RolloutConfig:
     max_restarts: int = opt(
         3, "restarts of an engine over Ray that dies or hangs and answers nothing in between; 0 ends the run", ge(0)
     )
-    tensor_parallel_size: int = opt(1, "vllm: GPUs that share a model, for engines placed apart", ge(1), le(64))
+    tensor_parallel_size: int = opt(1, "GPUs that share a model, for engines placed apart", ge(1), le(64), when=VLLM)
     gpu_memory_utilization: float = opt(
-        0.5, "vllm: share of a GPU's memory for weights, cache and computation", gt(0), le(1)
+        0.5, "share of a GPU's memory for weights, cache and computation", gt(0), le(1), when=VLLM
     )
     free_cache_engine: bool = opt(
-        True, "vllm, colocated: free the engine's weights and cache while the ranks that share its GPU compute"
+        True,
+        "free the engine's weights and cache while the ranks that share its GPU compute",
+        when=(VLLM, COLOCATED),
     )
     offload_trainer: bool | None = opt(
         None,
-        "vllm, colocated: keep parameters and moments on the CPU while the engine generates; by default where they "
-        "do not fit beside the engine",
+        "keep parameters and moments on the CPU while the engine generates; by default where they do not fit beside "
+        "the engine",
+        when=(VLLM, COLOCATED, given("free_cache_engine")),
     )
-    enforce_eager: bool = opt(False, "vllm: run without CUDA graphs and compiler, which start faster")
+    enforce_eager: bool = opt(False, "run without CUDA graphs and compiler, which start faster", when=VLLM)
     adapters: str = opt(
         "merged",
-        "vllm, with actor.lora_rank: publish adapters merged into the weights, or alone after one publication of "
-        "the model",
+        "publish adapters merged into the weights, or alone after one publication of the model",
         one_of("merged", "alone"),
+        when=(VLLM, given("actor.lora_rank", label="with actor.lora_rank")),
     )
-    engine_kwargs: Mapping[str, Any] = free("vllm: a table of further arguments of its EngineArgs")
+    engine_kwargs: Mapping[str, Any] = free("a table of further arguments of its EngineArgs", when=VLLM)
     val_kwargs: ValConfig = sub(ValConfig)
 
 
@@ -105,13 +132,20 @@ class DataConfig:
         "generated task, used if train_files is empty, sets of Reasoning Gym as reasoning_gym:SET,SET, or an "
         "environment of the package verifiers with its datasets, as verifiers:NAME",
         is_task,
+        when=unless("train_files"),
     )
-    task_options: Mapping[str, Any] = free("reasoning_gym: a table of each set's options, by the set's name")
+    task_options: Mapping[str, Any] = free(
+        "reasoning_gym: a table of each set's options, by the set's name",
+        when=provided(lambda o, cfg: o.sets, "without data.task = reasoning_gym:SET"),
+    )
     weights: tuple[float, ...] = opt(
         (),
         "the share of each of data.train_files among prompts, by default that of its rows; or of each set of "
         "reasoning_gym, by default the same for all",
         each_above_zero,
+        when=provided(
+            lambda o, cfg: o.sets or o.train_files, "without data.train_files or data.task = reasoning_gym:SET"
+        ),
     )
     train_files: tuple[str, ...] = paths(
         (),
@@ -127,10 +161,13 @@ class DataConfig:
     max_response_length: int = opt(
         16, "longest response in tokens, including the end token; with env.name, all that follows the prompt", ge(1)
     )
-    prompt_key: str = opt("prompt", "the files' column of prompts, which are chat messages or strings")
+    prompt_key: str = opt(
+        "prompt", "the files' column of prompts, which are chat messages or strings", when=FROM_FILES
+    )
     chat_template_kwargs: Mapping[str, Any] = free(
         "a table of arguments of the chat template, such as enable_thinking; rows of files add their own in a column "
-        "of this name"
+        "of this name",
+        when=provided(lambda o, cfg: o.is_read or o.sets or cfg.env.name, "without data.train_files or env.name"),
     )
     date: str | None = opt(
         None,
@@ -142,22 +179,42 @@ class DataConfig:
         (),
         "functions that make rows of other columns into verl's: FILE.py:NAME or MODULE:NAME, such as "
         "verl_fn.data.converters:gsm8k",
+        when=FROM_FILES,
     )
     stream: bool = opt(
         False,
         "read the rows of training data sets when a step needs them, rather than all at the start; their prompts and "
         "rewards are then checked in that step",
+        when=given("train_files"),
     )
     filter_overlong_prompts: bool = opt(
-        False, "leave out prompts that are too long; otherwise they end the run, or data.truncation cuts them"
+        False,
+        "leave out prompts that are too long; otherwise they end the run, or data.truncation cuts them",
+        when=provided(lambda o, cfg: o.is_read or o.sets, "without data.train_files"),
     )
     truncation: str = opt(
         "error",
         "prompts longer than data.max_prompt_length: error ends the run, left keeps their end, right their start, "
         "and middle half of it from each side",
         one_of("error", "left", "right", "middle"),
+        when=(unless("filter_overlong_prompts"), IS_READ),
     )
-    shuffle: bool = opt(True, "draw a new order of the files' rows in every epoch")
+    shuffle: bool = opt(True, "draw a new order of the files' rows in every epoch", when=IS_READ)
+
+    @property
+    def from_files(self) -> bool:
+        """Returns whether problems are read from files of the user, training or held-out ones."""
+        return bool(self.train_files or self.val_files)
+
+    @property
+    def sets(self) -> tuple[str, ...]:
+        """Returns the sets of Reasoning Gym that problems are generated from."""
+        return () if self.from_files else reasoning_names(self.task)
+
+    @property
+    def is_read(self) -> bool:
+        """Returns whether problems are rows of files, or of the datasets that an environment brings."""
+        return self.from_files or bool(verifiers_name(self.task))
 
     def __attrs_post_init__(self) -> None:
         sets = reasoning_names(self.task)
@@ -198,7 +255,7 @@ class ModelConfig:
         "rows apart in its attention; megatron has its own",
         one_of("auto", "packed", "padded"),
     )
-    new: NewModelConfig = sub(NewModelConfig)
+    new: NewModelConfig = sub(NewModelConfig, when=unless("path"))
 
 
 @attrs.frozen(kw_only=True)
@@ -229,18 +286,33 @@ class DriverConfig:
 class RayConfig:
     """The Ray driver."""
 
-    ranks: int = opt(1, "training processes, each with a GPU if there are GPUs", ge(1), le(4096))
+    ranks: int = opt(1, "training processes, each with a GPU if there are GPUs", ge(1), le(4096), when=OVER_RAY)
     separate: tuple[str, ...] = opt(
         (),
         "roles that train in ray.ranks processes of their own; all other roles share processes",
         each_in("critic", "reference"),
+        when=OVER_RAY,
     )
-    address: str = opt("", "a running cluster to use: auto, or host:port; if empty, one is started")
-    runtime_env: str = paths("", "YAML file with Ray's runtime environment for the workers")
+    address: str = opt("", "a running cluster to use: auto, or host:port; if empty, one is started", when=OVER_RAY)
+    runtime_env: str = paths("", "YAML file with Ray's runtime environment for the workers", when=OVER_RAY)
     placement: str = opt(
-        "PACK", "how Ray places the ranks on nodes", one_of("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
+        "PACK",
+        "how Ray places the ranks on nodes",
+        one_of("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"),
+        when=OVER_RAY,
     )
-    timeout: float = opt(600.0, "seconds after which a rank that others wait for counts as hung", gt(0), le(MOST))
+    timeout: float = opt(
+        600.0,
+        "seconds after which a rank that others wait for counts as hung",
+        gt(0),
+        le(MOST),
+        when=provided(
+            lambda o, cfg: (
+                cfg.driver.kind == "ray" or {cfg.actor.strategy, cfg.critic.strategy} & {"fsdp", "megatron"}
+            ),
+            'with driver.kind = "local"',
+        ),
+    )
 
 
 @attrs.frozen(kw_only=True)
@@ -260,7 +332,10 @@ class TrainerConfig:
     resume_from_path: str | None = paths(None, "checkpoint of this or another run to start from (a fork)")
     stop_at: float | None = opt(None, "end the run when the held-out stop_metric reaches this", ge(-MOST), le(MOST))
     stop_metric: str = opt(
-        "acc", "acc, the share of right answers, or reward; means over all held-out answers", one_of("acc", "reward")
+        "acc",
+        "acc, the share of right answers, or reward; means over all held-out answers",
+        one_of("acc", "reward"),
+        when=unless("stop_at", None),
     )
     log_freq: int = opt(1, "steps between lines on the screen", ge(1))
     logger: tuple[str, ...] = opt(
@@ -268,8 +343,8 @@ class TrainerConfig:
         "loggers beside metrics.jsonl: tensorboard, wandb; console is always on",
         each_in("console", "tensorboard", "wandb"),
     )
-    project_name: str = opt("verl_fn", "wandb's project")
-    experiment_name: str = opt("", "the run's name in wandb, by default the folder's name")
+    project_name: str = opt("verl_fn", "wandb's project", when=WANDB)
+    experiment_name: str = opt("", "the run's name in wandb, by default the folder's name", when=WANDB)
     log_val_generations: int = opt(8, "held-out answers of each evaluation to log, for the report", ge(0))
     rollout_data_dir: str | None = paths(None, "write each step's training responses as text to STEP.jsonl there")
     journal: str = opt(
@@ -294,6 +369,19 @@ class AlgorithmTable:
     name: str = "ppo"
     options: Any = attrs.field(factory=PPO)
 
+    @property
+    def outline(self) -> Outline:
+        """Returns what the algorithm asks of a run; an algorithm of the user is made for it.
+
+        Raises:
+            ConfigError: the user's function cannot be imported, or does not return an Algorithm.
+        """
+        made = self.options if self.name in BUILT_IN else load_object(self.name, "algorithm.name")(self.options)
+        if not isinstance(found := getattr(made, "outline", None), Outline):
+            kind = type(made).__name__
+            raise ConfigError(f"algorithm.name: {self.name} returned a {kind}, where an Algorithm is expected")
+        return found
+
 
 @attrs.frozen(kw_only=True)
 class Config:
@@ -309,7 +397,13 @@ class Config:
     model: ModelConfig = sub(ModelConfig)
     algorithm: AlgorithmTable = sub(AlgorithmTable)
     actor: ActorConfig = sub(ActorConfig)
-    critic: CriticConfig = sub(CriticConfig)
+    critic: CriticConfig = sub(
+        CriticConfig,
+        when=provided(
+            lambda o, cfg: any(uses_critic(*item) for item in cfg.algorithm.outline.roles.items()),
+            'with algorithm.name = "{cfg.algorithm.name}"',
+        ),
+    )
     rollout: RolloutConfig = sub(RolloutConfig)
     env: EnvConfig = sub(EnvConfig)
     reward: RewardConfig = sub(RewardConfig)

@@ -9,8 +9,11 @@ from typing import Any
 import attrs
 from attrs.validators import ge, gt, le
 
-from .fields import MOST, ConfigError, free, one_of, opt, paths
+from .fields import MOST, ConfigError, free, given, one_of, opt, paths, provided
 from .judging import PATTERN, PROMPT, has_a_group, has_response, is_address
+
+BY_FUNCTIONS, BY_JUDGE, IN_TURNS = given("functions"), given("url", label="judge"), given("name")
+ASKED = (BY_JUDGE, given("api", "chat", label=""))
 
 # What a reward function is given for each response, or for all of a batch.
 GIVEN = frozenset(
@@ -25,37 +28,56 @@ class RewardConfig:
     functions: tuple[str, ...] = paths(
         (), "rewards as module:function or FILE.py:function; if empty, the rule of the data source"
     )
-    weights: tuple[float, ...] = opt((), "weight of each function, by default 1")
+    weights: tuple[float, ...] = opt((), "weight of each function, by default 1", when=BY_FUNCTIONS)
     arguments: Mapping[str, Any] = free(
-        "a table of further keyword arguments of the functions; each gets the ones that it has parameters for"
+        "a table of further keyword arguments of the functions; each gets the ones that it has parameters for",
+        when=BY_FUNCTIONS,
     )
-    timeout: float = opt(30.0, "seconds that one call of a function, or a judge's reply, may take", gt(0), le(MOST))
-    num_workers: int = opt(1, "processes that run the functions", ge(1), le(4096))
-    env: tuple[str, ...] = opt((), "environment variables that the functions get, such as the key of a judge's API")
+    timeout: float = opt(
+        30.0,
+        "seconds that one call of a function, or a judge's reply, may take",
+        gt(0),
+        le(MOST),
+        when=provided(lambda o, cfg: o.by_user, "without reward.functions or reward.url"),
+    )
+    num_workers: int = opt(1, "processes that run the functions", ge(1), le(4096), when=BY_FUNCTIONS)
+    env: tuple[str, ...] = opt(
+        (), "environment variables that the functions get, such as the key of a judge's API", when=BY_FUNCTIONS
+    )
     url: str = opt("", "API of a judge, such as http://localhost:8000/v1, as the reward", is_address)
     api: str = opt(
         "chat",
-        "judge: what is at its address: chat, a language model that is asked; pooling, a reward model that vLLM "
-        "serves and that scores the tokens of a response with its prompt",
+        "what is at its address: chat, a language model that is asked; pooling, a reward model that vLLM serves and "
+        "that scores the tokens of a response with its prompt",
         one_of("chat", "pooling"),
+        when=BY_JUDGE,
     )
-    model: str = opt("", "judge: the name of its model")
+    model: str = opt("", "the name of its model", when=BY_JUDGE)
     prompt: str = opt(
-        PROMPT, "judge: what it is asked; {prompt}, {response} and {ground_truth} are replaced", has_response
+        PROMPT,
+        "what it is asked; {prompt}, {response} and {ground_truth} are replaced",
+        has_response,
+        when=ASKED,
     )
     pattern: str = opt(
-        PATTERN, "judge: regular expression whose first group is the score; its last match in a reply counts",
+        PATTERN,
+        "regular expression whose first group is the score; its last match in a reply counts",
         has_a_group,
-    )  # fmt: skip
+        when=ASKED,
+    )
     unreadable_score: float = opt(
-        0.0, "judge: the score of a response where the reply has none; these are counted", ge(-MOST), le(MOST)
+        0.0,
+        "the score of a response where the reply has none; these are counted",
+        ge(-MOST),
+        le(MOST),
+        when=ASKED,
     )
     retries: int = opt(
-        3, "judge: further attempts where it is not reached, late, overloaded or broken", ge(0), le(100)
+        3, "further attempts where it is not reached, late, overloaded or broken", ge(0), le(100), when=BY_JUDGE
     )
-    concurrency: int = opt(16, "judge: most requests at a time", ge(1), le(1024))
-    api_key_env: str = opt("", "judge: the environment variable with the key of its API, if it needs one")
-    offline: bool = opt(False, "judge: take replies from judge.jsonl in trainer.dir alone, as a replay does")
+    concurrency: int = opt(16, "most requests at a time", ge(1), le(1024), when=BY_JUDGE)
+    api_key_env: str = opt("", "the environment variable with the key of its API, if it needs one", when=BY_JUDGE)
+    offline: bool = opt(False, "take replies from judge.jsonl in trainer.dir alone, as a replay does", when=BY_JUDGE)
 
     def __attrs_post_init__(self) -> None:
         if self.url and self.functions:
@@ -85,14 +107,23 @@ class EnvConfig:
     """The environment that the policy talks to in several turns."""
 
     name: str = paths("", "class as FILE.py:NAME or MODULE:NAME; if empty, a response ends a problem")
-    arguments: Mapping[str, Any] = free("a table of keyword arguments of the class")
+    arguments: Mapping[str, Any] = free("a table of keyword arguments of the class", when=IN_TURNS)
     python: str = paths(
-        "", "interpreter of the processes with environments, if their packages differ from the trainer's"
+        "",
+        "interpreter of the processes with environments, if their packages differ from the trainer's",
+        when=IN_TURNS,
     )
-    max_turns: int = opt(8, "most replies of a conversation", ge(1), le(10_000))
+    max_turns: int = opt(8, "most replies of a conversation", ge(1), le(10_000), when=IN_TURNS)
     max_turn_length: int | None = opt(
-        None, "longest reply in tokens, with its end token; by default data.max_response_length", ge(1)
+        None,
+        "longest reply in tokens, with its end token; by default data.max_response_length",
+        ge(1),
+        when=IN_TURNS,
     )
-    timeout: float = opt(30.0, "seconds that one call of the environment may take", gt(0), le(MOST))
-    num_workers: int = opt(1, "processes with environments beside each rollout engine", ge(1), le(4096))
-    variables: tuple[str, ...] = opt((), "environment variables that these processes get, such as the key of an API")
+    timeout: float = opt(30.0, "seconds that one call of the environment may take", gt(0), le(MOST), when=IN_TURNS)
+    num_workers: int = opt(
+        1, "processes with environments beside each rollout engine", ge(1), le(4096), when=IN_TURNS
+    )
+    variables: tuple[str, ...] = opt(
+        (), "environment variables that these processes get, such as the key of an API", when=IN_TURNS
+    )

@@ -13,7 +13,7 @@ from verl_fn.errors import did_you_mean
 
 from .fields import MOST
 from .names import absolute
-from .scoring import EnvConfig, RewardConfig
+from .scoring import EnvConfig
 
 TASK_NAMES = ("count", "reverse", "countdown", "calculator", "guess_number")
 REASONING_GYM = "reasoning_gym:"
@@ -62,37 +62,6 @@ def each_above_zero(instance: Any, attribute: Any, values: tuple[float, ...]) ->
     """Validates that each of several numbers is above 0 and not too large."""
     if not all(0 < value <= MOST for value in values):
         raise ValueError(f"must be above 0 and at most {MOST:g} (got {list(values)})")
-
-
-def with_own_scorer(reward: RewardConfig, task: str, env: EnvConfig) -> RewardConfig:
-    """Returns the table of rewards, with the scorer of Reasoning Gym for its sets where nothing else scores.
-
-    Args:
-        reward: the config's ``[reward]`` table.
-        task: the task whose problems are answered; empty for problems of files.
-        env: the config's ``[env]`` table.
-
-    Example:
-        >>> with_own_scorer(RewardConfig(), "reasoning_gym:chain_sum", EnvConfig()).functions
-        ('verl_fn.scores:reasoning_gym',)
-    """
-    if not reasoning_names(task) or reward.by_user or env.name:
-        return reward
-    return attrs.evolve(reward, functions=(SCORER,))
-
-
-def with_own_env(env: EnvConfig, task: str) -> EnvConfig:
-    """Returns the table of environments, with the environment of a task that brings one.
-
-    Args:
-        env: the config's ``[env]`` table.
-        task: the task whose problems are answered; empty for problems of files.
-
-    Example:
-        >>> with_own_env(EnvConfig(), "verifiers:my_env").name, with_own_env(EnvConfig(), "reverse").name
-        ('verifiers:my_env', '')
-    """
-    return attrs.evolve(env, name=task) if verifiers_name(task) else env
 
 
 def absolute_task(task: str, folder: Path) -> str:

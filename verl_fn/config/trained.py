@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 from attrs.validators import ge, gt, le
 
-from .fields import MOST, each_below_one, free, one_of, opt, paths, sub
+from .fields import MOST, each_below_one, free, given, one_of, opt, paths, sub, unless
 
 
 @attrs.frozen(kw_only=True)
@@ -27,9 +27,18 @@ class OptimConfig:
         "them, and verl's key counts steps",
         ge(0),
     )
-    min_lr_ratio: float = opt(0.0, "share of the learning rate left at the end of a decay", ge(0), le(1))
+    min_lr_ratio: float = opt(
+        0.0,
+        "share of the learning rate left at the end of a decay",
+        ge(0),
+        le(1),
+        when=unless("lr_scheduler_type", "constant"),
+    )
     lr_decay_steps: int | None = opt(
-        None, "the update at which a decay ends, counted from the first; by default the role's last update", ge(1)
+        None,
+        "the update at which a decay ends, counted from the first; by default the role's last update",
+        ge(1),
+        when=unless("lr_scheduler_type", "constant"),
     )
     decay_biases_and_norms: bool = opt(
         True, "weight decay also of parameters with one dimension; Megatron's optimizer exempts these"
@@ -86,8 +95,8 @@ class TrainedConfig:
 
     optim: OptimConfig = sub(OptimConfig)
     strategy: str | None = opt("local", "local: one process; fsdp and megatron: over all ranks", one_of(*STRATEGIES))
-    fsdp_config: FsdpConfig = sub(FsdpConfig)
-    megatron: MegatronConfig = sub(MegatronConfig)
+    fsdp_config: FsdpConfig = sub(FsdpConfig, when=given("strategy", "fsdp"))
+    megatron: MegatronConfig = sub(MegatronConfig, when=given("strategy", "megatron"))
     ppo_max_token_len_per_gpu: int = opt(16384, "most tokens of a micro-batch; no row may be longer", ge(1))
     dtype: str | None = opt(
         None,
@@ -97,8 +106,12 @@ class TrainedConfig:
     )
     enable_gradient_checkpointing: bool = opt(False, "recompute each layer in the backward pass")
     lora_rank: int = opt(0, "rank of the LoRA adapters; 0 trains all parameters", ge(0), le(2**16))
-    lora_alpha: float = opt(16.0, "adapters are scaled by lora_alpha / lora_rank", gt(0), le(MOST))
-    target_modules: tuple[str, ...] = opt(("all-linear",), "layers that get adapters, by the end of their names")
+    lora_alpha: float = opt(
+        16.0, "adapters are scaled by lora_alpha / lora_rank", gt(0), le(MOST), when=given("lora_rank")
+    )
+    target_modules: tuple[str, ...] = opt(
+        ("all-linear",), "layers that get adapters, by the end of their names", when=given("lora_rank")
+    )
 
 
 @attrs.frozen(kw_only=True)
