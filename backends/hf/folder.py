@@ -28,7 +28,7 @@ from verl_fn.backends.hf.config import (
     refused,
 )
 from verl_fn.backends.hf.lora import Lora, canonical
-from verl_fn.backends.hf.skeleton import Fit, Skeleton
+from verl_fn.backends.hf.skeleton import PADDED, Fit, Skeleton
 from verl_fn.backends.tensor_file import Slices, files_of
 from verl_fn.state import Key, isolated
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 __all__ = [
     "HEADS", "Hollow", "ModelError", "build", "check_same_config", "check_same_model", "check_weights", "hollow",
-    "model_notices", "quiet", "read_config",
+    "model_notices", "pads_rows", "quiet", "read_config",
 ]  # fmt: skip
 
 # What transformers calls the output layers of language models and of classifiers.
@@ -179,13 +179,16 @@ def model_notices(folder: str | Path, head: str, row_layout: str = "auto") -> li
 
 
 @_one_at_a_time
-def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> None:
+def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> Skeleton:
     """Checks that a folder holds the weights of its model, from the names and shapes in its files.
 
     Args:
         folder: a Hugging Face model folder.
         head: ``lm``, or ``value`` for a scalar head; the folder may lack it.
         row_layout: of a micro-batch; see ``build``.
+
+    Returns:
+        The model without its weights.
 
     Raises:
         ModelError: weights are missing, of another shape, or of another model, or a file cannot be read.
@@ -196,6 +199,21 @@ def check_weights(folder: str | Path, head: str, row_layout: str = "auto") -> No
         model, loaded = _loaded(auto, config, folder, options | {"device_map": "meta"})
     skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing=False)
     _check_loaded(skeleton, loaded, new_head, folder)
+    return skeleton
+
+
+def pads_rows(folder: str | Path, head: str, row_layout: str = "auto") -> bool:
+    """Returns whether rows of a folder's model are padded to the longest of their micro-batch.
+
+    Args:
+        folder: a Hugging Face model folder.
+        head: ``lm`` or ``value``.
+        row_layout: as asked for; see ``build``.
+
+    Raises:
+        ModelError: the model cannot be run so.
+    """
+    return _recipe(folder, head, row_layout)[3].layout == PADDED
 
 
 def _loaded(auto: Any, config: Any, folder: str | Path, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -63,6 +63,24 @@ def test_a_check_refuses_what_the_run_would_refuse(tiny, tmp_path, capsys):
     assert "more than actor.ppo_max_token_len_per_gpu = 5" in capsys.readouterr().err
 
 
+def test_a_pair_of_padded_rows_fits_the_budget_or_is_refused(tiny, tmp_path):
+    """A short response is padded to the length of the other one."""
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "ab>", "chosen": "c", "rejected": "abcdefgh" * 3}) + "\n")
+    more = ["algorithm.name=dpo", f"data.train_files={file}", "data.max_prompt_length=8", "data.train_batch_size=1"]
+
+    def lines(budget, layout):
+        budget = f"actor.ppo_max_token_len_per_gpu={budget}"
+        return check_run(tiny_run(tiny, tmp_path, *more, budget, f"model.layout={layout}"))
+
+    # bos, prompt, response and end token: 6 and 29 tokens.
+    assert lines(35, "packed") and lines(35, "auto") and lines(58, "padded")
+    with pytest.raises(ConfigError, match=r"a pair may have 58 tokens \(its longer row twice\), more than .* = 57"):
+        lines(57, "padded")
+    with pytest.raises(ConfigError, match="a pair may have 35 tokens"):
+        lines(34, "auto")
+
+
 def test_a_check_says_where_the_engines_are(tiny, tmp_path):
     for placement, words in (("colocated", "colocated with"), ("apart", "apart from")):
         more = ["driver.kind=ray", "rollout.engines=2", f"rollout.placement={placement}"]
@@ -127,6 +145,16 @@ def mine(tmp_path):
         (["trainer.logger=['wandb']"], "trainer.logger asks for wandb, which is not installed"),
         (["trainer.resume_from_path={}"], "mine.py is not a folder"),
         (["driver.kind=ray", "ray.runtime_env={}"], "ray.runtime_env: .*mine.py is not YAML"),
+        (
+            [
+                "driver.kind=ray",
+                "ray.ranks=2",
+                "actor.strategy=fsdp",
+                "model.layout=padded",
+                "actor.fsdp_config.ulysses_sequence_parallel_size=2",
+            ],
+            "actor.fsdp_config.ulysses_sequence_parallel_size: rows of .* are padded, and ranks cannot share",
+        ),
         (["driver.kind=ray", "ray.address=10.0.0.1"], "ray.address is '10.0.0.1'; it must be auto, or host:port"),
         (["driver.kind=ray", "rollout.name=vllm", "rollout.engine_kwargs.max_seq=9"], "max_seq is no argument of"),
         (["driver.kind=ray", "rollout.name=vllm"], "has heads of width 8, and on a CPU vLLM serves widths of 32, 64"),

@@ -16,9 +16,10 @@ from verl_fn.algorithms import make
 from verl_fn.algorithms.experience import conversations_of
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.experts import experts_of
-from verl_fn.backends.hf.folder import ModelError, check_weights, read_config
+from verl_fn.backends.hf.folder import ModelError, check_weights, pads_rows, read_config
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
+from verl_fn.backends.megatron.fidelity import check_tried
 from verl_fn.backends.megatron.fully_sharded import check_fully_sharded
 from verl_fn.backends.megatron.importing import MegatronMissing, check_installed
 from verl_fn.backends.mock import MockRollout
@@ -76,6 +77,8 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
             )
         if rows.together > role.max_tokens:
             _refuse_budget(role, rows)
+        if rows.padded > role.max_tokens and pads_rows(role.folder, role.head, role.row_layout):
+            _refuse_budget(role, attrs.evolve(rows, together=rows.padded, parts="a pair: its longer row twice"))
 
 
 @attrs.frozen
@@ -86,12 +89,14 @@ class RowLengths:
         sampled: of a row that is sampled.
         trained: of a row that is trained on.
         together: of the rows that are trained on together, such as a pair.
+        padded: of these rows if each is as long as the longest of them.
         parts: what ``together`` consists of.
     """
 
     sampled: int
     trained: int
     together: int
+    padded: int
     parts: str
 
 
@@ -114,15 +119,15 @@ def row_lengths(plan: Plan, source: Source, tokenizer: Any) -> RowLengths:
     opening = data.max_prompt_length if plan.env.name else prompt
     sampled = opening + data.max_response_length
     if plan.learns_from == "samples":
-        return RowLengths(sampled, sampled, sampled, "a row: prompt and data.max_response_length")
+        return RowLengths(sampled, sampled, sampled, sampled, "a row: prompt and data.max_response_length")
     # What the data holds is not limited by data.max_response_length.
     trained = (
         prompt + source.max_answer + 1 if isinstance(source, Task | TaskPairs) else getattr(source, "max_row", 0)
     )
     if plan.learns_from != "pairs":
-        return RowLengths(sampled, trained, trained, "a row: prompt, answer and end token")
+        return RowLengths(sampled, trained, trained, trained, "a row: prompt, answer and end token")
     together = 2 * trained if isinstance(source, TaskPairs) else getattr(source, "max_group", 0)
-    return RowLengths(sampled, trained, together, "a pair: twice prompt, response and end token")
+    return RowLengths(sampled, trained, together, 2 * trained, "a pair: twice prompt, response and end token")
 
 
 def _refuse_budget(role: RolePlan, rows: RowLengths) -> None:
@@ -414,10 +419,20 @@ def check_all_weights(plan: Plan) -> None:
     """Checks that model folders have the weights of their models, whose files are not read to the end.
 
     Raises:
-        ModelError: one has not.
+        ModelError: one has not, or its model has not been run with Megatron.
+        ConfigError: ranks would share padded rows.
     """
-    for model in dict.fromkeys((role.folder, role.head, role.row_layout) for role in plan.roles.values()):
-        check_weights(*model)
+    models = {(role.folder, role.head, role.row_layout): role for role in plan.roles.values()}
+    skeletons = {model: check_weights(*model) for model in models}
+    for role in plan.roles.values():
+        skeleton = skeletons[role.folder, role.head, role.row_layout]
+        if role.strategy == "megatron":
+            check_tried(skeleton, role.folder)
+        elif role.strategy == "fsdp" and skeleton.padded and role.fsdp.ulysses_sequence_parallel_size > 1:
+            raise ConfigError(
+                f"{role.table}.fsdp_config.ulysses_sequence_parallel_size: rows of {role.folder} are padded, and "
+                "ranks cannot share padded rows; set it to 1"
+            )
 
 
 def check_processes(plan: Plan, source: Source) -> Iterator[str]:
