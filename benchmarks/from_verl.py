@@ -17,9 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_fn.config import ConfigError
-from verl_fn.config.loading import structure, to_table
-from verl_fn.config.tables import flat
+from verl_fn.config import ConfigError, flat, structure, to_table
 from verl_fn.from_verl import Settings, Translation, read_settings, translate
 
 # What some scripts ask for.

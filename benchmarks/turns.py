@@ -33,7 +33,7 @@ from verl_fn.backends.local import Local
 from verl_fn.backends.through import Through
 from verl_fn.config import load
 from verl_fn.config.plan import RolloutPlan, make_plan
-from verl_fn.config.scoring import EnvConfig
+from verl_fn.config.schema import EnvConfig
 from verl_fn.driver import build
 from verl_fn.environments.engine import Conversing
 from verl_fn.state import Key, Request, Sample, Sampling

@@ -15,7 +15,7 @@ import pytest
 import verl_fn
 from verl_fn import cli, steps
 from verl_fn.config.algorithms import BUILT_IN
-from verl_fn.config.loading import load
+from verl_fn.config.load import load
 from verl_fn.config.schema import Config
 
 ROOT = Path(__file__).parents[1]

@@ -87,7 +87,7 @@ def loaded(code: str, names: set[str]) -> set[str]:
     ("code", "banned"),
     [
         ("import verl_fn", {"torch", "transformers", "numpy", *HEAVY}),
-        ("import verl_fn.config.loading", {"torch", "transformers", "numpy", *HEAVY}),
+        ("import verl_fn.config.load", {"torch", "transformers", "numpy", *HEAVY}),
         ("import verl_fn.cli", {"torch", "transformers", *HEAVY}),
         ("import verl_fn.state, verl_fn.steps", {"transformers", "torch.distributed.fsdp", *HEAVY}),
         (

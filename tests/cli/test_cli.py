@@ -58,7 +58,7 @@ def test_an_error_is_told_with_its_notes(monkeypatch, capsys):
 
 
 def test_list_has_every_choice_of_the_config(capsys):
-    from verl_fn.config import algorithms, schema, trained
+    from verl_fn.config import algorithms, schema
 
     assert main(["list"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line]
@@ -68,7 +68,7 @@ def test_list_has_every_choice_of_the_config(capsys):
         "estimators": algorithms.GROUP_ESTIMATORS,
         "losses": algorithms.POLICY_LOSSES,
         "aggregation": algorithms.AGGREGATIONS,
-        "training backends": trained.STRATEGIES,
+        "training backends": schema.STRATEGIES,
         "rollout engines": schema.ROLLOUT_ENGINES,
     }.items():
         assert set(choices) <= set(listed[kind])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from verl_fn.cli import main
 from verl_fn.config import Config, ConfigError, flat, keys, load, structure, to_table
-from verl_fn.config.loading import elsewhere
+from verl_fn.config.load import elsewhere
 
 KEYS = sorted(keys())
 TABLES = sorted({key.rsplit(".", 1)[0] for key in KEYS})
@@ -99,7 +99,7 @@ def test_a_table_is_taken_whole_or_refused_with_a_reason(table):
     for key, value in flat(table).items():
         # Some keys hold tables of a user's own.
         assert key in KEYS or any(key.startswith(f"{known}.") for known in KEYS), key
-        # Options of other algorithms are ignored, and reported by verl_fn.config.notes.
+        # Options of other algorithms are ignored, and reported by verl_fn.config.describe.
         ignored = key in elsewhere(type(cfg.algorithm.options))
         assert value is None or ignored or same(value, held[key]), key
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_fn.config import ConfigError, evaluation_plan, load, make_plan, notes
-from verl_fn.config.schema import ValConfig
-from verl_fn.config.trained import CriticOptimConfig, OptimConfig
+from verl_fn.config.schema import CriticOptimConfig, OptimConfig, ValConfig
 from verl_fn.driver import build
 from verl_fn.state import Sampling
 from verl_fn.steps import adamw, chain, clip_by_global_norm, constant, cosine, linear

@@ -12,7 +12,7 @@ import pytest
 
 from verl_fn.backends.megatron.overrides import DECIDED, IMPURE, OF_FOLDER
 from verl_fn.backends.vllm.arguments import KEPT
-from verl_fn.config.tables import flat
+from verl_fn.config.load import flat
 from verl_fn.from_verl import translate
 from verl_fn.from_verl.keys import ENGINE_ARGUMENTS, PROVIDER_FIELDS
 from verl_fn.from_verl.reading import Settings, _resolved

@@ -6,8 +6,7 @@ import pytest
 from judge_server import completion, serving
 
 from verl_fn.config import ConfigError, load, notes
-from verl_fn.config.judging import PATTERN, PROMPT
-from verl_fn.config.scoring import RewardConfig
+from verl_fn.config.schema import PATTERN, PROMPT, RewardConfig
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards import RewardError
 from verl_fn.rewards.judge import Judge, Question, Replies

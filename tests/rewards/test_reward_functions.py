@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from verl_fn.config import ConfigError
-from verl_fn.config.scoring import RewardConfig
+from verl_fn.config.schema import RewardConfig
 from verl_fn.data.tasks import Problem
 from verl_fn.rewards import worker
 from verl_fn.rewards.functions import RewardFunctions

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.config.scoring import RewardConfig
+from verl_fn.config.schema import RewardConfig
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import Problem
 from verl_fn.driver import build

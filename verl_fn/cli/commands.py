@@ -21,9 +21,8 @@ from verl_fn.config import (
     origins,
 )
 from verl_fn.config.algorithms import AGGREGATIONS, BUILT_IN, GROUP_ESTIMATORS, KL_TYPES, POLICY_LOSSES
-from verl_fn.config.loading import algorithm_options
-from verl_fn.config.schema import ROLLOUT_ENGINES
-from verl_fn.config.trained import STRATEGIES
+from verl_fn.config.load import algorithm_options
+from verl_fn.config.schema import ROLLOUT_ENGINES, STRATEGIES
 from verl_fn.errors import UsageError
 from verl_fn.runs.screen import complain, say
 

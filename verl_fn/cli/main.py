@@ -22,7 +22,7 @@ CLOSED = 141  # the exit status of a program that SIGPIPE ends
 
 def path(argument: str) -> str:
     """Reads a path; shells do not expand the ~ in --out=~/x."""
-    from verl_fn.config.fields import check_path, home
+    from verl_fn.config.options import check_path, home
 
     try:
         return check_path(home(argument))

@@ -1,13 +1,25 @@
 """The configuration: its keys, how it is read, and the plan made of it. This package does not import torch."""
 
-from .algorithms import DAPO, DPO, GRPO, PPO, RLOO, SFT, Distill, Outline, Rejection, ReMax, RewardModel, Role
-from .describe import describe, options_lines, origins
-from .fields import ConfigError, given, opt, sub, unless
-from .loading import keys, load, structure, to_table
-from .notes import notes
+from .algorithms import (
+    DAPO,
+    DPO,
+    GRPO,
+    PPO,
+    RLOO,
+    SFT,
+    AlgorithmTable,
+    Distill,
+    Outline,
+    Rejection,
+    ReMax,
+    RewardModel,
+    Role,
+)
+from .describe import describe, notes, options_lines, origins
+from .load import flat, keys, load, structure
+from .options import ConfigError, given, opt, sub, unless
 from .plan import Plan, RolePlan, RolloutPlan, evaluation_plan, make_plan
-from .schema import AlgorithmTable, Config
-from .tables import flat
+from .schema import Config, to_table
 
 __all__ = [
     "DAPO",

@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 import attrs
 from attrs.validators import ge, gt, le, lt
 
-from .fields import MOST, ConfigError, free, given, one_of, opt, paths, provided, sub, unless
-from .names import one_of_or_own
+from .names import load_object, one_of_or_own
+from .options import MOST, ConfigError, free, given, one_of, opt, paths, provided, sub, unless
 
 POLICY_LOSSES = (
     "ppo_clip", "gspo", "sapo", "cispo", "gpg", "dro", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov", "kl_cov",
@@ -502,3 +502,29 @@ BUILT_IN: Mapping[str, type[Any]] = {
     "distill": Distill,
     "rejection": Rejection,
 }
+
+
+@attrs.frozen
+class AlgorithmTable:
+    """The ``[algorithm]`` table: an algorithm's name and its options.
+
+    Attributes:
+        name: a built-in one, such as ``ppo``, or a function of yours as ``FILE.py:NAME`` or ``MODULE:NAME``.
+        options: an instance of the algorithm's options class; its fields are the other keys of the table.
+    """
+
+    name: str = "ppo"
+    options: Any = attrs.field(factory=PPO)
+
+    @property
+    def outline(self) -> Outline:
+        """Returns what the algorithm asks of a run; an algorithm of the user is made for it.
+
+        Raises:
+            ConfigError: the user's function cannot be imported, or does not return an Algorithm.
+        """
+        made = self.options if self.name in BUILT_IN else load_object(self.name, "algorithm.name")(self.options)
+        if not isinstance(found := getattr(made, "outline", None), Outline):
+            kind = type(made).__name__
+            raise ConfigError(f"algorithm.name: {self.name} returned a {kind}, where an Algorithm is expected")
+        return found

@@ -1,19 +1,25 @@
-"""The whole configuration as TOML for people to read: every key with its documentation and its origin."""
+"""The configuration for people to read: every key with its documentation and its origin, and notes about settings.
+
+Notes name settings that are valid but probably a mistake: keys without effect, and models that never learn.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 import tomli_w
 
-from .algorithms import BUILT_IN
-from .loading import raw_table
-from .schema import AlgorithmTable, Config
-from .tables import flat
+from .algorithms import BUILT_IN, PPO, AlgorithmTable, Rejection, uses_critic
+from .load import elsewhere, flat, load, raw_table
+from .options import ConfigError
+from .plan import completed, role_names
+from .schema import Config, to_table
 
 
 def origins(path: str | Path | None = None, overrides: Sequence[str] = ()) -> dict[str, str]:
@@ -84,3 +90,100 @@ def _toml(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{json.dumps(name)} = {_toml(inner)}' for name, inner in value.items())}}}"
     return tomli_w.dumps({"v": value}).removeprefix("v = ").rstrip("\n")
+
+
+def notes(path: str | Path | None, overrides: Sequence[str]) -> list[str]:
+    """Returns a sentence for each key that is set but has no effect, and for settings that are hardly meant.
+
+    A key at its default is not reported as without effect, nor is a key of the file that loses its effect only by an
+    override.
+
+    Example:
+        >>> notes(None, ["algorithm.name=sft", "algorithm.lam=0.9"])
+        ['algorithm.lam has no effect with algorithm.name = "sft"']
+    """
+    cfg = load(path, overrides)
+    sentences = without_effect(cfg, flat(raw_table(None, overrides)))
+    if path is not None:
+        with contextlib.suppress(ConfigError):
+            file_alone = load(path)
+            table = flat(raw_table(path, ()))
+            ignored_in_file = without_effect(file_alone, table)
+            sentences = without_effect(cfg, {key: table[key] for key in ignored_in_file}) | sentences
+    return [*sentences.values(), *_hardly_meant(cfg)]
+
+
+def _hardly_meant(cfg: Config) -> Iterator[str]:
+    """Yields sentences about values that are allowed but leave a model or a file as it is."""
+    options, steps = cfg.algorithm.options, cfg.trainer.total_training_steps
+    if isinstance(options, PPO) and options.critic_warmup >= steps:
+        yield (
+            f"algorithm.critic_warmup = {options.critic_warmup} leaves no step to the actor: "
+            f"trainer.total_training_steps is {steps}"
+        )
+    if isinstance(options, Rejection) and (lag := cfg.driver.max_lag):
+        yield (
+            f"driver.max_lag = {lag} lets rejection learn from answers that weights up to {lag} steps older have "
+            "drawn, and nothing corrects for it"
+        )
+    for name, role in cfg.algorithm.outline.roles.items():
+        table, settings = ("critic", cfg.critic) if uses_critic(name, role) else ("actor", cfg.actor)
+        if role.trained and settings.optim.lr == 0:
+            yield f"{table}.optim.lr is 0: the weights of the {name} stay as they are"
+    ranks, engines = cfg.ray.ranks, cfg.rollout.engines
+    colocated = cfg.driver.kind == "ray" and cfg.rollout.name == "vllm" and cfg.rollout.placement == "colocated"
+    if (
+        colocated
+        and engines < ranks
+        and cfg.algorithm.outline.learns_from == "samples"
+        and cfg.driver.device != "cpu"
+    ):
+        yield f"rollout.engines = {engines} leaves {ranks - engines} of the GPUs of {ranks} ranks without an engine"
+    if cfg.algorithm.outline.learns_from != "samples" and cfg.trainer.journal == "samples":
+        with_name = f'with algorithm.name = "{cfg.algorithm.name}"'
+        yield f'trainer.journal = "samples" keeps digests alone {with_name}, which samples nothing'
+
+
+def without_effect(cfg: Config, settings: dict[str, Any]) -> dict[str, str]:
+    """Returns a sentence for each of these settings that ``cfg`` ignores, by key."""
+    chosen: type = type(cfg.algorithm.options)
+    values, defaults, reasons = flat(to_table(cfg)), _defaults(chosen), list(_reasons(cfg))
+    sentences: dict[str, str] = {}
+    for key, value in settings.items():
+        # A table without effect has keys below it, and so has a table of the user's own keys.
+        reason = next((why for name, why in reasons if key == name or key.startswith(f"{name}.")), "")
+        if reason and values.get(key, value) != defaults.get(key):
+            sentences[key] = f"{key} has no effect {reason}"
+    return sentences
+
+
+@functools.lru_cache(maxsize=16)
+def _defaults(chosen: type) -> Mapping[str, Any]:
+    """Returns the default of every key, including keys of algorithms other than the one with the chosen options."""
+    defaults = flat(to_table(Config()))
+    for options in (*BUILT_IN.values(), chosen):
+        table = flat(to_table(Config(algorithm=AlgorithmTable("ppo", options()))))
+        defaults |= {key: value for key, value in table.items() if key.startswith("algorithm.")}
+    return defaults
+
+
+def _reasons(cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yields the keys and tables that this config does not use, with the reasons."""
+    chosen: type = type(cfg.algorithm.options)
+    yield from dict.fromkeys(elsewhere(chosen), f'with algorithm.name = "{cfg.algorithm.name}"').items()
+    used = completed(cfg)
+    yield from _unmet(used, "", used)
+    roles = role_names(cfg)
+    if absent := [role for role in cfg.ray.separate if role not in roles]:
+        yield "ray.separate", f"for {' and '.join(absent)}: this run trains with {', '.join(roles)}"
+
+
+def _unmet(table: Any, prefix: str, cfg: Config) -> Iterator[tuple[str, str]]:
+    """Yields the keys of a table and of the tables in it with a condition that does not hold."""
+    for field in attrs.fields(type(table)):
+        key, value = f"{prefix}{field.name}", getattr(table, field.name)
+        unmet = (condition.unmet(table, prefix, cfg) for condition in field.metadata.get("when", ()))
+        if reason := next(filter(None, unmet), ""):
+            yield key, reason
+        elif attrs.has(type(value)):
+            yield from _unmet(value.options if isinstance(value, AlgorithmTable) else value, f"{key}.", cfg)

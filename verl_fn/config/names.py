@@ -1,9 +1,10 @@
-"""References to objects of the user: ``FILE.py:NAME`` and ``package.module:NAME``."""
+"""Names in a config: references to objects of the user, as ``FILE.py:NAME`` or ``package.module:NAME``, and tasks."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
 import typing
 from collections.abc import Callable
@@ -16,10 +17,14 @@ import attrs
 from verl_fn import user_files
 from verl_fn.errors import did_you_mean
 
-from .fields import ConfigError, check_path, home
+from .options import ConfigError, check_path, home
 
 # The options of algorithms that may refer to an object of the user.
 OWN_PARTS = ("policy_loss", "adv_estimator", "loss_agg_mode")
+TASK_NAMES = ("count", "reverse", "countdown", "calculator", "guess_number")
+REASONING_GYM = "reasoning_gym:"
+VERIFIERS = "verifiers:"
+SCORER = "verl_fn.scores:reasoning_gym"
 
 
 def is_reference(value: str) -> bool:
@@ -158,3 +163,40 @@ def _load_file(file: Path) -> ModuleType:
         # The file may import its neighbours. They come last on the path, so that they cannot hide a library.
         sys.path.append(str(file.parent))
     return user_files.load(file)
+
+
+def reasoning_names(task: str) -> tuple[str, ...]:
+    """Returns the sets of Reasoning Gym that a task names; none for any other task.
+
+    Example:
+        >>> reasoning_names("reasoning_gym:chain_sum, leg_counting"), reasoning_names("reverse")
+        (('chain_sum', 'leg_counting'), ())
+    """
+    if not task.startswith(REASONING_GYM):
+        return ()
+    return tuple(name.strip() for name in task.removeprefix(REASONING_GYM).split(","))
+
+
+def verifiers_name(task: str) -> str:
+    """Returns the environment of the package verifiers that a task names; an empty string for any other task.
+
+    Example:
+        >>> verifiers_name("verifiers:my-env"), verifiers_name("reverse")
+        ('my-env', '')
+    """
+    name = task.removeprefix(VERIFIERS)
+    return name if name != task and re.fullmatch(r"([^:]*/)?[\w.-]+", name) else ""
+
+
+def is_task(instance: Any, attribute: Any, value: str) -> None:
+    """Validates the name of a generated task, or of different sets of Reasoning Gym."""
+    names = reasoning_names(value)
+    if verifiers_name(value):
+        return
+    if value not in TASK_NAMES and not names:
+        known = ", ".join(TASK_NAMES)
+        raise ValueError(
+            f"must be {known}, {REASONING_GYM}SET or {VERIFIERS}NAME (got {value!r}){did_you_mean(value, TASK_NAMES)}"
+        )
+    if not all(name.isidentifier() for name in names) or len(set(names)) < len(names):
+        raise ValueError(f"must be {REASONING_GYM} and different names of sets, with commas between (got {value!r})")

@@ -6,33 +6,47 @@ nothing else takes the whole config.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from .adapters import Adapters, adapters_of, published_alone
-from .algorithms import LearnsFrom, Outline, PolicyOptimization, Role, uses_critic
-from .fields import ConfigError
-from .lag import check_lag
-from .loading import to_table
-from .names import OWN_PARTS, is_reference
-from .paths import with_absolute_paths
+from .algorithms import (
+    BUILT_IN,
+    DAPO,
+    Distill,
+    LearnsFrom,
+    Outline,
+    OverlongBuffer,
+    PolicyOptimization,
+    Role,
+    uses_critic,
+)
+from .names import OWN_PARTS, SCORER, VERIFIERS, absolute, is_reference, reasoning_names, verifiers_name
+from .options import ConfigError
 from .schema import (
     Config,
     DataConfig,
     DriverConfig,
+    EnvConfig,
+    FsdpConfig,
+    MegatronConfig,
     NewModelConfig,
+    OptimConfig,
     RayConfig,
+    RewardConfig,
     RolloutConfig,
+    Table,
+    TrainedConfig,
     TrainerConfig,
     ValConfig,
+    to_table,
 )
-from .scoring import EnvConfig, RewardConfig
-from .tables import Table
-from .tasks import SCORER, reasoning_names, verifiers_name
-from .trained import FsdpConfig, MegatronConfig, OptimConfig, TrainedConfig
+
+Adapters = tuple[int, float, tuple[str, ...]]
+"""Rank, alpha and target layers."""
 
 
 @attrs.frozen
@@ -221,20 +235,8 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
     """
     cfg = with_absolute_paths(cfg, folder or Path.cwd())
     shape = cfg.algorithm.outline
-    check_lag(cfg, shape.learns_from)
-    if cfg.rollout.n < shape.min_n:
-        raise ConfigError(
-            f"rollout.n is {cfg.rollout.n}: {cfg.algorithm.name} compares responses within a group and needs "
-            f"at least {shape.min_n} a prompt"
-        )
-    if cfg.data.truncation != "error" and (shape.learns_from != "samples" or cfg.env.name):
-        what = f"rows of {cfg.algorithm.name}" if shape.learns_from != "samples" else "conversations"
-        raise ConfigError(
-            f"data.truncation is {cfg.data.truncation}, which cuts prompts that are sampled from; {what} are not "
-            "cut: set data.filter_overlong_prompts, or raise data.max_prompt_length"
-        )
-    if "actor" not in shape.roles:
-        raise ConfigError(f"{cfg.algorithm.name} has no role 'actor'; it is the policy that is sampled and saved")
+    check(cfg)
+    check_run(cfg, shape)
     model = cfg.model.path or str(Path(cfg.trainer.dir) / "new_model")
     names = role_names(cfg)
     used, r, d = completed(cfg), cfg.rollout, cfg.data
@@ -245,7 +247,7 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         needs_reward=shape.needs_reward,
         roles={name: _role_plan(cfg, shape, name, model) for name in names},
         copies={name: role.copy_of for name, role in shape.roles.items() if role.copy_of and name not in names},
-        rollout=_rollout_plan(r, d, model, published_alone(r, cfg.actor), cfg.actor.router_replay.mode == "R3"),
+        rollout=_rollout_plan(r, d, model, _published(cfg), cfg.actor.router_replay.mode == "R3"),
         model=model,
         new_model=None if cfg.model.path else cfg.model.new,
         trainer=cfg.trainer,
@@ -390,3 +392,188 @@ def _code(cfg: Config) -> tuple[str, ...]:
     options = cfg.algorithm.options
     values = (cfg.algorithm.name, *(getattr(options, name, None) for name in OWN_PARTS))
     return tuple(value for value in values if isinstance(value, str) and is_reference(value))
+
+
+def adapters_of(settings: TrainedConfig, role: Role) -> Adapters | None:
+    """Returns the adapters of a role; None without any."""
+    if not settings.lora_rank or not (role.trained or role.copy_of):
+        return None
+    return settings.lora_rank, settings.lora_alpha, settings.target_modules
+
+
+def _published(cfg: Config) -> Adapters | None:
+    """Returns the adapters that are published without the model; None if they are merged or there are none."""
+    if cfg.rollout.adapters == "merged" or cfg.rollout.name != "vllm" or not cfg.actor.lora_rank:
+        return None
+    return cfg.actor.lora_rank, cfg.actor.lora_alpha, cfg.actor.target_modules
+
+
+def check(cfg: Config) -> None:
+    """Checks the rules between tables that need no algorithm; ``load`` and ``make_plan`` call it.
+
+    Raises:
+        ConfigError: settings of two tables exclude each other.
+    """
+    data, replay, name = cfg.data, cfg.actor.router_replay.mode, cfg.algorithm.name
+    if cfg.rollout.name == "vllm" and cfg.driver.kind != "ray":
+        raise ConfigError(
+            'rollout.name = "vllm" runs in processes of its own: set driver.kind=ray, or rollout.name=sampler'
+        )
+    if replay != "disabled" and cfg.actor.strategy != "megatron":
+        raise ConfigError(
+            f'actor.router_replay.mode = "{replay}" needs actor.strategy=megatron; {cfg.actor.strategy} cannot '
+            "replay expert routing"
+        )
+    if replay != "disabled" and name in BUILT_IN and not isinstance(cfg.algorithm.options, PolicyOptimization):
+        raise ConfigError(
+            f'actor.router_replay.mode = "{replay}" needs the pass for old log-probs, and {name} has no such pass; '
+            "leave it disabled"
+        )
+    if verifiers_name(data.task) and not data.from_files and cfg.env.name not in ("", data.task):
+        raise ConfigError(f"data.task = {data.task} brings its own environment; remove env.name")
+    buffer = getattr(cfg.algorithm.options, "overlong_buffer", None)
+    if isinstance(buffer, OverlongBuffer) and buffer.len > data.max_response_length:
+        raise ConfigError(
+            f"algorithm.overlong_buffer.len is {buffer.len}, more than data.max_response_length = "
+            f"{data.max_response_length}, of which it is the last part"
+        )
+
+
+def check_run(cfg: Config, outline: Outline) -> None:
+    """Checks the rules between the tables and what the algorithm asks of a run; ``make_plan`` calls it.
+
+    Raises:
+        ConfigError: as for ``make_plan``.
+    """
+    name, learns_from = cfg.algorithm.name, outline.learns_from
+    _check_lag(cfg, learns_from)
+    if cfg.rollout.n < outline.min_n:
+        raise ConfigError(
+            f"rollout.n is {cfg.rollout.n}: {name} compares responses within a group and needs "
+            f"at least {outline.min_n} a prompt"
+        )
+    if cfg.data.truncation != "error" and (learns_from != "samples" or cfg.env.name):
+        what = f"rows of {name}" if learns_from != "samples" else "conversations"
+        raise ConfigError(
+            f"data.truncation is {cfg.data.truncation}, which cuts prompts that are sampled from; {what} are not "
+            "cut: set data.filter_overlong_prompts, or raise data.max_prompt_length"
+        )
+    if "actor" not in outline.roles:
+        raise ConfigError(f"{name} has no role 'actor'; it is the policy that is sampled and saved")
+    if _published(cfg) and cfg.actor.strategy == "megatron":
+        raise ConfigError(
+            'rollout.adapters = "alone" works with actor.strategy local and fsdp: set rollout.adapters=merged for '
+            "megatron"
+        )
+
+
+def _check_lag(cfg: Config, learns_from: LearnsFrom) -> None:
+    """Checks that sampling can run ahead of learning, if the config asks for it."""
+    lag = f"driver.max_lag = {cfg.driver.max_lag}"
+    if cfg.driver.max_lag == 0:
+        if cfg.rollout.in_flight_weight_updates:
+            raise ConfigError(
+                f"rollout.in_flight_weight_updates lets weights reach engines that sample while the trainer learns, "
+                f"and with {lag} they do not; set driver.max_lag=1 or more, or in_flight_weight_updates=false"
+            )
+        return
+    if cfg.rollout.in_flight_weight_updates and cfg.actor.router_replay.mode == "R3":
+        raise ConfigError(
+            "new weights that arrive in flight may send earlier tokens to other experts than those that the engine "
+            "recorded; set rollout.in_flight_weight_updates=false or actor.router_replay.mode=R2"
+        )
+    if learns_from != "samples":
+        name = cfg.algorithm.name
+        raise ConfigError(f"{lag} lets sampling run ahead of learning, and {name} samples nothing; leave it at 0")
+    if isinstance(cfg.algorithm.options, DAPO) and cfg.algorithm.options.filter_groups.enable:
+        raise ConfigError(
+            f"{lag} asks engines for samples before those of earlier steps have arrived, and dynamic sampling asks "
+            "for more where it has seen the rewards; set algorithm.filter_groups.enable=false, or driver.max_lag=0"
+        )
+    if isinstance(cfg.algorithm.options, Distill) and not cfg.algorithm.options.top_k:
+        raise ConfigError(
+            f"{lag} lets older weights draw the tokens, and the loss of distill on the drawn token has the right "
+            "gradient only for tokens of the weights that learn; set algorithm.top_k=64 or so, whose gradient is "
+            "exact for any tokens, or driver.max_lag=0"
+        )
+    if cfg.driver.kind == "local":
+        raise ConfigError(
+            f"{lag} lets engines sample while the trainer learns, and driver.kind = local has one process for both; "
+            "set driver.kind=ray rollout.placement=apart, or driver.max_lag=0"
+        )
+    if cfg.rollout.placement == "colocated":
+        raise ConfigError(
+            f"{lag} lets engines sample while the trainer learns, and rollout.placement = colocated lets them share "
+            "a GPU; set rollout.placement=apart, or driver.max_lag=0"
+        )
+
+
+def with_absolute_paths(cfg: Config, folder: Path) -> Config:
+    """Returns the config with absolute paths, so that it does not depend on the current folder.
+
+    Example:
+        >>> with_absolute_paths(Config(), Path("/a")).trainer.dir
+        '/a/runs/run'
+    """
+
+    def path(name: str) -> str:
+        return str((folder / name).resolve()) if name and not name.startswith("hub:") else name
+
+    d, t, a = cfg.data, cfg.trainer, cfg.algorithm
+    references = {
+        name: absolute(value, folder)
+        for name, value in ((n, getattr(a.options, n, None)) for n in OWN_PARTS)
+        if isinstance(value, str)
+    }
+    folders = ((name, getattr(a.options, name, None)) for name in ("reward_model", "teacher"))
+    references |= {name: path(value) for name, value in folders if isinstance(value, str)}
+    return attrs.evolve(
+        cfg,
+        trainer=attrs.evolve(
+            t,
+            dir=path(t.dir),
+            resume_from_path=t.resume_from_path and path(t.resume_from_path),
+            rollout_data_dir=t.rollout_data_dir and path(t.rollout_data_dir),
+        ),
+        data=attrs.evolve(
+            d,
+            train_files=tuple(map(path, d.train_files)),
+            val_files=tuple(map(path, d.val_files)),
+            convert=tuple(absolute(name, folder) for name in d.convert),
+            task=absolute_task(d.task, folder),
+        ),
+        model=attrs.evolve(cfg.model, path=path(cfg.model.path)),
+        critic=attrs.evolve(cfg.critic, path=cfg.critic.path and path(cfg.critic.path)),
+        # The interpreter of a virtual environment is a link and knows its folder by its path: links are not resolved.
+        env=attrs.evolve(
+            cfg.env,
+            name=absolute(cfg.env.name, folder),
+            python=cfg.env.python and os.path.abspath(folder / cfg.env.python),
+        ),
+        reward=attrs.evolve(cfg.reward, functions=tuple(absolute(f, folder) for f in cfg.reward.functions)),
+        ray=attrs.evolve(cfg.ray, runtime_env=path(cfg.ray.runtime_env)),
+        algorithm=attrs.evolve(
+            a,
+            name=absolute(a.name, folder),
+            options=attrs.evolve(a.options, **references) if references else a.options,
+        ),
+    )
+
+
+def absolute_task(task: str, folder: Path) -> str:
+    """Makes the file of an environment of verifiers absolute; all other tasks are returned unchanged.
+
+    Args:
+        task: of the config.
+        folder: relative paths are seen from it.
+
+    Example:
+        >>> absolute_task("verifiers:envs/my-env", Path("/a")), absolute_task("verifiers:my-env", Path("/a"))
+        ('verifiers:/a/envs/my-env', 'verifiers:my-env')
+    """
+    name = verifiers_name(task)
+    if not name:
+        return task
+    path = (folder / Path(name).expanduser()).resolve()
+    is_file = "/" in name or path.with_name(f"{path.name.replace('-', '_')}.py").is_file()
+    return f"{VERIFIERS}{path}" if is_file else task

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 from attrs.validators import ge, gt, le
 
-from .algorithms import BUILT_IN, PPO, Outline, OverlongBuffer, PolicyOptimization, uses_critic
-from .fields import (
+from .algorithms import AlgorithmTable, uses_critic
+from .names import is_reference, is_task, reasoning_names, verifiers_name
+from .options import (
     MOST,
     ConfigError,
     all_or_some,
+    each_above_zero,
+    each_below_one,
     each_in,
     free,
     given,
+    has_a_group,
+    has_response,
+    is_address,
     is_date,
     one_of,
     opt,
@@ -24,11 +31,10 @@ from .fields import (
     sub,
     unless,
 )
-from .names import is_reference, load_object
-from .scoring import EnvConfig, RewardConfig
-from .tasks import each_above_zero, is_task, reasoning_names, verifiers_name
-from .trained import ActorConfig, CriticConfig
 
+Table: TypeAlias = dict[str, Any]
+"""Nested tables that need not be checked."""
+STRATEGIES = ("local", "fsdp", "megatron")
 ROLLOUT_ENGINES = ("sampler", "vllm")
 # Arguments of the tokenizer's apply_chat_template that a run decides itself.
 TAKEN_BY_TEMPLATES = frozenset(
@@ -46,6 +52,27 @@ WANDB = provided(lambda o, cfg: "wandb" in o.logger, "without wandb in trainer.l
 IS_READ = provided(lambda o, cfg: o.is_read, "without data.train_files")
 FROM_FILES = provided(lambda o, cfg: o.from_files, "without data.train_files")
 LARGEST_VAL_SIZE = 20_000  # drawing more problems of a generated task would take long
+BY_FUNCTIONS, BY_JUDGE, IN_TURNS = given("functions"), given("url", label="judge"), given("name")
+ASKED = (BY_JUDGE, given("api", "chat", label=""))
+
+# What a reward function is given for each response, or for all of a batch.
+GIVEN = frozenset(
+    name + many for name in ("data_source", "solution_str", "ground_truth", "extra_info") for many in ("", "s")
+)
+PROMPT = """\
+Grade an answer to a question.
+
+Question:
+{prompt}
+
+Reference answer:
+{ground_truth}
+
+Answer to grade:
+{response}
+
+End with a line "Score: N", where N is a number from 0 (wrong) to 1 (right)."""
+PATTERN = r"(?i)score\W*?(-?\d+(?:\.\d+)?)"
 
 
 @attrs.frozen(kw_only=True)
@@ -56,6 +83,13 @@ class ValConfig:
     temperature: float = opt(0.0, "sampling temperature; 0 takes the likeliest token", ge(0), le(MOST))
     top_k: int = opt(-1, "keep the k likeliest tokens; -1 keeps all", all_or_some)
     top_p: float = opt(1.0, "keep the likeliest tokens up to this probability", gt(0), le(1))
+
+    def __attrs_post_init__(self) -> None:
+        if self.n > 1 and self.temperature == 0:
+            raise ConfigError(
+                f"rollout.val_kwargs.n is {self.n} at temperature 0, where all answers are the same; "
+                f"set rollout.val_kwargs.temperature"
+            )
 
 
 @attrs.frozen(kw_only=True)
@@ -121,6 +155,13 @@ class RolloutConfig:
     )
     engine_kwargs: Mapping[str, Any] = free("a table of further arguments of its EngineArgs", when=VLLM)
     val_kwargs: ValConfig = sub(ValConfig)
+
+    def __attrs_post_init__(self) -> None:
+        if self.tensor_parallel_size > 1 and self.placement != "apart":
+            raise ConfigError(
+                f"rollout.tensor_parallel_size = {self.tensor_parallel_size} takes whole GPUs: set "
+                "rollout.placement=apart, or several rollout.engines with a GPU each"
+            )
 
 
 @attrs.frozen(kw_only=True)
@@ -221,6 +262,8 @@ class DataConfig:
         count, of = (len(self.train_files), "data.train_files") if self.train_files else (len(sets), "data.task")
         if self.weights and len(self.weights) != count:
             raise ConfigError(f"data.weights has {len(self.weights)} values for the {count} sources of {of}")
+        if not self.from_files and self.val_size is not None and self.val_size > LARGEST_VAL_SIZE:
+            raise ConfigError(f"data.val_size is {self.val_size}; a generated task gives at most {LARGEST_VAL_SIZE}")
         if wrong := [name for name in self.convert if not is_reference(name)]:
             raise ConfigError(f"data.convert has {wrong[0]!r}; it must be a function as FILE.py:NAME or MODULE:NAME")
         if taken := sorted(TAKEN_BY_TEMPLATES & self.chat_template_kwargs.keys()):
@@ -256,6 +299,247 @@ class ModelConfig:
         one_of("auto", "packed", "padded"),
     )
     new: NewModelConfig = sub(NewModelConfig, when=unless("path"))
+
+
+@attrs.frozen(kw_only=True)
+class OptimConfig:
+    """The optimizer of a model."""
+
+    lr: float = opt(1e-6, "learning rate", ge(0), le(MOST))
+    betas: tuple[float, float] = opt((0.9, 0.999), "decay rates of AdamW's averages", each_below_one)
+    eps: float = opt(1e-8, "AdamW's epsilon", gt(0), le(MOST))
+    weight_decay: float = opt(0.01, "decoupled weight decay", ge(0), le(MOST))
+    clip_grad: float = opt(1.0, "global gradient norm above which gradients are clipped", gt(0), le(1e30))
+    lr_scheduler_type: str = opt("constant", "constant, linear or cosine", one_of("constant", "linear", "cosine"))
+    lr_warmup_steps: int = opt(
+        0,
+        "updates of linear warm-up from 0; a step has ppo_epochs * ceil(train_batch_size / ppo_mini_batch_size) of "
+        "them, and verl's key counts steps",
+        ge(0),
+    )
+    min_lr_ratio: float = opt(
+        0.0,
+        "share of the learning rate left at the end of a decay",
+        ge(0),
+        le(1),
+        when=unless("lr_scheduler_type", "constant"),
+    )
+    lr_decay_steps: int | None = opt(
+        None,
+        "the update at which a decay ends, counted from the first; by default the role's last update",
+        ge(1),
+        when=unless("lr_scheduler_type", "constant"),
+    )
+    decay_biases_and_norms: bool = opt(
+        True, "weight decay also of parameters with one dimension; Megatron's optimizer exempts these"
+    )
+
+
+@attrs.frozen(kw_only=True)
+class FsdpConfig:
+    """The layout of a sharded model."""
+
+    replicate: int = opt(1, "complete copies of the parameters among the ranks", ge(1), le(4096))
+    ulysses_sequence_parallel_size: int = opt(1, "neighbouring ranks that share each row", ge(1), le(4096))
+    reshard_after_forward: bool = opt(True, "free a layer's gathered parameters between forward and backward")
+    offload_policy: bool = opt(False, "keep parameters and optimizer state on the CPU between passes")
+    use_torch_compile: bool = opt(False, "compile each layer; the first steps take longer")
+
+
+@attrs.frozen(kw_only=True)
+class MegatronConfig:
+    """The layout of a model of Megatron; the ranks that these sizes leave have rows of their own."""
+
+    tensor_model_parallel_size: int = opt(1, "ranks that share the matrices of each layer", ge(1), le(4096))
+    pipeline_model_parallel_size: int = opt(1, "ranks that share the layers", ge(1), le(4096))
+    context_parallel_size: int = opt(1, "ranks that share the tokens of each row", ge(1), le(4096))
+    expert_model_parallel_size: int = opt(1, "ranks that share the experts", ge(1), le(4096))
+    sequence_parallel: bool = opt(False, "sequence parallelism: tensor-parallel ranks also split tokens")
+    override_transformer_config: Mapping[str, Any] = free("a table of fields of Megatron-Bridge's provider")
+    use_megatron_fsdp: bool = opt(False, "Megatron-FSDP in place of Megatron's DDP: ranks divide all parameters")
+    optimizer: str = opt(
+        "verl_fn",
+        "implementation of the optimizer: verl_fn, or megatron (its distributed optimizer)",
+        one_of("verl_fn", "megatron"),
+    )
+
+
+@attrs.frozen(kw_only=True)
+class RouterReplayConfig:
+    """The replay of expert routing."""
+
+    mode: str = opt(
+        "disabled",
+        "in updates, tokens go to the experts of the pass for old log-probs (R2), or in both to those of the rollout "
+        "engine (R3); for megatron",
+        one_of("disabled", "R2", "R3"),
+    )
+
+
+@attrs.frozen(kw_only=True)
+class TrainedConfig:
+    """What the tables of the actor and of the critic have in common."""
+
+    optim: OptimConfig = sub(OptimConfig)
+    strategy: str | None = opt("local", "local: one process; fsdp and megatron: over all ranks", one_of(*STRATEGIES))
+    fsdp_config: FsdpConfig = sub(FsdpConfig, when=given("strategy", "fsdp"))
+    megatron: MegatronConfig = sub(MegatronConfig, when=given("strategy", "megatron"))
+    ppo_max_token_len_per_gpu: int = opt(16384, "most tokens of a micro-batch; no row may be longer", ge(1))
+    dtype: str | None = opt(
+        None,
+        "compute dtype: float32 or bfloat16; by default float32 on a CPU, and the model folder's on a GPU; masters "
+        "are fp32",
+        one_of("float32", "bfloat16"),
+    )
+    enable_gradient_checkpointing: bool = opt(False, "recompute each layer in the backward pass")
+    lora_rank: int = opt(0, "rank of the LoRA adapters; 0 trains all parameters", ge(0), le(2**16))
+    lora_alpha: float = opt(
+        16.0, "adapters are scaled by lora_alpha / lora_rank", gt(0), le(MOST), when=given("lora_rank")
+    )
+    target_modules: tuple[str, ...] = opt(
+        ("all-linear",), "layers that get adapters, by the end of their names", when=given("lora_rank")
+    )
+
+
+@attrs.frozen(kw_only=True)
+class ActorConfig(TrainedConfig):
+    """The actor, and every other model without a value head."""
+
+    router_replay: RouterReplayConfig = sub(RouterReplayConfig)
+
+
+@attrs.frozen(kw_only=True)
+class CriticOptimConfig(OptimConfig):
+    """The optimizer of the critic."""
+
+    lr: float = opt(1e-5, "learning rate", ge(0), le(MOST))
+
+
+@attrs.frozen(kw_only=True)
+class CriticConfig(TrainedConfig):
+    """The critic."""
+
+    optim: CriticOptimConfig = sub(CriticOptimConfig)
+    strategy: str | None = opt(
+        None, "local, fsdp or megatron; by default the actor's, with the actor's layout", one_of(*STRATEGIES)
+    )
+    path: str | None = paths(None, "model folder of the critic, by default the actor's")
+
+
+@attrs.frozen(kw_only=True)
+class RewardConfig:
+    """Reward functions of the user, or a judge."""
+
+    functions: tuple[str, ...] = paths(
+        (), "rewards as module:function or FILE.py:function; if empty, the rule of the data source"
+    )
+    weights: tuple[float, ...] = opt((), "weight of each function, by default 1", when=BY_FUNCTIONS)
+    arguments: Mapping[str, Any] = free(
+        "a table of further keyword arguments of the functions; each gets the ones that it has parameters for",
+        when=BY_FUNCTIONS,
+    )
+    timeout: float = opt(
+        30.0,
+        "seconds that one call of a function, or a judge's reply, may take",
+        gt(0),
+        le(MOST),
+        when=provided(lambda o, cfg: o.by_user, "without reward.functions or reward.url"),
+    )
+    num_workers: int = opt(1, "processes that run the functions", ge(1), le(4096), when=BY_FUNCTIONS)
+    env: tuple[str, ...] = opt(
+        (), "environment variables that the functions get, such as the key of a judge's API", when=BY_FUNCTIONS
+    )
+    url: str = opt("", "API of a judge, such as http://localhost:8000/v1, as the reward", is_address)
+    api: str = opt(
+        "chat",
+        "what is at its address: chat, a language model that is asked; pooling, a reward model that vLLM serves and "
+        "that scores the tokens of a response with its prompt",
+        one_of("chat", "pooling"),
+        when=BY_JUDGE,
+    )
+    model: str = opt("", "the name of its model", when=BY_JUDGE)
+    prompt: str = opt(
+        PROMPT,
+        "what it is asked; {prompt}, {response} and {ground_truth} are replaced",
+        has_response,
+        when=ASKED,
+    )
+    pattern: str = opt(
+        PATTERN,
+        "regular expression whose first group is the score; its last match in a reply counts",
+        has_a_group,
+        when=ASKED,
+    )
+    unreadable_score: float = opt(
+        0.0,
+        "the score of a response where the reply has none; these are counted",
+        ge(-MOST),
+        le(MOST),
+        when=ASKED,
+    )
+    retries: int = opt(
+        3, "further attempts where it is not reached, late, overloaded or broken", ge(0), le(100), when=BY_JUDGE
+    )
+    concurrency: int = opt(16, "most requests at a time", ge(1), le(1024), when=BY_JUDGE)
+    api_key_env: str = opt("", "the environment variable with the key of its API, if it needs one", when=BY_JUDGE)
+    offline: bool = opt(False, "take replies from judge.jsonl in trainer.dir alone, as a replay does", when=BY_JUDGE)
+
+    def __attrs_post_init__(self) -> None:
+        if self.weights and len(self.weights) != len(self.functions):
+            raise ConfigError(
+                f"reward.weights has {len(self.weights)} values for the {len(self.functions)} of reward.functions"
+            )
+        if self.url and self.functions:
+            raise ConfigError(
+                "reward.url and reward.functions are both set, and one of them must score; to add a judge to others, "
+                "ask it in a function"
+            )
+        if taken := sorted(GIVEN & self.arguments.keys()):
+            raise ConfigError(f"reward.arguments.{taken[0]} is given by the run, for each response; remove it")
+        try:
+            json.dumps(dict(self.arguments))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"reward.arguments must have values of JSON, since functions run in other processes: {error}"
+            ) from error
+        if self.url and not self.model:
+            raise ConfigError("reward.model is empty; set it to the name of the judge's model at reward.url")
+
+    @property
+    def by_user(self) -> bool:
+        """Returns whether the user's functions or a judge score, and not the rule of the data source."""
+        return bool(self.functions or self.url)
+
+
+@attrs.frozen(kw_only=True)
+class EnvConfig:
+    """The environment that the policy talks to in several turns."""
+
+    name: str = paths("", "class as FILE.py:NAME or MODULE:NAME; if empty, a response ends a problem")
+    arguments: Mapping[str, Any] = free("a table of keyword arguments of the class", when=IN_TURNS)
+    python: str = paths(
+        "",
+        "interpreter of the processes with environments, if their packages differ from the trainer's",
+        when=IN_TURNS,
+    )
+    max_turns: int = opt(8, "most replies of a conversation", ge(1), le(10_000), when=IN_TURNS)
+    max_turn_length: int | None = opt(
+        None,
+        "longest reply in tokens, with its end token; by default data.max_response_length",
+        ge(1),
+        when=IN_TURNS,
+    )
+    timeout: float = opt(30.0, "seconds that one call of the environment may take", gt(0), le(MOST), when=IN_TURNS)
+    num_workers: int = opt(
+        1, "processes with environments beside each rollout engine", ge(1), le(4096), when=IN_TURNS
+    )
+    variables: tuple[str, ...] = opt(
+        (), "environment variables that these processes get, such as the key of an API", when=IN_TURNS
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.name and not (is_reference(self.name) or verifiers_name(self.name)):
+            raise ConfigError(f"env.name is {self.name!r}; it must be a class as FILE.py:NAME or MODULE:NAME")
 
 
 @attrs.frozen(kw_only=True)
@@ -356,31 +640,16 @@ class TrainerConfig:
         5, "end the run after so many steps in a row without a finite gradient of a role", ge(1)
     )
 
-
-@attrs.frozen
-class AlgorithmTable:
-    """The ``[algorithm]`` table: an algorithm's name and its options.
-
-    Attributes:
-        name: a built-in one, such as ``ppo``, or a function of yours as ``FILE.py:NAME`` or ``MODULE:NAME``.
-        options: an instance of the algorithm's options class; its fields are the other keys of the table.
-    """
-
-    name: str = "ppo"
-    options: Any = attrs.field(factory=PPO)
-
-    @property
-    def outline(self) -> Outline:
-        """Returns what the algorithm asks of a run; an algorithm of the user is made for it.
-
-        Raises:
-            ConfigError: the user's function cannot be imported, or does not return an Algorithm.
-        """
-        made = self.options if self.name in BUILT_IN else load_object(self.name, "algorithm.name")(self.options)
-        if not isinstance(found := getattr(made, "outline", None), Outline):
-            kind = type(made).__name__
-            raise ConfigError(f"algorithm.name: {self.name} returned a {kind}, where an Algorithm is expected")
-        return found
+    def __attrs_post_init__(self) -> None:
+        if self.stop_at is None:
+            return
+        if self.test_freq < 1:
+            raise ConfigError("trainer.stop_at needs evaluations during the run; set trainer.test_freq")
+        if self.stop_metric == "acc" and not 0 <= self.stop_at <= 1:
+            raise ConfigError(
+                f"trainer.stop_at is {self.stop_at}, but acc is a share from 0 to 1; for the reward, set "
+                "trainer.stop_metric=reward"
+            )
 
 
 @attrs.frozen(kw_only=True)
@@ -388,7 +657,7 @@ class Config:
     """The whole configuration.
 
     Example:
-        >>> Config(algorithm=AlgorithmTable("ppo", PPO(lam=0.95))).algorithm.options.clip_ratio
+        >>> Config(data=DataConfig(task="count")).algorithm.options.clip_ratio
         0.2
     """
 
@@ -410,71 +679,14 @@ class Config:
     driver: DriverConfig = sub(DriverConfig)
     ray: RayConfig = sub(RayConfig)
 
-    def __attrs_post_init__(self) -> None:
-        reward, data, validation = self.reward, self.data, self.rollout.val_kwargs
-        self._check_engine()
-        self._check_replay()
-        if self.env.name and not (is_reference(self.env.name) or verifiers_name(self.env.name)):
-            raise ConfigError(f"env.name is {self.env.name!r}; it must be a class as FILE.py:NAME or MODULE:NAME")
-        brings_env = verifiers_name(data.task) and not (data.train_files or data.val_files)
-        if brings_env and self.env.name not in ("", data.task):
-            raise ConfigError(f"data.task = {data.task} brings its own environment; remove env.name")
-        if reward.weights and len(reward.weights) != len(reward.functions):
-            raise ConfigError(
-                f"reward.weights has {len(reward.weights)} values for the {len(reward.functions)} of reward.functions"
-            )
-        from_files = data.train_files or data.val_files
-        if not from_files and data.val_size is not None and data.val_size > LARGEST_VAL_SIZE:
-            raise ConfigError(f"data.val_size is {data.val_size}; a generated task gives at most {LARGEST_VAL_SIZE}")
-        if validation.n > 1 and validation.temperature == 0:
-            raise ConfigError(
-                f"rollout.val_kwargs.n is {validation.n} at temperature 0, where all answers are the same; "
-                f"set rollout.val_kwargs.temperature"
-            )
-        self._check_goal()
-        buffer = getattr(self.algorithm.options, "overlong_buffer", None)
-        if isinstance(buffer, OverlongBuffer) and buffer.len > data.max_response_length:
-            raise ConfigError(
-                f"algorithm.overlong_buffer.len is {buffer.len}, more than data.max_response_length = "
-                f"{data.max_response_length}, of which it is the last part"
-            )
 
-    def _check_engine(self) -> None:
-        r = self.rollout
-        if r.name == "vllm" and self.driver.kind != "ray":
-            raise ConfigError(
-                'rollout.name = "vllm" runs in processes of its own: set driver.kind=ray, or rollout.name=sampler'
-            )
-        if r.tensor_parallel_size > 1 and r.placement != "apart":
-            raise ConfigError(
-                f"rollout.tensor_parallel_size = {r.tensor_parallel_size} takes whole GPUs: set "
-                "rollout.placement=apart, or several rollout.engines with a GPU each"
-            )
+def to_table(cfg: Config) -> Table:
+    """Returns nested tables with every key that is not None; TOML has no null.
 
-    def _check_replay(self) -> None:
-        mode = self.actor.router_replay.mode
-        if mode == "disabled":
-            return
-        if self.actor.strategy != "megatron":
-            raise ConfigError(
-                f'actor.router_replay.mode = "{mode}" needs actor.strategy=megatron; {self.actor.strategy} cannot '
-                "replay expert routing"
-            )
-        name = self.algorithm.name
-        if not is_reference(name) and not isinstance(self.algorithm.options, PolicyOptimization):
-            raise ConfigError(
-                f'actor.router_replay.mode = "{mode}" needs the pass for old log-probs, and {name} has no such pass; '
-                "leave it disabled"
-            )
-
-    def _check_goal(self) -> None:
-        t = self.trainer
-        if t.stop_at is None:
-            return
-        if t.test_freq < 1:
-            raise ConfigError("trainer.stop_at needs evaluations during the run; set trainer.test_freq")
-        if t.stop_metric == "acc" and not 0 <= t.stop_at <= 1:
-            raise ConfigError(
-                f"trainer.stop_at is {t.stop_at}, but acc is a share from 0 to 1; for the reward, set "
-                "trainer.stop_metric=reward"
-            )
+    Example:
+        >>> to_table(Config())["trainer"]["seed"]
+        0
+    """
+    table = attrs.asdict(cfg, filter=lambda attribute, value: value is not None)
+    table["algorithm"] = {"name": cfg.algorithm.name} | table["algorithm"]["options"]
+    return table

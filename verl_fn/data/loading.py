@@ -12,9 +12,8 @@ import attrs
 
 from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import LearnsFrom
-from verl_fn.config.names import load_object
+from verl_fn.config.names import load_object, reasoning_names, verifiers_name
 from verl_fn.config.schema import DataConfig
-from verl_fn.config.tasks import reasoning_names, verifiers_name
 from verl_fn.data.conversations import (
     COMPLETION,
     MESSAGES,

@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
+from verl_fn.config.names import reasoning_names
 from verl_fn.config.schema import DataConfig
-from verl_fn.config.tasks import reasoning_names
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import HELD_OUT, MAX_FAILED_DRAWS, Problem, is_held_out

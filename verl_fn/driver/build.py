@@ -18,9 +18,7 @@ from verl_fn import atomic
 from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan, RolePlan, RolloutPlan
-from verl_fn.config.schema import DriverConfig, ValConfig
-from verl_fn.config.scoring import EnvConfig, RewardConfig
-from verl_fn.config.trained import MegatronConfig, OptimConfig
+from verl_fn.config.schema import DriverConfig, EnvConfig, MegatronConfig, OptimConfig, RewardConfig, ValConfig
 from verl_fn.steps import (
     Optimizer,
     Schedule,

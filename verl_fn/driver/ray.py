@@ -223,7 +223,7 @@ def check_address(address: str) -> None:
     Example:
         >>> check_address("nowhere")
         Traceback (most recent call last):
-        verl_fn.config.fields.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
+        verl_fn.config.options.ConfigError: ray.address is 'nowhere'; it must be auto, or host:port as 10.0.0.1:6379
     """
     if (place := host_and_port(address)) is None:
         return

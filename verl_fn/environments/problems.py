@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_fn.config.schema import DataConfig
-from verl_fn.config.scoring import EnvConfig
-from verl_fn.config.tasks import VERIFIERS, verifiers_name
+from verl_fn.config.names import VERIFIERS, verifiers_name
+from verl_fn.config.schema import DataConfig, EnvConfig
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import short_enough
 from verl_fn.data.rows import DataError

@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from verl_fn.config.algorithms import GROUP_ESTIMATORS
-from verl_fn.config.fields import home
+from verl_fn.config.options import home
 
 from .keys import ACTOR, ENGINE_ARGUMENTS, MEGATRON_CHOICES, MODEL, PROVIDER_FIELDS, ROLES, ROLLOUT, TABLES, TEXT
 from .reading import Settings

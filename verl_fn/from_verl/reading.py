@@ -11,8 +11,8 @@ from typing import Any
 import attrs
 import yaml
 
-from verl_fn.config.fields import ConfigError, home
-from verl_fn.config.tables import flat
+from verl_fn.config.load import flat
+from verl_fn.config.options import ConfigError, home
 
 from .keys import PPO_DEFAULTS, SFT_DEFAULTS
 from .scripts import launch_of

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_fn.config.fields import ConfigError, home
+from verl_fn.config.options import ConfigError, home
 
 # Programs that only print; a script may compute settings with them.
 _HARMLESS = ("basename", "bc", "cat", "cut", "date", "dirname", "expr", "head", "hostname", "nproc", "realpath",

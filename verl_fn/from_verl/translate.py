@@ -10,11 +10,11 @@ from typing import Any
 
 import attrs
 
-from verl_fn.config.fields import ConfigError
-from verl_fn.config.loading import default_table, keys, structure
-from verl_fn.config.notes import without_effect
+from verl_fn.config.describe import without_effect
+from verl_fn.config.load import default_table, flat, keys, structure
+from verl_fn.config.options import ConfigError
 from verl_fn.config.plan import make_plan
-from verl_fn.config.tables import Table, flat
+from verl_fn.config.schema import Table
 from verl_fn.errors import did_you_mean
 
 from .computed import COMPUTED, CountRows, Move

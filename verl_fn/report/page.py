@@ -20,7 +20,7 @@ import attrs
 
 from verl_fn import __version__
 from verl_fn.config import ConfigError, flat
-from verl_fn.config.loading import default_table
+from verl_fn.config.load import default_table
 from verl_fn.data.tasks import content_of
 from verl_fn.errors import UserError
 from verl_fn.report import html, plots

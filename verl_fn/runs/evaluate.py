@@ -11,7 +11,7 @@ from verl_fn.algorithms import Report, Workers
 from verl_fn.algorithms.experience import publish, requests_of
 from verl_fn.backends.memory import in_phase
 from verl_fn.config import ConfigError, Plan
-from verl_fn.config.tasks import verifiers_name
+from verl_fn.config.names import verifiers_name
 from verl_fn.data.tasks import Problem
 from verl_fn.driver.build import validation_sampling
 from verl_fn.state import Key, pack

@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from verl_fn.config.schema import TrainerConfig
-from verl_fn.config.tables import Table
+from verl_fn.config.schema import Table, TrainerConfig
 
 from . import RunError
 

@@ -11,7 +11,7 @@ from verl_fn.backends.hf.chat import check_template
 from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
 from verl_fn.backends.hf.tokenizer import contradiction, end_tokens
 from verl_fn.config import ConfigError, Plan
-from verl_fn.config.tasks import reasoning_names, verifiers_name
+from verl_fn.config.names import reasoning_names, verifiers_name
 from verl_fn.data.files import FileData
 from verl_fn.data.loading import converters, file_data, generated, read_files
 from verl_fn.data.notices import notices, of_template

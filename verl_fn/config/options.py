@@ -1,4 +1,4 @@
-"""Declaration of config keys: a default, a line of documentation, and checks of the range."""
+"""Declaration of config keys: a default, a line of documentation, checks, and when a key has an effect."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import datetime
 import json
 import operator
 import os
+import re
 from collections.abc import Callable
 from typing import Any, TypeAlias
+from urllib.parse import urlsplit
 
 import attrs
 
 from verl_fn.errors import UsageError, did_you_mean
+
+MOST = 1e6  # upper limit of factors and ranges, far beyond any useful value; much larger ones would overflow
 
 
 class ConfigError(UsageError):
@@ -186,6 +190,21 @@ def paths(default: Any, doc: str, *, required: bool = False, when: When = ()) ->
     return attrs.field(default=default, converter=home, validator=check, metadata=about(doc, when))
 
 
+def free(doc: str, when: When = ()) -> Any:
+    """Declares a table of keys that are checked where they are used.
+
+    Args:
+        doc: the documentation that ``verl-fn config`` prints.
+        when: when the table has an effect.
+    """
+    return attrs.field(factory=dict, metadata=about(doc, when))
+
+
+def sub(cls: type, when: When = ()) -> Any:
+    """Declares a nested table; ``when`` says when it has an effect."""
+    return attrs.field(factory=cls, metadata=about("", when))
+
+
 def all_or_some(instance: Any, attribute: Any, value: int) -> None:
     """Validates a count: -1 for all, or at least 1."""
     if value != -1 and value < 1:
@@ -230,19 +249,38 @@ def each_below_one(instance: Any, attribute: Any, values: tuple[float, ...]) -> 
         raise ValueError(f"must be at least 0 and below 1 (got {list(values)})")
 
 
-def free(doc: str, when: When = ()) -> Any:
-    """Declares a table of keys that are checked where they are used.
-
-    Args:
-        doc: the documentation that ``verl-fn config`` prints.
-        when: when the table has an effect.
-    """
-    return attrs.field(factory=dict, metadata=about(doc, when))
+def each_above_zero(instance: Any, attribute: Any, values: tuple[float, ...]) -> None:
+    """Validates that each of several numbers is above 0 and not too large."""
+    if not all(0 < value <= MOST for value in values):
+        raise ValueError(f"must be above 0 and at most {MOST:g} (got {list(values)})")
 
 
-def sub(cls: type, when: When = ()) -> Any:
-    """Declares a nested table; ``when`` says when it has an effect."""
-    return attrs.field(factory=cls, metadata=about("", when))
+def is_address(instance: Any, attribute: Any, value: str) -> None:
+    """Validates the address of an API: http or https, and no password, since a run's folder keeps its config."""
+    if not value:
+        return
+    try:
+        parts = urlsplit(value)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        known = False
+    if not known:
+        raise ValueError(f"must be an address such as http://localhost:8000/v1 (got {value!r})")
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("must have no user, password or query; reward.api_key_env names the variable with the key")
 
 
-MOST = 1e6  # upper limit of factors and ranges, far beyond any useful value; much larger ones would overflow
+def has_response(instance: Any, attribute: Any, value: str) -> None:
+    """Validates a judge's prompt: without the response, all responses would get one score."""
+    if "{response}" not in value:
+        raise ValueError("must contain {response}, in whose place the response is written")
+
+
+def has_a_group(instance: Any, attribute: Any, value: str) -> None:
+    """Validates a regular expression: its first group is what is read."""
+    try:
+        groups = re.compile(value).groups
+    except re.error as error:
+        raise ValueError(f"is no regular expression: {error}") from None
+    if groups < 1:
+        raise ValueError(r"must have a group around the number, as in Score: (\d+)")

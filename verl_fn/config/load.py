@@ -1,0 +1,408 @@
+"""Loading of a configuration: TOML and ``key=value`` overrides become frozen classes, and every key is checked.
+
+If ``algorithm.name`` refers to an algorithm of the user, its module is imported for its options. That module may
+import torch; nothing else here does.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import attrs
+import cattrs
+
+from verl_fn.errors import closest, did_you_mean
+
+from .algorithms import BUILT_IN, AlgorithmTable
+from .names import beside, is_reference, load_object, options_class
+from .options import ConfigError, RangeError
+from .plan import check
+from .schema import Config, Table, to_table
+
+T = TypeVar("T")
+
+
+def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Config:
+    """Reads the config of a TOML file with ``key=value`` overrides.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown (the message suggests the most similar one), or a
+            value has the wrong type or range.
+
+    Example:
+        >>> load(overrides=["trainer.seed=3", "data.task=count"]).trainer.seed
+        3
+        >>> load(overrides=["algorithm.clip_ration=0.3"])
+        Traceback (most recent call last):
+        verl_fn.config.options.ConfigError: unknown key algorithm.clip_ration; did you mean algorithm.clip_ratio?
+    """
+    return structure(raw_table(path, overrides))
+
+
+def raw_table(path: str | Path | None, overrides: Iterable[str]) -> Table:
+    """Reads a file and overrides as nested tables, without checking keys and values."""
+    table, overrides = read_table(path), list(overrides)
+    if path is not None:
+        table = beside(table, Path(path).parent)
+    # The algorithm's name decides which options exist, so it is looked up first among the overrides.
+    names = [value.strip() for key, _, value in map(split_override, overrides) if key == "algorithm.name"]
+    name = names[-1].strip("\"'") if names else _name_in(table)
+    kinds = dict(_kinds(Config, "")) | dict(_kinds(algorithm_options(name), "algorithm."))
+    return put(table, overrides, kinds.get)
+
+
+def structure(table: Mapping[str, Any]) -> Config:
+    """Makes a config from nested tables, with the checks and errors of ``load``."""
+    options = algorithm_options(_name_in(table))
+    unknown = list(_unknown_keys(table, Config, "", options))
+    if unknown:
+        known = [*keys(options=options)]
+        raise ConfigError("; ".join(_advice(key, known) for key in unknown))
+    fields = dict(table)
+    algorithm = fields.pop("algorithm", {})
+    names = {key.split(".")[1] for key in keys(options, "algorithm.")}
+    values = {name: value for name, value in algorithm.items() if name in names}
+    name = algorithm.get("name", "ppo")
+    chosen = AlgorithmTable(name, structured(values, options, "algorithm"))
+    cfg = structured(fields | {"algorithm": chosen}, Config)
+    check(cfg)
+    return cfg
+
+
+def algorithm_options(name: Any) -> type[Any]:
+    """Returns the options class of an algorithm by its name.
+
+    Raises:
+        ConfigError: there is no such algorithm.
+
+    Example:
+        >>> algorithm_options("grpo").__name__
+        'GRPO'
+    """
+    if isinstance(name, str) and name in BUILT_IN:
+        return BUILT_IN[name]
+    if isinstance(name, str) and is_reference(name):
+        return options_class(load_object(name, "algorithm.name"), "algorithm.name")
+    raise ConfigError(
+        f"algorithm.name: must be {', '.join(BUILT_IN)}, or a function of yours as FILE.py:NAME or MODULE:NAME "
+        f"(got {name!r})"
+    )
+
+
+def default_table(table: Mapping[str, Any]) -> Table:
+    """Returns the defaults of every key for the algorithm that a table names.
+
+    Example:
+        >>> default_table({"algorithm": {"name": "grpo"}})["algorithm"]["adv_estimator"]
+        'grpo'
+    """
+    name = _name_in(table)
+    return to_table(Config(algorithm=AlgorithmTable(name, algorithm_options(name)())))
+
+
+def keys(cls: type = Config, prefix: str = "", options: type | None = None) -> Iterator[str]:
+    """Yields every dotted key.
+
+    Args:
+        options: the options class of the algorithm; by default the keys of all built-in ones.
+
+    Example:
+        >>> "actor.optim.lr" in set(keys()), "algorithm.lam" in set(keys())
+        (True, True)
+    """
+    for name, kind in _hints(cls):
+        if kind is AlgorithmTable:
+            yield f"{prefix}{name}.name"
+            classes = BUILT_IN.values() if options is None else [options]
+            yield from dict.fromkeys(key for cls_ in classes for key in keys(cls_, f"{prefix}{name}."))
+        elif attrs.has(kind):
+            yield from keys(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+@functools.lru_cache(maxsize=64)
+def elsewhere(options: type[Any]) -> frozenset[str]:
+    """Returns the keys of built-in algorithms that this algorithm lacks. Such keys are ignored, and reported."""
+    known = set(keys(options, "algorithm."))
+    return frozenset(key for cls in BUILT_IN.values() for key in keys(cls, "algorithm.")) - known
+
+
+def _name_in(table: Mapping[str, Any]) -> Any:
+    algorithm = table.get("algorithm", {})
+    if not isinstance(algorithm, Mapping):
+        raise ConfigError(f"algorithm is a table of keys, not {algorithm!r}")
+    return algorithm.get("name", "ppo")
+
+
+@functools.cache
+def _hints(cls: type) -> tuple[tuple[str, Any], ...]:
+    """Returns the fields of a class that a table can set, with their types."""
+    hints = typing.get_type_hints(cls)
+    return tuple((f.name, hints.get(f.name, Any)) for f in attrs.fields(cls) if f.init)
+
+
+def _kinds(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, kind in _hints(cls):
+        if kind is AlgorithmTable:
+            yield f"{prefix}{name}.name", str
+        elif attrs.has(kind):
+            yield from _kinds(kind, f"{prefix}{name}.")
+        else:
+            yield prefix + name, kind
+
+
+def _unknown_keys(table: Mapping[str, Any], cls: type, prefix: str, options: type) -> Iterator[str]:
+    """Yields the keys of a table that do not exist."""
+    hints = dict(_hints(cls))
+    for name, value in table.items():
+        key = f"{prefix}{name}"
+        if name not in hints:
+            # The keys inside an unknown table show better than the table's name what was meant.
+            inner = list(flat(value)) if isinstance(value, Mapping) else []
+            yield from [f"{key}.{below}" for below in inner] or [key]
+        elif attrs.has(hints[name]):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{key} is a table of keys, not {value!r}")
+            if hints[name] is AlgorithmTable:
+                ignored = elsewhere(options)
+                without_name = {n: v for n, v in value.items() if n != "name"}
+                for unknown in _unknown_keys(without_name, options, "algorithm.", options):
+                    if unknown not in ignored:
+                        yield unknown
+            else:
+                yield from _unknown_keys(value, hints[name], f"{key}.", options)
+
+
+# The keys for which other trainers have other names, by the last part of these names.
+NAMES_ELSEWHERE = {
+    "n_gpus_per_node": "ray.ranks",
+    "nnodes": "ray.ranks",
+    "n_gpus": "ray.ranks",
+    "num_gpus": "ray.ranks",
+    "nproc_per_node": "ray.ranks",
+    "sp": "actor.fsdp_config.ulysses_sequence_parallel_size",
+    "fsdp_size": "actor.fsdp_config.replicate",
+    "learning_rate": "actor.optim.lr",
+    "grad_clip": "actor.optim.clip_grad",
+    "max_grad_norm": "actor.optim.clip_grad",
+    "epochs": "trainer.total_training_steps",
+    "total_epochs": "trainer.total_training_steps",
+    "critic_warmup": "algorithm.critic_warmup",
+}
+
+
+def _advice(key: str, known: list[str]) -> str:
+    """Returns a message about an unknown key, with the known key that was probably meant."""
+    match = closest(key, known, 0.8) or NAMES_ELSEWHERE.get(key.rpartition(".")[2], "")
+    parts = key.split(".")
+    for i in range(len(parts)):
+        match = match or next((k for k in known if f".{k}".endswith("." + ".".join(parts[i:]))), "")
+    match = match or closest(key, known, 0.5)
+    return f"unknown key {key}" + (f"; did you mean {match}?" if match else "")
+
+
+def read_table(path: str | Path | None) -> Table:
+    """Reads a TOML file; returns an empty table for None.
+
+    Raises:
+        ConfigError: the file cannot be read or is not TOML.
+    """
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        beside = sorted({str(file) for file in Path(path).parent.glob("*.toml")} - {str(path)})
+        hint = did_you_mean(path, beside) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{path} cannot be read: {error.strerror}{hint}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+
+
+def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested tables by dotted key.
+
+    Example:
+        >>> flat({"data": {"task": "count"}})
+        {'data.task': 'count'}
+    """
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        values |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return values
+
+
+def put(table: Table, overrides: Iterable[str], kind_of: Callable[[str], Any]) -> Table:
+    """Writes ``key=value`` overrides into a table and returns it.
+
+    Args:
+        table: the table; it is changed.
+        overrides: strings of the form ``key=value``.
+        kind_of: returns the type of a key, or None for an unknown key.
+
+    Raises:
+        ConfigError: an override does not have the form ``key=value``, or its value is not a list where one is
+            expected.
+    """
+    for override in overrides:
+        key, _, string = split_override(override)
+        value = _value(key, string, kind_of(key))
+        *path, name = key.split(".")
+        inner = table
+        for part in path:
+            inner = inner.setdefault(part, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{key}: {part} is a value, not a table of keys")
+        inner[name] = value
+    return table
+
+
+def split_override(override: str) -> tuple[str, str, str]:
+    """Splits ``key=value`` at the first equals sign.
+
+    Raises:
+        ConfigError: there is no equals sign, or no key before it.
+
+    Example:
+        >>> split_override("data.task=count")
+        ('data.task', '=', 'count')
+    """
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override!r} is not of the form key=value")
+    return key.strip(), equals, value
+
+
+def _value(key: str, string: str, kind: Any) -> Any:
+    """Parses the value of an override as TOML; returns the string itself if it is not TOML.
+
+    An empty value unsets an optional key: TOML has no null, and ``verl-fn config`` shows such a key without a value.
+    """
+    if not string.strip() and type(None) in typing.get_args(kind):
+        return None
+    try:
+        parsed = tomllib.loads(f"value = {string}")
+        value = parsed["value"] if list(parsed) == ["value"] else string
+    except (ValueError, RecursionError):
+        if typing.get_origin(kind) is tuple and string.lstrip().startswith("["):
+            raise ConfigError(
+                f"{key}: {string} is not a list; strings in it need quotes, which the shell removes "
+                f"unless the whole argument is quoted as well: '{key}=[\"...\"]'"
+            ) from None
+        return string
+    # A folder may have a name that TOML reads as a date or a number, such as 2027-01-05 or 7.
+    if kind in (str, str | None, tuple[str, ...]) and not isinstance(value, (str, list, dict)):
+        return string.strip()
+    return value
+
+
+def structured(table: Mapping[str, Any], cls: type[T], prefix: str = "") -> T:
+    """Makes an instance of ``cls`` from a table.
+
+    Args:
+        table: the values by name.
+        cls: an attrs class.
+        prefix: the dotted key of the table, for error messages.
+
+    Raises:
+        ConfigError: values have the wrong type or range; the message names all of them.
+    """
+    try:
+        return _CONVERTER.structure(table, cls)
+    except cattrs.BaseValidationError as error:
+        raise ConfigError("; ".join(_messages(error, prefix))) from error
+
+
+def _messages(error: BaseException, prefix: str) -> Iterator[str]:
+    """Yields a message for each leaf of cattrs's tree of errors, with the dotted key in front."""
+    if isinstance(error, cattrs.BaseValidationError):
+        for inner in error.exceptions:
+            notes = [n for n in getattr(inner, "__notes__", ()) if isinstance(n, cattrs.AttributeValidationNote)]
+            yield from _messages(inner, f"{prefix}.{notes[0].name}".lstrip(".") if notes else prefix)
+    elif isinstance(error, ConfigError):
+        yield str(error)
+    elif isinstance(error, RangeError):
+        name, message = error.args
+        yield f"{prefix}.{name}".lstrip(".") + ": " + message.removeprefix(f"'{name}' ")
+    else:
+        yield f"{prefix}: {error.args[0] if error.args else error}"
+
+
+def _strict(kind: type, *accepted: type) -> Callable[[Any, Any], Any]:
+    """Returns a hook that converts values of the accepted types to ``kind`` and rejects all others."""
+
+    def hook(value: Any, _: Any) -> Any:
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise TypeError(f"expected {_KINDS[kind]}, got {value!r}")
+        if kind is str and not _is_unicode(cast(str, value)):
+            raise TypeError(f"expected Unicode, got {value!r}")
+        if kind is float and not -sys.float_info.max <= cast(float, value) <= sys.float_info.max:
+            raise TypeError(f"expected a finite number, got {value!r}")
+        if kind is int and not -(2**63) <= cast(int, value) < 2**63:
+            raise TypeError("expected a whole number of at most 64 bits")
+        return kind(value)
+
+    return hook
+
+
+def _is_unicode(value: str) -> bool:
+    """Returns whether a string can be written to a file; bytes of the command line may be no UTF-8."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _optional(value: Any, hint: Any) -> Any:
+    inner = next(arg for arg in typing.get_args(hint) if arg is not type(None))
+    try:
+        return None if value is None else _CONVERTER.structure(value, inner)
+    except TypeError as error:
+        if value in ("", "none", "None", "null"):
+            raise TypeError(f"{error}; to unset the key, write nothing after its =") from None
+        raise
+
+
+def _tuple(value: Any, hint: Any) -> Any:
+    """Converts a list to a tuple; a single value becomes a tuple of one, as the command line allows."""
+    kinds = typing.get_args(hint)
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    if kinds[-1] is Ellipsis:
+        kinds = (kinds[0],) * len(values)
+    if len(values) != len(kinds):
+        raise TypeError(f"expected {len(kinds)} values, got {value!r}")
+    return tuple(_CONVERTER.structure(item, kind) for item, kind in zip(values, kinds, strict=True))
+
+
+def _is_tuple(hint: Any) -> bool:
+    origin: Any = typing.get_origin(hint)
+    return origin is tuple
+
+
+def _free(value: Any, _: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"expected a table of keys, got {value!r}")
+    return dict(value)
+
+
+def _is_mapping(hint: Any) -> bool:
+    origin: Any = typing.get_origin(hint)
+    return origin is Mapping
+
+
+_KINDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+_CONVERTER = cattrs.Converter(forbid_extra_keys=True)
+for _kind, _accepted in ((int, (int,)), (float, (int, float)), (str, (str,)), (bool, (bool,))):
+    _CONVERTER.register_structure_hook(_kind, _strict(_kind, *_accepted))
+_CONVERTER.register_structure_hook_func(_is_tuple, _tuple)
+_CONVERTER.register_structure_hook_func(_is_mapping, _free)
+_CONVERTER.register_structure_hook_func(
+    lambda hint: isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint), _optional
+)
+# The class of the options depends on the algorithm's name, so structure() converts this table itself.
+_CONVERTER.register_structure_hook(AlgorithmTable, lambda value, _: value)
