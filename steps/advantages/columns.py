@@ -76,10 +76,13 @@ def check_inputs(function: str, batch: Batch, *fields: str) -> None:
         bad = ~batch[field].isfinite()
         bad = mask & (batch.spread(bad) if field in batch.per_row else bad)
         if bool(bad.any()):
-            raise AdvantageError(
-                f"{function}: {field} is nan or infinite in {rows_with(batch, bad)}; find what wrote it: a reward, a "
-                "critic, or log-probabilities, as in a KL penalty that is part of the rewards"
+            advice = (
+                "let the reward function return a number for each response, or name other rewards in reward_keys"
+                if field.startswith("reward/")
+                else "find what wrote it: a reward, a critic, or log-probabilities, as in a KL penalty that is part "
+                "of the rewards"
             )
+            raise AdvantageError(f"{function}: {field} is nan or infinite in {rows_with(batch, bad)}; {advice}")
     if bool(batch["token_level_rewards"][~mask].any()):
         warnings.warn(
             "rewards on tokens with response_mask 0 are ignored; write a row's reward on its last token with "

@@ -74,6 +74,16 @@ def test_columns_that_nothing_uses_are_named_once_with_their_rows(write, learns,
 
 
 @pytest.mark.parametrize("write", WRITERS)
+def test_fields_beside_a_ground_truth_are_named_with_their_rows(write, tmp_path):
+    row = LAYOUTS["samples"]
+    fields = ({"ground_truth": "b", "style": "rule", "rubric": text} for text in ("be kind", None, "be brief"))
+    file = write(tmp_path, *(row | {"reward_model": one} for one in fields))
+    said = [line for line in notes(file, "samples") if "columns" in line]
+    assert said == [f"note: data.{key}_files: columns that are not used: reward_model.rubric (2 rows)"
+                    for key in ("val", "train")]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITERS)
 @pytest.mark.parametrize("learns", LAYOUTS)
 @pytest.mark.parametrize(
     ("column", "value", "message"),

@@ -153,6 +153,10 @@ def test_gdpo_uses_all_rewards_by_default_and_names_what_is_missing():
         gdpo(batch, reward_keys=["truth", "form"])
     with pytest.raises(ValueError, match="1 reward_weights for 2 reward_keys"):
         gdpo(batch, reward_weights=[1.0])
+    lacking = batch["reward/style"].clone()
+    lacking[2] = torch.nan
+    with pytest.raises(ValueError, match=r"reward/style is nan .* in row 2 of .*; let the reward function return"):
+        gdpo(batch.with_rows(**{"reward/style": lacking}))
     with pytest.raises(ValueError, match=r"of several functions as per-row fields reward/NAME; this batch has \[\]"):
         gdpo(batch.without("reward/style", "reward/truth"))
 

@@ -35,7 +35,7 @@ def entry_rows(
         optional: columns to read where they exist.
         hint: advice to add to the error about a missing column.
         convert: each row becomes what the first of these functions makes of it that does not return None.
-        unused: gets, for each other column, the number of rows with a value in it.
+        unused: gets, for each other column or field of ``reward_model``, the number of rows with a value.
 
     Raises:
         DataError: the entry cannot be read, has no rows, or lacks a column, or a function fails, or another column
@@ -53,6 +53,9 @@ def entry_rows(
             if name not in wanted and value is not None:
                 _check_other(place, name, value)
                 unused[name] += 1
+        if "reward_model" in wanted and isinstance(row.get("reward_model"), Mapping):
+            fields = {name for name, value in row["reward_model"].items() if value is not None}
+            unused.update(f"reward_model.{name}" for name in fields - {"ground_truth", "style"})
         yield place, {name: row[name] for name in wanted if name in row}
 
 
