@@ -115,7 +115,7 @@ def test_options_of_other_losses_are_reported(capsys):
     shown = ["config", "algorithm.name=dpo", "algorithm.simpo_gamma=2.0", "algorithm.lam=0.9", "rollout.n=4"]
     assert main(shown) == 0
     notes = capsys.readouterr().err
-    assert 'algorithm.simpo_gamma has no effect with algorithm.loss_type = "dpo"' in notes
+    assert 'algorithm.simpo_gamma has no effect without algorithm.loss_type = "simpo"' in notes
     assert 'algorithm.lam has no effect with algorithm.name = "dpo"' in notes
     assert 'rollout.n has no effect with algorithm.name = "dpo"' in notes
     assert main(["config", "algorithm.name=reward_model", "critic.optim.lr=1e-3"]) == 0
