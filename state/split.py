@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -267,16 +268,21 @@ def _by_length(share: list[int], rows: list[int], longest: list[int], limit: int
     """
     units = sorted(share, key=lambda unit: (-longest[unit], unit))
     ends = list(itertools.accumulate((rows[unit] for unit in units), initial=0))
+    # Where units of each length begin. Every unit costs at least its length, so of the parts that begin with units of
+    # one length the largest is the best.
+    starts = [n for n, unit in enumerate(units) if n == 0 or longest[unit] != longest[units[n - 1]]]
     # For each number of units, the least cost of dividing the first so many, and where the last part begins.
     least, begins = [0.0], [0]
     for end in range(1, len(units) + 1):
-        best, begin = math.inf, end - 1
-        for first in range(end - 1, -1, -1):
-            size = (ends[end] - ends[first]) * longest[units[first]]
-            if size > limit and first < end - 1:
+        best, begin, after = math.inf, end - 1, end
+        for start in reversed(starts[: bisect.bisect_left(starts, end)]):
+            size = longest[units[start]]
+            first = max(start, bisect.bisect_left(ends, ends[end] - limit // size))
+            if first >= after:
                 break
-            if (cost := least[first] + size + limit / FEE) < best:
+            if (cost := least[first] + (ends[end] - ends[first]) * size + limit / FEE) < best:
                 best, begin = cost, first
+            after = start
         least.append(best)
         begins.append(begin)
     parts: list[list[int]] = []

@@ -1,6 +1,8 @@
 """Families of models of every kind: packed or padded rows, and whatever stands after the output layer, are found."""
 
+import itertools
 import json
+import random
 from pathlib import Path
 
 import attrs
@@ -17,6 +19,7 @@ from verl_fn.backends.sampler import Sampler
 from verl_fn.benchmarks import families
 from verl_fn.benchmarks.families import BAR, compare, tiny_folder
 from verl_fn.state import Batch, Key, Sampling, requests_for, split_by_tokens, tree
+from verl_fn.state.split import FEE
 from verl_fn.steps import adamw, aggregate, cross_entropy, entropy, sgd
 
 ROOT = Path(__file__).parents[3]
@@ -110,6 +113,26 @@ def test_padded_rows_are_sorted_into_parts_within_the_budget():
     assert sorted(map(max, parts), reverse=True)[:2] == [17, 9]
     with pytest.raises(ValueError, match=r"row 1 has 17 tokens with padding, more than the budget of 16"):
         split_by_tokens(batch, 16, padded=True)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_padded_rows_are_divided_at_the_least_cost_of_all_divisions(seed):
+    """Beside a search over all divisions of the sorted rows."""
+    generator = random.Random(seed)
+    lengths = sorted((generator.choice([3, 5, generator.randint(1, 40)]) for _ in range(9)), reverse=True)
+    budget = lengths[0] + generator.randint(0, 80)
+
+    def costs(cuts):
+        parts = [lengths[i:j] for i, j in itertools.pairwise((0, *cuts, len(lengths)))]
+        return [len(part) * part[0] for part in parts]
+
+    cuts = itertools.chain.from_iterable(itertools.combinations(range(1, 9), n) for n in range(9))
+    fitting = [of_parts for of_parts in map(costs, cuts) if max(of_parts) <= budget]
+    best = min(sum(of_parts) + len(of_parts) * budget / FEE for of_parts in fitting)
+    found = [
+        part.lengths for part in split_by_tokens(Batch.from_rows([[1] * n for n in lengths]), budget, padded=True)
+    ]
+    assert sum(len(part) * int(part.max()) + budget / FEE for part in found) == pytest.approx(best)
 
 
 def test_rows_do_not_depend_on_their_neighbours_in_any_layout(folder):
