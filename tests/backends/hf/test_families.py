@@ -119,8 +119,8 @@ def test_padded_rows_are_sorted_into_parts_within_the_budget():
 def test_padded_rows_are_divided_at_the_least_cost_of_all_divisions(seed):
     """Beside a search over all divisions of the sorted rows."""
     generator = random.Random(seed)
-    lengths = sorted((generator.choice([3, 5, generator.randint(1, 40)]) for _ in range(9)), reverse=True)
-    budget = lengths[0] + generator.randint(0, 80)
+    lengths = sorted((generator.choice([3, 5, generator.randint(1, 20)]) for _ in range(9)), reverse=True)
+    budget = lengths[0] + generator.randint(0, 20)
 
     def costs(cuts):
         parts = [lengths[i:j] for i, j in itertools.pairwise((0, *cuts, len(lengths)))]
@@ -132,7 +132,8 @@ def test_padded_rows_are_divided_at_the_least_cost_of_all_divisions(seed):
     found = [
         part.lengths for part in split_by_tokens(Batch.from_rows([[1] * n for n in lengths]), budget, padded=True)
     ]
-    assert sum(len(part) * int(part.max()) + budget / FEE for part in found) == pytest.approx(best)
+    sizes = [len(part) * int(part.max()) for part in found]
+    assert max(sizes) <= budget and sum(sizes) + len(sizes) * budget / FEE == pytest.approx(best)
 
 
 def test_rows_do_not_depend_on_their_neighbours_in_any_layout(folder):
