@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 from collections.abc import Iterator
 
 import torch
@@ -67,6 +68,8 @@ RUNNING: list[str] = []
 def in_phase(phase: str) -> Iterator[None]:
     """Keeps the phase in ``RUNNING``, and names it in an error that says that memory lacks; other errors pass.
 
+    ``RUNNING`` shows what the step waits for, so phases of other threads, which sample for later steps, are not kept.
+
     Args:
         phase: the phase, as in ``timing_s/*``.
 
@@ -80,7 +83,8 @@ def in_phase(phase: str) -> Iterator[None]:
         verl_fn.backends.memory.PhaseOutOfMemory: out of memory in the phase update_actor: CUDA out of memory. Tried
         to allocate 2.00 GiB.
     """
-    RUNNING.append(phase)
+    running = RUNNING if threading.current_thread() is threading.main_thread() else []
+    running.append(phase)
     try:
         yield
     except PhaseOutOfMemory:
@@ -93,7 +97,7 @@ def in_phase(phase: str) -> Iterator[None]:
             failure.add_note(note)
         raise failure from error
     finally:
-        RUNNING.remove(phase)
+        running.remove(phase)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ class Through:
         """Asks the engine for samples."""
         return self.inner.generate(requests, version=version)
 
-    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
         """Asks the engine for samples as they end."""
         return self.inner.stream(requests, version=version)
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from verl_fn.backends.agreement import of_batch
 from verl_fn.state import Batch, deal
@@ -27,18 +28,15 @@ class Rank:
     """A process that reads its share of batches."""
 
     def __init__(self, rank: int, size: int) -> None:
-        from verl_fn.driver.parcels import Parcels
-
         torch.set_num_threads(1)
-        self.rank, self.size, self.parcels = rank, size, Parcels()
+        self.rank, self.size = rank, size
 
     def read(self, shared: bool, value: Any) -> dict[str, float]:
         """Milliseconds of the processor for each part, and by how many MB the process has grown at its peak."""
-        from verl_fn.driver.parcels import Place
+        from verl_fn.driver.parcels import Array, opened
 
-        self.parcels = type(self.parcels)()
         marks = [time.process_time()]
-        (batch,), _ = self.parcels.arguments((Place(0),), [value], shared=shared)
+        batch = opened(value, shared=shared)
         marks.append(time.process_time())
         own_rows = [row for part in deal(batch, self.size, batch.num_tokens)[self.rank] for row in part]
         batch.take(own_rows)
@@ -48,7 +46,10 @@ class Rank:
         parts = [1e3 * (end - start) for start, end in itertools.pairwise(marks)]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
         names = ("arrive_ms", "take_ms", "compare_ms")
-        return dict(zip(names, parts, strict=True)) | {"copied_mb": self.parcels.nbytes / 1e6, "peak_mb": peak}
+        leaves = zip(pytree.tree_leaves(value), pytree.tree_leaves(batch), strict=True)
+        arrays = [(array.tensor(), t) for array, t in leaves if isinstance(array, Array)]
+        copied = sum(t.nbytes for stored, t in arrays if t.data_ptr() != stored.data_ptr()) / 1e6
+        return dict(zip(names, parts, strict=True)) | {"copied_mb": copied, "peak_mb": peak}
 
 
 def compare(ranks: int, rows: int, length: int, rounds: int) -> dict[str, dict[str, float]]:
@@ -56,7 +57,7 @@ def compare(ranks: int, rows: int, length: int, rounds: int) -> dict[str, dict[s
     import ray
 
     from verl_fn.config.schema import RayConfig
-    from verl_fn.driver.parcels import Columns, Parcels
+    from verl_fn.driver.parcels import packed
     from verl_fn.driver.ray import connected
 
     results: dict[str, list[dict[str, float]]] = {"copied": [], "shared": []}
@@ -65,7 +66,7 @@ def compare(ranks: int, rows: int, length: int, rounds: int) -> dict[str, dict[s
         actor = ray.remote(num_cpus=0)(Rank)
         actors = {way: [actor.remote(rank, ranks) for rank in range(ranks)] for way in results}
         for i in range(rounds + 1):
-            value = ray.put(Parcels().out(batch_of(rows, length, i), Columns()))
+            value = ray.put(packed(batch_of(rows, length, i)))
             for way in sorted(results, reverse=bool(i % 2)):
                 read = ray.get([one.read.remote(way == "shared", value) for one in actors[way]])
                 # In the first round both map the shared memory and grow.

@@ -58,10 +58,7 @@ def best_of_group(batch, only_best=True):
 
 
 def raft(options: Raft) -> Algorithm:
-    """Makes the algorithm from its options.
-
-    Batches may be references to values in other processes, so functions are applied to them by ``w.call``.
-    """
+    """Makes the algorithm from its options."""
 
     def init(states, key):
         return RaftState(states["actor"], key, step=0)
@@ -70,20 +67,14 @@ def raft(options: Raft) -> Algorithm:
         return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
 
     def learn(state: RaftState, experience: Experience, w: Workers):
-        batch = w.call(best_of_group, experience.batch, only_best=options.only_best)
-        batch = w.call(aggregate, batch, "token-mean")
+        batch = aggregate(best_of_group(experience.batch, options.only_best), "token-mean")
         grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, imitate)
         actor, more = w.trainers["actor"].apply_update(state.actor, grads)
         report = {name: metric.value for name, metric in (w.get(metrics) | w.get(more)).items()}
-        report["critic/score/mean"] = w.get(w.call(mean_score, batch))
+        report["critic/score/mean"] = float(batch["score"].mean())
         return RaftState(actor, state.key, state.step + 1), report
 
     return Algorithm(init=init, sample=sample, learn=learn, outline=Outline(min_n=2))
-
-
-def mean_score(batch):
-    """Returns the mean score of a batch."""
-    return float(batch["score"].mean())
 
 
 def main(steps=40, prompts=16, answers=16, seed=0):

@@ -52,11 +52,6 @@ def group_baseline(batch, baseline=True):
     return batch.with_tokens(advantages=advantages, returns=advantages)
 
 
-def mean_score(batch):
-    """Returns the mean score of a batch."""
-    return float(batch["score"].mean())
-
-
 def reinforce(options: Reinforce) -> Any:
     """Makes the algorithm from its options: one update a step."""
     # Imported here, since the processes of environment and reward import this file too, and need no torch.
@@ -77,12 +72,11 @@ def reinforce(options: Reinforce) -> Any:
         return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
 
     def learn(state, experience, w):
-        batch = w.call(group_baseline, experience.batch, options.baseline)
-        batch = w.call(steps.aggregate, batch, "token-mean")
+        batch = steps.aggregate(group_baseline(experience.batch, options.baseline), "token-mean")
         grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, policy_gradient)
         actor, more = w.trainers["actor"].apply_update(state.actor, grads)
         report = {name: metric.value for name, metric in (w.get(metrics) | w.get(more)).items()}
-        report["critic/score/mean"] = w.get(w.call(mean_score, batch))
+        report["critic/score/mean"] = float(batch["score"].mean())
         return RejectionState(actor, state.key, state.step + 1), report
 
     return Algorithm(init=init, sample=sample, learn=learn, outline=Outline(min_n=2))

@@ -2,7 +2,7 @@
 
 from verl_fn.state import Request, Sample, Sampling
 
-from .handles import Freed, Handle, Ref, Reference, Remote, here, is_where_used, where_used
+from .handles import Freed, Handle, Ref, Reference, Remote, here
 from .rollout import (
     Capabilities,
     PublicationFailed,
@@ -18,6 +18,5 @@ from .weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 __all__ = [
     "BUCKET_BYTES", "Capabilities", "Chunk", "Freed", "Handle", "HoldsBuffers", "PublicationFailed", "Ref",
     "Reference", "Remote", "Request", "RolloutBackend", "Sample", "Sampling", "StaleWeightsError", "TensorSpec",
-    "TrainBackend", "UnsupportedSampling", "WeightSource", "check_sampling", "here", "is_where_used", "serves",
-    "where_used", "whole_leaves",
+    "TrainBackend", "UnsupportedSampling", "WeightSource", "check_sampling", "here", "serves", "whole_leaves",
 ]  # fmt: skip

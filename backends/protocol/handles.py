@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from verl_fn.state import Params, TrainState
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -36,7 +34,7 @@ class Remote(Generic[T]):
 
 
 class Reference(Generic[T]):
-    """Refers to the result of a call, such as a batch or metrics, which ``get`` of the workers fetches.
+    """Refers to the result of a call, such as outputs or metrics, which ``get`` of the workers waits for and returns.
 
     Each driver derives a class of its own.
     """
@@ -51,7 +49,7 @@ An algorithm passes handles on and reads ``state.params``; both kinds allow that
 it returns itself, which Python's types cannot express."""
 
 Ref: TypeAlias = T | Reference[T]
-"""A value that travels between workers: the value itself in one process, a ``Reference`` otherwise."""
+"""The result of a call: the value itself in one process, a ``Reference`` where the call runs in another one."""
 
 
 def here(value: Handle[T]) -> T:
@@ -71,25 +69,3 @@ def here(value: Handle[T]) -> T:
         name = type(value).__name__
         raise TypeError(f"a {name} stands for a value of other processes; pass it to the backend that made it")
     return value
-
-
-def where_used(fn: Callable[P, T]) -> Callable[P, T]:
-    """Marks a function for ``call`` as cheap and pure, so that each process that uses its result applies it itself.
-
-    It is for functions that split a batch, such as into minibatches: every process has the rows already, so they need
-    not travel again.
-
-    Example:
-        >>> @where_used
-        ... def halves(rows):
-        ...     return rows[: len(rows) // 2], rows[len(rows) // 2 :]
-        >>> halves([1, 2]), is_where_used(halves)
-        (([1], [2]), True)
-    """
-    fn.__where_used__ = True  # type: ignore[attr-defined]
-    return fn
-
-
-def is_where_used(fn: object) -> bool:
-    """Returns whether ``where_used`` marked a function."""
-    return getattr(fn, "__where_used__", False)

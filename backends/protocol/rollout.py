@@ -95,7 +95,7 @@ class RolloutBackend(Protocol):
         """
         ...
 
-    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
         """Returns an iterator over the samples that ``generate`` would return, in the order in which they end.
 
         Another call of the engine may interrupt a stream that was not read to its end. Its next sample then raises

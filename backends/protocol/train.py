@@ -33,7 +33,7 @@ class TrainBackend(Protocol):
         """Returns a fresh state with the weights of a Hugging Face folder."""
         ...
 
-    def forward(self, params: Handle[Params], batch: Ref[Batch], needs: Iterable[str]) -> Ref[TokenOutputs]:
+    def forward(self, params: Handle[Params], batch: Batch, needs: Iterable[str]) -> Ref[TokenOutputs]:
         """Returns the outputs that ``needs`` names, without gradients.
 
         They are given for every token with ``response_mask``, or for every row.
@@ -41,7 +41,7 @@ class TrainBackend(Protocol):
         ...
 
     def forward_backward(
-        self, state: Handle[TrainState], batch: Ref[Batch], loss: Loss
+        self, state: Handle[TrainState], batch: Batch, loss: Loss
     ) -> tuple[Handle[Grads], Ref[Metrics]]:
         """Returns the gradients of the loss's weighted sum over the batch, and metrics with the sum as ``loss``."""
         ...

@@ -77,7 +77,7 @@ def test_where_everything_sits(engines, rollout):
     seats, bundles = seating(["trainer", "critic"], 2, "cuda", ray_plan(f"rollout.engines={engines}").rollout)
     assert [bundle["GPU"] for bundle in bundles] == [1] * 4
     assert {name: [seat.bundle for seat in places] for name, places in seats.items()} == {
-        "trainer": [0, 1], "critic": [2, 3], "rollout": rollout, "data": [0], "reward": [0],
+        "trainer": [0, 1], "critic": [2, 3], "rollout": rollout,
     }  # fmt: skip
     shares = {
         bundle: sum(s.gpus for places in seats.values() for s in places if s.bundle == bundle) for bundle in range(4)
@@ -93,7 +93,6 @@ def test_engines_apart_have_places_of_their_own(device, gpus):
     assert [bundle.get("GPU", 0.0) for bundle in bundles] == [gpus] * 6
     assert {name: [(seat.bundle, seat.gpus) for seat in places] for name, places in seats.items()} == {
         "trainer": [(0, gpus), (1, gpus)], "critic": [(2, gpus), (3, gpus)], "rollout": [(4, gpus), (5, gpus)],
-        "data": [(0, 0.0)], "reward": [(0, 0.0)],
     }  # fmt: skip
 
 
@@ -162,11 +161,3 @@ def test_torchrun_fine_tunes_as_one_process_does(warm, model, tmp_path):
     assert more.returncode == 0 and "continuing" in more.stdout and "after step 3" in more.stdout
     refused = command(f"model.path={model}", f"trainer.dir={two}", "algorithm.name=grpo", "rollout.n=2", **torchrun)
     assert "error: torchrun trains algorithms that sample nothing" in refused.stderr
-
-
-def test_one_argument_of_several_calls_is_waited_for_once(ray_cluster):
-    from verl_fn.driver.group import Call, Group
-
-    group, batch = Group("trainer", ()), ray.put(1)
-    group.calls += [Call({}, (batch,)), Call({}, (batch, batch))]
-    assert group.reachable

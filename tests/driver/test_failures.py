@@ -14,7 +14,6 @@ from ray_ranks import start_ranks
 from verl_fn.driver import cluster
 from verl_fn.driver.errors import ActorDied, ActorHangs
 from verl_fn.driver.host import Host
-from verl_fn.driver.parcels import flattened
 from verl_fn.driver.processes import runs
 from verl_fn.driver.watch import Watch, ask
 from verl_fn.state import Key
@@ -79,7 +78,7 @@ def test_the_guilty_rank_is_told(case, model):
     loss = {"raise": on_rank_1(fail), "sleep": on_rank_1(sleep)}.get(kind, cross_entropy())
     if kind == "kill":
         # The first one goes into a collective, in which the second will be missing.
-        ray.get(second.host.run.options(num_returns=2).remote("map", 1, *packed(say, None)))
+        ray.get(second.host.run.options(num_returns=2).remote("map", say, None))
         os.kill(second.pid, signal.SIGSTOP)
     if kind == "stop":
         os.kill(second.pid, signal.SIGSTOP)
@@ -103,11 +102,6 @@ def test_the_guilty_rank_is_told(case, model):
         assert "trainer rank 0 waits in a collective:\n  File" in waiting and "time.sleep(600)" in here
     if kind == "stop":
         assert "trainer rank 1 does not answer" in told
-
-
-def packed(*args):
-    places, flat = flattened(args)
-    return [places, *flat]
 
 
 class NoRoute(Host):

@@ -1,93 +1,90 @@
-"""What travels between processes: a tensor that died or was written to is not taken for the one that it was."""
-
-from concurrent.futures import ThreadPoolExecutor
+"""What travels between processes: values as they were, and routes of experts that stay in the object store."""
 
 import pytest
+import ray
 import torch
 
 from verl_fn.driver import parcels
-from verl_fn.driver.parcels import Columns, Lazy, Parcels, flattened
-from verl_fn.state import tree
+from verl_fn.driver.parcels import Distant, Samples, opened, packed
+from verl_fn.state import TokenOutputs, pack, tree, unpack, version_of
 from verl_fn.testing import tiny_batch
 
-A, B = torch.full((200,), 1.0), torch.full((200,), 2.0)
+ROUTES = torch.arange(60, dtype=torch.uint8).reshape(10, 3, 2)
 
 
-@pytest.fixture(params=[1, 2**30], ids=["no cache", "cache"])
-def sent(ray_cluster, monkeypatch, request):
-    """Two tensors as they travel, and the parcels of a process that they arrive in."""
-    monkeypatch.setattr(parcels, "CACHE_BYTES", request.param)
+@pytest.fixture(autouse=True)
+def every_tensor_travels_as_an_array(ray_cluster, monkeypatch):
     monkeypatch.setattr(parcels, "SMALL_BYTES", 1)
-    return [Parcels().out(t.clone(), Columns()) for t in (A, B)], Parcels()
 
 
-def arrived(ours, *args, shared=False):
-    places, flat = flattened(args)
-    return ours.arguments(places, flat, shared=shared)
+@pytest.fixture
+def distant():
+    """The result of a call, as the driver fetches it."""
+    ref = ray.put(packed(TokenOutputs({"logprobs": torch.zeros(10), "routed_experts": ROUTES})))
+    return opened(ray.get(ref), ref=ref).by_name["routed_experts"]
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_result_at_the_address_of_an_argument_travels_as_itself(sent, shared):
-    (a, b), ours = sent
-    values, columns = arrived(ours, a, shared=shared)
-    assert ours.out(values[0], columns) == a
-    address = id(values.pop())
-    # Its place in a cache goes to the next tensor.
-    ours.value(b)
-    made = [torch.full((200,), 3.0) for _ in range(1000)]
-    again = [t for t in made if id(t) == address] or made[:1]
-    assert torch.equal(Parcels().value(ours.out(again[0], columns)), again[0])
+def test_a_value_arrives_as_it_was_sent():
+    batch = tiny_batch(rows=5).with_ragged(images=[[], [[0.5, 0.5]], [], [], []])
+    there = opened(ray.get(ray.put(packed({"batch": batch, "number": 3}))))
+    assert there["number"] == 3 and tree.equal(there["batch"], batch)
 
 
-@pytest.mark.parametrize(
-    "write", [lambda t: t.mul_(5), lambda t: t[3:].zero_(), lambda t: t.detach().view(2, 100).add_(1)]
-)
-def test_what_a_function_writes_to_an_argument_is_in_its_result_alone(sent, write):
-    (a, b), ours = sent
-    (mine, other), columns = arrived(ours, a, b)
-    write(mine)
-    expected = mine.clone()
-    out = ours.out({"mine": mine, "other": other}, columns)
-    assert out["other"] == b and out["mine"] != a
-    assert torch.equal(Parcels().value(out)["mine"], expected)
-    # A later call in this process gets the argument's value, and its result what it was when it was sent.
-    assert torch.equal(ours.value(a), A)
-    mine.zero_()
-    assert torch.equal(ours.value(out["mine"]), expected)
+def test_what_a_receiver_writes_to_its_copy_is_in_nothing_else():
+    ref = ray.put(packed(ROUTES))
+    opened(ray.get(ref)).zero_()
+    assert torch.equal(opened(ray.get(ref)), ROUTES)
+    assert torch.equal(opened(ray.get(ref), shared=True), ROUTES)
 
 
-def test_what_a_function_writes_to_a_lazy_result_is_not_in_another_call(sent, monkeypatch):
-    (a, b), ours = sent
-    monkeypatch.setattr(parcels, "CACHE_RESULTS", 1)
-    inner = Lazy(1, lambda x, y: (x, x + y), (a, b), {})
-    nested = Lazy(2, lambda pair, number: pair[number], (inner, 1), {})
-    for lazy, expected in ((nested, 3.0), (Lazy(1, inner.fn, (a, b), {}, 0), 1.0)) * 2:
-        (value,), _ = arrived(ours, lazy)
-        assert value.eq(expected).all()
-        value.zero_()
+def samples(routed):
+    batch = tiny_batch(rows=3)
+    batch = batch.with_rows(near_ties=[0, 1, 2], finished=[1.0, 0.0, 1.0], temperature=[1.0] * 3, group=[5, 5, 7])
+    batch = batch.with_rows(prompt_length=[1] * 3).with_tokens(versions=torch.ones(batch.num_tokens))
+    routes = {"routed_experts": ROUTES[torch.arange(batch.num_tokens) % 10]} if routed else {}
+    return unpack(batch.with_tokens(rollout_log_probs=torch.zeros(batch.num_tokens), **routes))
 
 
-def test_parts_of_a_batch_that_was_extended_travel_once(sent):
-    """Whatever the room of the cache, and the values are those that were sent."""
-    _, ours = sent
-    batch, there = tiny_batch(rows=64), Parcels()
-    travelled = there.out(batch, Columns())
-    for _ in range(3):
-        (value,), columns = arrived(ours, travelled)
-        out = ours.out(value.with_tokens(twice=value.tokens * 2.0), columns)
-        assert out.tokens == travelled.tokens and out.cu_seqlens == travelled.cu_seqlens
-        assert tree.equal(there.value(out).without("twice"), batch)
+@pytest.mark.parametrize("routed", [False, True])
+def test_samples_travel_as_one_batch_and_leave_their_routes_where_they_are(routed):
+    sent = samples(routed)
+    ref = ray.put(packed(sent))
+    assert isinstance(ray.get(ref), Samples)
+    arrived = opened(ray.get(ref), ref=ref)
+    again = pack(arrived)
+    assert [one.request for one in arrived] == [5, 5, 7]
+    if routed:
+        assert isinstance(again["routed_experts"], Distant) and len(again["routed_experts"].stored) == 1
+        again = again.with_tokens(routed_experts=again["routed_experts"].whole())
+    assert tree.equal(again, pack(sent))
 
 
-def test_threads_share_a_cache_without_room(sent):
-    """As a publication and the requests of an engine do."""
-    columns, ours = sent
-    expected = [A, B]
+def test_routes_of_experts_are_not_fetched_until_they_are_used(distant, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(Distant, "whole", None)
+        part = distant[torch.tensor([3, 1, 1])]
+        first, second = distant.split([4, 6])
+        joined = torch.cat([second, part, first[1:3]])
+        assert all(isinstance(one, Distant) for one in (part, first, second, joined, part.detach()))
+        assert (len(joined.stored), joined.shape[1:], joined.dtype) == (1, (3, 2), torch.uint8)
+    expected = torch.cat([ROUTES[4:], ROUTES[[3, 1, 1]], ROUTES[1:3]])
+    assert torch.equal(joined.whole(), expected)
+    assert torch.equal(joined + 1, expected + 1) and tree.digest(joined) == tree.digest(expected)
 
-    def read(i):
-        return all(torch.equal(ours.value(columns[(i + j) % 2]), expected[(i + j) % 2]) for j in range(50))
 
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(read, range(4)))
-    assert ours._cached_bytes == sum(t.nbytes for t, _ in ours._tensors.values())
-    assert set(ours._tensors) <= {column.ref.hex() for column in columns}
+def test_routes_of_two_answers_are_joined(distant):
+    ref = ray.put(packed(TokenOutputs({"routed_experts": ROUTES + 100})))
+    other = opened(ray.get(ref), ref=ref).by_name["routed_experts"]
+    mixed = torch.cat([other[2:5], distant, other[:1]])[torch.tensor([13, 0, 5])]
+    assert torch.equal(mixed.whole(), torch.stack([ROUTES[0] + 100, ROUTES[2] + 100, ROUTES[2]]))
+
+
+def test_routes_in_a_batch_arrive_as_a_tensor(distant):
+    """The driver selects rows and sends them; who receives them has an ordinary tensor."""
+    batch = tiny_batch(rows=1)
+    batch = batch.with_tokens(routed_experts=distant[torch.arange(batch.num_tokens) % 10])
+    minibatch = batch.take([0, 0])
+    assert isinstance(minibatch["routed_experts"], Distant) and version_of(minibatch["routed_experts"]) == 0
+    there = opened(ray.get(ray.put(packed(minibatch))), shared=True)["routed_experts"]
+    assert type(there) is torch.Tensor
+    assert torch.equal(there, ROUTES[torch.arange(batch.num_tokens) % 10].repeat(2, 1, 1))

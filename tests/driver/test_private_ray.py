@@ -57,7 +57,7 @@ def test_its_files_and_its_token_are_this_users(two):
     assert get_authentication_mode() == AuthenticationMode.TOKEN
     token = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     environments = ray.get(
-        [member.host.call.remote(os.getenv, {}, False, "RAY_AUTH_TOKEN_PATH") for member in members(two)]
+        [member.host.map.remote(os.getenv, None, "RAY_AUTH_TOKEN_PATH") for member in members(two)]
     )
     assert environments == [str(token)] * len(environments)
     logs = [Path(log) for member in members(two) for log in member.logs]
@@ -72,7 +72,7 @@ def members(two):
 def test_a_process_of_ray_that_ends_is_reported(two, monkeypatch):
     monkeypatch.setattr(ray_private, "_ended", lambda: ["gcs_server (pid 1)"])
     with pytest.raises(ActorDied, match=r"^Ray itself has died: gcs_server \(pid 1\)"):
-        two.get(members(two)[0].host.call.remote(remote_mutants.nap, {}, False))
+        two.get(members(two)[0].host.map.remote(remote_mutants.nap, None))
 
 
 def test_what_dead_runs_left_is_removed_and_nothing_else(tmp_path):

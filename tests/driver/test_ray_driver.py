@@ -1,5 +1,6 @@
 """The Ray driver: the same run as in one process, and an actor's death told at once."""
 
+import functools
 import os
 import signal
 import time
@@ -14,7 +15,7 @@ from verl_fn.benchmarks import ppo_layouts
 from verl_fn.config import load, make_plan
 from verl_fn.data.examples import pack_examples
 from verl_fn.data.tasks import TASKS
-from verl_fn.driver import build
+from verl_fn.driver import build, cluster, parcels
 from verl_fn.driver.local import local_workers
 from verl_fn.driver.ray import ActorDied, ray_workers
 from verl_fn.runs.logs import TIMED, read_metrics
@@ -34,17 +35,17 @@ OVERRIDES = [
 
 @pytest.fixture(scope="module")
 def remote(ray_cluster, model, tmp_path_factory):
-    """Actors shared by the tests that leave them alive; every tensor travels by itself, and hardly any is cached."""
+    """Actors shared by the tests that leave them alive; every tensor travels as an array."""
 
     def small():
         from verl_fn.driver import parcels
 
-        parcels.SMALL_BYTES, parcels.CACHE_BYTES, parcels.CACHE_RESULTS = 1, 1, 1
+        parcels.SMALL_BYTES = 1
 
     folder = tmp_path_factory.mktemp("run")
     cfg = load(overrides=[*OVERRIDES, f"model.path={model}", f"trainer.dir={folder}", "rollout.engines=2"])
     with ray_workers(make_plan(cfg)) as w:
-        ray.get([member.host.call.remote(small, {}, False) for member in w.get.__self__.members.values()])
+        ray.get([member.host.map.remote(small, None) for member in w.get.__self__.members.values()])
         yield w
 
 
@@ -157,7 +158,7 @@ def test_engines_of_a_plan_share_its_prompts(remote, model):
 
     expected = named(one.generate(requests))
     assert named(w.get(w.rollout.generate(requests, version=0))) == expected
-    assert sorted(named(map(w.get, w.rollout.stream(requests, version=0)))) == sorted(expected)
+    assert sorted(named(w.rollout.stream(requests, version=0))) == sorted(expected)
 
 
 @pytest.mark.parametrize(("name", "max_lag"), [("remax", 1), ("dapo", 0)])
@@ -174,7 +175,7 @@ def test_steps_of_several_calls_are_those_of_one_process(remote, model, tmp_path
             w = attrs.evolve(w, trainers={"actor": w.trainers["actor"]})
             state = initial_state(plan, w)
             # The engines have weights of other tests under the same version.
-            w.wait(w.rollout.publish(9, w.trainers["actor"].weights(state.role("actor").params)))
+            w.get(w.rollout.publish(9, w.trainers["actor"].weights(state.role("actor").params)))
             for _ in range(2):
                 state, report, _ = advance(algorithm, state, source, w, pace)
                 reports.append({k: v for k, v in report.items() if not k.startswith(TIMED)})
@@ -210,8 +211,8 @@ def test_a_dead_actor_ends_the_run_at_once(ray_cluster, model, tmp_path):
     victim = "trainer"
     with ray_workers(make_plan(cfg)) as w:
         members = w.get.__self__.members
-        w.get(members[victim].host.call.remote(print, {"flush": True}, False, "the last words"))
-        waiting = members["reward"].host.call.remote(time.sleep, {}, False, 600)
+        w.get(members[victim].host.map.remote(functools.partial(print, flush=True), None, "the last words"))
+        waiting = members["rollout"].host.map.remote(time.sleep, None, 600)
         os.kill(members[victim].pid, signal.SIGKILL)
         with pytest.raises(ActorDied, match=rf"{victim} \(pid {members[victim].pid}\) died") as error:
             w.get(waiting)
@@ -228,23 +229,18 @@ def test_ppo_on_sharded_ranks_is_ppo_on_one_process(ray_cluster, model, tmp_path
 
 
 @pytest.mark.slow
-def test_each_field_goes_to_each_process_once(ray_cluster, model, tmp_path):
-    """Of two PPO steps with a KL term, a critic of its own and two epochs: no tensor is fetched twice anywhere."""
+def test_each_batch_is_stored_once_for_all_roles(ray_cluster, model, tmp_path, monkeypatch):
+    """In a PPO step with a KL term, a critic of its own and two epochs: one batch and four minibatches."""
     more = [
-        "data.train_batch_size=32", "rollout.n=4", "algorithm.ppo_epochs=2", "ray.separate=critic",
-        f"model.path={model}", f"trainer.dir={tmp_path}", "driver.kind=ray",
+        "data.train_batch_size=32", "rollout.n=4", "algorithm.ppo_epochs=2", "algorithm.ppo_mini_batch_size=16",
+        "ray.separate=critic", f"model.path={model}", f"trainer.dir={tmp_path}", "driver.kind=ray",
     ]  # fmt: skip
-    plan = make_plan(load(overrides=[*OVERRIDES, *more]))
+    plan, stored = make_plan(load(overrides=[*OVERRIDES, *more])), []
     algorithm = make(plan.algorithm, plan.options)
+    monkeypatch.setattr(cluster, "packed", lambda batch: stored.append(len(batch)) or parcels.packed(batch))
     with ray_workers(plan) as w:
-        hosts = {name: member.host for name, member in w.get.__self__.members.items()}
         key = Key.from_seed(0)
         states = {name: w.trainers[name].load_pretrained(model, key.fold_in(name)) for name in plan.roles}
-        state = algorithm.init(states, key)
-        for step in range(2):
-            state, _ = algorithm.step(state, TASKS["reverse"].train(key, 32 * step, 32), w)
-        traffic = {name: ray.get(host.traffic.remote()) for name, host in hosts.items()}
-    for name, (fetched, _) in traffic.items():
-        assert max(fetched.values(), default=0) <= 1, name
-    assert traffic["rollout"][1] == 0
-    assert len(traffic["data"][0]) >= 5 and len(traffic["reward"][0]) <= 2 * 12
+        algorithm.step(algorithm.init(states, key), TASKS["reverse"].train(key, 0, 32), w)
+        assert len(w.get.__self__._stored) == 0
+    assert stored == [128, 64, 64, 64, 64]

@@ -113,7 +113,7 @@ def test_an_engine_that_is_restarted_sleeps_and_wakes_like_the_others():
     engines = RemoteRollout(SimpleNamespace(get=lambda ref: None), group, "rollout")
 
     def restored():
-        return [call[2:3] + call[5:] if call[0] == "invoke" else call for call in engines.restore(0, ()).calls]
+        return [call[2:3] + call[5:] if call[0] == "invoke" else call for call in engines.restore(0, ())]
 
     assert restored() == []
     engines.sleep(2)
@@ -132,4 +132,4 @@ def test_an_engine_that_is_restarted_sleeps_and_wakes_like_the_others():
         engines.sleep(1)
         engines.wake([tag])
         engines._publications = [published]
-        assert [call[2] for call in engines.restore(0, ()).calls] == order
+        assert [call[2] for call in engines.restore(0, ())] == order

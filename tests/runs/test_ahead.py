@@ -14,6 +14,7 @@ from run_configs import tiny_run
 from verl_fn.algorithms import Experience
 from verl_fn.config import ConfigError, evaluation_plan, load, make_plan
 from verl_fn.driver.local import local_workers
+from verl_fn.errors import ArgumentError
 from verl_fn.runs import RunError
 from verl_fn.runs.checkpoints import restore
 from verl_fn.runs.evaluate import validate
@@ -22,6 +23,7 @@ from verl_fn.runs.journal import Recorded, digests, entry
 from verl_fn.runs.logs import TIMED, read_journal, read_metrics
 from verl_fn.runs.loop import Interrupted, train
 from verl_fn.runs.prepare import prepare
+from verl_fn.runs.recorder import Waiting
 from verl_fn.runs.state import algorithm_of, blank_state, initial_state
 from verl_fn.runs.steps import ROWS_WAITING, Pace, advance
 from verl_fn.state import pack, tree
@@ -167,6 +169,21 @@ def test_an_algorithm_that_publishes_by_itself_changes_no_version(new):
     assert steps.take(2, 5).versions() == [[0], [0], [0], [2], [2]]
 
 
+def test_problems_that_a_step_takes_after_it_has_seen_samples_are_refused(new):
+    """The next step has been given its own by then."""
+    for max_lag, expected in ((0, contextlib.nullcontext()), (1, pytest.raises(ArgumentError, match="max_lag=0"))):
+        steps = new()
+
+        def takes_more(state, problems, w, whole=steps.algorithm):
+            experience = whole.sample(state, problems, w)
+            assert len(w.more(3)) == 3
+            return experience
+
+        steps.algorithm = attrs.evolve(steps.algorithm, sample=takes_more)
+        with expected:
+            assert steps.take(max_lag, 1).state.cursor == 11
+
+
 @pytest.mark.parametrize("max_lag", [1, 3])
 def test_a_state_continues_with_the_experience_that_waits(parts, new, tmp_path, max_lag):
     """Saved after any step and restored, it takes the steps of the undisturbed run, bitwise."""
@@ -243,23 +260,24 @@ def test_all_that_waits_is_saved(parts, new, tmp_path):
     """Problems that were taken, problems that are answered, rows that were asked for, and rows that were left out."""
     plan, w, _ = parts
     state = new().take(1, 1).state
-    (drawn,) = state.waiting
+    drawn = state.waiting[0].drawn
     experience = attrs.evolve(
         drawn.experience, problems=5, report={"train/x": 0.5}, dropped={"odd": drawn.experience.batch.take([3, 1])}
     )
-    odd = attrs.evolve(drawn, experience=experience, problems=11, asked=47)
+    odd = Waiting(11, 47, attrs.evolve(drawn, experience=experience, problems=11, asked=47))
     run = Run(attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path))), SILENT)
     (read,) = restore(run.save(attrs.evolve(state, waiting=(odd,)), w), blank_state(plan), plan, w).waiting
-    assert (read.problems, read.experience.problems, read.asked) == (11, 5, 47)
-    assert read.experience.report == {"train/x": 0.5}
-    assert digests(read.experience.dropped["odd"]) == digests(experience.dropped["odd"])
-    assert digests(read.experience.batch) == digests(experience.batch)
+    assert (read.problems, read.drawn.experience.problems, read.asked) == (11, 5, 47)
+    assert read.drawn.experience.report == {"train/x": 0.5}
+    assert digests(read.drawn.experience.dropped["odd"]) == digests(experience.dropped["odd"])
+    assert digests(read.drawn.experience.batch) == digests(experience.batch)
 
 
 def test_experience_that_cannot_be_saved_is_refused(parts, new, tmp_path):
     plan, w, _ = parts
     state = new().take(1, 1).state
-    odd = attrs.evolve(state.waiting[0], experience=Experience({"rows": torch.ones(1)}, 8))
+    waiting = state.waiting[0]
+    odd = attrs.evolve(waiting, drawn=attrs.evolve(waiting.drawn, experience=Experience({"rows": torch.ones(1)}, 8)))
     run = Run(attrs.evolve(plan, trainer=attrs.evolve(plan.trainer, dir=str(tmp_path))), SILENT)
     with pytest.raises(RunError, match=r"a dict cannot be: .*driver.max_lag=0"):
         run.save(attrs.evolve(state, waiting=(odd,)), w)

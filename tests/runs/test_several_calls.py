@@ -111,7 +111,7 @@ def test_greedy_responses_wait_with_the_experience_that_they_belong_to(tiny, tmp
         stopped, _ = take(initial_state(of_run, w), 1)
         folder = Run(of_run, SILENT).save(stopped, w)
         restored = restore(folder, blank_state(of_run), of_run, w)
-        assert [len(d.samples) for d in restored.waiting] == [len(d.scored) for d in restored.waiting] == [2, 2]
+        assert [(len(one.drawn.samples), len(one.drawn.scored)) for one in restored.waiting] == [(2, 2)] * 2
         assert take(restored, 4)[1] == whole[1:]
     assert [report[ROWS_WAITING] for report in whole] == [24, 12, 12, 0]
     assert all(report["rollout/rows_dropped/baseline"] == 4 for report in whole)

@@ -10,7 +10,7 @@ import attrs
 from verl_fn.config.algorithms import Outline
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import UserError, place_of, signature_of, takes
-from verl_fn.state import Key
+from verl_fn.state import Batch, Key
 
 from .workers import Workers
 
@@ -52,19 +52,19 @@ class Experience:
     """The result of ``sample``, from which ``learn`` learns. It can be saved between the two.
 
     Attributes:
-        batch: the rows: a ``Batch`` or a reference to one.
+        batch: the rows.
         problems: the number of problems that the rows answer.
         seconds: the duration of each phase so far.
         report: the metrics so far.
-        dropped: the sampled rows that are not in ``batch``, by the reason: batches or references to them. Rows that
-            are in neither count as dropped by the algorithm.
+        dropped: the sampled rows that are not in ``batch``, by the reason. Rows that are in neither count as dropped
+            by the algorithm.
     """
 
-    batch: Any
+    batch: Batch
     problems: int
     seconds: Mapping[str, float] = attrs.field(factory=dict)
     report: Report = attrs.field(factory=dict)
-    dropped: Mapping[str, Any] = attrs.field(factory=dict)
+    dropped: Mapping[str, Batch] = attrs.field(factory=dict)
 
 
 @attrs.frozen(eq=False, kw_only=True)

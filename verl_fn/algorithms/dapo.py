@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -63,17 +62,17 @@ def sample_with_signal(
     Raises:
         NoSignal: the limit is reached without any such group.
     """
-    clock, key, step = Clock(w.wait), state.key.fold_in(state.step).fold_in("rollout"), state.step
+    clock, key, step = Clock(w.get), state.key.fold_in(state.step).fold_in("rollout"), state.step
     clock.run("update_weights", publish, w, state.actor, step)
-    kept: list[Any] = []
-    dropped: list[Any] = []
+    kept: list[Batch] = []
+    dropped: list[Batch] = []
     groups = asked = calls = 0
     while groups < len(problems) and calls < options.max_num_gen_batches:
         drawn = problems if calls == 0 else w.more(len(problems) - groups)
         scored = respond(drawn, w.sampling, w, key, step, clock)
         calls, asked = calls + 1, asked + len(drawn)
-        *parts, count = w.call(split_by_signal, scored, options.metric, returns=3)
-        kept, dropped, groups = [*kept, parts[0]], [*dropped, parts[1]], groups + w.get(count)
+        differing, equal, count = split_by_signal(scored, options.metric)
+        kept, dropped, groups = [*kept, differing], [*dropped, equal], groups + count
     if not groups:
         raise NoSignal(
             f"step {step + 1}: in each of {asked} groups of responses, in {calls} calls for samples, all have the "
@@ -81,9 +80,8 @@ def sample_with_signal(
             "then, raise rollout.n or algorithm.filter_groups.max_num_gen_batches, or give partial credit in the "
             "reward"
         )
-    batch, rest = w.call(joined, *kept), w.call(joined, *dropped)
     report = {"train/num_gen_batches": float(calls), "train/groups_kept": groups / asked}
-    return Experience(batch, groups, clock.seconds, report, {"equal_rewards": rest})
+    return Experience(joined(*kept), groups, clock.seconds, report, {"equal_rewards": joined(*dropped)})
 
 
 def split_by_signal(batch: Batch, metric: str = "score") -> tuple[Batch, Batch, int]:

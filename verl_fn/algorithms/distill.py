@@ -61,18 +61,14 @@ def distill(options: Distill) -> Algorithm[DistillState]:
         return sample_and_score(state.actor, problems, w, key, state.step, score=False)
 
     def learn(state: DistillState, experience: Experience, w: Workers) -> tuple[DistillState, Report]:
-        clock, batch = Clock(w.wait, experience.seconds), experience.batch
+        clock, batch = Clock(w.get, experience.seconds), experience.batch
         outputs = clock.run("teacher", w.trainers["teacher"].forward, state.teacher.params, batch, tuple(fields))
-        batch = w.call(with_outputs, batch, outputs, **fields)
-        batch = w.call(aggregate, batch, aggregation(options), loss_scale_factor=loss_scale(options, w))
+        batch = with_outputs(batch, outputs, **fields)
+        batch = aggregate(batch, aggregation(options), loss_scale_factor=loss_scale(options, w))
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, [batch], loss)
-        report = update_report("actor", w.get(metrics)) | experience.report
-        tokens = float(w.get(w.call(_tokens, batch)))
+        report = update_report("actor", metrics) | experience.report
+        tokens = float(batch.num_tokens)
         report |= {"perf/total_num_tokens": tokens} | timing_report(clock, tokens)
         return DistillState(actor, state.teacher, state.key, state.step + 1), report
 
     return Algorithm(init=init, sample=sample, learn=learn, outline=options.outline)
-
-
-def _tokens(batch: Any) -> int:
-    return batch.num_tokens

@@ -82,10 +82,10 @@ def dpo(options: DPO) -> Algorithm[DPOState]:
         return Experience(batch, len(problems), report={"train/global_tokens": float(batch.num_tokens)})
 
     def learn(state: DPOState, experience: Experience, w: Workers) -> tuple[DPOState, Report]:
-        clock = Clock(w.wait, experience.seconds)
+        clock = Clock(w.get, experience.seconds)
         batch = annotated(state, experience.batch, w, clock, options)
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, [batch], loss)
-        report = update_report("train", w.get(metrics)) | experience.report
+        report = update_report("train", metrics) | experience.report
         report |= timing_report(clock, report["train/global_tokens"])
         return DPOState(actor, state.reference, state.key, state.step + 1), report
 
@@ -95,7 +95,7 @@ def dpo(options: DPO) -> Algorithm[DPOState]:
         if len(known) < 1 + labels:
             return {}
         batch = labelled_batch(known, w) if labels else pair_batch(known, w)
-        batch = w.get(annotated(state, batch, w, Clock(w.wait), options))
+        batch = annotated(state, batch, w, Clock(w.get), options)
         outputs = w.get(w.trainers["actor"].forward(state.actor.params, batch, ("logprobs",)))
         report = {"val/loss": float(total_loss(loss, outputs, batch)[0])}
         if not needs_reference:
@@ -113,21 +113,21 @@ def dpo(options: DPO) -> Algorithm[DPOState]:
     return Algorithm(init=init, sample=sample, learn=learn, outline=outline, evaluate=evaluate)
 
 
-def annotated(state: DPOState, batch: Any, w: Workers, clock: Clock, options: DPO) -> Any:
+def annotated(state: DPOState, batch: Batch, w: Workers, clock: Clock, options: DPO) -> Batch:
     """Writes into a batch what the loss compares the policy with: reference and reference point."""
     if "reference" in options.outline.roles:
         outputs = clock.run("ref", reference_log_probs, state, batch, w)
-        batch = w.call(with_outputs, batch, outputs, logprobs="ref_log_prob")
+        batch = with_outputs(batch, outputs, logprobs="ref_log_prob")
     if options.loss_type != "kto":
         return batch
-    batch, others = w.call(apart, batch, returns=2)
+    batch, others = apart(batch)
     forward = w.trainers["actor"].forward
     outputs = clock.run("old_log_prob", forward, state.actor.params, others, ("logprobs",))
-    others = w.call(with_outputs, others, outputs, logprobs="old_log_probs")
-    return w.call(kto_reference_point, batch, others)
+    others = with_outputs(others, outputs, logprobs="old_log_probs")
+    return kto_reference_point(batch, others)
 
 
-def reference_log_probs(state: DPOState, batch: Any, w: Workers) -> Any:
+def reference_log_probs(state: DPOState, batch: Batch, w: Workers) -> Any:
     """Returns the reference's log-probabilities; with LoRA the actor's frozen base is the reference."""
     if state.reference is None:
         return w.trainers["actor"].forward(state.actor.params.base, batch, ("logprobs",))

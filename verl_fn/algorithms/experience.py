@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
-from verl_fn.backends.protocol import Ref, TrainBackend, where_used
+from verl_fn.backends.protocol import Ref, TrainBackend
 from verl_fn.config.algorithms import Aggregation, PolicyOptimization
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.tasks import Problem
@@ -51,7 +52,7 @@ def sample_and_score(
         step: the version that the weights are published under.
         score: ask the workers' reward; otherwise ``learn`` scores the rows, as with a reward model.
     """
-    clock = Clock(w.wait)
+    clock = Clock(w.get)
     clock.run("update_weights", publish, w, actor, step)
     batch = respond(problems, w.sampling, w, key.fold_in("rollout"), step, clock, score=score)
     return Experience(batch, len(problems), clock.seconds)
@@ -67,8 +68,8 @@ def respond(
     *,
     score: bool = True,
     phase: str = "gen",
-) -> Any:
-    """Returns the batch of the engine's responses to ``problems``, or a reference to it.
+) -> Batch:
+    """Returns the batch of the engine's responses to ``problems``.
 
     Conversations whose environment failed are left out.
 
@@ -82,10 +83,17 @@ def respond(
     """
     requests = requests_of(problems, w, sampling, key)
     samples = clock.run(phase, w.rollout.generate, requests, version=version)
-    batch = w.call(packed, samples)
+    return batch_of(samples, problems, w, clock, score=score)
+
+
+def batch_of(
+    samples: Sequence[Sample], problems: Sequence[Problem], w: Workers, clock: Clock, *, score: bool = True
+) -> Batch:
+    """Returns the batch of an engine's samples as ``respond`` does."""
+    batch = pack(samples)
     if score:
         batch = clock.run("reward", w.reward, batch, problems)
-    return w.call(without_failures, batch) if w.converses else batch
+    return without_failures(batch) if w.converses else batch
 
 
 def requests_of(problems: Sequence[Problem], w: Workers, sampling: Sampling, key: Key) -> list[Request]:
@@ -106,7 +114,6 @@ def conversations_of(problems: Sequence[Problem], sampling: Sampling, key: Key) 
     ]
 
 
-@where_used
 def without_failures(batch: Batch) -> Batch:
     """Returns the rows of conversations whose environment did not fail, since the others have no reward.
 
@@ -119,17 +126,8 @@ def without_failures(batch: Batch) -> Batch:
     return batch.take((~torch.isin(batch["env_end"], failures)).nonzero()[:, 0])
 
 
-@where_used
-def packed(samples: Sequence[Sample]) -> Batch:
-    """Packs samples in the process that uses them.
-
-    In the process that keeps batches, functions of a step that learns would wait for samples of a later step.
-    """
-    return pack(samples)
-
-
 def annotate(
-    batch: Any,
+    batch: Batch,
     state: Any,
     w: Workers,
     clock: Clock,
@@ -137,7 +135,7 @@ def annotate(
     reference: bool,
     critic: bool = False,
     outputs: tuple[str, ...] = ("logprobs", "entropy"),
-) -> Any:
+) -> Batch:
     """Writes the actor's outputs, and if asked ``ref_log_prob`` and ``values``, into the batch.
 
     The forward passes of roles on workers of their own overlap.
@@ -167,30 +165,30 @@ def annotate(
         "values": {"values": "values"},
     }
     for phase, output in results.items():
-        batch = w.call(with_outputs, batch, output, **names[phase])
+        batch = with_outputs(batch, output, **names[phase])
     return batch
 
 
-def with_reference(batch: Any, state: Any, w: Workers, role: str = "reference") -> Any:
+def with_reference(batch: Batch, state: Any, w: Workers, role: str = "reference") -> Batch:
     """Writes the log-probs of a frozen copy of the actor into a batch, as ``ref_log_prob``.
 
     With LoRA, the actor's frozen base is that copy.
 
     Args:
-        batch: a batch or a reference to one.
+        batch: the rows.
         state: has ``actor`` and a field of the role's name.
         w: the workers.
         role: the name of a ``Role(trained=False, copy_of="actor")``.
     """
-    outputs = _reference_outputs(batch, state, w, role)
-    return w.call(with_outputs, batch, outputs, logprobs="ref_log_prob")
+    outputs = w.get(_reference_outputs(batch, state, w, role))
+    return with_outputs(batch, outputs, logprobs="ref_log_prob")
 
 
-def _reference_outputs(batch: Any, state: Any, w: Workers, role: str) -> Ref[TokenOutputs]:
+def _reference_outputs(batch: Batch, state: Any, w: Workers, role: str) -> Ref[TokenOutputs]:
     if (own := getattr(state, role)) is not None:
         return w.trainers[role].forward(own.params, batch, ("logprobs",))
     # The reference picks its own experts.
-    free = w.call(without_routes, batch) if w.router_replay else batch
+    free = batch.without("routed_experts") if w.router_replay else batch
     return w.trainers["actor"].forward(state.actor.params.base, free, ("logprobs",))
 
 
@@ -205,24 +203,13 @@ def with_outputs(batch: Batch, outputs: TokenOutputs, **names: str) -> Batch:
     return batch.with_tokens(**{new: outputs.by_name[old] for old, new in names.items()})
 
 
-def without_routes(batch: Batch) -> Batch:
-    """Returns the batch without ``routed_experts``, so that a model with experts picks them itself.
-
-    Example:
-        >>> "routed_experts" in without_routes(Batch.from_rows([[1]], {"routed_experts": [[0]]}))
-        False
-    """
-    return batch.without("routed_experts")
-
-
 def kl_in_reward(
-    batch: Any, controller: FixedKL | AdaptiveKL, options: PolicyOptimization, w: Workers
-) -> tuple[Any, FixedKL | AdaptiveKL, dict[str, float]]:
+    batch: Batch, controller: FixedKL | AdaptiveKL, options: PolicyOptimization
+) -> tuple[Batch, FixedKL | AdaptiveKL, dict[str, float]]:
     """Subtracts the KL penalty from the rewards where ``use_kl_in_reward`` asks for it; also the next controller."""
     if not options.use_kl_in_reward:
         return batch, controller, {}
-    batch, *rest = w.call(apply_kl_in_reward, batch, controller, options.kl_penalty, returns=3)
-    controller, metrics = w.get(tuple(rest))
+    batch, controller, metrics = apply_kl_in_reward(batch, controller, options.kl_penalty)
     return batch, controller, update_report("actor", [(metrics, {})])
 
 
@@ -237,9 +224,9 @@ def kl_controller(options: PolicyOptimization) -> FixedKL | AdaptiveKL:
 def update(
     backend: TrainBackend,
     state: Any,
-    batches: Sequence[Any],
+    batches: Iterable[Batch],
     loss: Loss,
-    select: Callable[[Any, Any, int], Any] | None = None,
+    select: Callable[[Any, Batch, int], Batch] | None = None,
 ) -> tuple[Any, list[tuple[Ref[Metrics], Ref[Metrics]]]]:
     """Applies one update a batch; also the metrics of each as a pair, of the gradient and of the update.
 
@@ -247,7 +234,7 @@ def update(
         select: ``(state, batch, number) -> batch``, applied before the update of that number.
     """
 
-    def one(state: Any, numbered: tuple[int, Any]) -> tuple[Any, tuple[Ref[Metrics], Ref[Metrics]]]:
+    def one(state: Any, numbered: tuple[int, Batch]) -> tuple[Any, tuple[Ref[Metrics], Ref[Metrics]]]:
         number, batch = numbered
         if select is not None:
             batch = select(state, batch, number)
@@ -260,33 +247,30 @@ def update(
 
 def selecting(
     backend: TrainBackend, selection: Selection | None, w: Workers, key: Key
-) -> Callable[[Any, Any, int], Any] | None:
+) -> Callable[[Any, Batch, int], Batch] | None:
     """Returns the function that selects tokens of a whole update batch by the policy's outputs, for ``update``."""
     if selection is None:
         return None
 
-    def select(state: Any, batch: Any, number: int) -> Any:
-        outputs = backend.forward(state.params, batch, selection.needs)
-        return w.call(selection.choose, batch, outputs, key.fold_in(number))
+    def select(state: Any, batch: Batch, number: int) -> Batch:
+        outputs = w.get(backend.forward(state.params, batch, selection.needs))
+        return selection.choose(batch, outputs, key.fold_in(number))
 
     return select
 
 
 def update_batches(
-    w: Workers, batch: Any, problems: int, options: PolicyOptimization, key: Key, loss: Loss
-) -> list[Any]:
-    """Returns the minibatches of a batch that answers so many problems, over all epochs, with the loss's weights."""
-    size = min(options.ppo_mini_batch_size, problems)
-    return w.call(
-        weighted_minibatches,
+    w: Workers, batch: Batch, problems: int, options: PolicyOptimization, key: Key, loss: Loss
+) -> Iterator[Batch]:
+    """Yields the minibatches of a batch that answers so many problems, over all epochs, with the loss's weights."""
+    return weighted_minibatches(
         batch,
-        (size, problems),
+        (min(options.ppo_mini_batch_size, problems), problems),
         options.ppo_epochs,
         key if options.shuffle else None,
         aggregation(options),
         loss_scale(options, w),
         "row" in loss.levels,
-        returns=options.minibatches(problems) * options.ppo_epochs,
     )
 
 
@@ -295,17 +279,16 @@ def loss_scale(options: Aggregation, w: Workers) -> float:
     return options.loss_scale_factor or float(w.sampling.max_tokens)
 
 
-@where_used
 def weighted_minibatches(
     batch: Batch,
     share: tuple[int, int],
     epochs: int,
     key: Key | None,
-    mode: str,
+    mode: str | Callable[[Batch], Tensor],
     scale: float | None,
     rows_too: bool = False,
-) -> list[Batch]:
-    """Splits a batch into minibatches and writes ``loss_weight`` into each.
+) -> Iterator[Batch]:
+    """Splits a batch into minibatches, and yields each with its ``loss_weight``.
 
     Args:
         share: problems in a minibatch, and problems of the batch. Problems may have different numbers of rows, so
@@ -328,12 +311,10 @@ def weighted_minibatches(
     bounds = [min(rows, -(-rows * size * i // problems)) for i in range(count + 1)]
     if any(start >= end for start, end in itertools.pairwise(bounds)):
         raise ValueError(f"{rows} rows cannot make {count} minibatches; raise algorithm.ppo_mini_batch_size")
-    parts = []
     for epoch in range(epochs):
         order = torch.arange(rows)
         if key is not None:
             order = torch.randperm(rows, generator=key.fold_in(epoch).generator())
         for start, end in itertools.pairwise(bounds):
             part = aggregate(batch.take(order[start:end]), mode, loss_scale_factor=scale)
-            parts.append(aggregate_rows(part) if rows_too else part)
-    return parts
+            yield aggregate_rows(part) if rows_too else part

@@ -89,21 +89,21 @@ def without_critic(
         return GRPOState(states["actor"], reference, kl, key, step=0, reward_model=judge)
 
     def learn(state: GRPOState, experience: Experience, w: Workers) -> tuple[GRPOState, Report]:
-        clock, key = Clock(w.wait, experience.seconds), state.key.fold_in(state.step)
+        clock, key = Clock(w.get, experience.seconds), state.key.fold_in(state.step)
         batch = experience.batch
         if state.reward_model is not None:
             batch = score_by_model(batch, state.reward_model, w, clock)
         if shape is not None:
-            batch = w.call(shape, batch, w.sampling.max_tokens)
+            batch = shape(batch, w.sampling.max_tokens)
         batch = annotate(batch, state, w, clock, reference="reference" in outline.roles, outputs=outputs)
-        batch, kl, report = kl_in_reward(batch, state.kl, options, w)
-        batch = clock.run("adv", w.call, advantages, batch)
+        batch, kl, report = kl_in_reward(batch, state.kl, options)
+        batch = clock.run("adv", advantages, batch)
         batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), loss)
         select = selecting(w.trainers["actor"], chosen, w, key.fold_in("selection"))
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, batches, loss, select)
 
-        of_batch = w.get(w.call(batch_report, batch, compares=outline.min_n > 1))
-        report |= update_report("actor", w.get(metrics)) | experience.report | of_batch
+        of_batch = batch_report(batch, compares=outline.min_n > 1)
+        report |= update_report("actor", metrics) | experience.report | of_batch
         report |= timing_report(clock, report["perf/total_num_tokens"])
         return GRPOState(actor, state.reference, kl, state.key, state.step + 1, state.reward_model), report
 

@@ -12,19 +12,19 @@ from .workers import Clock, Workers
 ROLE = "reward_model"
 
 
-def score_by_model(batch: Any, state: Any, w: Workers, clock: Clock) -> Any:
+def score_by_model(batch: Batch, state: Any, w: Workers, clock: Clock) -> Batch:
     """Writes the scores of a reward model into a batch that was not scored yet.
 
     It is a part of ``learn``: the ranks that train would wait for samples that a later step has asked for.
 
     Args:
-        batch: the rows, or a reference to them.
+        batch: the rows.
         state: the reward model's training state.
         w: the workers, with a trainer of the role ``reward_model``.
         clock: measures the time as that of ``reward``.
     """
     outputs = clock.run("reward", w.trainers[ROLE].forward, state.params, batch, ("row_values",))
-    return w.call(with_model_score, batch, outputs)
+    return with_model_score(batch, outputs)
 
 
 def with_model_score(batch: Batch, outputs: TokenOutputs) -> Batch:

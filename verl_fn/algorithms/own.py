@@ -55,9 +55,9 @@ def _sample(state: Any, problems: Any, w: Workers, *, sample: Callable[..., Any]
 
 
 def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..., Any]) -> tuple[Any, Report]:
-    clock, passes = Clock(w.wait, experience.seconds), _Passes(w)
+    clock, passes = Clock(w.get, experience.seconds), _Passes()
     trainers = {role: cast(TrainBackend, _Watched(trainer, passes)) for role, trainer in w.trainers.items()}
-    numbered = attrs.evolve(experience, batch=w.call(_numbered, experience.batch))
+    numbered = attrs.evolve(experience, batch=_numbered(experience.batch))
     after: list[Any] = []
 
     def run() -> Report:
@@ -75,7 +75,7 @@ def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..
         raise AlgorithmError(
             f"{place_of(learn)} returns a state of step {step} after step {state.step}; it must add 1 to step"
         )
-    samples = w.get(w.call(_report_of_samples, experience.batch))
+    samples = sample_report(experience.batch) if isinstance(experience.batch, Batch) else {}
     report = samples | timing_report(clock, samples.get("perf/total_num_tokens", 0.0)) | report
     return after[0], report | passes.left_out(experience.batch, learn)
 
@@ -98,10 +98,6 @@ def _numbers(report: Any, learn: Callable[..., Any]) -> Report:
     return numbers
 
 
-def _report_of_samples(batch: Any) -> Report:
-    return sample_report(batch) if isinstance(batch, Batch) else {}
-
-
 def _numbered(batch: Any) -> Any:
     """Returns a batch whose rows know their numbers."""
     return batch.with_rows(**{ROW: torch.arange(len(batch))}) if isinstance(batch, Batch) else batch
@@ -110,13 +106,9 @@ def _numbered(batch: Any) -> Any:
 class _Passes:
     """The passes in which ``learn`` computes gradients."""
 
-    def __init__(self, w: Workers) -> None:
-        self._w = w
-        self._of: list[Any] = []
+    def __init__(self) -> None:
+        self.of: list[tuple[list[int] | None, int]] = []
         self.hidden = False
-
-    def add(self, batch: Any) -> None:
-        self._of.append(self._w.call(_pass, batch))
 
     def left_out(self, batch: Any, learn: Callable[..., Any]) -> Report:
         """Returns the counts of the rows of a batch that no pass had, and of their sampled tokens.
@@ -126,16 +118,14 @@ class _Passes:
         Raises:
             AlgorithmError: an advantage is not finite.
         """
-        passes = self._w.get(self._of)
-        if bad := next((bad for _, bad in passes if bad), 0):
+        if bad := next((bad for _, bad in self.of if bad), 0):
             raise AlgorithmError(
                 f"{place_of(learn)} learns from advantages that are not finite, on {bad} tokens of a batch; look for "
                 "a division by the spread of equal rewards"
             )
-        if self.hidden or any(rows is None for rows, _ in passes):
+        if self.hidden or any(rows is None for rows, _ in self.of):
             return {}
-        kept = {row for rows, _ in passes for row in rows}
-        rows, tokens = self._w.get(self._w.call(_others, batch, kept))
+        rows, tokens = _others(batch, {row for rows, _ in self.of for row in rows or ()})
         return {"rollout/rows_dropped/learn": rows, "rollout/tokens_dropped/learn": tokens} if rows else {}
 
 
@@ -161,7 +151,7 @@ class _Watched:
         self._inner, self._passes = inner, passes
 
     def forward_backward(self, state: Any, batch: Any, loss: Any) -> Any:
-        self._passes.add(batch)
+        self._passes.of.append(_pass(batch))
         return self._inner.forward_backward(state, batch, loss)
 
     def __getattr__(self, name: str) -> Any:

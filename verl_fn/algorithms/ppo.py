@@ -70,14 +70,14 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
         return sample_and_score(state.actor, problems, w, key, state.step, score=outline.needs_reward)
 
     def learn(state: PPOState, experience: Experience, w: Workers) -> tuple[PPOState, Report]:
-        clock, key = Clock(w.wait, experience.seconds), state.key.fold_in(state.step)
+        clock, key = Clock(w.get, experience.seconds), state.key.fold_in(state.step)
         batch = experience.batch
         if state.reward_model is not None:
             batch = score_by_model(batch, state.reward_model, w, clock)
         batch = annotate(batch, state, w, clock, reference="reference" in outline.roles, critic=True)
-        batch, kl, report = kl_in_reward(batch, state.kl, options, w)
-        batch = clock.run("adv", w.call, advantages, batch)
-        batches = update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), actor_loss)
+        batch, kl, report = kl_in_reward(batch, state.kl, options)
+        batch = clock.run("adv", advantages, batch)
+        batches = list(update_batches(w, batch, experience.problems, options, key.fold_in("minibatches"), actor_loss))
 
         updates = {"critic": lambda: update(w.trainers["critic"], state.critic, batches, critic_loss)}
         if state.step >= options.critic_warmup:
@@ -86,9 +86,9 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
         results = clock.run_all({f"update_{role}": run for role, run in updates.items()})
         updated = {role: results[f"update_{role}"] for role in updates}
         for role, (_, metrics) in updated.items():
-            report |= update_report(role, w.get(metrics))
+            report |= update_report(role, metrics)
 
-        report |= experience.report | w.get(w.call(batch_report, batch))
+        report |= experience.report | batch_report(batch)
         report |= timing_report(clock, report["perf/total_num_tokens"])
         critic = updated["critic"][0]
         actor = updated["actor"][0] if "actor" in updated else state.actor

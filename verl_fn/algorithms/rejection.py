@@ -50,17 +50,17 @@ def rejection(options: Rejection) -> Algorithm[RejectionState]:
     def sample(state: RejectionState, problems: Sequence[Problem], w: Workers) -> Experience:
         experience = sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
         # The rows that are left out here count as dropped by the algorithm.
-        return attrs.evolve(experience, batch=w.call(best_of_groups, experience.batch, options.min_score))
+        return attrs.evolve(experience, batch=best_of_groups(experience.batch, options.min_score))
 
     def learn(state: RejectionState, experience: Experience, w: Workers) -> tuple[RejectionState, Report]:
-        clock, actor = Clock(w.wait, experience.seconds), state.actor
-        rows, score, tokens = w.get(w.call(summary, experience.batch))
+        clock, actor = Clock(w.get, experience.seconds), state.actor
+        rows, score, tokens = summary(experience.batch)
         report = {"rejection/rows_kept": float(rows), "perf/total_num_tokens": float(tokens)} | experience.report
         if rows:
             scale = loss_scale(options, w)
-            batch = w.call(aggregate, experience.batch, aggregation(options), loss_scale_factor=scale)
+            batch = aggregate(experience.batch, aggregation(options), loss_scale_factor=scale)
             actor, metrics = clock.run("update_actor", update, w.trainers["actor"], actor, [batch], loss)
-            report |= {"rejection/score/mean": score} | update_report("actor", w.get(metrics))
+            report |= {"rejection/score/mean": score} | update_report("actor", metrics)
         report |= timing_report(clock, float(tokens))
         return RejectionState(actor, state.key, state.step + 1), report
 

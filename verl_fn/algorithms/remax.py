@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import attrs
 import torch
 
 from verl_fn import steps
-from verl_fn.backends.protocol import where_used
 from verl_fn.config.algorithms import ReMax
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch
 
 from .contract import Algorithm, Experience
-from .experience import respond, sample_and_score
+from .experience import batch_of, publish, requests_of
 from .grpo import GRPOState, without_critic
 from .policy import corrected
 from .workers import Clock, Workers
@@ -37,20 +37,21 @@ def remax(options: ReMax) -> Algorithm[GRPOState]:
 
 def sample_with_baseline(state: GRPOState, problems: Sequence[Problem], w: Workers) -> Experience:
     """Draws responses to ``problems`` and, with a second request at temperature 0, the greedy one to each."""
-    key = state.key.fold_in(state.step)
-    experience = sample_and_score(state.actor, problems, w, key, state.step)
-    clock = Clock(w.wait, experience.seconds)
+    clock, key = Clock(w.get), state.key.fold_in(state.step)
+    clock.run("update_weights", publish, w, state.actor, state.step)
     likeliest = attrs.evolve(w.sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0)
-    greedy = respond(problems, likeliest, w, key.fold_in("greedy"), state.step, clock, phase="gen_max")
-    batch = w.call(with_baselines, experience.batch, greedy)
-    return attrs.evolve(experience, batch=batch, seconds=clock.seconds, dropped={"baseline": greedy})
+    requests = {
+        "gen": requests_of(problems, w, w.sampling, key.fold_in("rollout")),
+        "gen_max": requests_of(problems, w, likeliest, key.fold_in("greedy")),
+    }
+    generate = functools.partial(w.rollout.generate, version=state.step)
+    samples = clock.run_all({phase: functools.partial(generate, asked) for phase, asked in requests.items()})
+    batch, greedy = (batch_of(drawn, problems, w, clock) for drawn in samples.values())
+    return Experience(with_baselines(batch, greedy), len(problems), clock.seconds, dropped={"baseline": greedy})
 
 
-@where_used
 def with_baselines(batch: Batch, greedy: Batch) -> Batch:
     """Writes ``reward_baselines``: the score of the greedy response to each row's prompt.
-
-    In the process that keeps batches, functions of a step that learns would wait for samples of a later step.
 
     Args:
         batch: rows with ``group``.

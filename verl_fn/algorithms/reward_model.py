@@ -48,10 +48,10 @@ def reward_model(options: RewardModel) -> Algorithm[RewardModelState]:
         return Experience(batch, len(problems), report={"train/global_tokens": float(batch.num_tokens)})
 
     def learn(state: RewardModelState, experience: Experience, w: Workers) -> tuple[RewardModelState, Report]:
-        clock = Clock(w.wait, experience.seconds)
+        clock = Clock(w.get, experience.seconds)
         batches = [experience.batch]
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, batches, loss)
-        report = update_report("train", w.get(metrics)) | experience.report
+        report = update_report("train", metrics) | experience.report
         report |= timing_report(clock, report["train/global_tokens"])
         return RewardModelState(actor, state.key, state.step + 1), report
 
@@ -59,7 +59,7 @@ def reward_model(options: RewardModel) -> Algorithm[RewardModelState]:
         pairs = held_out_pairs(problems)
         batch = pair_batch(pairs, w)
         outputs = w.get(w.trainers["actor"].forward(state.actor.params, batch, ("row_values",)))
-        report = {"val/loss": float(total_loss(loss, outputs, w.get(batch))[0])}
+        report = {"val/loss": float(total_loss(loss, outputs, batch)[0])}
         return report | pair_report(pairs, outputs.row_values, "val-core", "acc/mean@1")
 
     return Algorithm(init=init, sample=sample, learn=learn, outline=options.outline, evaluate=evaluate)

@@ -48,10 +48,10 @@ def sft(options: SFT) -> Algorithm[SFTState]:
         return Experience(batch, len(problems), report={"train/global_tokens": float(batch.num_tokens)})
 
     def learn(state: SFTState, experience: Experience, w: Workers) -> tuple[SFTState, Report]:
-        clock = Clock(w.wait, experience.seconds)
+        clock = Clock(w.get, experience.seconds)
         batches = [experience.batch]
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, batches, cross_entropy())
-        report = update_report("train", w.get(metrics)) | experience.report
+        report = update_report("train", metrics) | experience.report
         report |= timing_report(clock, report["train/global_tokens"])
         return SFTState(actor, state.key, state.step + 1), report
 

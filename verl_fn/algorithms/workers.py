@@ -1,4 +1,4 @@
-"""The parts that an algorithm runs on: backends, a reward, and a way to apply functions where the data lies."""
+"""The parts that an algorithm runs on: backends, a rollout engine and a reward; and the clock of a step."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from verl_fn.errors import ArgumentError
 T = TypeVar("T")
 
 
-def call_here(fn: Callable[..., Any], *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
-    """Applies ``fn`` in this process; with ``returns=k``, returns its k results as a list.
+def call_here(fn: Callable[[], T]) -> T:
+    """Calls the function now, since one process does one thing at a time.
 
     Example:
-        >>> call_here(divmod, 7, 3), call_here(divmod, 7, 3, returns=2)
-        ((2, 1), [2, 1])
+        >>> call_here(lambda: 3)
+        3
     """
-    result = fn(*args, **kwargs)
-    return result if returns is None else list(result)
+    return fn()
 
 
 def get_here(value: T) -> T:
@@ -46,7 +45,7 @@ def no_more(count: int) -> Sequence[Problem]:
 
 @attrs.frozen(eq=False)
 class Workers:
-    """The parts that a step uses. They may exchange references in place of values; a step only passes these on.
+    """The parts that a step uses. Batches are values; what trainers and engine return is read by ``get``.
 
     Attributes:
         trainers: the training backends by role.
@@ -61,10 +60,10 @@ class Workers:
         converses: whether the engine lets the model talk to an environment, so that requests carry problems.
         end_tokens: the tokens that end a response; supervised answers end with the first. By default the
             tokenizer's own.
-        call: applies a function to values, references or handles, in the process that has them; with ``returns=k``
-            it returns a list of k results.
-        get: returns the value of a reference, or a nested value with all its references resolved.
-        wait: blocks until the values of references are available, and returns the references.
+        get: waits for the result of a call of a trainer or the engine, or for all results in a nested value, and
+            returns it. Without ``get`` in between, calls of roles on processes of their own run side by side.
+        beside: calls a function beside the caller if the engine works in other processes, and returns its result
+            for ``get``.
         restarts: returns why engines were restarted since it was called last, in a sentence each.
         about: a line about the workers, for the screen.
         gpu_memory: bytes of the GPU of a training rank; None where ranks compute on the CPU.
@@ -83,9 +82,8 @@ class Workers:
     converses: bool = False
     end_tokens: tuple[int, ...] = attrs.field()
     more: Callable[[int], Sequence[Problem]] = no_more
-    call: Callable[..., Any] = call_here
     get: Callable[[Any], Any] = get_here
-    wait: Callable[[Any], Any] = get_here
+    beside: Callable[[Callable[[], Any]], Any] = call_here
     restarts: Callable[[], list[str]] = list
     about: str = ""
     gpu_memory: int | None = None
@@ -99,7 +97,7 @@ class Workers:
 
 
 class Clock:
-    """Measures the seconds of each phase, for verl's ``timing_s/*``; a phase ends when its result is available.
+    """Measures the seconds of each phase, for verl's ``timing_s/*``; a phase ends when its result is there.
 
     Example:
         >>> clock = Clock(get_here)
@@ -107,24 +105,24 @@ class Clock:
         (3, ['adv'])
     """
 
-    def __init__(self, wait: Callable[[Any], Any], seconds: Mapping[str, float] | None = None) -> None:
+    def __init__(self, get: Callable[[Any], Any], seconds: Mapping[str, float] | None = None) -> None:
         """Starts a clock.
 
         Args:
-            wait: blocks until a value is available.
+            get: waits for a result, as ``Workers.get`` does.
             seconds: the seconds of earlier phases, such as those of ``sample``.
         """
         self.seconds: dict[str, float] = dict(seconds or {})
-        self._wait = wait
+        self._get = get
         self._earlier = sum(self.seconds.values())
         self._start = time.perf_counter()
 
     def run(self, phase: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Returns ``fn(*args, **kwargs)`` and adds its time to ``phase``; errors are those of ``run_all``."""
+        """Returns the result of ``fn(*args, **kwargs)``, and adds its time to ``phase``; see ``run_all``."""
         return self.run_all({phase: lambda: fn(*args, **kwargs)})[phase]
 
     def run_all(self, phases: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
-        """Starts all phases, waits for each in turn, and returns their results by phase.
+        """Starts all phases, gets the result of each in turn, and returns the results by phase.
 
         Phases on different workers overlap. Only the time for which the step waits is then counted for a phase.
 
@@ -140,7 +138,7 @@ class Clock:
         for phase, value in results.items():
             start = time.perf_counter()
             with in_phase(phase):
-                self._wait(value)
+                results[phase] = self._get(value)
             self._add(phase, start)
         return results
 

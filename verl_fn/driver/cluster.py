@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import ray
@@ -15,20 +16,23 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch.utils import _pytree as pytree
 
-from verl_fn.backends.protocol import is_where_used
+from verl_fn.backends.protocol import Reference
 from verl_fn.config import ConfigError
 from verl_fn.config.schema import DriverConfig
+from verl_fn.state import Batch, version_of
 
 from . import identity, ray_private
 from .errors import ActorDied, ActorHangs
 from .failures import NODE_SECONDS, cause_of, death_of, not_started, of_others, unwrapped_error
 from .group import Group, Member
 from .host import Host
-from .parcels import Lazy, Parcels
+from .parcels import opened, packed
 from .processes import await_end
 from .restarts import START_SECONDS, Holder, Restarts
 from .watch import Watch
 
+# How often the driver looks whether a thread of its own has ended.
+THREAD_SECONDS = 0.02
 # How long an error of a collective waits for the error or the death of another rank that may have caused it.
 GRACE_SECONDS = 10
 
@@ -39,6 +43,45 @@ class Seat:
 
     bundle: int
     gpus: float = 0.0
+
+
+@attrs.frozen(eq=False)
+class Together(Reference[Any]):
+    """A result that is made of several members' results.
+
+    Attributes:
+        fn: makes it.
+        parts: references to the results.
+    """
+
+    fn: Callable[..., Any]
+    parts: Sequence[Any]
+
+
+class Beside(Reference[Any]):
+    """A call that a thread of the driver makes. Its result is fetched like that of an actor's call.
+
+    Args:
+        fn: makes the call.
+    """
+
+    current: ClassVar[threading.local] = threading.local()
+
+    def __init__(self, fn: Callable[[], Any]) -> None:
+        self._fn = fn
+        self.result: Any = None
+        self.error: BaseException | None = None
+        # Set when the call has ended, or waits for actors.
+        self.paused = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        Beside.current.call = self
+        try:
+            self.result = self._fn()
+        except BaseException as error:
+            self.error = error
+        self.paused.set()
 
 
 class Cluster:
@@ -55,8 +98,9 @@ class Cluster:
         self._watch = Watch(timeout)
         self._place: Any = None
         self._hosts: list[Any] = []
-        self._parcels = Parcels()
-        self._lazy = itertools.count()
+        # The batches in the object store, with the versions of their tensors.
+        self._stored: weakref.WeakKeyDictionary[Batch, tuple[list[int], Any]] = weakref.WeakKeyDictionary()
+        self._beside: list[Beside] = []
         self.secret = os.urandom(16)
         self._code: Sequence[str] = ()
         self._made: dict[str, list[tuple[Any, ...]]] = {}
@@ -167,7 +211,7 @@ class Cluster:
         """
         group.restarts = True
         made = self._made[group.name]
-        self._restarts.append(Restarts(group, limit, self._timeout, made, self._code, self._member, holder))
+        self._restarts.append(Restarts(group, limit, made, self._code, self._member, holder))
 
     def restarts(self) -> list[str]:
         """Returns why engines were restarted, since the last call of this method."""
@@ -176,17 +220,25 @@ class Cluster:
             one.reasons.clear()
         return reasons
 
-    def call(self, fn: Callable[..., Any], *args: Any, returns: int | None = None, **kwargs: Any) -> Any:
-        """Applies a function to values or references, in the actor for batches or where its results are used."""
-        if is_where_used(fn):
-            lazy = Lazy(next(self._lazy), fn, args, kwargs)
-            return lazy if returns is None else [attrs.evolve(lazy, number=i) for i in range(returns)]
-        result = self.groups["data"].run("call", fn, kwargs, returns is not None, *args, returns=returns or 1)
-        return [result] if returns == 1 else result
+    def beside(self, fn: Callable[[], Any]) -> Beside:
+        """Calls ``fn`` in a thread, and returns when it waits for actors for the first time, or has ended.
 
-    def joined(self, fn: Callable[..., Any], first: Any, parts: Sequence[Any]) -> Any:
-        """Returns a reference to ``fn(first, *parts)``, which is made where it is used; to a part if it is alone."""
-        return parts[0] if len(parts) == 1 else Lazy(next(self._lazy), fn, (first, *parts), {})
+        So it has made all the calls that it makes without a result of others, and they come before later ones.
+        """
+        call = Beside(fn)
+        self._beside = [one for one in self._beside if one.thread.is_alive()] + [call]
+        call.thread.start()
+        call.paused.wait()
+        return call
+
+    def stored(self, batch: Batch) -> Any:
+        """Returns a reference to a batch in the object store, where it is written once for all roles and ranks."""
+        versions = [version_of(leaf) for leaf in pytree.tree_leaves(batch)]
+        before, ref = self._stored.get(batch, (None, None))
+        if before != versions:
+            ref = ray.put(packed(batch))
+            self._stored[batch] = versions, ref
+        return ref
 
     def wait(self, value: Any) -> Any:
         """Waits until everything that ``value`` refers to is ready, and returns ``value``.
@@ -196,7 +248,12 @@ class Cluster:
             ActorHangs: an actor makes no progress while others wait for it.
             Exception: a call to any actor failed; the error is the call's own.
         """
-        self._until(lambda: list(_references(value)))
+        leaves = pytree.tree_leaves(value)
+        calls = [leaf for leaf in leaves if isinstance(leaf, Beside)]
+        refs = [leaf for leaf in leaves if isinstance(leaf, ray.ObjectRef)]
+        refs += [part for leaf in leaves if isinstance(leaf, Together) for part in leaf.parts]
+        if refs or calls:
+            self._until(lambda: list(refs), calls=calls)
         return value
 
     def get(self, value: Any) -> Any:
@@ -205,13 +262,18 @@ class Cluster:
         return pytree.tree_map(self._value, value)
 
     def _value(self, leaf: Any) -> Any:
-        if isinstance(leaf, Lazy):
-            result = leaf.fn(*(self._value(arg) for arg in leaf.args), **leaf.kwargs)
-            return result if leaf.number is None else list(result)[leaf.number]
-        return self._parcels.value(self._fetch(leaf)) if isinstance(leaf, ray.ObjectRef) else leaf
+        if isinstance(leaf, ray.ObjectRef):
+            return opened(self._fetch(leaf), ref=leaf)
+        if isinstance(leaf, Together):
+            return leaf.fn(*map(self._value, leaf.parts))
+        if not isinstance(leaf, Beside):
+            return leaf
+        if leaf.error is not None:
+            raise leaf.error
+        return leaf.result
 
     def stream(self, group: Group, parts: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-        """Calls ``Host.stream`` on members of a group, and yields a reference to each value when it has arrived.
+        """Calls ``Host.stream`` on members of a group, and yields each value when it has arrived.
 
         A member that was restarted is asked again, and samples that it gave before are left out.
         """
@@ -222,22 +284,21 @@ class Cluster:
             for i, stream in list(streams.items()):
                 while stream.next_ready():
                     try:
-                        value = next(stream)
-                        sample = ray.get(value) if group.restarts else None
+                        ref = next(stream)
+                        sample = ray.get(ref)
                     except StopIteration:
                         # The end of a stream may be ready before Ray reports the stream as finished.
                         break
                     except ray.exceptions.RayActorError:
                         if not group.restarts:
-                            raise
+                            self._fetch(ref)
                         streams |= group.stream({i: parts[i]})
                         break
                     except ray.exceptions.RayTaskError:
-                        sample = None
-                    if sample is None or (name := (sample.request, sample.number)) not in given:
-                        yield value
-                    if sample is not None:
+                        self._fetch(ref)
+                    if (name := (sample.request, sample.number)) not in given:
                         given.add(name)
+                        yield sample
                 if streams[i] is stream and stream.is_finished():
                     del streams[i]
 
@@ -254,6 +315,9 @@ class Cluster:
             if members:
                 sentinels = list(dict.fromkeys(m.sentinel for m in members))
                 ray.wait(sentinels, num_returns=len(sentinels), timeout=NODE_SECONDS)
+            # Their calls fail now, and Ray must not end while threads use it.
+            for call in self._beside:
+                call.thread.join(NODE_SECONDS)
             # Ray's own node ends with this process, and could leave an actor behind that it has not killed yet.
             await_end(m.pid for m in members if m.pid and m.node == ray.get_runtime_context().get_node_id())
             if self._place is not None:
@@ -288,36 +352,47 @@ class Cluster:
         sentinel = host.watch.options(concurrency_group="watch", max_task_retries=0).remote()
         return Member(name, host, sentinel, about["pid"], about["node"], tuple(about["logs"]))
 
-    def _until(self, wanted: Callable[[], list[Any]], some: bool = False) -> None:
+    def _until(self, wanted: Callable[[], list[Any]], some: bool = False, calls: Sequence[Beside] = ()) -> None:
         """Waits until what ``wanted`` returns is ready, or some of it is, and watches all actors meanwhile.
 
         Args:
             wanted: returns references and streams.
             some: whether one of them is enough.
+            calls: calls of other threads that must have ended too.
         """
+        if (own := getattr(Beside.current, "call", None)) is not None:
+            own.paused.set()
+            # The driver's first thread watches the actors, and its errors come first.
+            refs = self._with_ends(wanted(), some)
+            ray.wait(refs, num_returns=1 if some else len(refs), fetch_local=False)
+            return
         while True:
             for one in self._restarts:
                 one.advance()
             sentinels = {member.sentinel: member for member in self.members.values() if member.pid}
-            refs = wanted()
-            if not some:
-                refs += [end for group in self.groups.values() for end in group.ends_of(refs)]
-            refs = list(dict.fromkeys(refs))
+            refs = self._with_ends(wanted(), some)
             ready = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0] if refs else []
+            running = any(call.thread.is_alive() for call in calls)
             self._settle()
-            if len(ready) == len(refs) or (some and ready):
+            if (len(ready) == len(refs) or (some and ready)) and not running:
                 return
             ray_private.require_alive()
             ends = [end for group in self.groups.values() for end in group.ends]
             ends += [ref for one in self._restarts for ref in one.refs]
             awaited = list(dict.fromkeys([*sentinels, *ends, *(ref for ref in refs if ref not in ready)]))
-            ready, _ = ray.wait(awaited, timeout=self._watch.interval, fetch_local=False)
+            seconds = min(self._watch.interval, THREAD_SECONDS) if running else self._watch.interval
+            ready, _ = ray.wait(awaited, timeout=seconds, fetch_local=False)
             if ready and ready[0] in sentinels:
                 self._lost(sentinels[ready[0]], None)
             try:
                 self._watch.look(self.groups.values())
             except ActorHangs as error:
                 self._lost(error.member, error)
+
+    def _with_ends(self, refs: list[Any], some: bool) -> list[Any]:
+        """Returns references, and the ends of their calls where all are waited for."""
+        ends = [] if some else [end for group in self.groups.values() for end in group.ends_of(refs)]
+        return list(dict.fromkeys([*refs, *ends]))
 
     def _lost(self, member: Member, error: Exception | None) -> None:
         """Restarts a member that has died or hangs.
@@ -374,12 +449,3 @@ class Cluster:
             raise ActorDied(str(error)) from None
         except ray.exceptions.RayTaskError as error:
             raise unwrapped_error(error) from None
-
-
-def _references(value: Any) -> Iterator[Any]:
-    """Yields all of Ray's references in a value, also those in the arguments of lazy results."""
-    for leaf in pytree.tree_leaves(value):
-        if isinstance(leaf, Lazy):
-            yield from _references(leaf.args)
-        elif isinstance(leaf, ray.ObjectRef):
-            yield leaf

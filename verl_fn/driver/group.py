@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import ray
-
-from verl_fn.state import Batch
-
-from .parcels import flattened
 
 
 @attrs.frozen(eq=False)
@@ -40,21 +37,19 @@ class Call:
 
     Attributes:
         open: for each member that has not ended it, a reference that is ready when it has.
-        needs: the references among its arguments; members start when these are ready.
         streams: whether its results come one by one before it ends.
         quiet: whether its errors are not to be raised.
         draws: whether engines answer requests with it.
     """
 
     open: dict[Member, Any]
-    needs: tuple[Any, ...]
     streams: bool = False
     quiet: bool = False
     draws: bool = False
 
 
 class Group:
-    """The ranks that hold one set of components, or engines that share work, or a single actor.
+    """The ranks that hold one set of components, or engines that share work; threads may call them.
 
     ``run`` calls all members with the same arguments and in the same order, and returns the result of the first.
     ``scatter`` gives each member its own arguments, and returns every member's result.
@@ -72,14 +67,11 @@ class Group:
         self.answered: set[str] = set()
         self.calls: list[Call] = []
         self.dropped: list[int] = []
+        self._one_thread = threading.RLock()
 
-    def run(self, method: str, *args: Any, returns: int = 1) -> Any:
-        """Calls a method of ``Host`` and returns a reference to its result, or a list of them for several results."""
-        if len(self.members) > 1:
-            # Batches are stored once, not once for every rank.
-            args = tuple(ray.put(arg) if isinstance(arg, Batch) else arg for arg in args)
-        results = self._call(dict.fromkeys(self.members, args), method, returns)[0]
-        return results if returns > 1 else results[0]
+    def run(self, method: str, *args: Any) -> Any:
+        """Calls a method of ``Host`` and returns a reference to its result."""
+        return self._call(dict.fromkeys(self.members, args), method)[0]
 
     def scatter(
         self, method: str, parts: Sequence[tuple[Any, ...]], *, draws: bool = False, beside: bool = False
@@ -92,39 +84,35 @@ class Group:
             draws: whether engines answer requests with it.
             beside: run it beside the calls of requests, not after them.
         """
-        members = self.members[: len(parts)]
-        results = self._call(dict(zip(members, parts, strict=True)), method, 1, beside)
-        self.calls[-1].draws = draws
-        return [first for first, *_ in results]
+        return self._call(dict(zip(self.members[: len(parts)], parts, strict=True)), method, draws, beside)
 
     def stream(self, parts: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """Calls ``Host.stream`` on members, by their numbers, each with its own arguments; returns their generators.
 
         Ray does not make these calls again, since a stream that is drawn again may have another order.
         """
-        self._send_drops()
-        streams = {}
-        for i, args in parts.items():
-            stream = self.members[i].host.stream.options(num_returns="streaming", max_task_retries=0)
-            streams[i] = stream.remote(*args)
-        ends = {self.members[i]: stream.completed() for i, stream in streams.items()}
-        self.calls.append(Call(ends, (), streams=True, draws=True))
-        return streams
+        with self._one_thread:
+            self._send_drops()
+            streams = {}
+            for i, args in parts.items():
+                stream = self.members[i].host.stream.options(num_returns="streaming", max_task_retries=0)
+                streams[i] = stream.remote(*args)
+            ends = {self.members[i]: stream.completed() for i, stream in streams.items()}
+            self.calls.append(Call(ends, streams=True, draws=True))
+            return streams
 
     def _call(
-        self, arguments: Mapping[Member, tuple[Any, ...]], method: str, returns: int, beside: bool = False
-    ) -> list[list[Any]]:
-        self._send_drops()
-        by_member, ends, needs = [], {}, []
-        for member, args in arguments.items():
-            places, flat = flattened(args)
-            run = member.host.run.options(num_returns=returns + 1, concurrency_group="publish" if beside else None)
-            *results, end = run.remote(method, returns, places, *flat)
-            by_member.append(results)
-            ends[member] = end
-            needs += [arg for arg in flat if isinstance(arg, ray.ObjectRef)]
-        self.calls.append(Call(ends, tuple(dict.fromkeys(needs))))
-        return by_member
+        self, arguments: Mapping[Member, tuple[Any, ...]], method: str, draws: bool = False, beside: bool = False
+    ) -> list[Any]:
+        with self._one_thread:
+            self._send_drops()
+            results, ends = [], {}
+            for member, args in arguments.items():
+                run = member.host.run.options(num_returns=2, concurrency_group="publish" if beside else None)
+                result, ends[member] = run.remote(method, *args)
+                results.append(result)
+            self.calls.append(Call(ends, draws=draws))
+            return results
 
     @property
     def ends(self) -> list[Any]:
@@ -139,13 +127,6 @@ class Group:
         tasks = {result.task_id() for result in results}
         ends = [end for call in self.calls if not call.streams for end in call.open.values()]
         return [end for end in ends if end.task_id() in tasks]
-
-    @property
-    def reachable(self) -> bool:
-        """Whether members can answer a question now: they cannot while an earlier call waits for its arguments."""
-        # One batch is often an argument of several calls.
-        needs = list(dict.fromkeys(need for call in self.calls for need in call.needs))
-        return len(ray.wait(needs, num_returns=len(needs), timeout=0)[0]) == len(needs) if needs else True
 
     @property
     def idle(self) -> bool:
@@ -176,7 +157,8 @@ class Group:
                         ended = self.restarts and isinstance(error, ray.exceptions.RayActorError)
                         if not call.quiet and not ended:
                             errors.setdefault(member, error)
-        self.calls = [call for call in self.calls if call.open]
+        with self._one_thread:
+            self.calls = [call for call in self.calls if call.open]
         return errors
 
     def forget_errors(self) -> None:

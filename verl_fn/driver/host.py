@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import functools
 import operator
 import os
 import sys
@@ -30,7 +29,7 @@ from verl_fn.state import Request, Sample
 
 from . import identity
 from .errors import ENDED_WITH
-from .parcels import Argument, Parcels
+from .parcels import opened, packed
 
 CURABLE = ("invoke", "receive", "stream")  # calls that are safe to repeat
 
@@ -86,8 +85,7 @@ class Host:
     The driver numbers the values and decides when they are dropped.
 
     Args:
-        restarts: Ray starts this process again when it ends. Its results then hold their tensors, since what a
-            process has put into the object store ends with it.
+        restarts: Ray starts this process again when it ends.
     """
 
     def __init__(self, restarts: bool = False) -> None:
@@ -100,7 +98,6 @@ class Host:
         self._drawing: Any = None
         self.components: dict[str, Any] = {}
         self.values: dict[int, Any] = {}
-        self.parcels = Parcels()
         self._first = True
         # Of the running calls, the oldest first: a publication may run beside a call that draws.
         self._threads: list[int] = []
@@ -125,25 +122,20 @@ class Host:
         node = ray.get_runtime_context().get_node_id()
         return {"pid": os.getpid(), "logs": logs, "node": node, "identity": identity.identity(code)}
 
-    def run(self, method: str, returns: int, places: Sequence[Argument], *flat: Any) -> tuple[Any, ...]:
+    def run(self, method: str, *args: Any) -> tuple[Any, None]:
         """Calls a method of this class.
 
         Args:
             method: its name.
-            returns: how many results it has.
-            places: where the arguments lie in ``flat``.
-            flat: values, in which Ray has replaced references.
+            args: its arguments as they travel.
 
         Returns:
-            The results, which are None on all ranks but the first, and another None to wait for the end of the call.
+            The result, which is None on all ranks but the first, and another None to wait for the end of the call.
         """
         self._restored.wait()
         with self._busy(), self._ending_if_broken(method):
-            args, columns = self.parcels.arguments(places, list(flat), shared=method == "compute")
-            result = getattr(self, method)(*args)
-            results = result if returns > 1 else (result,)
-            out = self.parcels.whole if self._restarts else functools.partial(self.parcels.out, columns=columns)
-            return (*(out(r) if self._first else None for r in results), None)
+            result = getattr(self, method)(*(opened(arg, shared=method == "compute") for arg in args))
+            return packed(result) if self._first else None, None
 
     def stream(self, component: str, version: int | None, requests: Sequence[Request]) -> Iterator[Sample]:
         """Yields the samples of a rollout engine as they end."""
@@ -240,14 +232,6 @@ class Host:
         self.values[keep] = result
         return None
 
-    def call(self, fn: Callable[..., Any], kwargs: dict[str, Any], as_list: bool, *args: Any) -> Any:
-        """Returns ``fn(*args, **kwargs)``, as a list if ``as_list``."""
-        result = fn(*args, **kwargs)
-        if not as_list:
-            return result
-        results = list(result)
-        return results[0] if len(results) == 1 else results
-
     def named(self, component: str, value: Stored) -> dict[str, Any] | None:
         """Returns whole tensors by canonical name, on the CPU; all ranks gather them together."""
         tensors = dict(self.components[component].named(self._open(value)))
@@ -291,10 +275,6 @@ class Host:
             if address not in self._outlets:
                 self._outlets[address] = Outlet(address, secret, _device_of(self.components[component]))
         send([self._outlets[address] for address in addresses], version, source)
-
-    def traffic(self) -> tuple[dict[str, int], int]:
-        """Returns how often each tensor was fetched, and how many bytes were copied from the object store in all."""
-        return dict(self.parcels.fetched), self.parcels.nbytes
 
     def alive(self) -> list[int]:
         """Returns the numbers of the values of this actor."""

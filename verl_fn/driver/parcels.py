@@ -1,22 +1,16 @@
-"""Moves values between processes: each field of a batch by itself, and to each process once.
+"""The form in which values travel between processes: tensors as arrays in Ray's object store, which nobody copies.
 
-A batch that a function extends shares its other fields with the batch before. So tensors are put into the object
-store one by one, a value travels as its structure with references in place of tensors, and a process keeps the
-tensors that it has fetched or made, up to a limit. It knows them by the tensor itself and the number of times that
-the tensor was written to: neither an ``id`` nor an address tells a tensor, since both come again after it has died.
-
-The object store is shared memory of each machine. Functions get copies of its tensors, since they could write to
-them. A training rank reads its rows from the shared memory itself: it copies the rows that are dealt to it, and no
-others.
+The object store is memory that the processes of a machine share. The driver copies what it fetches from there, since
+its functions may write to it. A training rank reads a batch from the shared memory itself, and copies only the rows
+that it computes on. The experts of each token (``routed_experts``) can be larger than all other fields together, so
+the driver holds a ``Distant`` tensor in their place.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -24,261 +18,191 @@ import ray
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from verl_fn.backends.protocol import Reference
-from verl_fn.state import Batch, Sample, pack, unpack, version_of
+from verl_fn.state import Sample, pack, unpack
 
-# Smaller tensors travel inside their value.
+# Smaller tensors travel as they are.
 SMALL_BYTES = 512
-CACHE_BYTES = 2**30
-CACHE_RESULTS = 4
-
-
-@attrs.frozen
-class Column:
-    """Refers to a tensor in the object store."""
-
-    ref: Any
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-class Columns:
-    """The columns that tensors came as, each for as long as its tensor lives and is not written to."""
-
-    def __init__(self) -> None:
-        self._by_tensor = WeakTensorKeyDictionary()
-
-    def __setitem__(self, tensor: Tensor, column: Column) -> None:
-        self._by_tensor[tensor] = version_of(tensor), column
-
-    def get(self, tensor: Tensor) -> Column | None:
-        """Returns the column that has the value of a tensor; None where none has it."""
-        version, column = self._by_tensor.get(tensor, (None, None))
-        return column if version == version_of(tensor) else None
+DISTANT = "routed_experts"
 
 
 @attrs.frozen(eq=False)
-class Whole:
-    """A tensor that travels inside its value, as bytes, which Ray does not copy."""
+class Array:
+    """A tensor as it travels.
+
+    Attributes:
+        stored: its bytes, which Ray does not copy.
+        dtype: the tensor's dtype.
+        shape: the tensor's shape.
+    """
 
     stored: np.ndarray[Any, Any]
     dtype: torch.dtype
     shape: tuple[int, ...]
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Array:
+        """Returns the array of a tensor, in the tensor's own memory if that is contiguous and on the CPU."""
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        return cls(flat.view(torch.uint8).numpy(), tensor.dtype, tuple(tensor.shape))
 
-@attrs.frozen
-class Samples:
-    """Replaces a list of samples, whose many small tensors travel as the few large ones of a batch."""
-
-    batch: Batch
+    def tensor(self) -> Tensor:
+        """Returns the tensor in the memory of the object store, where nobody may write to it."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+            return torch.from_numpy(self.stored).view(self.dtype).view(self.shape)
 
 
 @attrs.frozen(eq=False)
-class Lazy(Reference[Any]):
-    """A result of a function that is applied where the result is used.
+class Samples:
+    """A list of samples as it travels: the few large tensors of one batch in place of many small ones."""
+
+    batch: Any
+
+
+@attrs.frozen(eq=False)
+class Stored:
+    """A tensor of a value in the object store.
 
     Attributes:
-        id: the number of the call; its results are cached under it.
-        fn: the function.
-        args: values and references.
-        kwargs: values.
-        number: the number of the result, for a function with several; None for all.
+        ref: the reference to the value.
+        number: the tensor's number among the leaves of the value as it travels.
     """
 
-    id: int
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    number: int | None = None
+    ref: Any
+    number: int
 
-
-@attrs.frozen
-class Place:
-    """The place of an argument in a flat list of arguments."""
-
-    index: int
-
-
-Argument: TypeAlias = "Place | Lazy"
-
-
-def flattened(args: Iterable[Any]) -> tuple[tuple[Argument, ...], list[Any]]:
-    """Returns arguments as places in a flat list, in which Ray replaces references by their values.
-
-    Example:
-        >>> places, flat = flattened([5, Lazy(0, divmod, (7, 5), {}, 1)])
-        >>> places[1].args, flat
-        ((Place(index=1), Place(index=2)), [5, 7, 5])
-    """
-    flat: list[Any] = []
-
-    def place(arg: Any) -> Argument:
-        if isinstance(arg, Lazy):
-            return attrs.evolve(arg, args=tuple(place(inner) for inner in arg.args))
-        flat.append(arg)
-        return Place(len(flat) - 1)
-
-    return tuple(place(arg) for arg in args), flat
-
-
-class Parcels:
-    """Converts values that travel to and from this process, and caches their tensors; threads may share it.
-
-    Attributes:
-        fetched: how often each tensor was fetched, by reference; for tests.
-        nbytes: how many bytes were copied from the object store.
-    """
-
-    def __init__(self) -> None:
-        # With the versions that they were kept at.
-        self._tensors: OrderedDict[str, tuple[Tensor, int]] = OrderedDict()
-        # The names of the tensors that lie in the object store's memory.
-        self._shared: set[str] = set()
-        self._results: OrderedDict[tuple[int, bool], tuple[Any, list[int]]] = OrderedDict()
-        self._cached_bytes = 0
-        self._one_call = threading.RLock()
-        self.fetched: Counter[str] = Counter()
-        self.nbytes = 0
-
-    def arguments(
-        self, places: Iterable[Argument], flat: list[Any], *, shared: bool = False
-    ) -> tuple[list[Any], Columns]:
-        """Returns the arguments of a call, and the columns that their tensors came as.
-
-        Args:
-            places: where the arguments lie in ``flat``.
-            flat: values, in which Ray has replaced references.
-            shared: leave tensors in the object store's memory, for a call that does not write to them.
-        """
-        columns = Columns()
-        values = [self._in(value, columns, shared=shared) for value in flat]
-
-        def open_(place: Argument) -> Any:
-            if isinstance(place, Place):
-                return values[place.index]
-            # A result may have the tensors of its arguments.
-            name = (place.id, shared)
-            kept = self._results.get(name)
-            if kept is None or kept[1] != _versions(kept[0]):
-                made = place.fn(*(open_(inner) for inner in place.args), **place.kwargs)
-                result = made if place.number is None else list(made)
-                kept = self._results[name] = result, _versions(result)
-                while len(self._results) > CACHE_RESULTS:
-                    self._results.popitem(last=False)
-            return kept[0] if place.number is None else kept[0][place.number]
-
-        return [open_(place) for place in places], columns
-
-    def out(self, value: Any, columns: Columns) -> Any:
-        """Returns a result as it travels; tensors of arguments travel as the references that they came as.
-
-        Args:
-            value: the result.
-            columns: what the tensors of arguments came as; those that were written to since travel as other tensors.
-        """
-        if isinstance(value, list) and value and all(isinstance(item, Sample) for item in value):
-            return Samples(self.out(pack(value), columns))
-        return pytree.tree_map(lambda leaf: self._put(leaf, columns), value)
-
-    def whole(self, value: Any) -> Any:
-        """Returns a result as it travels with its tensors inside, so that it outlives this process."""
-        if isinstance(value, list) and value and all(isinstance(item, Sample) for item in value):
-            return Samples(self.whole(pack(value)))
-
-        def inside(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.nbytes < SMALL_BYTES:
-                return leaf
-            return Whole(_bytes(leaf), leaf.dtype, tuple(leaf.shape))
-
-        return pytree.tree_map(inside, value)
-
-    def value(self, value: Any) -> Any:
-        """Returns a value that has travelled in its original form."""
-        return self._in(value, Columns())
-
-    def _in(self, value: Any, columns: Columns, *, shared: bool = False) -> Any:
-        if isinstance(value, Samples):
-            return unpack(self._in(value.batch, columns, shared=shared))
-        leaves, structure = pytree.tree_flatten(value)
-        wanted = [leaf for leaf in leaves if isinstance(leaf, Column)]
-        if not wanted and not any(isinstance(leaf, Whole) for leaf in leaves):
-            return value
-        by_name = {column.ref.hex(): column for column in wanted}
-        with self._one_call:
-            tensors = self._fetched(by_name, shared=shared)
-        opened = []
-        for leaf in leaves:
-            if isinstance(leaf, Column):
-                tensor = tensors[leaf.ref.hex()]
-                columns[tensor] = leaf
-                leaf = tensor
-            elif isinstance(leaf, Whole):
-                leaf = _in_place(leaf.stored).view(leaf.dtype).view(leaf.shape).clone()
-                self.nbytes += leaf.nbytes
-            opened.append(leaf)
-        return pytree.tree_unflatten(opened, structure)
-
-    def _fetched(self, by_name: Mapping[str, Column], *, shared: bool) -> dict[str, Tensor]:
-        """Returns the tensors of columns, those that are not cached from the object store."""
-        for name in by_name:
-            # A function has written to it, and the value of the column is another.
-            if name in self._tensors and version_of(self._tensors[name][0]) != self._tensors[name][1]:
-                self._drop(name)
-        missing = [name for name in by_name if name not in self._tensors]
-        for name, stored in zip(missing, ray.get([by_name[name].ref for name in missing]), strict=True):
-            column = by_name[name]
-            self.fetched[name] += 1
-            self._keep(name, _in_place(stored).view(column.dtype).view(column.shape))
-            self._shared.add(name)
-        for name in by_name:
-            if name in self._shared and not shared:
-                tensor = self._drop(name).clone()
-                self._keep(name, tensor)
-                self.nbytes += tensor.nbytes
-            self._tensors.move_to_end(name)
-        tensors = {name: self._tensors[name][0] for name in by_name}
-        self._make_room()
-        return tensors
-
-    def _put(self, leaf: Any, columns: Columns) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.nbytes < SMALL_BYTES:
-            return leaf
-        if (column := columns.get(leaf)) is not None:
-            return column
-        ref = ray.put(_bytes(leaf))
-        with self._one_call:
-            self._keep(ref.hex(), leaf.detach())
-            self._make_room()
-        return Column(ref, leaf.dtype, tuple(leaf.shape))
-
-    def _keep(self, name: str, tensor: Tensor) -> None:
-        self._tensors[name] = tensor, version_of(tensor)
-        self._cached_bytes += tensor.nbytes
-
-    def _drop(self, name: str) -> Tensor:
-        tensor, _ = self._tensors.pop(name)
-        self._shared.discard(name)
-        self._cached_bytes -= tensor.nbytes
+    def tensor(self) -> Tensor:
+        """Returns the tensor in the memory of the object store."""
+        leaves, _ = pytree.tree_flatten(_inside(ray.get(self.ref)))
+        tensor: Tensor = leaves[self.number].tensor()
         return tensor
 
-    def _make_room(self) -> None:
-        """Drops the least recently used tensors."""
-        while self._cached_bytes > CACHE_BYTES and len(self._tensors) > 1:
-            self._drop(next(iter(self._tensors)))
+
+class Distant(Tensor):
+    """Rows of tensors in the object store. To select, split or join rows fetches nothing; any other use does.
+
+    Attributes:
+        stored: the tensors that have the rows.
+        sizes: how many rows each of them has.
+        numbers: of the rows, counted through all of these tensors, ``[T]``.
+    """
+
+    stored: tuple[Stored, ...]
+    sizes: tuple[int, ...]
+    numbers: Tensor
+
+    def __new__(
+        cls,
+        stored: tuple[Stored, ...],
+        sizes: tuple[int, ...],
+        numbers: Tensor,
+        dtype: torch.dtype,
+        width: tuple[int, ...],
+    ) -> Distant:
+        """Makes rows of these tensors.
+
+        Args:
+            stored: as the attribute.
+            sizes: as the attribute.
+            numbers: as the attribute.
+            dtype: of the tensors.
+            width: the shape of a row.
+        """
+        one: Distant = Tensor._make_wrapper_subclass(cls, (len(numbers), *width), dtype=dtype)
+        one.stored, one.sizes, one.numbers = stored, sizes, numbers
+        return one
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's shows the numbers, which are elsewhere
+        return f"Distant(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Distant, (self.stored, self.sizes, self.numbers, self.dtype, tuple(self.shape[1:]))
+
+    # Results of torch's functions are what ``__torch_dispatch__`` returns.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's stubs lack it
+
+    def whole(self) -> Tensor:
+        """Fetches the rows, and returns them as a tensor of their own."""
+        rows = torch.empty(self.shape, dtype=self.dtype)
+        start = 0
+        for stored, size in zip(self.stored, self.sizes, strict=True):
+            own = (self.numbers >= start) & (self.numbers < start + size)
+            if bool(own.any()):
+                rows[own] = stored.tensor()[self.numbers[own] - start]
+            start += size
+        return rows
+
+    def _at(self, numbers: Tensor) -> Distant:
+        return Distant(self.stored, self.sizes, numbers, self.dtype, tuple(self.shape[1:]))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # torch's stubs lack it
+        first, aten = args[0], torch.ops.aten
+        if func is aten.detach.default:
+            return first._at(first.numbers)
+        if func is aten.index.Tensor and isinstance(first, Distant) and len(args[1]) == 1:
+            return first._at(first.numbers[args[1][0]])
+        if func is aten.slice.Tensor and args[1:2] in ((), (0,)):
+            return first._at(func(first.numbers, *args[1:]))
+        if func is aten.split_with_sizes.default and args[2:] in ((), (0,)):
+            return [first._at(part) for part in func(first.numbers, *args[1:])]
+        if func is aten.cat.default and args[1:] in ((), (0,)) and all(isinstance(part, Distant) for part in first):
+            return _joined(first)
+        args, kwargs = pytree.tree_map_only(Distant, Distant.whole, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
-def _versions(value: Any) -> list[int]:
-    return [version_of(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+def _joined(parts: Sequence[Distant]) -> Distant:
+    """Returns the rows of all parts; parts of the same tensors refer to them once."""
+    starts: dict[tuple[Stored, ...], int] = {}
+    sizes: tuple[int, ...] = ()
+    for part in parts:
+        if part.stored not in starts:
+            starts[part.stored] = sum(sizes)
+            sizes += part.sizes
+    stored = tuple(one for several in starts for one in several)
+    numbers = torch.cat([part.numbers + starts[part.stored] for part in parts])
+    return Distant(stored, sizes, numbers, parts[0].dtype, tuple(parts[0].shape[1:]))
 
 
-def _bytes(tensor: Tensor) -> np.ndarray[Any, Any]:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+def packed(value: Any) -> Any:
+    """Returns a value as it travels."""
+    if isinstance(value, list) and value and all(isinstance(item, Sample) for item in value):
+        return Samples(packed(pack(value)))
+
+    return pytree.tree_map(_as_it_travels, value)
 
 
-def _in_place(stored: np.ndarray[Any, Any]) -> Tensor:
-    """Returns a tensor in the memory of an array of the object store, which torch cannot mark as read-only."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(stored)
+def _as_it_travels(leaf: Any) -> Any:
+    fits = not isinstance(leaf, Tensor) or isinstance(leaf, Distant) or leaf.nbytes < SMALL_BYTES
+    return leaf if fits else Array.of(leaf)
+
+
+def opened(value: Any, *, shared: bool = False, ref: Any = None) -> Any:
+    """Returns a value that has travelled in its original form.
+
+    Args:
+        value: the value as it travels.
+        shared: leave tensors in the memory of the object store, for a call that does not write to them.
+        ref: the reference to ``value``: leave ``routed_experts`` where they are, and return ``Distant`` ones.
+    """
+    if isinstance(value, Samples):
+        return unpack(opened(value.batch, shared=shared, ref=ref))
+    pairs, structure = pytree.tree_flatten_with_path(value)
+    return pytree.tree_unflatten(list(_leaves(pairs, shared, ref)), structure)
+
+
+def _leaves(pairs: Iterable[tuple[Any, Any]], shared: bool, ref: Any) -> Iterable[Any]:
+    for number, (path, leaf) in enumerate(pairs):
+        if isinstance(leaf, Array) and ref is not None and DISTANT in pytree.keystr(path):
+            size = leaf.shape[0]
+            yield Distant((Stored(ref, number),), (size,), torch.arange(size), leaf.dtype, leaf.shape[1:])
+        elif isinstance(leaf, Array):
+            yield leaf.tensor() if shared else leaf.tensor().clone()
+        else:
+            yield leaf.whole() if isinstance(leaf, Distant) else leaf
+
+
+def _inside(value: Any) -> Any:
+    return value.batch if isinstance(value, Samples) else value

@@ -1,4 +1,4 @@
-"""Runs rollout, reward and training as Ray actors; the driver holds handles, and batches travel as references."""
+"""Runs rollout and training as Ray actors; the driver has the batches, and holds handles to training states."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import contextlib
 import os
 import socket
 import sys
+import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -62,12 +63,12 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             cluster.reserve(bundles, plan.ray.placement)
             # An actor without a GPU would take the machine for one without GPUs.
             driver = attrs.evolve(plan.driver, device=device)
-            limit, here = plan.rollout.max_restarts, os.getcwd()
+            build.set_up_process(driver, plan.ray.ranks)
+            limit = plan.rollout.max_restarts
             cluster.start(seats, driver, plan.ray.ranks, plan.code, ["rollout"] if limit else [])
             # An actor may run in another folder than the driver, whose folder has the user's own code.
             components: list[tuple[Any, ...]] = [
-                ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, here),
-                ("reward", "reward", build.reward, plan.reward, plan.model, here, plan.env.name, plan.trainer.dir),
+                ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, os.getcwd()),
             ]
             training, tokenizer = {}, build.policy_tokenizer(plan.rollout)
             for name, roles in groups.items():
@@ -77,25 +78,25 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 for role in roles:
                     components.append((name, role.name, build.trainer, role, plan.driver, device))
                     training[role.name] = RemoteTrain(cluster, group, role.name)
+            reward = build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
             cluster.build_all(components)
-            reward, ranks = cluster.groups["reward"], cluster.groups["trainer"]
+            ranks = cluster.groups["trainer"]
             # A backend accepts values or handles, the kind that it returns, which types cannot express.
             w = Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
                 rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", limit),
-                reward=lambda batch, problems: reward.run("invoke", "reward", "__call__", (), {}, batch, problems),
+                reward=one_at_a_time(reward),
                 tokenizer=tokenizer,
                 sampling=build.sampling(plan.rollout),
                 max_prompt_length=plan.rollout.max_prompt_length,
                 truncation=plan.data.truncation,
                 end_tokens=end_tokens(plan.model, tokenizer),
                 converses=bool(plan.env.name),
-                call=cluster.call,
                 get=cluster.get,
-                wait=cluster.wait,
+                beside=cluster.beside,
                 restarts=cluster.restarts,
                 about=_about(cluster, plan, device),
-                gpu_memory=cluster.get(ranks.run("call", gpu_memory, {}, False, device)),
+                gpu_memory=cluster.get(ranks.run("map", gpu_memory, None, device)),
                 router_replay=plan.roles["actor"].router_replay,
                 gives_likeliest=plan.roles["actor"].strategy != "megatron",
             )
@@ -106,10 +107,21 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             cluster.stop()
 
 
+def one_at_a_time(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function with calls of several threads one after the other."""
+    one_thread = threading.Lock()
+
+    def locked(*args: Any) -> Any:
+        with one_thread:
+            return fn(*args)
+
+    return locked
+
+
 def _about(cluster: Cluster, plan: Plan, device: str) -> str:
     """Returns a line about the processes; each one that trains writes the libraries of its backends to its log."""
     for name, roles in training_groups(plan).items():
-        cluster.groups[name].run("call", build.log_libraries, {}, False, roles)
+        cluster.groups[name].run("map", build.log_libraries, None, roles)
     code = "; ".join(filter(None, (str(cluster.code), build.libraries(plan.roles.values()))))
     return f"{len(cluster.members)} processes on {device} run {code}"
 
@@ -301,8 +313,6 @@ def seating(
         seats["rollout"] = [
             Seat(engine % ranks, gpu * ROLLOUT_SHARE / places[engine % ranks]) for engine in range(rollout.engines)
         ]
-    # One actor keeps batches and another computes rewards, so that no step waits for a result that it doesn't use.
-    seats["data"], seats["reward"] = [Seat(0)], [Seat(0)]
     return seats, bundles
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from verl_fn.backends import protocol
 from verl_fn.backends.protocol import Freed, Ref, WeightSource
-from verl_fn.state import DonatedError, Grads, Key, Params, Slots, TrainState, snapshot
+from verl_fn.state import Batch, DonatedError, Grads, Key, Params, Slots, TrainState, snapshot
 from verl_fn.steps import Loss
 
 from .cluster import Cluster
@@ -123,10 +123,10 @@ class RemoteTrain:
         self._invoke("save", (), state, str(folder))
         self._cluster.finish(self._group)
 
-    def forward(self, params: protocol.Remote[Params], batch: Any, needs: Iterable[str] = ("logprobs",)) -> Any:
+    def forward(self, params: protocol.Remote[Params], batch: Batch, needs: Iterable[str] = ("logprobs",)) -> Any:
         return self._compute("forward", (), params, batch, tuple(needs))
 
-    def forward_backward(self, state: Remote[TrainState], batch: Any, loss: Loss) -> tuple[Remote[Grads], Any]:
+    def forward_backward(self, state: Remote[TrainState], batch: Batch, loss: Loss) -> tuple[Remote[Grads], Any]:
         grads = self._new()
         return grads, self._compute("forward_backward", (grads.stored.id, None), state, batch, loss)
 
@@ -211,6 +211,8 @@ class RemoteTrain:
     def _opened(self, value: Any) -> Any:
         if value is self:
             return Component(self._component)
+        if isinstance(value, Batch):
+            return self._cluster.stored(value)
         if not isinstance(value, (Remote, RemoteField)):
             return value
         stored = value.open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,10 +13,9 @@ from verl_fn.backends import protocol
 from verl_fn.backends.protocol import Capabilities, Ref, WeightSource
 from verl_fn.state import Request, Sample
 
-from .cluster import Cluster
+from .cluster import Cluster, Together
 from .group import Group
 from .remote import RemoteWeights
-from .restarts import Restoration
 from .sharing import in_order, shares
 
 PARTS = frozenset({"weights", "cache"})  # of an engine, which can sleep
@@ -111,11 +111,12 @@ class RemoteRollout:
         """Returns a reference to the samples; each engine answers its share of the requests."""
         calls = [(self._component, "generate", (), {"version": version}, share) for share in self._shares(requests)]
         parts = self._group.scatter("invoke", calls, draws=True)
-        samples: Ref[list[Sample]] = self._cluster.joined(in_order, [r.id for r in requests], parts)
-        return samples
+        if len(parts) == 1:
+            return parts[0]
+        return Together(functools.partial(in_order, [request.id for request in requests]), parts)
 
-    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
-        """Returns an iterator over references to the samples, in the order in which they end on any engine."""
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        """Returns an iterator over the samples, in the order in which they end on any engine."""
         return self._cluster.stream(
             self._group, [(self._component, version, share) for share in self._shares(requests)]
         )
@@ -175,19 +176,17 @@ class RemoteRollout:
         groups = (one.weights.group for one in self._publications if isinstance(one.weights, RemoteWeights))
         return [("listen", *self._listening(engine, self._group, *groups))]
 
-    def restore(self, engine: int, address: Sequence[Any]) -> Restoration | None:
+    def restore(self, engine: int, address: Sequence[Any]) -> Sequence[tuple[Any, ...]] | None:
         """See ``restarts.Holder``."""
         if address:
             self._addresses[engine] = address[0]
         calls: list[tuple[Any, ...]] = []
-        sender = None
         open_, needed = [one for one in self._publications if not one.done(engine)], self._draws_first(engine)
         held = [one for one in self._publications if one not in open_][-1:]
         for one in held if needed or not open_ else ():
             if isinstance(one.weights, RemoteWeights):
                 one.weights.backend.send(one.weights, one.version, [self._addresses[engine]])
                 calls.append(("receive", self._component, one.version))
-                sender = one.weights.group
             elif one.weights is not None:
                 calls.append(("invoke", self._component, "publish", (), {}, one.version, one.weights))
             elif needed:
@@ -201,7 +200,7 @@ class RemoteRollout:
             states = [sleep, wake] if self._awake else [sleep]
             # What came while the weights were awake needs them so.
             calls = [*states, *calls] if "weights" in self._awake else [*calls, *states]
-        return Restoration(calls, sender)
+        return calls
 
     def _draws_first(self, engine: int) -> bool:
         """Returns whether an engine has requests to answer with the weights that it has, before others arrive."""

@@ -30,26 +30,17 @@ class Holder(Protocol):
         """Returns the calls by which an engine that was made anew listens for weights."""
         ...
 
-    def restore(self, engine: int, address: Sequence[Any]) -> Restoration | None:
-        """Sends an engine the weights that it held; None where these are gone and nothing waits for them."""
+    def restore(self, engine: int, address: Sequence[Any]) -> Sequence[tuple[Any, ...]] | None:
+        """Sends an engine the weights that it held, and returns the calls by which it gets back to where it was.
+
+        Returns:
+            Methods of ``Host`` and their arguments; None if open requests need weights that are gone.
+        """
         ...
 
     def resume(self, engine: int) -> None:
         """Sends an engine the weights that its open calls wait for."""
         ...
-
-
-@attrs.frozen
-class Restoration:
-    """How an engine gets back to where it was.
-
-    Attributes:
-        calls: methods of ``Host`` and their arguments.
-        sender: the group that sends the weights; None where none are sent.
-    """
-
-    calls: Sequence[tuple[Any, ...]]
-    sender: Group | None = None
 
 
 @attrs.define
@@ -59,18 +50,14 @@ class _Stage:
     Attributes:
         ref: is ready when the next stage can begin.
         limit: the most seconds; None for no limit.
-        sender: a group: only time in which it cannot act, since its calls wait for others, counts.
     """
 
     ref: Any
     limit: float | None = None
-    sender: Group | None = None
     since: float = attrs.field(factory=time.monotonic)
 
     def is_late(self) -> bool:
         """Returns whether the limit is over."""
-        if self.sender is not None and self.sender.reachable:
-            self.since = time.monotonic()
         return self.limit is not None and time.monotonic() - self.since > self.limit
 
 
@@ -84,7 +71,6 @@ class Restarts:
     Args:
         group: the engines.
         limit: the most restarts of an engine that answers nothing in between.
-        timeout: seconds for which weights may wait for calls that wait for the engine itself.
         made: the calls that made the engines.
         code: references to the user's own objects.
         started: waits for a new process, and checks its code.
@@ -98,13 +84,12 @@ class Restarts:
         self,
         group: Group,
         limit: int,
-        timeout: float,
         made: Sequence[tuple[Any, ...]],
         code: Sequence[str],
         started: Callable[[str, Any, Any], Member],
         holder: Holder,
     ) -> None:
-        self._group, self._limit, self._timeout = group, limit, timeout
+        self._group, self._limit = group, limit
         self._made, self._code = made, code
         self._started, self._holder = started, holder
         self._counts: Counter[str] = Counter()
@@ -196,20 +181,18 @@ class Restarts:
         engine = self._group.members.index(new)
         listening = self._holder.listening(engine)
         results = yield from self._calls(new, [*self._made, *listening], ready=False)
-        restoration = self._holder.restore(engine, results[len(self._made) :])
-        if restoration is None:
+        calls = self._holder.restore(engine, results[len(self._made) :])
+        if calls is None:
             raise error
-        if restoration.calls:
-            yield from self._calls(new, restoration.calls, ready=False, sender=restoration.sender)
-        yield from self._calls(new, [], ready=True)
+        yield from self._calls(new, calls, ready=True)
         self._holder.resume(engine)
 
     def _calls(
-        self, member: Member, calls: Sequence[tuple[Any, ...]], *, ready: bool, sender: Group | None = None
+        self, member: Member, calls: Sequence[tuple[Any, ...]], *, ready: bool
     ) -> Generator[_Stage, None, list[Any]]:
         """Makes calls in a new process before those that wait there; returns their results."""
         ref = member.host.restore.options(concurrency_group="restore", max_task_retries=0).remote(calls, ready)
-        yield _Stage(ref, None if sender is None else self._timeout, sender)
+        yield _Stage(ref)
         try:
             results: list[Any] = ray.get(ref)
             return results

@@ -57,7 +57,7 @@ def by_turns(w: Workers, roles: Collection[str], settle: Callable[[], None]) -> 
         1
     """
     members = {name: trainer for name, trainer in w.trainers.items() if name in roles}
-    turns = Turns(w.rollout, tuple(members.values()), w.wait, settle)
+    turns = Turns(w.rollout, tuple(members.values()), w.get, settle)
     turns.to_trainer(level=2)
     trainers = {name: _Trainer(trainer, turns) if name in roles else trainer for name, trainer in w.trainers.items()}
     return attrs.evolve(w, rollout=_Engine(w.rollout, turns), trainers=trainers)
@@ -125,7 +125,7 @@ class _Engine(Through):
         self._turns.to_engine(PARTS)
         return super().generate(requests, version=version)
 
-    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
         self._turns.to_engine(PARTS)
         return super().stream(requests, version=version)
 
@@ -149,11 +149,11 @@ class _Trainer:
     def load_pretrained(self, folder: str | Path, key: Key) -> Handle[TrainState]:
         return self._alone().load_pretrained(folder, key)
 
-    def forward(self, params: Handle[Params], batch: Ref[Batch], needs: Iterable[str]) -> Ref[TokenOutputs]:
+    def forward(self, params: Handle[Params], batch: Batch, needs: Iterable[str]) -> Ref[TokenOutputs]:
         return self._alone().forward(params, batch, needs)
 
     def forward_backward(
-        self, state: Handle[TrainState], batch: Ref[Batch], loss: Loss
+        self, state: Handle[TrainState], batch: Batch, loss: Loss
     ) -> tuple[Handle[Grads], Ref[Metrics]]:
         return self._alone().forward_backward(state, batch, loss)
 

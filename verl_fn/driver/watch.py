@@ -53,11 +53,10 @@ class Watch:
         for group in groups:
             # Engines don't wait for each other, so each may hang by itself.
             units = [group.members] if not group.restarts else [(m,) for m in group.members if m.pid]
-            reachable = group.reachable
             for members in units:
                 silent = any(self._waited(member, now) > self._timeout for member in members)
                 for member in members:
-                    if member not in self._asked and reachable:
+                    if member not in self._asked:
                         self._asked[member] = (ask(member, "pulse"), now)
                 still = self._stands_still(members, now, engine=group.restarts)
                 if (silent or still) and (error := self._hanging(group, members)) is not None:

@@ -29,7 +29,7 @@ def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Pla
     The metrics are of sampled answers, if these can be judged, and of the algorithm's own evaluation.
     """
     # The engine may still draw experience from earlier weights.
-    w.wait([drawn.samples for drawn in state.waiting])
+    w.get([one.drawn for one in state.waiting])
     algorithm = algorithm_of(plan)
     own = algorithm.evaluate(state.algorithm, problems, w) if algorithm.evaluate is not None else {}
     if not samples_answers(plan, problems):
@@ -42,13 +42,12 @@ def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Pla
 
 def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
     with in_phase("update_weights"):
-        w.wait(publish(w, actor, version))
+        w.get(publish(w, actor, version))
     sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
     requests = requests_of(problems, w, sampling, key)
     with in_phase("gen"):
-        samples = w.rollout.generate(requests, version=version)
-        scored = w.reward(w.call(pack, samples), problems)
-        return w.get(w.call(judged, scored, problems, w.tokenizer, w.end_tokens, samples, returns=2))
+        samples = w.get(w.rollout.generate(requests, version=version))
+        return judged(w.reward(pack(samples), problems), problems, w.tokenizer, w.end_tokens, samples)
 
 
 def evaluate_model(plan: Plan, say: Say) -> Evaluation:

@@ -101,7 +101,7 @@ def entry(state: RunState, drawn: Drawn, w: Workers, plan: Plan) -> dict[str, An
     """Returns the journal's line of the step that learned from ``drawn`` and led to ``state``."""
     line: dict[str, Any] = {"step": state.step, "samples": {}, "state": {}}
     for number, scored in enumerate(drawn.scored):
-        names = w.get(w.call(digests, scored))
+        names = digests(scored)
         line["samples"] |= {f"{name} of call {number + 1}" if number else name: d for name, d in names.items()}
     for name in plan.roles:
         line["state"][name] = w.get(w.trainers[name].map(state_digests, w.trainers[name], state.role(name)))
@@ -143,8 +143,8 @@ def keep_responses(run: Run, file: Path, step: int, drawn: Drawn, w: Workers) ->
     matching = len(drawn.samples) == len(drawn.scored)
     lines = []
     for i, (scored, problems) in enumerate(zip(drawn.scored, drawn.judged, strict=False)):
-        samples = drawn.samples[i] if matching else ()
-        for row in w.get(w.call(answers_of, scored, problems, w.tokenizer, w.end_tokens, samples)):
+        samples = w.get(drawn.samples[i]) if matching else ()
+        for row in answers_of(scored, problems, w.tokenizer, w.end_tokens, samples):
             names = {"input": row["prompt"], "output": row["response"], "gts": row["answer"], "step": step}
             lines.append(json.dumps(names | row) + "\n")
     if lines:

@@ -14,6 +14,8 @@ from verl_fn.algorithms import Experience, Workers
 from verl_fn.backends.protocol import Ref, Request, RolloutBackend, Sample
 from verl_fn.backends.through import Through
 from verl_fn.data.tasks import Problem
+from verl_fn.errors import ArgumentError
+from verl_fn.state import Batch
 
 
 @attrs.frozen(eq=False)
@@ -24,7 +26,7 @@ class Drawn:
         experience: the result of ``sample``.
         problems: how many training problems ``sample`` took.
         asked: how many responses the engine was asked for.
-        samples: what the engine gave, for each call in order.
+        samples: what the engine gave, for each call in order; ``Workers.get`` fetches it.
         scored: what the reward gave, for each call in order.
         judged: the problems of each call of the reward; empty for experience that waited in a checkpoint.
     """
@@ -32,9 +34,24 @@ class Drawn:
     experience: Experience
     problems: int
     asked: int
-    samples: tuple[Any, ...]
-    scored: tuple[Any, ...]
+    samples: tuple[Ref[list[Sample]], ...]
+    scored: tuple[Batch, ...]
     judged: tuple[Sequence[Any], ...] = ()
+
+
+@attrs.frozen(eq=False)
+class Waiting:
+    """Experience that a later step learns from, and that may still be drawn.
+
+    Attributes:
+        problems: how many training problems it takes.
+        asked: how many responses the engine was asked for until ``sample`` first waited for some.
+        drawn: the experience, for ``Workers.get``.
+    """
+
+    problems: int
+    asked: int
+    drawn: Ref[Drawn]
 
 
 def draw(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> Drawn:
@@ -45,31 +62,58 @@ def draw(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> 
         problems: how many problems these are; those that ``sample`` asks for with ``w.more`` are added.
         w: the workers.
     """
-    recorder = _Recorder(w, problems)
-    listening = _Listening(w.rollout, recorder)
-    experience = sample(attrs.evolve(w, rollout=listening, reward=recorder.reward, more=recorder.more))
-    samples, scored, judged = map(tuple, (recorder.samples, recorder.scored, recorder.judged))
-    return Drawn(experience, recorder.problems, recorder.asked, samples, scored, judged)
+    return _Recorder(w, problems).draw(sample)
+
+
+def ask(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> Waiting:
+    """Begins to draw as ``draw`` does, and returns when ``sample`` waits for samples or has ended.
+
+    Raises:
+        ArgumentError: where the result is fetched, if ``sample`` takes more problems after it has seen samples: later
+            steps have theirs by then.
+    """
+    recorder = _Recorder(w, problems, ahead=True)
+    drawn = w.beside(lambda: recorder.draw(sample))
+    return Waiting(*(recorder.first or (recorder.problems, recorder.asked)), drawn)
 
 
 class _Recorder:
     """Remembers the samples and scores of each call, and counts problems and the responses that were asked for."""
 
-    def __init__(self, w: Workers, problems: int) -> None:
-        self._reward, self._more = w.reward, w.more
+    def __init__(self, w: Workers, problems: int, *, ahead: bool = False) -> None:
+        self._w, self._ahead = w, ahead
         self.problems = problems
         self.asked = 0
+        # Problems and responses until the first wait for samples.
+        self.first: tuple[int, int] | None = None
         self.samples: list[Any] = []
-        self.scored: list[Any] = []
+        self.scored: list[Batch] = []
         self.judged: list[Sequence[Any]] = []
 
-    def reward(self, batch: Any, problems: Sequence[Any]) -> Any:
-        self.scored.append(self._reward(batch, problems))
+    def draw(self, sample: Callable[[Workers], Experience]) -> Drawn:
+        listening = _Listening(self._w.rollout, self)
+        w = attrs.evolve(self._w, rollout=listening, reward=self.reward, more=self.more, get=self.get)
+        experience = sample(w)
+        samples, scored, judged = map(tuple, (self.samples, self.scored, self.judged))
+        return Drawn(experience, self.problems, self.asked, samples, scored, judged)
+
+    def get(self, value: Any) -> Any:
+        if self.asked and self.first is None:
+            self.first = self.problems, self.asked
+        return self._w.get(value)
+
+    def reward(self, batch: Batch, problems: Sequence[Any]) -> Batch:
+        self.scored.append(self._w.reward(batch, problems))
         self.judged.append(problems)
         return self.scored[-1]
 
     def more(self, count: int) -> Sequence[Problem]:
-        problems = self._more(count)
+        if self._ahead and self.first is not None:
+            raise ArgumentError(
+                "this algorithm takes more problems when it has seen samples (workers.more), and with driver.max_lag "
+                "the next steps have theirs by then; set driver.max_lag=0"
+            )
+        problems = self._w.more(count)
         self.problems += len(problems)
         return problems
 
@@ -86,9 +130,9 @@ class _Listening(Through):
         self._recorder.samples.append(super().generate(requests, version=version))
         return self._recorder.samples[-1]
 
-    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
         self._recorder.asked += sum(request.sampling.n for request in requests)
-        samples: list[Ref[Sample]] = []
+        samples: list[Sample] = []
         self._recorder.samples.append(samples)
         for sample in super().stream(requests, version=version):
             samples.append(sample)

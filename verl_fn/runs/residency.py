@@ -40,7 +40,7 @@ def on_one_gpu(algorithm: Algorithm[Any], plan: Plan, roles: frozenset[str], dev
     def learn(state: Any, experience: Experience, w: Workers) -> tuple[Any, Report]:
         if plan.rollout.sleeps:
             # Earlier calls of the engine end before it sleeps.
-            w.wait(w.rollout.sleep(2))
+            w.get(w.rollout.sleep(2))
         start = time.perf_counter()
         near = {name: _placed(w, name, getattr(state, name), device) for name in roles}
         moved = time.perf_counter() - start

@@ -13,7 +13,7 @@ from verl_fn.algorithms import Algorithm, AlgorithmError, Workers
 from verl_fn.config import Plan
 from verl_fn.state import Key, Node, node, tree
 
-from .recorder import Drawn
+from .recorder import Waiting
 from .residency import resting
 
 
@@ -29,7 +29,7 @@ class RunState(Node):
 
     algorithm: Any
     cursor: int
-    waiting: tuple[Drawn, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
 
     @property
     def step(self) -> int:

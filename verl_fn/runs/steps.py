@@ -28,7 +28,7 @@ from verl_fn.driver import ranks
 from verl_fn.state import Key, pack
 
 from .ledger import before_update, counts_of, ledger, without_failures
-from .recorder import Drawn, draw
+from .recorder import Drawn, Waiting, ask, draw
 from .state import RunState
 
 RANKS = "perf/ranks"
@@ -74,12 +74,11 @@ def advance(
     Returns:
         The next state, the step's metrics, and the experience that the step learned from.
     """
-    clock = Clock(w.wait)
-    drawn, *waiting = _asked(algorithm, state, source, w, pace, clock)
+    clock = Clock(w.get)
+    first, *waiting = _asked(algorithm, state, source, w, pace, clock)
+    drawn: Drawn = clock.run("wait_prev_gen", get_here, first.drawn) if pace.max_lag else w.get(first.drawn)
     experience = drawn.experience
     if pace.max_lag:
-        clock.run("wait_prev_gen", get_here, drawn.samples)
-        clock.run("reward", get_here, experience.batch)
         experience = attrs.evolve(experience, seconds=clock.seconds)
     after, report = algorithm.learn(state.algorithm, experience, w)
     report |= rows_of(drawn, waiting, state.step, w)
@@ -88,7 +87,7 @@ def advance(
         if (learned := f"rollout/{kind}_learned") in report:
             report[learned] -= report.get(f"rollout/{kind}_dropped/learn", 0)
     if pace.in_flight:
-        report |= w.get(w.call(before_update, experience.batch))
+        report |= before_update(experience.batch)
     # The config does not hold torchrun's number of processes, and a replay with another number rounds differently.
     size = ranks.torchrun_size()
     report |= {RANKS: size} if size > 1 else {}
@@ -97,7 +96,7 @@ def advance(
 
 def _asked(
     algorithm: Algorithm[Any], state: RunState, source: Source, w: Workers, pace: Pace, clock: Clock
-) -> tuple[Drawn, ...]:
+) -> tuple[Waiting, ...]:
     """Returns the experience that waits, with that of a new round if one is due."""
     step, waiting = state.step, state.waiting
     wanted = range(step + len(waiting), min(step + pace.max_lag + 1, pace.steps))
@@ -105,14 +104,14 @@ def _asked(
         return waiting
     if pace.max_lag:
         if not pace.in_flight:
-            clock.run("wait_prev_gen", get_here, [drawn.samples for drawn in waiting])
+            clock.run("wait_prev_gen", get_here, [one.drawn for one in waiting])
         clock.run("update_weights", publish, w, state.role("actor"), step)
-    key, start = state.key.fold_in("data"), state.cursor + sum(drawn.problems for drawn in waiting)
+    key, start = state.key.fold_in("data"), state.cursor + sum(one.problems for one in waiting)
     for number in wanted:
         more = _following(source, key, start)
-        drawn = _ask(algorithm, state, more(pace.batch_size), attrs.evolve(w, more=more), number, pace.max_lag > 0)
-        start += drawn.problems
-        waiting += (drawn,)
+        one = _ask(algorithm, state, more(pace.batch_size), attrs.evolve(w, more=more), number, pace.max_lag > 0)
+        start += one.problems
+        waiting += (one,)
     return waiting
 
 
@@ -130,23 +129,25 @@ def _following(source: Source, key: Key, start: int) -> Callable[[int], Sequence
 
 def _ask(
     algorithm: Algorithm[Any], state: RunState, problems: Sequence[Problem], w: Workers, step: int, ahead: bool
-) -> Drawn:
+) -> Waiting:
     """Asks for the experience of a step, with the weights of ``state``.
 
     Args:
         algorithm, state, problems, w: as for ``Algorithm.sample``.
         step: the step that will learn from it.
-        ahead: return at once, where values are references, instead of waiting for the experience.
+        ahead: return when the engines draw, instead of waiting for the experience.
     """
     if ahead:
-        engine = _Ahead(w.rollout, step - state.step)
-        w = attrs.evolve(w, rollout=engine, wait=get_here)
+        w = attrs.evolve(w, rollout=_Ahead(w.rollout, step - state.step))
     of_step = attrs.evolve(state.algorithm, step=step) if step != state.step else state.algorithm
 
     def sample(w: Workers) -> Experience:
         return algorithm.sample(of_step, problems, w)
 
-    return draw(sample, len(problems), w)
+    if ahead:
+        return ask(sample, len(problems), w)
+    drawn = draw(sample, len(problems), w)
+    return Waiting(drawn.problems, drawn.asked, drawn)
 
 
 class _Ahead(Through):
@@ -171,32 +172,27 @@ class _Ahead(Through):
     def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
         return super().generate(requests, version=self._true(version))
 
-    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Ref[Sample]]:
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
         return super().stream(requests, version=self._true(version))
 
     def _true(self, version: int | None) -> int | None:
         return None if version is None else version - self._steps
 
 
-def rows_of(drawn: Drawn, waiting: Sequence[Drawn], step: int, w: Workers) -> Report:
+def rows_of(drawn: Drawn, waiting: Sequence[Waiting], step: int, w: Workers) -> Report:
     """Returns the counts of rows that were asked for, and what became of them; empty where nothing was sampled."""
     if not drawn.samples:
         return {}
-    dropped = w.get({reason: w.call(counts_of, rest) for reason, rest in drawn.experience.dropped.items()})
-
-    def counted(batches: Sequence[Any]) -> list[Counter[str]]:
-        counts: list[Counter[str]] = w.get([w.call(counts_of, batch) for batch in batches])
-        return counts
+    dropped = {reason: counts_of(rest) for reason, rest in drawn.experience.dropped.items()}
 
     def report_of(returned: Sequence[Counter[str]]) -> Report:
-        report: Report = w.get(w.call(ledger, returned, drawn.experience.batch, step, drawn.asked, dropped))
-        return report
+        return ledger(returned, drawn.experience.batch, step, drawn.asked, dropped)
 
-    scored = counted(drawn.scored)
+    scored = [counts_of(batch) for batch in drawn.scored]
     report = report_of(scored) if scored else {}
     if not scored or report.get(NOT_RETURNED):
         # Batches with scores exist already. Where rows lack, the samples tell the engine's from the reward's.
-        returned = counted([w.call(pack, samples) for samples in drawn.samples])
+        returned = [counts_of(pack(samples)) for samples in w.get(drawn.samples)]
         if len(scored) == len(returned) and (left_out := without_failures(returned) - without_failures(scored)):
             dropped["reward"] = dropped.get("reward", Counter()) + left_out
         report = report_of(returned)

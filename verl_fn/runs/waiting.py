@@ -15,20 +15,21 @@ from verl_fn.state import Batch, pack, unpack
 
 from . import RunError
 from .batch_file import batches_in, numbered, tensors_of
-from .recorder import Drawn
+from .recorder import Drawn, Waiting
 
 BATCH, SAMPLES, SCORED, DROPPED = "batch", "samples", "scored", "dropped"
 
 
-def save_waiting(waiting: Sequence[Drawn], folder: Path, w: Workers) -> list[dict[str, Any]]:
+def save_waiting(waiting: Sequence[Waiting], folder: Path, w: Workers) -> list[dict[str, Any]]:
     """Waits until experience has arrived, writes it into a checkpoint, and returns what its manifest holds of it.
 
     Raises:
         RunError: the experience of the algorithm is no ``Batch``.
     """
     records = []
-    for number, drawn in enumerate(waiting):
-        batch = w.get(drawn.experience.batch)
+    for number, one in enumerate(waiting):
+        drawn = w.get(one.drawn)
+        batch = drawn.experience.batch
         if not isinstance(batch, Batch):
             raise RunError(
                 f"experience that waits is saved with the state, and a {type(batch).__name__} cannot be: let "
@@ -36,9 +37,9 @@ def save_waiting(waiting: Sequence[Drawn], folder: Path, w: Workers) -> list[dic
             )
         # Most often what the reward gave is the experience itself.
         same = [scored is drawn.experience.batch for scored in drawn.scored] == [True]
-        scored = () if same else w.get(drawn.scored)
+        scored = () if same else drawn.scored
         parts = {BATCH: [batch], SAMPLES: [pack(w.get(call)) for call in drawn.samples], SCORED: scored}
-        parts |= {f"{DROPPED}/{reason}": [w.get(rest)] for reason, rest in drawn.experience.dropped.items()}
+        parts |= {f"{DROPPED}/{reason}": [rest] for reason, rest in drawn.experience.dropped.items()}
         tensors = {
             numbered(kind, call) + name: t
             for kind, batches in parts.items()
@@ -55,7 +56,7 @@ def save_waiting(waiting: Sequence[Drawn], folder: Path, w: Workers) -> list[dic
     return records
 
 
-def read_waiting(records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[Drawn, ...]:
+def read_waiting(records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[Waiting, ...]:
     """Reads the experience that ``save_waiting`` wrote.
 
     Raises:
@@ -64,7 +65,7 @@ def read_waiting(records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[Dr
     return tuple(_read(record, folder / record["file"]) for record in records)
 
 
-def _read(record: Mapping[str, Any], file: Path) -> Drawn:
+def _read(record: Mapping[str, Any], file: Path) -> Waiting:
     try:
         tensors = load_file(file)
         (batch,) = batches_in(tensors, BATCH)
@@ -76,4 +77,5 @@ def _read(record: Mapping[str, Any], file: Path) -> Drawn:
     if record["scored"] and not scored:
         scored = (batch,)
     experience = Experience(batch, record["answered"], report=dict(record["report"]), dropped=dropped)
-    return Drawn(experience, record["problems"], record["asked"], samples, scored)
+    drawn = Drawn(experience, record["problems"], record["asked"], samples, scored)
+    return Waiting(drawn.problems, drawn.asked, drawn)

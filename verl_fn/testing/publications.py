@@ -8,11 +8,11 @@ import attrs
 import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, PublicationFailed, Ref, StaleWeightsError, TensorSpec
+from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, PublicationFailed, StaleWeightsError, TensorSpec
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.state import Params, Sample, pack
 
-from .rollout_case import RolloutCase
+from .rollout_case import RolloutCase, itself
 from .violation import LawViolation, require, require_close, require_equal
 
 
@@ -218,10 +218,10 @@ def _during(case: RolloutCase, version: int, act: Callable[[], None]) -> tuple[l
     Returns:
         All samples, and whether they were drawn in this process, no further than they were read.
     """
-    stream: Iterator[Ref[Sample]] = case.engine.stream(case.requests(None, case.sampling, case.key), version=version)
+    stream: Iterator[Sample] = case.engine.stream(case.requests(None, case.sampling, case.key), version=version)
     begun = next(stream)
     act()
-    return [case.get(sample) for sample in (begun, *stream)], isinstance(begun, Sample)
+    return [begun, *stream], case.get is itself
 
 
 def _log_probs(case: RolloutCase, samples: Sequence[Sample], weights: Mapping[int, Params], which: str) -> None:

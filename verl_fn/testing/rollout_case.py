@@ -16,6 +16,11 @@ from verl_fn.state import Key, Params, Sample, requests_for
 from .violation import LawViolation, require, require_close
 
 
+def itself(value: Any) -> Any:
+    """Returns the value: the ``get`` of engines in this process."""
+    return value
+
+
 @attrs.frozen(eq=False)
 class RolloutCase:
     """A rollout engine under test and the arguments of its calls."""

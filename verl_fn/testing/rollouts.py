@@ -11,7 +11,7 @@ from verl_fn.backends.protocol import RolloutBackend, Sampling, TrainBackend, Un
 from verl_fn.state import Key, Params, Sample, pack
 
 from . import publications
-from .rollout_case import RolloutCase
+from .rollout_case import RolloutCase, itself
 from .rollout_draws import check_draws, check_routes
 from .violation import LawViolation, require, require_close, seeded, untouched
 
@@ -27,7 +27,7 @@ def check_rollout(
     environment: bool = False,
     tolerance: float = 1e-3,
     key: Key | None = None,
-    get: Callable[[Any], Any] = lambda value: value,
+    get: Callable[[Any], Any] = itself,
 ) -> None:
     """Checks a rollout engine against its protocol.
 
