@@ -200,7 +200,9 @@ def test_keys_without_effect_are_reported():
     def said(*overrides):
         return " ".join(notes(None, ["model.path=m", *overrides]))
 
-    assert "algorithm.gamma has no effect without algorithm.adv_estimator = gae" in said("algorithm.name=remax", "algorithm.gamma=0.9")
+    assert "algorithm.gamma has no effect without algorithm.adv_estimator = gae" in said(
+        "algorithm.name=remax", "algorithm.gamma=0.9"
+    )
     off = ["algorithm.name=dapo", "algorithm.filter_groups.enable=false", "algorithm.filter_groups.metric=acc"]
     assert "algorithm.filter_groups.metric has no effect without algorithm.filter_groups.enable" in said(*off)
     assert "penalty_factor has no effect" in said("algorithm.name=dapo", "algorithm.overlong_buffer.penalty_factor=2")

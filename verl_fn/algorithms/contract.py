@@ -76,9 +76,8 @@ class Algorithm(Generic[S]):
             another process, or None where only the other fields are needed, so ``init`` must only pass it on.
             A role without workers of its own (a frozen copy, with LoRA) has None, too, and ``annotate`` knows it.
         sample: draws experience and does not change the state. Where sampling runs ahead of learning, it is called
-            with the weights of an earlier step and the ``step`` that will learn. So it must take randomness from
-            ``key`` and ``step`` alone, and ask the engine for the version ``step``, which then stands for those
-            weights.
+            with the weights of an earlier step, ``workers.version``, and the ``step`` that will learn. So it must
+            take randomness only from ``key`` and ``step``, and ask for the version that ``publish`` returns.
         learn: returns the next state, whose ``step`` is one higher, and the step's metrics.
         outline: its models, and what else it asks of a run; by default an actor that learns from samples.
         evaluate: ``(state, problems, workers)`` to metrics on held-out problems, beside those of sampled answers.

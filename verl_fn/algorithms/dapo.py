@@ -63,13 +63,13 @@ def sample_with_signal(
         NoSignal: the limit is reached without any such group.
     """
     clock, key, step = Clock(w.get), state.key.fold_in(state.step).fold_in("rollout"), state.step
-    clock.run("update_weights", publish, w, state.actor, step)
+    version = clock.run("update_weights", publish, w, state.actor, step)
     kept: list[Batch] = []
     dropped: list[Batch] = []
     groups = asked = calls = 0
     while groups < len(problems) and calls < options.max_num_gen_batches:
         drawn = problems if calls == 0 else w.more(len(problems) - groups)
-        scored = respond(drawn, w.sampling, w, key, step, clock)
+        scored = respond(drawn, w.sampling, w, key, version, clock)
         calls, asked = calls + 1, asked + len(drawn)
         differing, equal, count = split_by_signal(scored, options.metric)
         kept, dropped, groups = [*kept, differing], [*dropped, equal], groups + count

@@ -35,11 +35,15 @@ from .reports import update_report
 from .workers import Clock, Workers
 
 
-def publish(w: Workers, actor: Any, version: int) -> Any:
-    """Gives the actor's weights to the rollout engine, unless it has them."""
+def publish(w: Workers, actor: Any, step: int) -> int:
+    """Gives the actor's weights to the rollout engine, unless it has them, and returns their version.
+
+    The version is that of ``w``, and by default ``step``.
+    """
+    version = step if w.version is None else w.version
     if w.rollout.version != version:
-        return w.rollout.publish(version, w.trainers["actor"].weights(actor.params))
-    return None
+        w.get(w.rollout.publish(version, w.trainers["actor"].weights(actor.params)))
+    return version
 
 
 def sample_and_score(
@@ -49,12 +53,12 @@ def sample_and_score(
 
     Args:
         key: of this step; draws are a function of it and of the problems' ids.
-        step: the version that the weights are published under.
+        step: the step that learns; see ``publish``.
         score: ask the workers' reward; otherwise ``learn`` scores the rows, as with a reward model.
     """
     clock = Clock(w.get)
-    clock.run("update_weights", publish, w, actor, step)
-    batch = respond(problems, w.sampling, w, key.fold_in("rollout"), step, clock, score=score)
+    version = clock.run("update_weights", publish, w, actor, step)
+    batch = respond(problems, w.sampling, w, key.fold_in("rollout"), version, clock, score=score)
     return Experience(batch, len(problems), clock.seconds)
 
 

@@ -38,13 +38,13 @@ def remax(options: ReMax) -> Algorithm[GRPOState]:
 def sample_with_baseline(state: GRPOState, problems: Sequence[Problem], w: Workers) -> Experience:
     """Draws responses to ``problems`` and, with a second request at temperature 0, the greedy one to each."""
     clock, key = Clock(w.get), state.key.fold_in(state.step)
-    clock.run("update_weights", publish, w, state.actor, state.step)
+    version = clock.run("update_weights", publish, w, state.actor, state.step)
     likeliest = attrs.evolve(w.sampling, n=1, temperature=0.0, top_k=-1, top_p=1.0)
     requests = {
         "gen": requests_of(problems, w, w.sampling, key.fold_in("rollout")),
         "gen_max": requests_of(problems, w, likeliest, key.fold_in("greedy")),
     }
-    generate = functools.partial(w.rollout.generate, version=state.step)
+    generate = functools.partial(w.rollout.generate, version=version)
     samples = clock.run_all({phase: functools.partial(generate, asked) for phase, asked in requests.items()})
     batch, greedy = (batch_of(drawn, problems, w, clock) for drawn in samples.values())
     return Experience(with_baselines(batch, greedy), len(problems), clock.seconds, dropped={"baseline": greedy})

@@ -55,6 +55,8 @@ class Workers:
             learning, an algorithm should not need it, since it could only ask after waiting for samples.
         tokenizer: the model's tokenizer.
         sampling: the sampling settings of training rollouts.
+        version: the step of the weights that the engine draws with, where sampling runs ahead of learning; None where
+            they are those of the algorithm's step.
         max_prompt_length: the longest prompt allowed, in tokens.
         truncation: how longer prompts are cut; ``error`` if they are not.
         converses: whether the engine lets the model talk to an environment, so that requests carry problems.
@@ -77,6 +79,7 @@ class Workers:
     reward: Callable[..., Any]
     tokenizer: Any
     sampling: Sampling
+    version: int | None = None
     max_prompt_length: int | None = None
     truncation: str = "error"
     converses: bool = False

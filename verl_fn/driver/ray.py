@@ -34,7 +34,6 @@ from .ranks import gpu_memory
 from .ray_private import private_ray
 from .remote import RemoteTrain
 from .remote_rollout import RemoteRollout
-from .turns import by_turns
 
 __all__ = ["ActorDied", "connected", "ray_workers"]
 
@@ -101,7 +100,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 gives_likeliest=plan.roles["actor"].strategy != "megatron",
             )
             if plan.rollout.sleeps:
-                w = by_turns(w, [role.name for role in groups["trainer"]], lambda: cluster.finish(ranks))
+                cluster.get(w.rollout.sleep(2))
             yield w
         finally:
             cluster.stop()

@@ -7,9 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl_fn.algorithms import Report, Workers
-from verl_fn.algorithms.experience import publish, requests_of
-from verl_fn.backends.memory import in_phase
+from verl_fn.algorithms import Clock, Report, Workers
+from verl_fn.algorithms.experience import requests_of
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import verifiers_name
 from verl_fn.data.tasks import Problem
@@ -20,6 +19,7 @@ from .checks import samples_answers
 from .judged import Evaluation, judged
 from .prepare import prepare, workers
 from .progress import Say
+from .residency import give_to_engine
 from .state import RunState, algorithm_of
 
 
@@ -41,13 +41,12 @@ def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Pla
 
 
 def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
-    with in_phase("update_weights"):
-        w.get(publish(w, actor, version))
+    clock = Clock(w.get)
+    give_to_engine(plan, w, actor, version, clock)
     sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
-    requests = requests_of(problems, w, sampling, key)
-    with in_phase("gen"):
-        samples = w.get(w.rollout.generate(requests, version=version))
-        return judged(w.reward(pack(samples), problems), problems, w.tokenizer, w.end_tokens, samples)
+    samples = clock.run("gen", w.rollout.generate, requests_of(problems, w, sampling, key), version=version)
+    scored = clock.run("reward", w.reward, pack(samples), problems)
+    return judged(scored, problems, w.tokenizer, w.end_tokens, samples)
 
 
 def evaluate_model(plan: Plan, say: Say) -> Evaluation:

@@ -1,6 +1,6 @@
 """Records what passes through the rollout engine and the reward while an algorithm draws experience.
 
-An algorithm samples as it likes. So its engine and its reward are wrapped, and the wrappers record each call.
+An algorithm samples as it likes. So it gets workers that record each call.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 
 from verl_fn.algorithms import Experience, Workers
-from verl_fn.backends.protocol import Ref, Request, RolloutBackend, Sample
+from verl_fn.backends.protocol import Ref, Request, Sample
 from verl_fn.backends.through import Through
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import ArgumentError
@@ -77,37 +77,50 @@ def ask(sample: Callable[[Workers], Experience], problems: int, w: Workers) -> W
     return Waiting(*(recorder.first or (recorder.problems, recorder.asked)), drawn)
 
 
-class _Recorder:
-    """Remembers the samples and scores of each call, and counts problems and the responses that were asked for."""
+class _Recorder(Through):
+    """The engine as ``sample`` sees it, which remembers what it gave; so do the reward and the source of problems."""
 
     def __init__(self, w: Workers, problems: int, *, ahead: bool = False) -> None:
+        super().__init__(w.rollout)
         self._w, self._ahead = w, ahead
         self.problems = problems
         self.asked = 0
         # Problems and responses until the first wait for samples.
         self.first: tuple[int, int] | None = None
-        self.samples: list[Any] = []
-        self.scored: list[Batch] = []
-        self.judged: list[Sequence[Any]] = []
+        self._samples: list[Any] = []
+        self._scored: list[Batch] = []
+        self._judged: list[Sequence[Any]] = []
 
     def draw(self, sample: Callable[[Workers], Experience]) -> Drawn:
-        listening = _Listening(self._w.rollout, self)
-        w = attrs.evolve(self._w, rollout=listening, reward=self.reward, more=self.more, get=self.get)
+        w = attrs.evolve(self._w, rollout=self, reward=self._reward, more=self._more, get=self._get)
         experience = sample(w)
-        samples, scored, judged = map(tuple, (self.samples, self.scored, self.judged))
+        samples, scored, judged = map(tuple, (self._samples, self._scored, self._judged))
         return Drawn(experience, self.problems, self.asked, samples, scored, judged)
 
-    def get(self, value: Any) -> Any:
+    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
+        self.asked += sum(request.sampling.n for request in requests)
+        self._samples.append(super().generate(requests, version=version))
+        return self._samples[-1]
+
+    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
+        self.asked += sum(request.sampling.n for request in requests)
+        samples: list[Sample] = []
+        self._samples.append(samples)
+        for sample in super().stream(requests, version=version):
+            samples.append(sample)
+            yield sample
+
+    def _get(self, value: Any) -> Any:
         if self.asked and self.first is None:
             self.first = self.problems, self.asked
         return self._w.get(value)
 
-    def reward(self, batch: Batch, problems: Sequence[Any]) -> Batch:
-        self.scored.append(self._w.reward(batch, problems))
-        self.judged.append(problems)
-        return self.scored[-1]
+    def _reward(self, batch: Batch, problems: Sequence[Any]) -> Batch:
+        self._scored.append(self._w.reward(batch, problems))
+        self._judged.append(problems)
+        return self._scored[-1]
 
-    def more(self, count: int) -> Sequence[Problem]:
+    def _more(self, count: int) -> Sequence[Problem]:
         if self._ahead and self.first is not None:
             raise ArgumentError(
                 "this algorithm takes more problems when it has seen samples (workers.more), and with driver.max_lag "
@@ -116,24 +129,3 @@ class _Recorder:
         problems = self._w.more(count)
         self.problems += len(problems)
         return problems
-
-
-class _Listening(Through):
-    """A rollout engine that reports to a recorder what it is asked for and what it gives."""
-
-    def __init__(self, inner: RolloutBackend, recorder: _Recorder) -> None:
-        super().__init__(inner)
-        self._recorder = recorder
-
-    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
-        self._recorder.asked += sum(request.sampling.n for request in requests)
-        self._recorder.samples.append(super().generate(requests, version=version))
-        return self._recorder.samples[-1]
-
-    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
-        self._recorder.asked += sum(request.sampling.n for request in requests)
-        samples: list[Sample] = []
-        self._recorder.samples.append(samples)
-        for sample in super().stream(requests, version=version):
-            samples.append(sample)
-            yield sample

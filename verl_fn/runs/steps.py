@@ -12,7 +12,7 @@ later, while engines draw what was asked for before. Which token is the first of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -20,8 +20,6 @@ import attrs
 from verl_fn.algorithms import Algorithm, Clock, Experience, Report, Workers
 from verl_fn.algorithms.experience import publish
 from verl_fn.algorithms.workers import get_here
-from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Sample, WeightSource
-from verl_fn.backends.through import Through
 from verl_fn.config import Plan
 from verl_fn.data.tasks import Problem, Source
 from verl_fn.driver import ranks
@@ -106,6 +104,7 @@ def _asked(
         if not pace.in_flight:
             clock.run("wait_prev_gen", get_here, [one.drawn for one in waiting])
         clock.run("update_weights", publish, w, state.role("actor"), step)
+        w = attrs.evolve(w, version=step)
     key, start = state.key.fold_in("data"), state.cursor + sum(one.problems for one in waiting)
     for number in wanted:
         more = _following(source, key, start)
@@ -137,8 +136,6 @@ def _ask(
         step: the step that will learn from it.
         ahead: return when the engines draw, instead of waiting for the experience.
     """
-    if ahead:
-        w = attrs.evolve(w, rollout=_Ahead(w.rollout, step - state.step))
     of_step = attrs.evolve(state.algorithm, step=step) if step != state.step else state.algorithm
 
     def sample(w: Workers) -> Experience:
@@ -148,35 +145,6 @@ def _ask(
         return ask(sample, len(problems), w)
     drawn = draw(sample, len(problems), w)
     return Waiting(drawn.problems, drawn.asked, drawn)
-
-
-class _Ahead(Through):
-    """A rollout engine as ``sample`` of a later step sees it: that step's number stands for the engine's version.
-
-    Weights are published under the step that they are of, and ``sample`` asks for the version of its own step. The
-    engine itself sees true versions, and writes these into its samples.
-    """
-
-    def __init__(self, inner: RolloutBackend, steps: int) -> None:
-        super().__init__(inner)
-        self._steps = steps
-
-    @property
-    def version(self) -> int | None:
-        version = super().version
-        return None if version is None else version + self._steps
-
-    def publish(self, version: int, weights: Handle[WeightSource]) -> Ref[None]:
-        return super().publish(version - self._steps, weights)
-
-    def generate(self, requests: Sequence[Request], *, version: int | None = None) -> Ref[list[Sample]]:
-        return super().generate(requests, version=self._true(version))
-
-    def stream(self, requests: Sequence[Request], *, version: int | None = None) -> Iterator[Sample]:
-        return super().stream(requests, version=self._true(version))
-
-    def _true(self, version: int | None) -> int | None:
-        return None if version is None else version - self._steps
 
 
 def rows_of(drawn: Drawn, waiting: Sequence[Waiting], step: int, w: Workers) -> Report:
