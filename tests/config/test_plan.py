@@ -30,7 +30,7 @@ def test_roles_follow_the_algorithm_and_its_kl_terms():
     assert list(plan().roles) == ["actor", "critic"]
     assert list(plan("algorithm.name=sft").roles) == ["actor"]
     kl = plan("algorithm.name=grpo", "rollout.n=2", "algorithm.use_kl_in_reward=true")
-    assert list(kl.roles) == ["actor", "reference"] and kl.roles["reference"].optim is None and not kl.copies
+    assert list(kl.roles) == ["actor", "reference"] and not kl.roles["reference"].trained and not kl.copies
     lora = plan("algorithm.use_kl_loss=true", "actor.lora_rank=2")
     assert list(lora.roles) == ["actor", "critic"] and lora.copies == {"reference": "actor"}
     assert lora.roles["actor"].lora == (2, 16.0, ("all-linear",)) and lora.roles["critic"].lora is None
@@ -53,7 +53,7 @@ def test_a_critic_has_the_actors_layout_unless_it_has_its_own():
         ("optim.lr_warmup_steps", 3, lambda role: role.optim.lr_warmup_steps),
         ("dtype", "float32", lambda role: role.dtype),
         ("dtype", "bfloat16", lambda role: role.dtype),
-        ("enable_gradient_checkpointing", True, lambda role: role.checkpointing),
+        ("enable_gradient_checkpointing", True, lambda role: role.enable_gradient_checkpointing),
         ("ppo_max_token_len_per_gpu", 77, lambda role: role.max_tokens),
         ("lora_rank", 3, lambda role: role.lora and role.lora[0]),
     ],
@@ -80,7 +80,7 @@ def test_training_and_evaluation_sample_as_their_tables_say():
     assert build.validation_sampling(ValConfig(**table), 11) == Sampling(11, **table)
     of_training = plan(*(f"rollout.{key}={value}" for key, value in table.items()), "data.max_response_length=11")
     assert build.sampling(of_training.rollout) == Sampling(11, **table)
-    assert build.validation_sampling(of_training.rollout.validation, 11) == Sampling(11, temperature=0.0)
+    assert build.validation_sampling(of_training.rollout.val_kwargs, 11) == Sampling(11, temperature=0.0)
 
 
 def test_a_layout_of_megatron():
@@ -113,7 +113,7 @@ def test_an_evaluation_has_no_optimizer_and_one_process():
     evaluation = evaluation_plan(cfg, HERE)
     actor = evaluation.roles["actor"]
     assert list(evaluation.roles) == ["actor"] and evaluation.ray.ranks == 1
-    assert (actor.optim, actor.strategy, actor.lora) == (None, "local", None)
+    assert (actor.trained, actor.strategy, actor.lora) == (False, "local", None)
 
 
 OWN = """
@@ -144,7 +144,7 @@ def test_an_algorithm_of_ones_own_names_its_roles_folders_and_updates(tmp_path):
     own = make_plan(
         load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:distill", "algorithm.teacher=/t"])
     )
-    assert own.roles["teacher"].folder == "/t" and own.roles["teacher"].optim is None
+    assert own.roles["teacher"].folder == "/t" and not own.roles["teacher"].trained
     assert own.roles["actor"].total_updates == 200 and own.code == (f"{tmp_path}/own.py:distill",)
     with pytest.raises(ConfigError, match="has no role 'actor'"):
         make_plan(load(overrides=["model.path=m", f"algorithm.name={tmp_path}/own.py:headless"]))

@@ -99,9 +99,9 @@ def test_engines_apart_have_places_of_their_own(device, gpus):
 def test_the_critic_follows_the_actor_unless_it_has_its_own_strategy():
     options = ["algorithm.use_kl_loss=true", "actor.strategy=fsdp", "actor.fsdp_config.replicate=2"]
     roles = make_plan(load(overrides=options)).roles
-    assert [role.fsdp.replicate for role in roles.values()] == [2, 2, 2]
+    assert [role.fsdp_config.replicate for role in roles.values()] == [2, 2, 2]
     own = make_plan(load(overrides=[*options, "critic.strategy=fsdp"])).roles
-    assert own["critic"].fsdp.replicate == 1
+    assert own["critic"].fsdp_config.replicate == 1
 
 
 def test_addresses_and_runtime_environments_that_cannot_be_used(tmp_path):

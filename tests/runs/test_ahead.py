@@ -248,8 +248,8 @@ def test_an_evaluation_has_the_weights_of_its_step_and_changes_nothing(parts, ne
 def test_every_evaluation_draws_with_the_same_keys(parts, new):
     """Also at temperature 1 its answers differ only by the weights."""
     plan, w, source = parts
-    hot = attrs.evolve(plan.rollout.validation, temperature=1.0, n=3)
-    plan = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, validation=hot))
+    hot = attrs.evolve(plan.rollout.val_kwargs, temperature=1.0, n=3)
+    plan = attrs.evolve(plan, rollout=attrs.evolve(plan.rollout, val_kwargs=hot))
     state = new().state
     later = attrs.evolve(state, algorithm=attrs.evolve(state.algorithm, step=3))
     first, again = (validate(one, source.held_out(8), w, plan) for one in (state, later))

@@ -46,7 +46,7 @@ def judge(tiny, tmp_path_factory):
 @pytest.mark.parametrize("name", ["ppo", "grpo"])
 def test_a_reward_model_is_the_only_reward(name, judge, tiny, tmp_path):
     run = plan(tiny, tmp_path, name, f"algorithm.reward_model={judge}", "rollout.n=2", "algorithm.use_kl_loss=true")
-    assert run.roles["reward_model"].optim is None and not run.needs_reward
+    assert not run.roles["reward_model"].trained and not run.needs_reward
     report = train(run, silent)
     assert "val-core/reverse/acc/mean@1" in report
     for row in rows(tmp_path):
@@ -98,7 +98,7 @@ def test_distillation_comes_nearer_to_its_teacher(kl, tiny, tmp_path):
     teacher = new_model(tmp_path / "teacher", chars="abcdefgh>", hidden_size=16, seed=5, num_hidden_layers=1)
     more = ["data.train_batch_size=32", "actor.optim.lr=3e-3", "trainer.total_training_steps=12"]
     run = plan(tiny, tmp_path / "run", "distill", f"algorithm.teacher={teacher}", f"algorithm.kl={kl}", *more)
-    assert run.roles["teacher"].folder == str(teacher) and run.roles["teacher"].optim is None
+    assert run.roles["teacher"].folder == str(teacher) and not run.roles["teacher"].trained
     train(run, silent)
     found = [row["distill/reverse_kl"] for row in rows(tmp_path / "run")]
     assert sum(found[-3:]) < 0.7 * sum(found[:3])

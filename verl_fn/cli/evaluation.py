@@ -96,7 +96,7 @@ def evaluate(args: argparse.Namespace) -> int:
         with pruning(model):
             reports[label], own = evaluate_model(plan, say)
         answers += [{"model": label} | answer for answer in own]
-    _show(reports, answers, plans[0].rollout.validation.n)
+    _show(reports, answers, plans[0].rollout.val_kwargs.n)
     if out is not None:
         _write(out, dict(zip(labels, (str(model) for model, _ in models), strict=True)), reports, answers)
     return 0
@@ -123,7 +123,7 @@ def _summary(plan: Plan) -> str:
     """Describes the problems of an evaluation and how answers are sampled."""
     from verl_fn.data.tasks import TASKS
 
-    data, sampling = plan.data, plan.rollout.validation
+    data, sampling = plan.data, plan.rollout.val_kwargs
     if data.val_files:
         files = ", ".join(Path(file).name for file in data.val_files)
         problems = f"{'all' if data.val_size is None else f'up to {data.val_size}'} problems of {files}"

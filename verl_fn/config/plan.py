@@ -34,14 +34,12 @@ from .schema import (
     FsdpConfig,
     MegatronConfig,
     NewModelConfig,
-    OptimConfig,
     RayConfig,
     RewardConfig,
     RolloutConfig,
     Table,
     TrainedConfig,
     TrainerConfig,
-    ValConfig,
     to_table,
 )
 
@@ -49,42 +47,28 @@ Adapters = tuple[int, float, tuple[str, ...]]
 """Rank, alpha and target layers."""
 
 
-@attrs.frozen
-class RolePlan:
-    """One model of a run: its source, its optimizer and its layout.
+@attrs.frozen(kw_only=True)
+class RolePlan(TrainedConfig):
+    """One model of a run: the settings of its table, with its source and what the run makes of it.
 
     Attributes:
         name: the role.
         table: the table of the config that the settings come from: ``actor`` or ``critic``.
         head: ``lm`` or ``value``.
         folder: the model folder.
-        optim: the settings of the optimizer; None for a model that is not trained.
+        trained: whether the model has an optimizer.
         total_updates: updates in the whole run, over which the learning rate decays.
-        strategy: ``local``, ``fsdp`` or ``megatron``.
-        fsdp: the layout over ranks, for ``fsdp``.
-        megatron: the layout over ranks, for ``megatron``.
-        max_tokens: most tokens of a micro-batch, summed over the ranks that share its rows.
-        dtype: compute dtype, None for the default of ``backends.hf.config.compute_dtype``; master weights are
-            float32.
-        checkpointing: whether each layer is recomputed in the backward pass.
         lora: rank, alpha and target layers of the adapters, or None.
         row_layout: ``packed``, ``padded`` or ``auto``; see ``hf.checks.fit_of``.
         router_replay: whether updates replay the experts of tokens, for ``megatron``.
-        offload: whether parameters and optimizer state stay on the CPU between passes.
     """
 
     name: str
     table: str
     head: str
     folder: str
-    optim: OptimConfig | None
+    trained: bool
     total_updates: int
-    strategy: str
-    fsdp: FsdpConfig
-    megatron: MegatronConfig
-    max_tokens: int
-    dtype: str | None
-    checkpointing: bool
     lora: Adapters | None
     row_layout: str = "auto"
     router_replay: bool = False
@@ -94,70 +78,39 @@ class RolePlan:
         """Returns how many ranks share the tokens of each row."""
         if self.strategy == "megatron":
             return self.megatron.context_parallel_size
-        return self.fsdp.ulysses_sequence_parallel_size if self.strategy == "fsdp" else 1
+        return self.fsdp_config.ulysses_sequence_parallel_size if self.strategy == "fsdp" else 1
+
+    @property
+    def max_tokens(self) -> int:
+        """Returns the most tokens of a micro-batch, summed over the ranks that share its rows."""
+        return self.ppo_max_token_len_per_gpu * self.sharers
 
     @property
     def offload(self) -> bool:
         """Returns whether parameters and optimizer state stay on the CPU between passes."""
-        return self.strategy == "fsdp" and self.fsdp.offload_policy
+        return self.strategy == "fsdp" and self.fsdp_config.offload_policy
 
 
-@attrs.frozen
-class RolloutPlan:
-    """The rollout engine of a run and its sampling settings.
+@attrs.frozen(kw_only=True)
+class RolloutPlan(RolloutConfig):
+    """The rollout engine of a run: the settings of its table, with its model and its prompts.
 
     Attributes:
-        name: the engine.
         folder: the actor's model folder.
-        dtype: the dtype of the engine's weights and cache, None for the default of ``compute_dtype``.
-        slots: rows decoded at once by each engine.
-        engines: how many engines share the prompts.
-        placement: ``colocated`` with the training ranks, or ``apart``.
-        verify: whether checksums are compared in the ``first`` publication or ``always``.
-        in_flight_weight_updates: whether weights reach engines in the middle of responses.
-        max_restarts: restarts of an engine without an answer in between, before the run ends.
-        tensor_parallel_size: GPUs of an engine.
-        gpu_memory_utilization: share of a GPU's memory that vLLM takes.
-        free_cache_engine: whether an engine that shares a GPU with training ranks sleeps while they compute.
-        offload_trainer: whether training states lie on the CPU while such an engine generates; None decides by the
-            GPU's memory.
-        enforce_eager: whether vLLM runs without CUDA graphs and compiler.
-        engine_kwargs: further arguments of vLLM's ``EngineArgs``.
         lora: rank, alpha and target layers of adapters that are published without the model, or None.
         routed_experts: whether samples have the experts of their tokens.
-        n, temperature, top_k, top_p: sampling settings of training rollouts.
-        validation: sampling settings of evaluations.
-        max_prompt_length, max_response_length: limits in tokens.
-        chat_template_kwargs: arguments of the chat template.
-        date: the day that the template prints if it asks for the date; None for the clock's.
+        data: the table with the limits in tokens, the arguments of the chat template and the date.
     """
 
-    name: str
     folder: str
-    dtype: str | None
-    slots: int
-    engines: int
-    placement: str
-    verify: str
-    in_flight_weight_updates: bool
-    max_restarts: int
-    tensor_parallel_size: int
-    gpu_memory_utilization: float
-    free_cache_engine: bool
-    offload_trainer: bool | None
-    enforce_eager: bool
-    engine_kwargs: Mapping[str, Any]
     lora: Adapters | None
     routed_experts: bool
-    n: int
-    temperature: float
-    top_k: int
-    top_p: float
-    validation: ValConfig
-    max_prompt_length: int
-    max_response_length: int
-    chat_template_kwargs: Mapping[str, Any]
-    date: str | None
+    data: DataConfig
+
+    @property
+    def longest(self) -> int:
+        """Returns the most tokens of a row: its prompt and its response."""
+        return self.data.max_prompt_length + self.data.max_response_length
 
     @property
     def shares(self) -> bool:
@@ -209,10 +162,11 @@ class Plan:
 
     def dated(self, date: str) -> Plan:
         """Returns the plan with a day in place of ``data.date``."""
+        data = attrs.evolve(self.data, date=date)
         return attrs.evolve(
             self,
-            data=attrs.evolve(self.data, date=date),
-            rollout=attrs.evolve(self.rollout, date=date),
+            data=data,
+            rollout=attrs.evolve(self.rollout, data=data),
             table=self.table | {"data": self.table["data"] | {"date": date}},
         )
 
@@ -234,24 +188,24 @@ def make_plan(cfg: Config, folder: Path | None = None) -> Plan:
         ['actor', 'critic', 'reference']
     """
     cfg = with_absolute_paths(cfg, folder or Path.cwd())
-    shape = cfg.algorithm.outline
+    outline = cfg.algorithm.outline
     check(cfg)
-    check_run(cfg, shape)
+    check_run(cfg, outline)
     model = cfg.model.path or str(Path(cfg.trainer.dir) / "new_model")
     names = role_names(cfg)
-    used, r, d = completed(cfg), cfg.rollout, cfg.data
+    used = completed(cfg)
     return Plan(
         algorithm=cfg.algorithm.name,
         options=used.algorithm.options,
-        learns_from=shape.learns_from,
-        needs_reward=shape.needs_reward,
-        roles={name: _role_plan(cfg, shape, name, model) for name in names},
-        copies={name: role.copy_of for name, role in shape.roles.items() if role.copy_of and name not in names},
-        rollout=_rollout_plan(r, d, model, _published(cfg), cfg.actor.router_replay.mode == "R3"),
+        learns_from=outline.learns_from,
+        needs_reward=outline.needs_reward,
+        roles={name: _role_plan(cfg, outline, name, model) for name in names},
+        copies={name: role.copy_of for name, role in outline.roles.items() if role.copy_of and name not in names},
+        rollout=_rollout_plan(cfg, model),
         model=model,
         new_model=None if cfg.model.path else cfg.model.new,
         trainer=cfg.trainer,
-        data=d,
+        data=cfg.data,
         env=used.env,
         reward=used.reward,
         driver=cfg.driver,
@@ -295,9 +249,9 @@ def evaluation_plan(cfg: Config, folder: Path | None = None) -> Plan:
     data, driver = attrs.evolve(cfg.data, train_files=(), weights=weights), attrs.evolve(cfg.driver, max_lag=0)
     engine = attrs.evolve(cfg.rollout, in_flight_weight_updates=False)
     training = make_plan(attrs.evolve(cfg, data=data, driver=driver, rollout=engine), folder)
-    layout: dict[str, Any] = {"strategy": "local", "fsdp": FsdpConfig(), "megatron": MegatronConfig()}
+    layout: dict[str, Any] = {"strategy": "local", "fsdp_config": FsdpConfig(), "megatron": MegatronConfig()}
     actor = attrs.evolve(
-        training.roles["actor"], optim=None, lora=None, router_replay=False, total_updates=0, **layout
+        training.roles["actor"], trained=False, lora=None, router_replay=False, total_updates=0, **layout
     )
     rollout = attrs.evolve(training.rollout, lora=None, routed_experts=False)
     ray = attrs.evolve(cfg.ray, ranks=1)
@@ -331,60 +285,47 @@ def _table(cfg: Config, roles: Mapping[str, Role], name: str) -> tuple[str, Trai
     return "critic", layout
 
 
-def _role_plan(cfg: Config, shape: Outline, name: str, model: str) -> RolePlan:
-    role = shape.roles[name]
-    table, settings = _table(cfg, shape.roles, name)
-    path = role.path or (cfg.critic.path if table == "critic" else "") or model
+def _role_plan(cfg: Config, outline: Outline, name: str, model: str) -> RolePlan:
+    role = outline.roles[name]
+    table, settings = _table(cfg, outline.roles, name)
     steps, prompts = cfg.trainer.total_training_steps, cfg.data.train_batch_size
-    plan = RolePlan(
+    has_adapters = settings.lora_rank and (role.trained or role.copy_of)
+    return RolePlan(
+        **_values(settings, TrainedConfig) | {"strategy": settings.strategy or "local"},
         name=name,
         table=table,
         head=role.head,
-        folder=path,
-        optim=settings.optim if role.trained else None,
-        total_updates=shape.updates(name, prompts, steps) if role.trained else 0,
-        strategy=settings.strategy or "local",
-        fsdp=settings.fsdp_config,
-        megatron=settings.megatron,
-        max_tokens=settings.ppo_max_token_len_per_gpu,
-        dtype=settings.dtype,
-        checkpointing=settings.enable_gradient_checkpointing,
-        lora=adapters_of(settings, role),
+        folder=role.path or (cfg.critic.path if table == "critic" else "") or model,
+        trained=role.trained,
+        total_updates=outline.updates(name, prompts, steps) if role.trained else 0,
+        lora=_adapters(settings) if has_adapters else None,
         row_layout=cfg.model.layout,
         router_replay=name == "actor" and cfg.actor.router_replay.mode != "disabled",
     )
-    return attrs.evolve(plan, max_tokens=plan.max_tokens * plan.sharers)
 
 
-def _rollout_plan(r: RolloutConfig, d: DataConfig, model: str, lora: Adapters | None, routed: bool) -> RolloutPlan:
+def _rollout_plan(cfg: Config, model: str) -> RolloutPlan:
     return RolloutPlan(
-        name=r.name,
+        **_values(cfg.rollout, RolloutConfig),
         folder=model,
-        dtype=r.dtype,
-        slots=r.slots,
-        engines=r.engines,
-        placement=r.placement,
-        verify=r.verify,
-        in_flight_weight_updates=r.in_flight_weight_updates,
-        max_restarts=r.max_restarts,
-        tensor_parallel_size=r.tensor_parallel_size,
-        gpu_memory_utilization=r.gpu_memory_utilization,
-        free_cache_engine=r.free_cache_engine,
-        offload_trainer=r.offload_trainer,
-        enforce_eager=r.enforce_eager,
-        engine_kwargs=r.engine_kwargs,
-        lora=lora,
-        routed_experts=routed,
-        n=r.n,
-        temperature=r.temperature,
-        top_k=r.top_k,
-        top_p=r.top_p,
-        validation=r.val_kwargs,
-        max_prompt_length=d.max_prompt_length,
-        max_response_length=d.max_response_length,
-        chat_template_kwargs=d.chat_template_kwargs,
-        date=d.date,
+        lora=_adapters(cfg.actor) if _publishes_adapters(cfg) else None,
+        routed_experts=cfg.actor.router_replay.mode == "R3",
+        data=cfg.data,
     )
+
+
+def _values(table: Any, cls: type) -> dict[str, Any]:
+    """Returns the fields that a table has from the class ``cls``, by name."""
+    return {field.name: getattr(table, field.name) for field in attrs.fields(cls)}
+
+
+def _publishes_adapters(cfg: Config) -> bool:
+    """Returns whether adapters are published without the model."""
+    return cfg.rollout.adapters == "alone" and cfg.rollout.name == "vllm" and cfg.actor.lora_rank > 0
+
+
+def _adapters(settings: TrainedConfig) -> Adapters:
+    return settings.lora_rank, settings.lora_alpha, settings.target_modules
 
 
 def _code(cfg: Config) -> tuple[str, ...]:
@@ -392,20 +333,6 @@ def _code(cfg: Config) -> tuple[str, ...]:
     options = cfg.algorithm.options
     values = (cfg.algorithm.name, *(getattr(options, name, None) for name in OWN_PARTS))
     return tuple(value for value in values if isinstance(value, str) and is_reference(value))
-
-
-def adapters_of(settings: TrainedConfig, role: Role) -> Adapters | None:
-    """Returns the adapters of a role; None without any."""
-    if not settings.lora_rank or not (role.trained or role.copy_of):
-        return None
-    return settings.lora_rank, settings.lora_alpha, settings.target_modules
-
-
-def _published(cfg: Config) -> Adapters | None:
-    """Returns the adapters that are published without the model; None if they are merged or there are none."""
-    if cfg.rollout.adapters == "merged" or cfg.rollout.name != "vllm" or not cfg.actor.lora_rank:
-        return None
-    return cfg.actor.lora_rank, cfg.actor.lora_alpha, cfg.actor.target_modules
 
 
 def check(cfg: Config) -> None:
@@ -460,7 +387,7 @@ def check_run(cfg: Config, outline: Outline) -> None:
         )
     if "actor" not in outline.roles:
         raise ConfigError(f"{name} has no role 'actor'; it is the policy that is sampled and saved")
-    if _published(cfg) and cfg.actor.strategy == "megatron":
+    if _publishes_adapters(cfg) and cfg.actor.strategy == "megatron":
         raise ConfigError(
             'rollout.adapters = "alone" works with actor.strategy local and fsdp: set rollout.adapters=merged for '
             "megatron"

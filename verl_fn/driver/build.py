@@ -139,12 +139,12 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
         "head": role.head,
         "compute_dtype": compute_dtype(role.dtype, role.folder, device),
         "max_tokens": role.max_tokens,
-        "checkpointing": role.checkpointing,
+        "checkpointing": role.enable_gradient_checkpointing,
         "lora": Lora(*role.lora) if role.lora else None,
         "device": device,
         "deterministic": driver.deterministic,
     }
-    update = optimizer(role.optim, role.total_updates)
+    update = optimizer(role.optim if role.trained else None, role.total_updates)
     # The protocol also allows handles to other processes. A backend in this process takes and returns only values,
     # which the type checker accepts only with a cast.
     if role.strategy == "megatron":
@@ -164,10 +164,10 @@ def trainer(role: RolePlan, driver: DriverConfig, device: str) -> TrainBackend:
     fsdp = Fsdp(
         role.folder,
         update,
-        replicate=role.fsdp.replicate,
-        sp=role.fsdp.ulysses_sequence_parallel_size,
-        reshard_after_forward=role.fsdp.reshard_after_forward,
-        compile=role.fsdp.use_torch_compile,
+        replicate=role.fsdp_config.replicate,
+        sp=role.fsdp_config.ulysses_sequence_parallel_size,
+        reshard_after_forward=role.fsdp_config.reshard_after_forward,
+        compile=role.fsdp_config.use_torch_compile,
         **common,
     )
     return cast(TrainBackend, fsdp)
@@ -209,36 +209,30 @@ def rollout(rollout: RolloutPlan, device: str) -> RolloutBackend:
     """Makes only the rollout engine."""
     from verl_fn.backends.hf.config import compute_dtype
 
-    dtype = compute_dtype(rollout.dtype, rollout.folder, device)
+    common: dict[str, Any] = {
+        "device": device,
+        "dtype": compute_dtype(rollout.dtype, rollout.folder, device),
+        "slots": rollout.slots,
+        "verify": rollout.verify,
+        "in_flight": rollout.in_flight_weight_updates,
+        "routed_experts": rollout.routed_experts,
+    }
     if rollout.name == "sampler":
         from verl_fn.backends.sampler import Sampler
 
-        return Sampler(
-            rollout.folder,
-            device=device,
-            dtype=dtype,
-            slots=rollout.slots,
-            verify=rollout.verify,
-            in_flight=rollout.in_flight_weight_updates,
-            routed_experts=rollout.routed_experts,
-        )
+        return Sampler(rollout.folder, **common)
     from verl_fn.backends.hf.lora import Lora
     from verl_fn.backends.vllm import Vllm
 
     return Vllm(
         rollout.folder,
-        device=device,
-        dtype=dtype,
-        slots=rollout.slots,
-        max_length=rollout.max_prompt_length + rollout.max_response_length,
+        max_length=rollout.longest,
         tensor_parallel_size=rollout.tensor_parallel_size,
         gpu_memory_utilization=rollout.gpu_memory_utilization,
         enforce_eager=rollout.enforce_eager,
         engine_kwargs=rollout.engine_kwargs,
-        verify=rollout.verify,
         lora=Lora(*rollout.lora) if rollout.lora else None,
-        in_flight=rollout.in_flight_weight_updates,
-        routed_experts=rollout.routed_experts,
+        **common,
     )
 
 
@@ -250,7 +244,7 @@ def policy_tokenizer(plan: RolloutPlan) -> Any:
     """
     from verl_fn.backends.hf.tokenizer import read_tokenizer
 
-    return read_tokenizer(plan.folder, plan.chat_template_kwargs, plan.date)
+    return read_tokenizer(plan.folder, plan.data.chat_template_kwargs, plan.data.date)
 
 
 def conversing(plan: RolloutPlan, device: str, env: EnvConfig, folder: str | None = None) -> RolloutBackend:
@@ -302,13 +296,14 @@ def conversations(
         arguments=env.arguments,
         calls=call_format(tokenizer),
     )
-    limits = Limits(env.max_turns, env.max_turn_length or plan.max_response_length, plan.max_prompt_length)
+    limits = Limits(env.max_turns, env.max_turn_length or plan.data.max_response_length, plan.data.max_prompt_length)
     return Conversing(engine(), environments, renderer, tokenizer, ends, limits)
 
 
 def sampling(rollout: RolloutPlan) -> Sampling:
     """Returns the sampling settings of training rollouts."""
-    return Sampling(rollout.max_response_length, rollout.temperature, rollout.top_k, rollout.top_p, rollout.n)
+    longest = rollout.data.max_response_length
+    return Sampling(longest, rollout.temperature, rollout.top_k, rollout.top_p, rollout.n)
 
 
 def validation_sampling(validation: ValConfig, max_response_length: int) -> Sampling:

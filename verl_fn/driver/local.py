@@ -26,7 +26,7 @@ def local_workers(plan: Plan) -> Iterator[Workers]:
             reward=build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir),
             tokenizer=tokenizer,
             sampling=build.sampling(plan.rollout),
-            max_prompt_length=plan.rollout.max_prompt_length,
+            max_prompt_length=plan.data.max_prompt_length,
             truncation=plan.data.truncation,
             end_tokens=end_tokens(plan.model, tokenizer),
             about=build.libraries(plan.roles.values()),

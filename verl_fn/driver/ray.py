@@ -87,7 +87,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 reward=one_at_a_time(reward),
                 tokenizer=tokenizer,
                 sampling=build.sampling(plan.rollout),
-                max_prompt_length=plan.rollout.max_prompt_length,
+                max_prompt_length=plan.data.max_prompt_length,
                 truncation=plan.data.truncation,
                 end_tokens=end_tokens(plan.model, tokenizer),
                 converses=bool(plan.env.name),

@@ -114,11 +114,11 @@ def _engines(plan: Plan) -> str:
 def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
     dtype = compute_dtype(role.dtype, role.folder, ranks.device(plan.driver))
     sizes = model_sizes(role.folder, role.head, Lora(*role.lora) if role.lora else None)
-    trained = sizes.trained if role.optim is not None else 0
+    trained = sizes.trained if role.trained else 0
     layout = role.strategy
     if role.strategy == "fsdp":
-        layout = f"fsdp over {size // role.fsdp.replicate} of {size} ranks"
-        layout += f", sequence parallel {sp}" if (sp := role.fsdp.ulysses_sequence_parallel_size) > 1 else ""
+        layout = f"fsdp over {size // role.fsdp_config.replicate} of {size} ranks"
+        layout += f", sequence parallel {sp}" if (sp := role.fsdp_config.ulysses_sequence_parallel_size) > 1 else ""
     if role.strategy == "megatron":
         m = role.megatron
         layout = f"{'Megatron-FSDP' if m.use_megatron_fsdp else 'megatron'} over {size} ranks: " + ", ".join(
@@ -131,8 +131,8 @@ def _role_lines(role: RolePlan, plan: Plan, size: int) -> Iterator[str]:
             )
         )
     steps = plan.trainer.total_training_steps
-    updates = f"{role.total_updates} updates in {steps} steps" if role.optim is not None else "not updated"
-    if role.strategy == "megatron" and role.optim is not None and role.megatron.optimizer == "megatron":
+    updates = f"{role.total_updates} updates in {steps} steps" if role.trained else "not updated"
+    if role.strategy == "megatron" and role.trained and role.megatron.optimizer == "megatron":
         updates += " by Megatron's own distributed optimizer"
     counts = f"{sizes.total:,} parameters, {trained:,} trained"
     yield f"{role.name:<11} {role.folder}: {counts}; {layout}; {dtype}; {updates}"

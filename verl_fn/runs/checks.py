@@ -262,11 +262,11 @@ def check_ranks(plan: Plan, size: int) -> None:
             _check_megatron(role, table, size)
             continue
         for name in ("replicate", "ulysses_sequence_parallel_size"):
-            value = getattr(role.fsdp, name)
+            value = getattr(role.fsdp_config, name)
             if size % value:
                 raise ConfigError(f"{table}.fsdp_config.{name} = {value} does not divide the {size} training ranks")
         try:
-            check_heads(read_config(role.folder), role.fsdp.ulysses_sequence_parallel_size)
+            check_heads(read_config(role.folder), role.fsdp_config.ulysses_sequence_parallel_size)
         except LayoutError as error:
             raise ConfigError(f"{table}.fsdp_config.ulysses_sequence_parallel_size: {error}") from error
 
@@ -428,7 +428,7 @@ def check_all_weights(plan: Plan) -> None:
         skeleton = skeletons[role.folder, role.head, role.row_layout]
         if role.strategy == "megatron":
             check_tried(skeleton, role.folder)
-        elif role.strategy == "fsdp" and skeleton.padded and role.fsdp.ulysses_sequence_parallel_size > 1:
+        elif role.strategy == "fsdp" and skeleton.padded and role.fsdp_config.ulysses_sequence_parallel_size > 1:
             raise ConfigError(
                 f"{role.table}.fsdp_config.ulysses_sequence_parallel_size: rows of {role.folder} are padded, and "
                 "ranks cannot share padded rows; set it to 1"
@@ -473,7 +473,7 @@ def _check_vllm(plan: Plan) -> None:
             device=device,
             dtype=compute_dtype(r.dtype, r.folder, device),
             slots=r.slots,
-            max_length=r.max_prompt_length + r.max_response_length,
+            max_length=r.longest,
             tensor_parallel_size=r.tensor_parallel_size,
             gpu_memory_utilization=r.gpu_memory_utilization,
             enforce_eager=r.enforce_eager,

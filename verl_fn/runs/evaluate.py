@@ -43,7 +43,7 @@ def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Pla
 def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
     clock = Clock(w.get)
     give_to_engine(plan, w, actor, version, clock)
-    sampling = validation_sampling(plan.rollout.validation, plan.rollout.max_response_length)
+    sampling = validation_sampling(plan.rollout.val_kwargs, plan.data.max_response_length)
     samples = clock.run("gen", w.rollout.generate, requests_of(problems, w, sampling, key), version=version)
     scored = clock.run("reward", w.reward, pack(samples), problems)
     return judged(scored, problems, w.tokenizer, w.end_tokens, samples)

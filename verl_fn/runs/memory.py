@@ -128,15 +128,15 @@ def role_memory(role: RolePlan, plan: Plan, ranks: int) -> RoleMemory:
     gradients = Part(f"{name} gradients", own_trained * FLOAT32, lower)
     copy = Part(f"{name} {dtype} copy", held * width, lower)
     buffer = Part(f"{name} gradient buffer", held_trained * FLOAT32, lower)
-    free = "" if role.fsdp.reshard_after_forward else f"{role.table}.fsdp_config.reshard_after_forward=true"
+    free = "" if role.fsdp_config.reshard_after_forward else f"{role.table}.fsdp_config.reshard_after_forward=true"
     gathered = Part(f"{name} gathered layers", layers * width, free if role.strategy == "fsdp" else "", exact=False)
     passing = (*((parameters,) if role.offload else ()), gathered)
     forward, backward = _activations(role, sizes, _tokens(role, plan, ranks), width)
     phases = []
     if plan.algorithm != "sft":
         names = ("values", "reward") if role.head == "value" else ("old_log_prob", "ref")
-        phases.append(Phase(names[role.optim is None], (*passing, forward)))
-    if role.optim is not None:
+        phases.append(Phase(names[not role.trained], (*passing, forward)))
+    if role.trained:
         added: tuple[Part, ...] = (gradients, backward)
         if role.strategy == "megatron":
             # Its buffer is copied into gradients once the backward pass has freed its activations.
@@ -154,10 +154,11 @@ def role_memory(role: RolePlan, plan: Plan, ranks: int) -> RoleMemory:
 def _activations(role: RolePlan, sizes: ModelSizes, tokens: int, width: int) -> tuple[Part, Part]:
     """Returns what a forward pass keeps on a rank, and what an update keeps."""
     lower = f"lower {role.table}.ppo_max_token_len_per_gpu ({role.max_tokens // role.sharers:,} now)"
-    if not role.checkpointing:
+    if not role.enable_gradient_checkpointing:
         lower += f" or set {role.table}.enable_gradient_checkpointing=true"
     logits = sizes.logits(tokens, width) if role.head == "lm" else 0
-    kept = sizes.layer(tokens, width), sizes.kept(tokens, width, checkpointing=role.checkpointing)
+    checkpointing = role.enable_gradient_checkpointing
+    kept = sizes.layer(tokens, width), sizes.kept(tokens, width, checkpointing=checkpointing)
     forward, backward = (Part(f"activations of {tokens:,} tokens", n + logits, lower, exact=False) for n in kept)
     return forward, backward
 
@@ -191,15 +192,21 @@ def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tupl
         Elements of the state, trained elements of the state, elements in the dtype that computes, elements in
         Megatron's buffer of gradients, and elements that ranks gather for a pass.
     """
-    trained = sizes.trained if role.optim is not None else 0
+    trained = sizes.trained if role.trained else 0
     # One layer computes while the next one is gathered.
     two_layers = 2 * (sizes.total - sizes.ends) // sizes.layers
     if role.strategy == "local":
         return sizes.total, trained, sizes.total if width < FLOAT32 else 0, 0, 0
     if role.strategy == "fsdp":
-        shards = max(1, ranks // role.fsdp.replicate)
+        shards = max(1, ranks // role.fsdp_config.replicate)
         few = min(sizes.total, sizes.ends + two_layers)
-        return sizes.total // shards, trained // shards, 0, 0, few if role.fsdp.reshard_after_forward else sizes.total
+        return (
+            sizes.total // shards,
+            trained // shards,
+            0,
+            0,
+            few if role.fsdp_config.reshard_after_forward else sizes.total,
+        )
     m = role.megatron
     tp, pp = m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     adapters = sizes.trained if role.lora else 0
@@ -212,7 +219,7 @@ def _elements(role: RolePlan, sizes: ModelSizes, ranks: int, width: int) -> tupl
     held = layers // (tp * pp) + sizes.experts // (m.expert_model_parallel_size * pp) + ends // tp
     held += adapters // (tp * pp)
     own_trained, held_trained = (adapters // ranks, adapters // (tp * pp)) if role.lora else (own, held)
-    if role.optim is None:
+    if not role.trained:
         own_trained = held_trained = 0
     if m.use_megatron_fsdp:
         return own, own_trained, own + sizes.ends, own_trained, two_layers
@@ -346,7 +353,7 @@ def _engine(plan: Plan, ranks: int, gpu: int | None) -> tuple[Part, ...]:
         utilization = f"lower rollout.gpu_memory_utilization ({r.gpu_memory_utilization:g} now)"
         rest = count * max(0, share(plan, gpu) - _weights(plan))
         return weights, Part("engine cache and computation", rest, utilization)
-    tokens = min(r.slots, plan.data.train_batch_size * r.n) * (r.max_prompt_length + r.max_response_length)
+    tokens = min(r.slots, plan.data.train_batch_size * r.n) * r.longest
     cache = model_sizes(r.folder, "lm").cache(tokens, _width(plan))
     return weights, Part("engine cache", count * cache, f"lower rollout.slots ({r.slots} now)")
 

@@ -71,7 +71,7 @@ def prepare(plan: Plan, say: Say) -> Source:
     for notice in dict.fromkeys(_of_models(plan)):
         say(f"note: {notice}")
     learns_from = plan.learns_from
-    answers = learns_from != "samples" and any(role.optim is not None for role in plan.roles.values())
+    answers = learns_from != "samples" and any(role.trained for role in plan.roles.values())
     taught = ends if answers else None
     source: Source
     if from_files:
