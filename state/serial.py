@@ -71,7 +71,8 @@ def _checked(path: str, leaf: Any, given: Mapping[str, Any]) -> Any:
     if isinstance(leaf, Tensor) != isinstance(saved, Tensor):
         raise ValueError(f"{path} is a {type(saved).__name__} in the saved state, not a {type(leaf).__name__}")
     if not isinstance(leaf, Tensor):
-        return type(leaf)(saved)
+        # A number that begins as 0 may be 0.5 when it is saved.
+        return saved if type(leaf) is int and type(saved) is float else type(leaf)(saved)
     if leaf.shape != saved.shape or leaf.dtype != saved.dtype:
         raise ValueError(
             f"{path} is {saved.dtype}{tuple(saved.shape)} in the saved state, not {leaf.dtype}{tuple(leaf.shape)}"

@@ -126,6 +126,37 @@ def test_what_learn_must_not_return(function, message):
         step(own(learn=function), workers())
 
 
+@node
+class Remembers(State):
+    seen: object
+
+
+@pytest.mark.parametrize(
+    ("seen", "then", "message"),
+    [
+        ([], [0.5], r"\.seen\[0\] is a number and was nothing"),
+        ({"a": 1.0}, {}, r"\.seen\['a'\] is nothing and was a number"),
+        (None, 0.5, r"\.seen is a number and was nothing"),
+        (torch.zeros(1), torch.zeros(2), r"\.seen is a tensor of torch.float32 and shape \(2,\) and was a tensor"),
+        (0, 0.5, ""),
+        (torch.zeros(2), torch.ones(2), ""),
+    ],
+)
+def test_a_state_keeps_the_structure_that_a_checkpoint_is_restored_into(seen, then, message):
+    def remember(state, experience, w):
+        after, report = learn(state, experience, w)
+        return Remembers(after.actor, after.key, after.step, then), report
+
+    algorithm = own(init=lambda states, key: Remembers(states["actor"], key, 0, seen), learn=remember)
+    if message:
+        with pytest.raises(
+            AlgorithmError, match=f"remember .* whose {message}.*give every field its final structure"
+        ):
+            step(algorithm, workers())
+    else:
+        step(algorithm, workers())
+
+
 def test_what_the_other_functions_must_not_be():
     with pytest.raises(AlgorithmError, match=r"returns a Batch; sample returns a verl_fn.algorithms.Experience"):
         step(own(sample=lambda state, problems, w: sample(state, problems, w).batch), workers())

@@ -72,6 +72,57 @@ def test_a_killed_run_goes_on_bitwise_and_replays(warm, tiny, tmp_path):
     assert replayed.difference is None and replayed.compared["state leaves"] > 10
 
 
+REMEMBERS = """
+import attrs, torch
+from verl_fn.algorithms import Algorithm
+from verl_fn.algorithms.experience import sample_and_score
+from verl_fn.state import Key, Node, node
+from verl_fn.steps import aggregate, cross_entropy
+
+@attrs.frozen(kw_only=True)
+class Options:
+    pass
+
+@node
+class State(Node):
+    actor: object
+    key: Key
+    step: int
+    baseline: float
+    recent: torch.Tensor
+
+def make(options: Options):
+    def init(states, key):
+        return State(states["actor"], key, step=0, baseline=0, recent=torch.zeros(2))
+
+    def sample(state, problems, w):
+        return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
+
+    def learn(state, experience, w):
+        batch = aggregate(experience.batch, "token-mean")
+        grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, cross_entropy())
+        actor, more = w.trainers["actor"].apply_update(state.actor, grads)
+        recent = torch.cat([state.recent[1:], torch.tensor([state.step + 0.25])])
+        report = {"baseline": state.baseline, "oldest": recent[0]}
+        return State(actor, state.key, state.step + 1, state.step + 0.5, recent), report
+
+    return Algorithm(init=init, sample=sample, learn=learn)
+"""
+
+
+def test_numbers_and_tensors_of_its_state_are_in_the_checkpoint(tiny, tmp_path):
+    """A number that begins as 0, and a tensor outside the training states."""
+    file = tmp_path / "remembers.py"
+    file.write_text(REMEMBERS)
+    for name, stops in (("whole", [4]), ("continued", [2, 4])):
+        for steps in stops:
+            more = [f"algorithm.name={file}:make", f"trainer.total_training_steps={steps}"]
+            train(make_plan(load(overrides=[*overrides(tiny, tmp_path / name), *more])), silent)
+    assert numbers(tmp_path / "continued") == numbers(tmp_path / "whole")
+    last = numbers(tmp_path / "continued")[-1]
+    assert (last["actor/baseline"], last["actor/oldest"]) == (2.5, 2.25)
+
+
 def test_its_options_are_the_algorithm_table(tiny, tmp_path, capsys):
     cfg = load(overrides=overrides(tiny, tmp_path, "algorithm.only_best=false"))
     assert cfg.algorithm.options.only_best is False

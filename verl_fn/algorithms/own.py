@@ -11,7 +11,7 @@ import torch
 
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.errors import place_of
-from verl_fn.state import Batch
+from verl_fn.state import Batch, tree
 from verl_fn.state.metrics import Metric
 
 from .contract import Algorithm, AlgorithmError, Experience, Report
@@ -75,9 +75,43 @@ def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..
         raise AlgorithmError(
             f"{place_of(learn)} returns a state of step {step} after step {state.step}; it must add 1 to step"
         )
+    _check_leaves(state, after[0], w, learn)
     samples = sample_report(experience.batch) if isinstance(experience.batch, Batch) else {}
     report = samples | timing_report(clock, samples.get("perf/total_num_tokens", 0.0)) | report
     return after[0], report | passes.left_out(experience.batch, learn)
+
+
+def _check_leaves(before: Any, after: Any, w: Workers, learn: Callable[..., Any]) -> None:
+    """Raises an error if a checkpoint of the state could not be restored into the state that ``init`` makes.
+
+    Raises:
+        AlgorithmError: the state has other leaves outside its roles than before, or leaves of other kinds.
+    """
+    old, new = (
+        {path: _shape(leaf) for path, leaf in tree.paths(_without_roles(state, w)).items()}
+        for state in (before, after)
+    )
+    changed = [path for path in {**old, **new} if old.get(path) != new.get(path)]
+    if changed:
+        path = changed[0]
+        was, now = old.get(path) or "nothing", new.get(path) or "nothing"
+        raise AlgorithmError(
+            f"{place_of(learn)} returns a state whose {path} is {now} and was {was}, so no checkpoint of it could be "
+            "restored; give every field its final structure in init: a number instead of None, a tensor of full size "
+            "instead of a list or dict that grows"
+        )
+
+
+def _without_roles(state: Any, w: Workers) -> Any:
+    roles = {f.name for f in attrs.fields(type(state))} & set(w.trainers)
+    return attrs.evolve(state, **dict.fromkeys(roles))
+
+
+def _shape(leaf: Any) -> str:
+    """Returns what a restored leaf has in common with the saved one."""
+    if isinstance(leaf, torch.Tensor):
+        return f"a tensor of {leaf.dtype} and shape {tuple(leaf.shape)}"
+    return "" if leaf is None else "a number" if type(leaf) in (int, float) else _kind(leaf)
 
 
 def _numbers(report: Any, learn: Callable[..., Any]) -> Report:

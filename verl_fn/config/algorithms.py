@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 import attrs
 from attrs.validators import ge, gt, le, lt
 
-from .names import load_object, one_of_or_own
-from .options import MOST, ConfigError, free, given, one_of, opt, paths, provided, sub, unless
+from .names import is_reference, load_object, one_of_or_own
+from .options import MOST, Condition, ConfigError, free, given, one_of, opt, paths, provided, sub, unless
 
 POLICY_LOSSES = (
     "ppo_clip", "gspo", "sapo", "cispo", "gpg", "dro", "dppo_tv", "dppo_kl", "geo_mean", "clip_cov", "kl_cov",
@@ -24,6 +24,14 @@ KL_TYPES = tuple(kind + plus for plus in ("", "+") for kind in ("k1", "k2", "k3"
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 LOSS_TYPES = ("dpo", "cdpo", "ipo", "simpo", "orpo", "kto")
 WITHOUT_REFERENCE = ("simpo", "orpo")
+
+
+def own(key: str) -> Condition:
+    """Returns the condition that another key names a function of the user."""
+    return provided(
+        lambda table, cfg: is_reference(getattr(table, key)), f"as algorithm.{key} is no function of yours"
+    )
+
 
 LearnsFrom: TypeAlias = Literal["samples", "answers", "pairs", "labels"]
 """What an algorithm learns from: responses that it samples, the answers in the data, pairs of a preferred and another
@@ -171,7 +179,8 @@ class PolicyOptimization(Aggregation):
         has_its_options,
     )
     policy_loss_kwargs: Mapping[str, Any] = free(
-        "a table of keyword arguments; policy_loss then names a function of yours that returns a Loss"
+        "a table of keyword arguments; policy_loss then names a function of yours that returns a Loss",
+        when=own("policy_loss"),
     )
     clip_ratio: float = opt(
         0.2,
@@ -285,7 +294,9 @@ class PPO(PolicyOptimization):
     """Options of PPO with a critic."""
 
     adv_estimator: str = opt("gae", "gae, or an estimator of yours as FILE.py:NAME", one_of_or_own("gae"))
-    adv_estimator_kwargs: Mapping[str, Any] = free("a table of keyword arguments of an estimator of yours")
+    adv_estimator_kwargs: Mapping[str, Any] = free(
+        "a table of keyword arguments of an estimator of yours", when=own("adv_estimator")
+    )
     lam: float = opt(1.0, "GAE's lambda", ge(0), le(1), when=given("adv_estimator", "gae", label=""))
     cliprange_value: float = opt(0.5, "clip range of the value loss", gt(0), le(MOST))
     critic_warmup: int = opt(0, "steps in which only the critic learns", ge(0))
@@ -311,7 +322,9 @@ class GRPO(PolicyOptimization):
         f"{', '.join(GROUP_ESTIMATORS)}, reinforce_plus_plus, or an estimator of yours as FILE.py:NAME",
         one_of_or_own(*GROUP_ESTIMATORS, "reinforce_plus_plus"),
     )
-    adv_estimator_kwargs: Mapping[str, Any] = free("a table of keyword arguments of an estimator of yours")
+    adv_estimator_kwargs: Mapping[str, Any] = free(
+        "a table of keyword arguments of an estimator of yours", when=own("adv_estimator")
+    )
     norm_adv_by_std_in_grpo: bool = opt(
         True, "divide by the group's standard deviation", when=given("adv_estimator", "grpo", "grpo_passk", "gdpo")
     )

@@ -152,7 +152,7 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         "trainer.total_epochs",
         "trainer.total_training_steps",
     )
-    steps, keys, remark = values.get(steps_key), (steps_key,), ""
+    steps, keys, remark, rows = values.get(steps_key), (steps_key,), "", None
     if batch < 1:
         yield Move(("data.train_batch_size",), problem=f"a step has prompts, and not {batch}")
         return
@@ -162,11 +162,10 @@ def length(values: Values, settings: Settings, count_rows: CountRows) -> Iterato
         keys, remark = (epochs_key,), f"{rows} rows, of which verl drops the last incomplete batch of an epoch"
         steps = rows // batch * values[epochs_key] if rows is not None else None
     if not steps:
-        yield Move(
-            (epochs_key,),
-            problem=f"{values[epochs_key]} epochs are rows // {batch} * {values[epochs_key]} steps, and "
-            "data.train_files cannot be counted here; set trainer.total_training_steps",
-        )
+        why = f"{values[epochs_key]} epochs are rows // {batch} * {values[epochs_key]} steps, and "
+        few = f"data.train_files has {rows} rows, less than a batch: lower data.train_batch_size"
+        why += "data.train_files cannot be counted here" if rows is None else few
+        yield Move((epochs_key,), problem=f"{why}; set trainer.total_training_steps")
     else:
         yield Move(keys, "trainer.total_training_steps", steps, remark)
     updates = 1

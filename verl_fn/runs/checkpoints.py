@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+from safetensors.torch import load_file, save_file
 
 from verl_fn import atomic
 from verl_fn.algorithms import Workers
@@ -28,6 +29,8 @@ from .state import RunState, run_of
 from .waiting import read_waiting, save_waiting
 
 MANIFEST = "checkpoint.json"
+# The tensors of an algorithm's own state.
+STATE = "algorithm.safetensors"
 IDENTITY = "run.json"
 CHECKSUM = "checksum"
 WRITING, REMOVED = ".writing_", ".removing_"
@@ -88,7 +91,9 @@ def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers, identit
         if not (aside / name).is_dir():
             raise RunError(f"the worker of {name} wrote its checkpoint elsewhere than {aside}: no shared folder?")
     waiting = save_waiting(state.waiting, aside, w)
-    _, scalars = serial.flatten(state.without_roles(plan))
+    tensors, scalars = serial.flatten(state.without_roles(plan))
+    if tensors:
+        save_file({path: t.detach().contiguous() for path, t in tensors.items()}, aside / STATE)
     paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(aside)): [path.stat().st_size, crc_of(path)] for path in paths}
     manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars, "files": files}
@@ -121,7 +126,8 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
                 f"the config asks for {plan.algorithm} with {', '.join(plan.roles)}"
             )
         try:
-            state = serial.unflatten(blank, {}, manifest["state"])
+            tensors = load_file(folder / STATE) if STATE in manifest["files"] else {}
+            state = serial.unflatten(blank, tensors, manifest["state"])
         except ValueError as error:
             raise RunError(f"{folder} is of a run with other settings of its algorithm: {error}") from error
         state = attrs.evolve(state, waiting=read_waiting(manifest.get("waiting", ()), folder))
