@@ -351,7 +351,7 @@ def test_long_prompts_are_cut_as_verl_cuts_them(tmp_path, side):
     assert said == ["data.train_files: 1 of 2 prompts are cut to 5 tokens (data.truncation)"]
     whole = encode_prompts(data.training, tokenizer)[1]
     ids = {"left": whole[-5:], "right": whole[:5], "middle": whole[:2] + whole[-3:]}[side]
-    workers = Workers({}, None, None, tokenizer, Sampling(4), 5, truncation=side, end_tokens=(2,))
+    workers = Workers({}, None, None, tokenizer, Sampling(4), max_prompt_length=5, truncation=side, end_tokens=(2,))
     requests = requests_of(data.training, workers, workers.sampling, Key.from_seed(0))
     assert [list(request.prompt) for request in requests] == [encode_prompts(data.training[:1], tokenizer)[0], ids]
     # A filter leaves nothing to cut, and what is not sampled from is not cut.

@@ -174,7 +174,7 @@ def test_families_come_out_as_they_went_in(two, tmp_path, name, options):
         ),
         (
             {"arch": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
-            "layers of its own, which need transformer-eng",
+            "layers that need transformer-engine",
         ),
     ],
     ids=["window", "linear", "llama3", "layers"],

@@ -96,7 +96,7 @@ def test_what_cannot_be_replayed_is_refused(two, experts, folder):
             (
                 "the batch has no 'routed_experts' to replay",
                 "this model's is torch.uint8[",
-                "goes to the experts [10, 10] in layer 0 of those with experts, which have the numbers 0 to 3",
+                "goes to the experts [10, 10] in layer 0 of the layers with experts; experts have the numbers 0 to 3",
                 "goes to one expert twice",
                 "not ['routed_experts']",
                 "router_replay needs a model with experts",

@@ -145,7 +145,7 @@ def test_a_piece_that_is_lost_sent_twice_or_swapped_is_refused(first, second, sa
         (lambda: [halves(0), halves(0)], r"came from the ranks \[0, 0\], not from each of 0 to 1 once"),
         (
             lambda: [halves(i, edges=lambda edges: edges | {"embed": (0, 25, 49)}) for i in range(2)],
-            r"rows \(0, 25, 49\) of 'embed', which has 50 rows",
+            r"rows \(0, 25, 49\) of 'embed', but it has 50 rows",
         ),
         (
             lambda: [halves(0), halves(1, edges=lambda edges: edges | {"embed": (0, 20, 50)})],
