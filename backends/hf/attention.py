@@ -3,6 +3,9 @@
 Rows lie end to end in one sequence and must not attend to each other. transformers' own packed calls are silently
 wrong in several combinations of mask, cache and kernel. Here the model passes the layout of the rows to this function
 as one keyword argument, ``packing``, and no mask is made.
+
+Scores may be soft-capped, c * tanh(score / c) (Gemma 2, arXiv 2408.00118), and a head may have a sink, a learned
+score that takes a share of the softmax and has no value (gpt-oss, arXiv 2508.10925).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import Any, cast
 
 import attrs
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -19,6 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from verl_fn.state import Batch
 
 NAME = "verl_fn_packed"
+# The smallest heads that FlexAttention's kernels take.
+FLEX_DIM = 16
 
 
 @attrs.frozen(eq=False)
@@ -32,6 +37,7 @@ class Packing:
         slots: each token's place in a padded ``[B * longest]`` table.
         sequence: the ranks that share the sequence, if any; each then has a part of its tokens.
         plain: use only torch's own functions, which every ``torch.func`` transformation accepts.
+        masks: the block masks of this packing that were made, by window.
     """
 
     cu_seqlens: Int[Tensor, " B1"]
@@ -39,6 +45,7 @@ class Packing:
     slots: Int[Tensor, " T"]
     sequence: Any = None
     plain: bool = False
+    masks: dict[int | None, Any] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device, sequence: Any = None) -> Packing:
@@ -72,57 +79,140 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    s_aux: Float[Tensor, " heads"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 T heads dim"], None]:
-    """Computes causal attention within each row: FlashAttention on CUDA in half precision, SDPA elsewhere.
+    """Computes causal attention within each row, on CUDA in half precision by fused kernels.
 
     Raises:
-        NotImplementedError: the model uses soft-capped scores, attention sinks or a mask that it made itself.
+        NotImplementedError: the model made a mask of its own.
     """
     if attention_mask is not None and attention_mask.numel() > 1:
         raise NotImplementedError(f"{type(module).__name__} makes a mask of its own, which packed attention lacks")
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} uses soft-capped scores or attention sinks, which packed attention lacks"
-        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    attend = _transformable if packing.plain else _flash if half else _padded
-
+    attend = _transformable if packing.plain else _fused if half else _padded
+    options = packing, scaling, sliding_window, softcap, s_aux
     if packing.sequence is None:
-        return attend(q, k, v, packing, scaling, sliding_window)[None], None
+        return attend(q, k, v, *options)[None], None
     from verl_fn.backends.hf.shared_attention import shared
 
-    return shared(packing.sequence, attend, q, k, v, packing, scaling, sliding_window)[None], None
+    return shared(packing.sequence, attend, q, k, v, *options)[None], None
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+def _fused(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """FlashAttention, or FlexAttention for scores with a soft cap, which FlashAttention's build in torch lacks."""
+    if softcap is not None:
+        from verl_fn.backends.hf import flex
 
+        attend = flex.capped_attention if q.shape[-1] >= FLEX_DIM else _padded
+        return attend(q, k, v, packing, scaling, window, softcap, sinks)
     cu, longest = packing.cu_seqlens, packing.longest
     size = (-1 if window is None else window - 1, 0)
+    if sinks is not None:
+        return cast(Tensor, _FlashWithSinks.apply(q, k, v, sinks, cu, longest, scaling, size)[0])
+    from torch.nn.attention.varlen import varlen_attn
+
     # It returns a tuple only where more than the output is asked for, which its types don't say.
     return cast(Tensor, varlen_attn(q, k, v, cu, cu, longest, longest, scale=scaling, window_size=size))
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None) -> Tensor:
-    # Rows are padded on the right, so the causal mask alone hides the padding from every token.
+class _FlashWithSinks(torch.autograd.Function):
+    """FlashAttention in which the softmax of each head has one more term, its sink.
+
+    The kernel's backward pass takes the output and the log of the softmax's denominator; given both with the sink in
+    them, it returns the gradients of the softmax with the sink.
+    """
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, cu: Tensor, longest: int, scale: float | None,
+        window: tuple[int, int],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        import torch.nn.attention.varlen  # registers the operators
+
+        causal = window == (-1, 0)
+        out, lse, random = torch.ops.torch_attn._varlen_attn(
+            q, k, v, cu, cu, longest, longest, causal, scale, list(window)
+        )
+        whole = torch.logaddexp(lse, sinks.float()[:, None])
+        share = torch.exp(lse - whole).T[..., None]
+        return (out * share).to(out.dtype), whole, random
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, sinks, cu, ctx.longest, ctx.scale, ctx.window = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(q, k, v, sinks, cu, *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks, cu, out, whole, random = ctx.saved_tensors
+        grads = torch.ops.torch_attn._varlen_attn_backward(
+            grad, q, k, v, out, whole, cu, cu, ctx.longest, ctx.longest, ctx.window == (-1, 0), random, ctx.scale,
+            list(ctx.window),
+        )  # fmt: skip
+        share = torch.exp(sinks.float()[:, None] - whole)
+        d_sinks = -(share * (grad.float() * out.float()).sum(-1).T).sum(-1)
+        return *grads, d_sinks.to(sinks.dtype), None, None, None, None
+
+
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    # Rows are padded on the right, so the causal mask hides the padding from every token.
     rows, longest = packing.rows, packing.longest
 
     def spread(x: Tensor) -> Tensor:
         table = x.new_zeros(rows * longest, *x.shape[1:]).index_copy(0, packing.slots, x)
         return table.view(rows, longest, *x.shape[1:]).transpose(1, 2)
 
-    mask = None
+    table = spread(q), spread(k), spread(v)
+    i, mask = packing.places, None
     if window is not None and longest > window:
-        i = packing.places
         mask = (i[:, None] >= i) & (i[:, None] - i < window)
-    gqa = q.shape[1] != k.shape[1]
-    out = scaled_dot_product_attention(
-        spread(q), spread(k), spread(v), attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
-    )
+    if softcap is None and sinks is None:
+        gqa = q.shape[1] != k.shape[1]
+        out = scaled_dot_product_attention(
+            *table, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+        )
+    else:
+        out = _scored(*table, i[:, None] >= i if mask is None else mask, scaling, softcap, sinks)
     return out.transpose(1, 2).flatten(0, 1)[packing.slots]
+
+
+def _scored(
+    q: Float[Tensor, "B heads L dim"], k: Tensor, v: Tensor, visible: Bool[Tensor, "L L"], scaling: float | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Float[Tensor, "B heads L vdim"]:  # fmt: skip
+    """Attention with the whole table of scores."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = (q @ k.mT).float() * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    probs = softmax(scores, softcap, sinks, torch.zeros_like(scores).masked_fill(~visible, -torch.inf))
+    return probs.to(v.dtype) @ v
+
+
+def softmax(
+    scores: Float[Tensor, "*B heads L keys"], softcap: float | None, sinks: Tensor | None, bias: Tensor
+) -> Float[Tensor, "*B heads L keys"]:
+    """Returns the shares of keys for scores with a soft cap, if any, a bias, and a sink for each head, if any.
+
+    Example:
+        >>> scores = torch.zeros(1, 1, 3)
+        >>> softmax(scores, None, torch.zeros(1), torch.tensor([0.0, 0.0, -torch.inf])).round(decimals=3)
+        tensor([[[0.3330, 0.3330, 0.0000]]])
+    """
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores + bias
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1]
 
 
 def _transformable(q: Tensor, k: Tensor, v: Tensor, packing: Packing, *options: Any) -> Tensor:

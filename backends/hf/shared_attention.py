@@ -14,4 +14,7 @@ from verl_fn.backends.hf.ulysses import Sequence
 @torch.compiler.disable
 def shared(ranks: Sequence, attend: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     """Computes the attention of ranks that share the sequence, each for a part of the heads."""
-    return ranks.to_tokens(attend(*(ranks.to_heads(x) for x in (q, k, v)), *options))
+    *others, sinks = options
+    if sinks is not None:
+        sinks = sinks.unflatten(0, (ranks.size, -1))[ranks.rank]
+    return ranks.to_tokens(attend(*(ranks.to_heads(x) for x in (q, k, v)), *others, sinks))

@@ -39,6 +39,11 @@ class Sequence:
         return dist.get_world_size(self.group)
 
     @property
+    def rank(self) -> int:
+        """The number of this rank in the group."""
+        return dist.get_rank(self.group)
+
+    @property
     def each(self) -> int:
         """How many tokens each rank has, padding of the last ranks included."""
         return -(-self.tokens // self.size)
@@ -46,7 +51,7 @@ class Sequence:
     @property
     def start(self) -> int:
         """The number of this rank's first token."""
-        return dist.get_rank(self.group) * self.each
+        return self.rank * self.each
 
     def part(self, x: Tensor) -> Tensor:
         """Returns this rank's part of ``[T]``, padded with zeros."""

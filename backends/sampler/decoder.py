@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_fn.backends.hf.attention import Packing, packed_attention
+from verl_fn.backends.hf.attention import Packing, packed_attention, softmax
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.protocol import Chunk
 from verl_fn.state import Batch, split_by_tokens
@@ -122,6 +122,8 @@ def attend(
     *,
     scaling: float,
     window: int | None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "n heads vdim"]:
     """Computes attention of one query for each row; query heads that share a KV head are queries of it, uncopied."""
     n, kv_heads = len(query), keys.shape[1]
@@ -129,8 +131,14 @@ def attend(
     k = keys[:n, :, : where.longest].flatten(0, 1)
     v = values[:n, :, : where.longest].flatten(0, 1)
     bias = where.bias(window, kv_heads, query.dtype)
-    scores = torch.baddbmm(bias, query.reshape(n * kv_heads, -1, query.shape[-1]), k.transpose(1, 2), alpha=scaling)
-    return torch.bmm(torch.softmax(scores, -1), v).view(n, query.shape[1], -1)
+    q = query.reshape(n * kv_heads, -1, query.shape[-1])
+    if softcap is None and sinks is None:
+        shares = torch.softmax(torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling), -1)
+    else:
+        scores = torch.bmm(q, k.transpose(1, 2)).mul_(scaling).view(n, query.shape[1], 1, -1)
+        of_row = bias.view(n, kv_heads, 1, -1)[:, :1]
+        shares = softmax(scores, softcap, sinks, of_row).view(n * kv_heads, -1, scores.shape[-1])
+    return torch.bmm(shares, v).view(n, query.shape[1], -1)
 
 
 def slot_attention(
@@ -145,24 +153,22 @@ def slot_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: Tensor | None = None,
+    s_aux: Float[Tensor, " heads"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "1 T heads vdim"], None]:
     """Computes transformers' attention over the cache: writes the tokens' keys and values, then reads the slots."""
-    if softcap is not None or s_aux is not None:
-        raise NotImplementedError(
-            f"{type(module).__name__} uses soft-capped scores or attention sinks, which decoding lacks"
-        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     keys, values = cache.layer(module, k, v)
     keys.transpose(1, 2).index_put_((where.slots, where.positions), k)
     values.transpose(1, 2).index_put_((where.slots, where.positions), v)
     if where.packing is not None:
         return packed_attention(
-            module, query, key, value, None, packing=where.packing, scaling=scaling, sliding_window=sliding_window
-        )
+            module, query, key, value, None, packing=where.packing, scaling=scaling, sliding_window=sliding_window,
+            softcap=softcap, s_aux=s_aux,
+        )  # fmt: skip
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend(q, keys, values, where, scaling=scaling, window=sliding_window)[None], None
+    attended = attend(q, keys, values, where, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return attended[None], None
 
 
 def register() -> None:

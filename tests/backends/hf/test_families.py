@@ -28,8 +28,8 @@ KINDS = {
     "qwen3": Fit(),
     "cohere": Fit(scale=0.0625),  # a factor of the logits
     "nanochat": Fit(softcap=15.0),
-    "gemma2": Fit("padded", "eager", softcap=30.0),  # scores have a cap, too, which SDPA lacks
-    "gpt_oss": Fit("padded", "eager"),  # sinks
+    "gemma2": Fit(softcap=30.0),  # scores have a cap, too
+    "gpt_oss": Fit(),  # sinks
     "doge": Fit("padded", "eager"),  # a mask that the model makes
     "qwen3_5_text": Fit("padded", "sdpa"),  # linear attention
     "mamba": Fit("padded", "eager"),

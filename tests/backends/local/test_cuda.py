@@ -1,8 +1,10 @@
 """What only a GPU can show: FlashAttention on packed rows, bitwise repetition, memory, placement."""
 
+import attrs
 import pytest
 import torch
 
+from verl_fn.backends.hf.attention import Packing, packed_attention
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
@@ -54,6 +56,37 @@ def test_flash_attention_on_packed_rows(model, batch, checkpointing, window, tmp
     want, _ = exact.forward_backward(state, batch, LOSS)
     got, _ = half.forward_backward(state, batch, LOSS)
     assert 1e-4 < gap(got, want) < 3e-2
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("softcap", "sink"), [(20.0, False), (None, True), (20.0, True)])
+def test_soft_caps_and_sinks_of_fused_attention(softcap, sink, window, dim):
+    """Values and gradients beside the whole table of scores in fp32, at twice the error of the same table in bf16."""
+    rng = torch.Generator("cuda").manual_seed(0)
+    rows = Batch.from_rows([[1] * n for n in (300, 1, 129, 128, 7, 250)])
+    packing = Packing.of(rows, torch.device("cuda"))
+
+    def normal(*sizes):
+        return torch.randn(*sizes, generator=rng, device="cuda").bfloat16().float()
+
+    given = [normal(1, heads, rows.num_tokens, dim) * 2 for heads in (8, 2, 2)] + [normal(8)] * sink
+    grad = normal(1, rows.num_tokens, 8, dim)
+
+    def attend(dtype, packing):
+        leaves = [t.to(dtype).requires_grad_() for t in given]
+        q, k, v, *sinks = leaves
+        out, _ = packed_attention(
+            torch.nn.Module(), q, k, v, None, packing=packing, scaling=dim**-0.5, sliding_window=window,
+            softcap=softcap, s_aux=sinks[0] if sinks else None,
+        )  # fmt: skip
+        return out, *torch.autograd.grad(out, leaves, grad.to(dtype))
+
+    plain = attrs.evolve(packing, plain=True)
+    exact, half = attend(torch.float32, packing), attend(torch.bfloat16, plain)
+    for found, expected, rounded in zip(attend(torch.bfloat16, packing), exact, half, strict=True):
+        error, allowed = ((t.float() - expected).norm() / expected.norm() for t in (found, rounded))
+        assert error <= 2 * allowed + 1e-3
 
 
 @pytest.mark.parametrize(

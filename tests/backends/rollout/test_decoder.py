@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.sampler.decoder import GeneralDecoder, slot_attention
+from verl_fn.backends.sampler.decoder import GeneralDecoder
 from verl_fn.backends.sampler.llama import LlamaDecoder, _product, decoder_for, misfit
 from verl_fn.backends.serving import model_of
 from verl_fn.backends.weight_sync import Weights, receive
@@ -214,10 +214,3 @@ def test_only_what_is_known_runs_on_the_fast_decoder(case):
         changed = type(config).from_dict(config.to_dict())
         changed.rope_parameters = rope
         assert "rotary" in misfit(changed, shapes)
-
-
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
-def test_soft_caps_and_sinks_are_refused(extra):
-    x = torch.zeros(1, 1, 1, 2)
-    with pytest.raises(NotImplementedError, match="Module uses soft-capped scores or attention sinks"):
-        slot_attention(torch.nn.Module(), x, x, x, None, cache=None, where=None, **extra)
