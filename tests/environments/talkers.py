@@ -33,6 +33,8 @@ class Talker:
                 return Done("0.5")
             case "acc":
                 return Done(0.5, acc="1")
+            case "nested":
+                return [{"role": "user", "content": [{"role": "user", "content": "2+3"}]}]
             case "assistant":
                 return [{"role": "assistant", "content": "me"}]
             case "done":

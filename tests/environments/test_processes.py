@@ -59,6 +59,7 @@ def test_what_fails_fails_alone_and_the_others_are_repeated(run):
     [
         ("nan", "both must be finite"),
         ("assistant", "the model's own"),
+        ("nested", "has them in problem.prompt: return that list"),
         ("text", "returned Done with '0.5'; reward and acc must be numbers"),
         ("acc", "returned Done with '1'; reward and acc must be numbers"),
     ],

@@ -227,7 +227,10 @@ def checked(value: Any, first: bool = False) -> Any:
     for message in messages:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
-            raise Failed(f"returned the message {functions.short(repr(message))}; role and content must be strings")
+            advice = "role and content must be strings"
+            if isinstance(content, list):
+                advice += "; a problem whose prompt is a list of messages has them in problem.prompt: return that list"
+            raise Failed(f"returned the message {functions.short(repr(message))}; {advice}")
         if role == "assistant" and not first:
             raise Failed("returned a message of the role assistant, but that is the model's own")
     return as_json("messages", [dict(message) for message in messages])
