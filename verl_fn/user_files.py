@@ -112,4 +112,41 @@ def _unquoted(part: str) -> str:
     return os.fsdecode(unquote_to_bytes(part))
 
 
+def code_files(module: str) -> Iterator[Path]:
+    """Yields the files of a module of the user's, given as a file or by name; installed packages have none."""
+    if module.endswith(".py"):
+        yield from with_imports(Path(module))
+        return
+    # Processes of rewards and environments find modules in the working directory.
+    spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], [str(Path.cwd()), *sys.path])
+    if spec is None or spec.origin is None or "site-packages" in spec.origin:
+        return
+    file = Path(spec.origin)
+    yield from with_imports(file) if file.name != "__init__.py" else sorted(file.parent.rglob("*.py"))
+
+
+def with_imports(file: Path) -> list[Path]:
+    """Returns a file, and the files of modules and packages in its folder that it imports, directly or not."""
+    found = [file]
+    for one in found:
+        for name in _all_imported(one):
+            package = file.parent / name
+            files = [package.with_suffix(".py"), *sorted(package.rglob("*.py"))]
+            found += [path for path in files if path.is_file() and path not in found]
+    return found
+
+
+def _all_imported(file: Path) -> set[str]:
+    """Returns the first parts of the names that a file imports; none for one that cannot be read."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return set()
+    names = {alias.name for one in nodes if isinstance(one, ast.Import) for alias in one.names}
+    for one in nodes:
+        if isinstance(one, ast.ImportFrom):
+            names |= {one.module} if one.module else {alias.name for alias in one.names}
+    return {name.partition(".")[0] for name in names}
+
+
 sys.meta_path.insert(0, _Finder())

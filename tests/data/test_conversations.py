@@ -5,7 +5,7 @@ import json
 import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.data.conversations import Conversation, read_conversations
+from verl_fn.data.conversations import Conversation
 from verl_fn.data.examples import pack_examples, pack_pairs
 from verl_fn.data.judged import Judged
 from verl_fn.data.loading import read_files
@@ -190,4 +190,4 @@ def test_completions_that_cannot_be_learned_from(row, message, tmp_path):
 )
 def test_conversations_that_cannot_be_learned_from(messages, message, tmp_path):
     with pytest.raises(DataError, match=message):
-        read_conversations([write(tmp_path, {"messages": messages})])
+        read_files([write(tmp_path, {"messages": messages})], "answers")

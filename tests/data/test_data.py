@@ -15,16 +15,13 @@ from transformers import AutoTokenizer
 from verl_fn.algorithms.experience import requests_of
 from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.hf import chat
-from verl_fn.backends.hf.chat import with_chat_arguments
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer, new_model
+from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.backends.protocol import Sampling
 from verl_fn.config import ConfigError, load, make_plan
-from verl_fn.config.schema import DataConfig
-from verl_fn.data import lengths, loading
 from verl_fn.data.examples import pack_examples
-from verl_fn.data.files import FileData, encode_prompts, read_problems
-from verl_fn.data.loading import file_data
+from verl_fn.data.files import FileData, encode_prompts
+from verl_fn.data.loading import file_data, read_files
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import TASKS, Problem, text_of
 from verl_fn.state import Key
@@ -67,7 +64,7 @@ def test_a_row_becomes_a_problem(tmp_path, write, name):
     file = write(
         tmp_path / name, row(messages("ab"), ability="math", extra_info=extra), row(messages("c", "d"), "dc")
     )
-    first, second = read_problems([file])
+    first, second = read_files([file], "samples")
     assert first.prompt == ({"role": "user", "content": "ab"},)
     assert (first.answer, first.data_source, first.id) == ("ba", "mine", 0)
     assert first.extra_info == {"split": "train", "index": 7, "ability": "math"}
@@ -77,19 +74,19 @@ def test_a_row_becomes_a_problem(tmp_path, write, name):
 
 def test_rows_are_numbered_over_all_files(tmp_path):
     files = [parquet(tmp_path / "a.parquet", row("a"), row("b")), jsonl(tmp_path / "b.jsonl", row("c"))]
-    assert [(p.id, p.prompt) for p in read_problems(files)] == [(0, "a"), (1, "b"), (2, "c")]
-    assert [(p.id, p.prompt) for p in read_problems(files[::-1])] == [(0, "c"), (1, "a"), (2, "b")]
+    assert [(p.id, p.prompt) for p in read_files(files, "samples")] == [(0, "a"), (1, "b"), (2, "c")]
+    assert [(p.id, p.prompt) for p in read_files(files[::-1], "samples")] == [(0, "c"), (1, "a"), (2, "b")]
 
 
 def test_a_file_below_the_home_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     jsonl(tmp_path / "a.jsonl", row("a"))
-    assert read_problems(["~/a.jsonl"])[0].prompt == "a"
+    assert read_files(["~/a.jsonl"], "samples")[0].prompt == "a"
 
 
 def test_prompts_may_have_another_column(tmp_path):
     file = parquet(tmp_path / "a.parquet", row("a", question="b"))
-    assert read_problems([file], prompt_key="question")[0].prompt == "b"
+    assert read_files([file], "samples", prompt_key="question")[0].prompt == "b"
 
 
 @pytest.mark.parametrize(
@@ -106,7 +103,7 @@ def test_prompts_may_have_another_column(tmp_path):
 )
 def test_ground_truths_that_are_no_text_are_json(tmp_path, truth, answer):
     for file in (parquet(tmp_path / "a.parquet", row("a", truth)), jsonl(tmp_path / "a.jsonl", row("a", truth))):
-        assert read_problems([file])[0].answer == answer
+        assert read_files([file], "samples")[0].answer == answer
 
 
 def test_keys_that_only_other_rows_have_are_none_in_extra_info_and_left_out_of_messages(tmp_path):
@@ -114,7 +111,7 @@ def test_keys_that_only_other_rows_have_are_none_in_extra_info_and_left_out_of_m
         row([{"role": "user", "content": "a", "name": "x"}], extra_info={"index": 1, "tools": [{"a": 1}, {"b": 2}]}),
         row([{"role": "user", "content": "b"}], extra_info={"hint": "h"}),
     ]
-    first, second = read_problems([parquet(tmp_path / "a.parquet", *rows)])
+    first, second = read_files([parquet(tmp_path / "a.parquet", *rows)], "samples")
     assert first.extra_info == {"index": 1, "tools": [{"a": 1, "b": None}, {"a": None, "b": 2}], "hint": None}
     assert first.prompt == ({"role": "user", "content": "a", "name": "x"},)
     assert second.extra_info == {"hint": "h", "index": None, "tools": None}
@@ -126,7 +123,7 @@ def test_null_stays_null_in_extra_info_and_is_left_out_of_messages(tmp_path):
     prompt = [*messages("a"), {"role": "assistant", "content": None, "tool_calls": [call]}]
     extra = {"hint": None, "deep": {"x": None}}
     for write, name in ((jsonl, "a.jsonl"), (parquet, "a.parquet")):
-        (problem,) = read_problems([write(tmp_path / name, row(prompt, extra_info=extra))])
+        (problem,) = read_files([write(tmp_path / name, row(prompt, extra_info=extra))], "samples")
         assert problem.extra_info == extra
         assert problem.prompt[1]["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
 
@@ -139,30 +136,30 @@ def test_tool_calls_need_no_content(tmp_path, write):
     answers = {"role": "tool", "content": "b"}
     name = "a.parquet" if write is parquet else "a.jsonl"
     for message in (asks, without):
-        (problem,) = read_problems([write(tmp_path / name, row([*messages("a"), message, answers]))])
+        (problem,) = read_files([write(tmp_path / name, row([*messages("a"), message, answers]))], "samples")
         assert problem.prompt == (*messages("a"), asks, answers)
     assert text_of(problem.prompt).startswith("user: a\nassistant: [{'type': 'function'")
     for bad in ({"role": "assistant", "content": None}, asks | {"role": "user"}, asks | {"tool_calls": []}):
         with pytest.raises(DataError, match="prompt must be a string or a list of messages"):
-            read_problems([write(tmp_path / name, row([*messages("a"), bad]))])
+            read_files([write(tmp_path / name, row([*messages("a"), bad]))], "samples")
 
 
 def test_extra_info_is_what_json_has(tmp_path):
     file = parquet(tmp_path / "a.parquet", row(extra_info={"day": datetime.date(2024, 2, 29)}))
     with pytest.raises(DataError, match=r"a\.parquet, row 0: extra_info cannot be JSON \(.*date.*\); write strings"):
-        read_problems([file])
+        read_files([file], "samples")
 
 
 def test_ability_does_not_replace_what_extra_info_has(tmp_path):
     file = jsonl(tmp_path / "a.jsonl", row(ability="math", extra_info={"ability": "algebra"}))
-    assert read_problems([file])[0].extra_info == {"ability": "algebra"}
+    assert read_files([file], "samples")[0].extra_info == {"ability": "algebra"}
 
 
 def test_lines_end_at_newlines_alone(tmp_path):
     (tmp_path / "a.jsonl").write_text(
         "\ufeff" + json.dumps(row("a\u2028b"), ensure_ascii=False) + "\r\n\n" + json.dumps(row("c")), encoding="utf-8"
     )
-    assert [p.prompt for p in read_problems([tmp_path / "a.jsonl"])] == ["a\u2028b", "c"]
+    assert [p.prompt for p in read_files([tmp_path / "a.jsonl"], "samples")] == ["a\u2028b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -185,13 +182,13 @@ def test_files_that_cannot_be_used(tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
-        read_problems([tmp_path / name])
+        read_files([tmp_path / name], "samples")
 
 
 def test_a_parquet_file_without_rows_is_refused(tmp_path):
     pq.write_table(pa.Table.from_pylist([row()]).slice(0, 0), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet has no rows"):
-        read_problems([tmp_path / "a.parquet"])
+        read_files([tmp_path / "a.parquet"], "samples")
 
 
 def test_a_parquet_file_that_is_damaged_inside_is_refused(tmp_path):
@@ -199,7 +196,7 @@ def test_a_parquet_file_that_is_damaged_inside_is_refused(tmp_path):
     content = file.read_bytes()
     file.write_bytes(content[:4] + bytes(60) + content[64:])
     with pytest.raises(DataError, match=r"a\.parquet"):
-        read_problems([file])
+        read_files([file], "samples")
 
 
 @pytest.mark.parametrize(
@@ -214,9 +211,9 @@ def test_a_parquet_file_that_is_damaged_inside_is_refused(tmp_path):
 def test_columns_that_are_not_there(tmp_path, change, message):
     bad = {name: value for name, value in (row() | change).items() if value is not None}
     with pytest.raises(DataError, match=r"a\.parquet: there is " + message):
-        read_problems([parquet(tmp_path / "a.parquet", bad)])
+        read_files([parquet(tmp_path / "a.parquet", bad)], "samples")
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: there is " + message):
-        read_problems([jsonl(tmp_path / "a.jsonl", row(), bad)])
+        read_files([jsonl(tmp_path / "a.jsonl", row(), bad)], "samples")
 
 
 @pytest.mark.parametrize(
@@ -244,15 +241,15 @@ def test_columns_that_are_not_there(tmp_path, change, message):
 )
 def test_rows_that_cannot_be_used_are_named(tmp_path, bad, message):
     with pytest.raises(DataError, match=rf"a\.jsonl, line 2: {message}"):
-        read_problems([jsonl(tmp_path / "a.jsonl", row(), bad)])
+        read_files([jsonl(tmp_path / "a.jsonl", row(), bad)], "samples")
     with pytest.raises(DataError, match=rf"a\.parquet, row 0: {message}"):
-        read_problems([parquet(tmp_path / "a.parquet", bad)])
+        read_files([parquet(tmp_path / "a.parquet", bad)], "samples")
 
 
 def test_a_row_is_named_by_its_place_in_its_own_file(tmp_path):
     files = [parquet(tmp_path / "a.parquet", row(), row()), parquet(tmp_path / "b.parquet", row(), row("ab", None))]
     with pytest.raises(DataError, match=r"b\.parquet, row 1: reward_model has no ground_truth"):
-        read_problems(files)
+        read_files(files, "samples")
 
 
 def test_a_text_comes_after_bos_and_messages_through_the_template():
@@ -450,7 +447,7 @@ def test_half_of_a_surrogate_pair_is_refused(tmp_path, bad, column):
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps(row("\U0001f600")) + "\n" + json.dumps(bad) + "\n")
     with pytest.raises(DataError, match=rf"a\.jsonl, line 2: {column} has '.ud[8f]..', half of a character"):
-        read_problems([file])
+        read_files([file], "samples")
 
 
 def test_a_tiny_model_with_a_template_takes_messages(tmp_path):
@@ -464,38 +461,6 @@ def test_a_tiny_model_with_a_template_takes_messages(tmp_path):
 def test_data_may_be_held_out_problems_alone():
     held = (Problem("a>", "a"),)
     assert FileData((), held, shuffle=True).held_out(9) == held
-
-
-def test_lengths_of_the_same_data_are_counted_once(tmp_path, monkeypatch):
-    """With another tokenizer, template, argument or day they are counted again, and so is what a file lost."""
-    monkeypatch.setattr(lengths, "FEWEST", 2)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    encoded = []
-    monkeypatch.setattr(
-        loading, "encode_prompts", lambda some, *others: encoded.append(len(some)) or encode_prompts(some, *others)
-    )
-
-    def counted(kwargs=None, date=None, template=CHAT_TEMPLATE, chars="ab", limit=9, prompts=("a", "bab")):
-        encoded.clear()
-        tokenizer = with_chat_arguments(char_tokenizer(chars + "\n"), kwargs or {}, date)
-        tokenizer.chat_template = template
-        problems = tuple(Problem(tuple(messages(prompt)), "") for prompt in prompts)
-        table = DataConfig(max_prompt_length=limit)
-        return loading.short_enough("data.train_files", problems, table, tokenizer, print)[1], sum(encoded)
-
-    assert counted() == ([3, 5], 2) and counted() == ([3, 5], 0)
-    for other in ({"kwargs": {"a": 1}}, {"date": "2026-01-01"}, {"template": CHAT_TEMPLATE + "a"}, {"chars": "abc"}):
-        assert counted(**other)[1] == 2 and counted(**other)[1] == 0, other
-    assert counted(prompts=("bab", "a")) == ([5, 3], 2)
-    with pytest.raises(DataError, match="problem 0 of '': the prompt has 5 tokens, more than 4"):
-        counted(limit=4)
-    for file in lengths.cache_folder().glob("*.npy"):
-        file.write_bytes(file.read_bytes()[:-9])
-    assert counted() == ([3, 5], 2) and counted() == ([3, 5], 0)
-    assert not list(lengths.cache_folder().glob(".*"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
-    (tmp_path / "no folder").write_text("")
-    assert counted() == counted() == ([3, 5], 2)
 
 
 def test_a_template_without_an_end_stops_a_batch(monkeypatch):

@@ -13,7 +13,6 @@ from verl_fn.config.schema import DataConfig
 from verl_fn.data.examples import pack_examples, pack_labelled, pack_pairs
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.judged import Judged, TaskPairs, edited
-from verl_fn.data.judged_files import read_labelled, read_pairs
 from verl_fn.data.loading import file_data, read_files
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import TASKS, Problem
@@ -21,6 +20,14 @@ from verl_fn.state import Key
 
 USER, SAID = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}
 OTHER = {"role": "assistant", "content": "bb"}
+
+
+def read_pairs(files, **options):
+    return read_files(files, "pairs", **options)
+
+
+def read_labelled(files):
+    return read_files(files, "labels")
 
 
 def write(tmp_path, *rows, name="rows.jsonl"):
@@ -62,9 +69,13 @@ def test_pairs_in_columns_and_in_messages(tmp_path, name):
     (split,) = read_pairs([write(tmp_path, whole, name=name)])
     assert (split.prompt, split.chosen, split.rejected) == ((USER,), ((SAID,),), ((OTHER,),))
     assert (split.answer, split.data_source) == ("", "preferences")
-    (explicit,) = read_pairs([write(tmp_path, {"prompt": [USER], "chosen": [SAID], "rejected": [OTHER]}, name=name)])
+    (explicit,) = read_pairs(
+        files=[write(tmp_path, {"prompt": [USER], "chosen": [SAID], "rejected": [OTHER]}, name=name)]
+    )
     assert (explicit.prompt, explicit.chosen, explicit.rejected) == (split.prompt, split.chosen, split.rejected)
-    (named,) = read_pairs([write(tmp_path, {"q": "ab", "chosen": "b", "rejected": "a"}, name=name)], prompt_key="q")
+    (named,) = read_pairs(
+        files=[write(tmp_path, {"q": "ab", "chosen": "b", "rejected": "a"}, name=name)], prompt_key="q"
+    )
     assert named.prompt == "ab"
 
 

@@ -86,4 +86,4 @@ def test_weights_of_sets_do_not_count_for_the_held_out_problems_of_a_file(tmp_pa
     sets = ["data.task=reasoning_gym:chain_sum,leg_counting", "data.weights=[3, 1]"]
     cfg = load(overrides=[*sets, "model.path=m", f"data.val_files={write(tmp_path / 'v.jsonl', 'v', [1, 2])}"])
     data = file_data(evaluation_plan(cfg).data, char_tokenizer("a"), print)
-    assert len(data.validation) == 2 and data.training == data.weights == data.sizes == ()
+    assert len(data.validation) == 2 and not data.training and data.weights == data.sizes == ()

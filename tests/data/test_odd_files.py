@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl_fn.data.files import read_problems
+from verl_fn.data.loading import read_files
 from verl_fn.data.rows import DataError
 
 REFUSED = None
@@ -19,7 +19,7 @@ REFUSED = None
 def read(file):
     """The ground truths of a file, or None if it is refused with one line that names it."""
     try:
-        return [problem.answer for problem in read_problems([file])]
+        return [problem.answer for problem in read_files([file], "samples")]
     except DataError as error:
         assert file.name in str(error) and "\n" not in str(error) and len(str(error)) < 1000, error
         return REFUSED

@@ -15,7 +15,7 @@ from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.smollm2 import prepare_smollm2
 from verl_fn.cli import main
 from verl_fn.data.arithmetic import SIZES, prepare_arithmetic
-from verl_fn.data.files import read_problems
+from verl_fn.data.loading import read_files
 from verl_fn.data.prepare import prepare_gsm8k
 from verl_fn.data.rows import DataError
 from verl_fn.errors import UsageError
@@ -74,7 +74,7 @@ def test_rows_are_those_of_verls_script(tmp_path, raw):
 
 def test_what_is_written_can_be_trained_on(tmp_path):
     prepare_gsm8k(repository(tmp_path / "raw"), tmp_path / "out")
-    problems = read_problems([tmp_path / "out" / "train.parquet", tmp_path / "out" / "test.parquet"])
+    problems = read_files([tmp_path / "out" / "train.parquet", tmp_path / "out" / "test.parquet"], "samples")
     assert [(p.id, p.answer, p.data_source) for p in problems] == [
         (0, "5", "openai/gsm8k"),
         (1, "1234000", "openai/gsm8k"),
@@ -179,7 +179,7 @@ def test_arithmetic_has_right_answers_and_no_question_twice(tmp_path):
 )
 def test_the_last_whole_number_of_a_response_is_its_answer(tmp_path, response, score):
     prepare_arithmetic(tmp_path)
-    problem = attrs.evolve(next(iter(read_problems([tmp_path / "train.parquet"]))), answer="13")
+    problem = attrs.evolve(next(iter(read_files([tmp_path / "train.parquet"], "samples"))), answer="13")
     assert rule_for(problem.data_source)(problem, response, True)["score"] == score
 
 

@@ -16,6 +16,7 @@ from verl_fn.data.loading import file_data, read_files
 from verl_fn.data.notices import notices, of_template
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
+from verl_fn.data.traits import traits_of
 from verl_fn.runs.checks import _check_tools
 
 USER, SAID, OTHER = (
@@ -115,13 +116,15 @@ def test_fields_that_the_template_does_not_show_are_named_with_their_rows(tmp_pa
     tokenizer = char_tokenizer("abc\n")
     tokenizer.chat_template = CHAT_TEMPLATE + "{# tool_calls #}"
     problems = read_files([jsonl(tmp_path, *rows)], "answers")
-    assert list(of_template(problems, DataConfig(), tokenizer)) == [
+    assert list(of_template(traits_of(problems, tokenizer), DataConfig(), tokenizer)) == [
         "the chat template does not show these fields of messages, so the model does not see them: id (1 rows), "
         "name (1 rows), tool_call_id (1 rows)"
     ]
     # In a prompt of which nothing is learned, a mark has no effect.
     prompts = [Problem((USER, SAID | {"weight": 0}, USER), "b")]
-    assert next(of_template(prompts, DataConfig(), tokenizer)).endswith("see them: weight (1 rows)")
+    assert next(of_template(traits_of(prompts, tokenizer), DataConfig(), tokenizer)).endswith(
+        "see them: weight (1 rows)"
+    )
 
 
 def test_prompts_of_json_are_noticed():
@@ -207,4 +210,4 @@ def test_tools_of_rows_beside_an_environment_are_refused(tiny, tmp_path):
     plan = tiny_run(tiny, tmp_path / "run", f"data.train_files={file}", f"env.name={tmp_path}/env.py:make")
     source = FileData(read_files([file], "samples"), (), True)
     with pytest.raises(ConfigError, match=r"env\.name: 1 rows have tools in the column tools"):
-        _check_tools(plan, source)
+        _check_tools(plan, source, char_tokenizer("ab>"))

@@ -249,7 +249,7 @@ def test_the_task_brings_its_environment_and_its_problems(chatty, monkeypatch):
     assert [(p.answer, p.data_source) for p in data.training] == [(str(i), "verifiers/adder") for i in range(1, 6)]
     assert data.training[3].prompt == ({"role": "user", "content": "3+1"},)
     assert len(data.validation) == 1 and not lines
-    assert source("env.arguments={mode='no_eval'}").validation == () and "no evaluation dataset" in lines[0]
+    assert not source("env.arguments={mode='no_eval'}").validation and "no evaluation dataset" in lines[0]
     with pytest.raises(EnvError, match=r"reading the problems of verifiers:.*/adder: raised TypeError: .* JSON"):
         source("env.arguments={mode='odd'}")
     with pytest.raises(DataError, match="has no training dataset"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 
 import attrs
 
@@ -17,12 +16,13 @@ from verl_fn.data.columns import (
     prompt_of,
     source_of,
 )
-from verl_fn.data.entries import Convert, Entry, entry_rows
-from verl_fn.data.rows import DataError
+from verl_fn.data.entries import Kind
+from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem, Task
 from verl_fn.state import Key
 
 MESSAGES, COMPLETION = "messages", "completion"
+BEHIND = "messages after the last turn that is learned"
 
 
 @attrs.frozen
@@ -36,104 +36,75 @@ class Conversation(Problem):
     messages: Messages = ()
 
 
-def read_conversations(
-    files: Sequence[Entry],
-    *,
-    prompt_key: str = "prompt",
-    convert: Sequence[Convert] = (),
-    unused: Counter[str] | None = None,
-) -> tuple[Conversation, ...]:
-    """Reads conversations of files and data sets with a column ``messages``, and numbers them from 0.
+def conversation_rows(prompt_key: str = "prompt") -> Kind:
+    """Returns the kind of rows with a column ``messages``.
 
     Optional columns are ``data_source``, ``ability``, ``extra_info``, ``tools``, JSON schemas that the chat template
     shows, ``chat_template_kwargs``, and ``reward_model``: sampled answers are judged by its ``ground_truth``, or else
     by the last turn. The messages must begin with the prompt if there is one. Those after the last turn that is
-    learned are left out.
+    learned are left out, and their rows are counted.
+
+    A row is refused if it has no turn of the assistant, begins with one, has one without content, or another prompt.
 
     Args:
-        files: the files, in order.
         prompt_key: the column of prompts.
-        convert: functions that make rows of other columns into these.
-        unused: as for ``entry_rows``; it also counts rows with messages that are left out.
-
-    Raises:
-        DataError: a file cannot be read, is empty or has no such column, or a conversation has no turn of the
-            assistant, begins with one, has one without content, or has another prompt.
     """
-    problems: list[Conversation] = []
-    optional = (prompt_key, "data_source", "reward_model", *OPTIONAL)
-    for file in files:
-        for place, row in entry_rows(file, (MESSAGES,), optional, convert=convert, unused=unused):
-            value = prompt_of(place, row[MESSAGES], MESSAGES)
-            if isinstance(value, str):
-                raise DataError(f"{place}: {MESSAGES} must be a list of messages, not the string {value!r:.80}")
-            check_turns(place, value, MESSAGES)
-            first, *_, last = (*learned_turns(value)[:1], *learned_turns(value))
-            if first == 0:
-                raise DataError(
-                    f"{place}: {MESSAGES} begins with a turn of the assistant; add what it answers, or mark the turn "
-                    'with "weight": 0'
-                )
-            if row.get(prompt_key) is not None:
-                _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key), value, prompt_key)
-            if unused is not None and value[last + 1 :]:
-                unused["messages after the last turn that is learned"] += 1
-            judged_by = row.get("reward_model")
-            problems.append(
-                Conversation(
-                    prompt=value[:last],
-                    answer=value[last]["content"] or "" if judged_by is None else ground_truth_of(place, judged_by),
-                    id=len(problems),
-                    data_source=source_of(place, row, MESSAGES),
-                    **fields_of(place, row),
-                    messages=value[: last + 1],
-                )
+
+    def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
+        value = prompt_of(place, row[MESSAGES], MESSAGES)
+        if isinstance(value, str):
+            raise DataError(f"{place}: {MESSAGES} must be a list of messages, not the string {value!r:.80}")
+        check_turns(place, value, MESSAGES)
+        first, *_, last = (*learned_turns(value)[:1], *learned_turns(value))
+        if first == 0:
+            raise DataError(
+                f"{place}: {MESSAGES} begins with a turn of the assistant; add what it answers, or mark the turn "
+                'with "weight": 0'
             )
-    return tuple(problems)
+        if row.get(prompt_key) is not None:
+            _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key), value, prompt_key)
+        if value[last + 1 :]:
+            unused[BEHIND] += 1
+        judged_by = row.get("reward_model")
+        return Conversation(
+            prompt=value[:last],
+            answer=value[last]["content"] or "" if judged_by is None else ground_truth_of(place, judged_by),
+            id=number,
+            data_source=source_of(place, row, MESSAGES),
+            **fields_of(place, row),
+            messages=value[: last + 1],
+        )
+
+    return Kind((MESSAGES,), (prompt_key, "data_source", "reward_model", *OPTIONAL), make)
 
 
-def read_completions(
-    files: Sequence[Entry],
-    *,
-    prompt_key: str = "prompt",
-    convert: Sequence[Convert] = (),
-    unused: Counter[str] | None = None,
-) -> tuple[Problem, ...]:
-    """Reads prompts and their completions, each a string or chat messages, and numbers them from 0 over all files.
+def completion_rows(prompt_key: str = "prompt") -> Kind:
+    """Returns the kind of rows with prompts and their completions, each a string or chat messages.
 
-    Turns of the assistant in a prompt are not learned. Optional are the columns of ``read_conversations`` other than
+    Turns of the assistant in a prompt are not learned. Optional are the columns of ``conversation_rows`` other than
     ``reward_model``.
 
     Args:
-        files: the files, in order.
         prompt_key: the column of prompts.
-        convert: functions that make rows of other columns into these.
-        unused: as for ``entry_rows``.
-
-    Raises:
-        DataError: a file cannot be read, is empty or lacks a column, or a prompt or a completion cannot be used.
     """
-    problems: list[Problem] = []
     required = (prompt_key, COMPLETION)
+
+    def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
+        prompt, completion = (prompt_of(place, row[column], column) for column in required)
+        common = {"id": number, "data_source": source_of(place, row, COMPLETION), **fields_of(place, row)}
+        if isinstance(completion, str):
+            return Problem(prompt, completion, **common)
+        check_turns(place, completion, COMPLETION)
+        before: Messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        messages = (*({**m, "weight": 0} if m["role"] == "assistant" else m for m in before), *completion)
+        *_, last = learned_turns(messages)
+        if messages[last + 1 :]:
+            unused[BEHIND] += 1
+        answer = messages[last]["content"] or ""
+        return Conversation(messages[:last], answer, **common, messages=messages[: last + 1])
+
     hint = f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column"
-    for file in files:
-        for place, row in entry_rows(
-            file, required, ("data_source", *OPTIONAL), hint=hint, convert=convert, unused=unused
-        ):
-            prompt, completion = (prompt_of(place, row[column], column) for column in required)
-            common = {"id": len(problems), "data_source": source_of(place, row, COMPLETION), **fields_of(place, row)}
-            if isinstance(completion, str):
-                problems.append(Problem(prompt, completion, **common))
-                continue
-            check_turns(place, completion, COMPLETION)
-            before: Messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-            messages = (*({**m, "weight": 0} if m["role"] == "assistant" else m for m in before), *completion)
-            *_, last = learned_turns(messages)
-            if unused is not None and messages[last + 1 :]:
-                unused["messages after the last turn that is learned"] += 1
-            answer = messages[last]["content"] or ""
-            problems.append(Conversation(messages[:last], answer, **common, messages=messages[: last + 1]))
-    return tuple(problems)
+    return Kind(required, ("data_source", *OPTIONAL), make, hint)
 
 
 def _check_prompt(place: str, prompt: str | Messages, messages: Messages, column: str) -> None:

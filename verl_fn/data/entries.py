@@ -6,10 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
-from verl_fn.data.rows import DataError, Row, check_columns, column_names, read_rows
+import attrs
+
+from verl_fn.data.rows import Block, DataError, Row, block_rows, check_columns, column_names, read_blocks
 from verl_fn.data.sets import Table, is_set, open_set
+from verl_fn.data.tasks import Problem
 
 Entry: TypeAlias = str | Path | Table
 """A file, a data set as ``open_set`` reads it, or an open one."""
@@ -18,61 +21,83 @@ Convert: TypeAlias = Callable[[Row], Mapping[str, object] | None]
 """Makes a row of other columns into one of verl's; None for a row that is not its own."""
 
 
-def entry_rows(
-    entry: Entry,
-    required: Sequence[str],
-    optional: Sequence[str] = (),
-    *,
-    hint: str = "",
-    convert: Sequence[Convert] = (),
-    unused: Counter[str] | None = None,
-) -> Iterator[tuple[str, Row]]:
-    """Yields each row of an entry, after the name of its place for error messages.
+@attrs.frozen
+class Kind:
+    """A kind of rows: their columns, and the problem that a row becomes.
 
-    Args:
-        entry: what is read.
+    Attributes:
         required: columns that every row must have.
         optional: columns to read where they exist.
+        make: makes a problem of the place of a row, for error messages, the row, its number among all rows, and
+            counts of what is left out.
         hint: advice to add to the error about a missing column.
-        convert: each row becomes what the first of these functions makes of it that does not return None.
-        unused: gets, for each other column or field of ``reward_model``, the number of rows with a value.
-
-    Raises:
-        DataError: the entry cannot be read, has no rows, or lacks a column, or a function fails, or another column
-            has a value without which something else would be learned.
     """
-    unused = Counter() if unused is None else unused
-    wanted = (*required, *optional)
-    if not convert and isinstance(entry, str | Path) and not is_set(str(entry)):
-        rows = read_rows(entry, required, optional, hint=hint, others=_matters, unread=unused)
-    else:
-        rows = ((place, _converted(place, row, convert)) for place, row in _raw_rows(entry))
-    for place, row in rows:
-        check_columns(place, list(row), required, hint)
-        for name, value in row.items():
-            if name not in wanted and value is not None:
-                _check_other(place, name, value)
-                unused[name] += 1
-        if "reward_model" in wanted and isinstance(row.get("reward_model"), Mapping):
-            fields = {name for name, value in row["reward_model"].items() if value is not None}
-            unused.update(f"reward_model.{name}" for name in fields - {"ground_truth", "style"})
-        yield place, {name: row[name] for name in wanted if name in row}
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    make: Callable[[str, Row, int, Counter[str]], Problem]
+    hint: str = ""
+
+    def blocks(self, entry: Entry, convert: Sequence[Convert] = ()) -> Iterator[Block]:
+        """Yields the rows of an entry, some at a time; ``problems`` makes problems of them.
+
+        Args:
+            entry: what is read.
+            convert: as for ``problems``.
+
+        Raises:
+            DataError: the entry cannot be read, has no rows, or lacks a column.
+        """
+        if _is_file(entry) and not convert:
+            return read_blocks(entry, self.required, self.optional, hint=self.hint, others=_matters)
+        return _raw_blocks(entry)
+
+    def problems(
+        self, block: Block, first: int, convert: Sequence[Convert] = (), unused: Counter[str] | None = None
+    ) -> Iterator[Problem]:
+        """Yields the problem of each row of a block.
+
+        Args:
+            block: the rows.
+            first: the number of the first one.
+            convert: each row becomes what the first of these functions makes of it that does not return None.
+            unused: gets, for each other column or field of ``reward_model``, the number of rows with a value.
+
+        Raises:
+            DataError: a row cannot be used, a function fails, or another column has a value without which something
+                else would be learned.
+        """
+        unused = Counter() if unused is None else unused
+        wanted = (*self.required, *self.optional)
+        rows: Iterator[tuple[str, Row]]
+        if convert:
+            rows = ((place, _converted(place, row, convert)) for place, row in block_rows(block, (), None))
+        else:
+            rows = block_rows(block, self.required, self.optional, hint=self.hint, others=_matters, unread=unused)
+        for number, (place, row) in enumerate(rows, first):
+            check_columns(place, list(row), self.required, self.hint)
+            for name, value in row.items():
+                if name not in wanted and value is not None:
+                    _check_other(place, name, value)
+                    unused[name] += 1
+            if "reward_model" in wanted and isinstance(row.get("reward_model"), Mapping):
+                fields = {name for name, value in row["reward_model"].items() if value is not None}
+                unused.update(f"reward_model.{name}" for name in fields - {"ground_truth", "style"})
+            yield self.make(place, {name: row[name] for name in wanted if name in row}, number, unused)
 
 
 def entry_columns(entry: Entry, convert: Sequence[Convert] = ()) -> tuple[str, ...]:
     """Returns the names of an entry's columns after conversion; none for a file that cannot be read.
 
-    ``entry_rows`` reports what is wrong with such a file.
+    ``Kind.blocks`` reports what is wrong with such a file.
 
     Raises:
         DataError: a data set cannot be read, or a function fails on the first row.
     """
     if convert:
-        first = next(((place, row) for place, row in _raw_rows(entry)), None)
-        return () if first is None else tuple(_converted(*first, convert))
-    if isinstance(entry, str | Path) and not is_set(str(entry)):
-        return column_names(entry)
-    return _table(entry).columns
+        for place, row in block_rows(next(_raw_blocks(entry)), (), None):
+            return tuple(_converted(place, row, convert))
+    return column_names(entry) if _is_file(entry) else _table(entry).columns
 
 
 # Columns and fields of messages that hold what a model of text cannot take, by a word in their names.
@@ -139,10 +164,13 @@ def _check_other(place: str, name: str, value: Any) -> None:
         )
 
 
-def _raw_rows(entry: Entry) -> Iterator[tuple[str, Row]]:
-    if isinstance(entry, str | Path) and not is_set(str(entry)):
-        return read_rows(entry, (), None)
-    return _table(entry).rows()
+def _is_file(entry: Entry) -> TypeGuard[str | Path]:
+    return isinstance(entry, str | Path) and not is_set(str(entry))
+
+
+def _raw_blocks(entry: Entry) -> Iterator[Block]:
+    """Yields the rows with all their columns."""
+    return read_blocks(entry, (), None) if _is_file(entry) else _table(entry).blocks()
 
 
 def _table(entry: Entry) -> Table:

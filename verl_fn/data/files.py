@@ -14,10 +14,10 @@ from verl_fn.backends.hf.chat import watched
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import begun
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
-from verl_fn.data.entries import Convert, Entry, entry_rows
+from verl_fn.data.entries import Kind
 from verl_fn.data.mixing import turns
 from verl_fn.data.rendering import prompt_text, token_ids
-from verl_fn.data.rows import DataError
+from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key
 
@@ -27,7 +27,7 @@ class FileData:
     """A source of problems that were read from files.
 
     Attributes:
-        training: the problems of all files; empty for a run that only evaluates.
+        training: the problems of all files, which may lie on disk; empty for a run that only evaluates.
         validation: the held-out problems.
         shuffle: whether every epoch draws a new order of ``training``; otherwise all epochs use the files' order.
         sizes: the number of training problems of each file, if ``weights`` says how often each is drawn.
@@ -43,8 +43,8 @@ class FileData:
         [(1, 'b'), (2, 'a'), (3, 'b')]
     """
 
-    training: tuple[Problem, ...]
-    validation: tuple[Problem, ...]
+    training: Sequence[Problem]
+    validation: Sequence[Problem]
     shuffle: bool
     max_prompt: int = 0
     max_row: int = 0
@@ -72,7 +72,7 @@ class FileData:
 
     def held_out(self, count: int | None) -> tuple[Problem, ...]:
         """Returns the first ``count`` problems of the validation files, or all of them for None."""
-        return self.validation[:count]
+        return tuple(self.validation[:count])
 
     def _turns(self, key: Key, start: int, count: int) -> Sequence[tuple[int, int]]:
         """Returns the file of each problem, and the problem's number among those of its file."""
@@ -145,11 +145,16 @@ def _check_prompt(problem: Problem, ids: list[int], tokenizer: Any, max_length: 
     if has_unknown(ids, tokenizer):
         raise DataError(f"{label_of(problem)}: {describe_unknown('prompt', problem.prompt, tokenizer)}")
     if max_length is not None and len(ids) > max_length:
-        raise DataError(
-            f"{label_of(problem)}: the prompt has {len(ids)} tokens, more than {max_length}; "
-            "raise data.max_prompt_length, set data.filter_overlong_prompts to leave such prompts out, or cut them "
-            "by data.truncation"
-        )
+        raise too_long(problem, len(ids), max_length)
+
+
+def too_long(problem: Problem, tokens: int, max_length: int) -> DataError:
+    """Returns the error about a prompt that has too many tokens."""
+    return DataError(
+        f"{label_of(problem)}: the prompt has {tokens} tokens, more than {max_length}; "
+        "raise data.max_prompt_length, set data.filter_overlong_prompts to leave such prompts out, or cut them "
+        "by data.truncation"
+    )
 
 
 def has_unknown(ids: Sequence[int], tokenizer: Any) -> bool:
@@ -196,44 +201,29 @@ def label_of(problem: Problem) -> str:
     return f"problem {problem.id} of {problem.data_source!r}"
 
 
-def read_problems(
-    files: Sequence[Entry],
-    *,
-    prompt_key: str = "prompt",
-    convert: Sequence[Convert] = (),
-    unused: Counter[str] | None = None,
-) -> tuple[Problem, ...]:
-    """Reads the problems of files and data sets in verl's columns, and numbers them from 0 over all files.
+def problem_rows(prompt_key: str = "prompt") -> Kind:
+    """Returns the kind of rows in verl's columns.
 
     Each row has ``data_source``, a prompt (chat messages or a string) and ``reward_model`` with its
     ``ground_truth``, which ``truth`` makes a string. Optional are ``extra_info``, ``ability``, which becomes a part
     of it, ``tools``, JSON schemas that the chat template shows, and ``chat_template_kwargs``.
 
     Args:
-        files: the files, in order.
         prompt_key: the column of prompts.
-        convert: functions that make rows of other columns into these.
-        unused: as for ``entry_rows``.
-
-    Raises:
-        DataError: a file cannot be read, is empty or lacks a column, a row lacks its prompt or ground truth, or a
-            value has a type that cannot be used.
     """
-    problems: list[Problem] = []
+
+    def make(place: str, row: Row, number: int, unused: Counter[str]) -> Problem:
+        return Problem(
+            data_source=source_of(place, row),
+            prompt=prompt_of(place, row[prompt_key], prompt_key),
+            answer=ground_truth_of(place, row["reward_model"]),
+            id=number,
+            **fields_of(place, row),
+        )
+
     required = ("data_source", prompt_key, "reward_model")
     hint = (
         f"required are {', '.join(required)}; data.prompt_key names the prompts' column, and functions of "
         "data.convert make these columns of others"
     )
-    for file in files:
-        for place, row in entry_rows(file, required, OPTIONAL, hint=hint, convert=convert, unused=unused):
-            problems.append(
-                Problem(
-                    data_source=source_of(place, row),
-                    prompt=prompt_of(place, row[prompt_key], prompt_key),
-                    answer=ground_truth_of(place, row["reward_model"]),
-                    id=len(problems),
-                    **fields_of(place, row),
-                )
-            )
-    return tuple(problems)
+    return Kind(required, OPTIONAL, make, hint)

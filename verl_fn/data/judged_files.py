@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from verl_fn.data.columns import OPTIONAL, Messages, check_turns, fields_of, ground_truth_of, prompt_of, source_of
-from verl_fn.data.entries import Convert, Entry, entry_columns, entry_rows
+from verl_fn.data.entries import Kind
 from verl_fn.data.judged import Judged, Response
 from verl_fn.data.rows import DataError, Row
 
@@ -15,17 +14,9 @@ PAIR_COLUMNS = ("chosen", "rejected")
 LABEL_COLUMNS = ("completion", "label")
 SOURCE = "preferences"  # the data source of rows that name none
 
-Read = Callable[[str, Row, str, int], Judged]
 
-
-def read_pairs(
-    files: Sequence[Entry],
-    *,
-    prompt_key: str = "prompt",
-    convert: Sequence[Convert] = (),
-    unused: Counter[str] | None = None,
-) -> tuple[Judged, ...]:
-    """Reads preference pairs of files and data sets, and numbers them from 0 over all files.
+def pair_rows(prompt_key: str = "prompt") -> Kind:
+    """Returns the kind of rows that are preference pairs.
 
     Each row has ``chosen`` and ``rejected``, strings or lists of chat messages. The prompt is a column of its own;
     without it, chosen and rejected are whole conversations, and the prompt is how both begin. They may
@@ -33,63 +24,34 @@ def read_pairs(
     ``reward_model`` with the ``ground_truth`` that sampled answers are judged by, ``ability``, ``extra_info``,
     ``tools``, JSON schemas that the chat template shows, and ``chat_template_kwargs``.
 
+    A row is refused if it is no pair: a response is missing or empty, both are equal, or the two conversations do not
+    begin alike.
+
     Args:
-        files: the files, in order.
         prompt_key: the column of prompts.
-        convert: functions that make rows of other columns into these.
-        unused: as for ``entry_rows``.
-
-    Raises:
-        DataError: a file cannot be read, is empty or lacks a column, or a row is no pair: a response is missing or
-            empty, both are equal, or the two conversations do not begin alike.
     """
-    return _read(files, prompt_key, convert, unused, lambda file: (PAIR_COLUMNS, _pair))
+    return _kind(PAIR_COLUMNS, prompt_key, _pair)
 
 
-def read_labelled(
-    files: Sequence[Entry],
-    *,
-    prompt_key: str = "prompt",
-    convert: Sequence[Convert] = (),
-    unused: Counter[str] | None = None,
-) -> tuple[Judged, ...]:
-    """Reads responses that are each labelled good or bad, and numbers their problems from 0 over all files.
+def labelled_rows(prompt_key: str = "prompt") -> Kind:
+    """Returns the kind of rows that are responses, each labelled good or bad.
 
     Each row has a prompt, ``completion`` (a string or chat messages) and ``label``, true or false; the other columns
-    are those of ``read_pairs``. A file of pairs gives two labelled responses a row.
+    are those of ``pair_rows``.
 
     Args:
-        files: the files, in order.
         prompt_key: the column of prompts.
-        convert: functions that make rows of other columns into these.
-        unused: as for ``entry_rows``.
-
-    Raises:
-        DataError: as ``read_pairs``, or a label is neither true nor false.
     """
-
-    def columns(file: Entry) -> tuple[tuple[str, ...], Read]:
-        paired = set(PAIR_COLUMNS) <= set(entry_columns(file, convert))
-        return (PAIR_COLUMNS, _pair) if paired else (LABEL_COLUMNS, _labelled)
-
-    return _read(files, prompt_key, convert, unused, columns)
+    return _kind(LABEL_COLUMNS, prompt_key, _labelled)
 
 
-def _read(
-    files: Sequence[Entry],
-    prompt_key: str,
-    convert: Sequence[Convert],
-    unused: Counter[str] | None,
-    columns: Callable[[Entry], tuple[tuple[str, ...], Read]],
-) -> tuple[Judged, ...]:
-    problems: list[Judged] = []
-    for file in files:
-        required, read = columns(file)
-        hint = f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column"
-        optional = (prompt_key, "data_source", "reward_model", *OPTIONAL)
-        for place, row in entry_rows(file, required, optional, hint=hint, convert=convert, unused=unused):
-            problems.append(read(place, row, prompt_key, len(problems)))
-    return tuple(problems)
+def _kind(required: tuple[str, ...], prompt_key: str, make: Callable[[str, Row, str, int], Judged]) -> Kind:
+    return Kind(
+        required,
+        (prompt_key, "data_source", "reward_model", *OPTIONAL),
+        lambda place, row, number, unused: make(place, row, prompt_key, number),
+        f"required are {' and '.join(required)}, and data.prompt_key names the prompts' column",
+    )
 
 
 def _pair(place: str, row: Row, prompt_key: str, number: int) -> Judged:

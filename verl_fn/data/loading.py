@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -14,24 +13,16 @@ from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import LearnsFrom
 from verl_fn.config.names import load_object, reasoning_names, verifiers_name
 from verl_fn.config.schema import DataConfig
-from verl_fn.data.conversations import (
-    COMPLETION,
-    MESSAGES,
-    TaskDialogues,
-    read_completions,
-    read_conversations,
-)
-from verl_fn.data.entries import Convert, Entry, entry_columns
-from verl_fn.data.examples import encode_rows
-from verl_fn.data.files import FileData, encode_prompts, read_problems
-from verl_fn.data.judged import Judged, TaskPairs
-from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, read_labelled, read_pairs
-from verl_fn.data.lengths import counted
+from verl_fn.data.conversations import COMPLETION, MESSAGES, TaskDialogues, completion_rows, conversation_rows
+from verl_fn.data.encoded import Encoded, Encoder, longest_prompt, longest_rows, short_enough
+from verl_fn.data.entries import Convert, Entry, Kind, entry_columns
+from verl_fn.data.files import FileData, problem_rows
+from verl_fn.data.judged import TaskPairs
+from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, labelled_rows, pair_rows
+from verl_fn.data.reading import encoded_files
 from verl_fn.data.rows import DataError
-from verl_fn.data.streaming import Read, StreamedData, streamed
+from verl_fn.data.streaming import StreamedData, streamed
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
-
-CHUNK = 4096  # problems that are encoded together
 
 
 def task_data(task: Task, learns_from: LearnsFrom) -> Source:
@@ -70,6 +61,49 @@ def generated(table: DataConfig, tokenizer: Any, learns_from: LearnsFrom) -> Sou
     return reasoning_data(table, tokenizer)
 
 
+def kinds_of(
+    files: Sequence[Entry],
+    learns_from: LearnsFrom,
+    *,
+    prompt_key: str = "prompt",
+    held_out: bool = False,
+    convert: Sequence[Convert] = (),
+) -> tuple[Kind, ...]:
+    """Returns the kind of rows of each file, in the form that an algorithm learns from.
+
+    For ``answers`` files have conversations (with a column ``messages``), prompts and completions (with a column
+    ``completion``, and neither ``reward_model`` nor ``label``), or problems in verl's columns. Held-out
+    files of ``pairs`` and ``labels`` may have problems in verl's columns as well, whose answers are then sampled. A
+    file of pairs gives two labelled responses a row.
+
+    Args:
+        files: the files, in order; the columns of the first one say what all of them hold.
+        learns_from: what the algorithm learns from.
+        prompt_key: the column of prompts.
+        held_out: whether they are for evaluation.
+        convert: functions that make rows of other columns into verl's, as ``data.convert`` names them.
+
+    Raises:
+        DataError: a data set cannot be read, or a function fails on the first row.
+    """
+    columns = set(entry_columns(files[0], convert)) if files and learns_from != "samples" else set()
+    kind = problem_rows(prompt_key)
+    if learns_from == "answers" and MESSAGES in columns:
+        kind = conversation_rows(prompt_key)
+    elif learns_from == "answers" and COMPLETION in columns and not {"reward_model", "label"} & columns:
+        kind = completion_rows(prompt_key)
+    elif learns_from in ("pairs", "labels"):
+        judged = set(PAIR_COLUMNS) <= columns or (learns_from == "labels" and set(LABEL_COLUMNS) <= columns)
+        if not held_out or judged or "reward_model" not in columns:
+            pairs, labelled = pair_rows(prompt_key), labelled_rows(prompt_key)
+            if learns_from == "pairs":
+                kind = pairs
+            else:
+                own = [set(entry_columns(file, convert)) for file in files]
+                return tuple(pairs if set(PAIR_COLUMNS) <= names else labelled for names in own)
+    return (kind,) * len(files)
+
+
 def read_files(
     files: Sequence[Entry],
     learns_from: LearnsFrom,
@@ -79,34 +113,21 @@ def read_files(
     convert: Sequence[Convert] = (),
     unused: Counter[str] | None = None,
 ) -> tuple[Problem, ...]:
-    """Reads the problems of files and data sets in the form that an algorithm learns from.
-
-    For ``answers`` files have conversations (with a column ``messages``), prompts and completions (with a column
-    ``completion``, and neither ``reward_model`` nor ``label``), or problems in verl's columns. Held-out
-    files of ``pairs`` and ``labels`` may have problems in verl's columns as well, whose answers are then sampled.
+    """Reads the problems of files and data sets, and numbers them from 0 over all files.
 
     Args:
-        files: the files, in order; the columns of the first one say what all of them hold.
-        learns_from: what the algorithm learns from.
-        prompt_key: the column of prompts.
-        held_out: whether they are for evaluation.
-        convert: functions that make rows of other columns into verl's, as ``data.convert`` names them.
+        files, learns_from, prompt_key, held_out, convert: as for ``kinds_of``.
         unused: gets, for each column that is not used, the number of rows with a value in it.
 
     Raises:
         DataError: a file cannot be read or lacks a column, or a row cannot be used.
     """
-    read: Callable[..., tuple[Problem, ...]] = read_problems
-    columns = set(entry_columns(files[0], convert)) if files and learns_from != "samples" else set()
-    if learns_from == "answers" and MESSAGES in columns:
-        read = read_conversations
-    elif learns_from == "answers" and COMPLETION in columns and not {"reward_model", "label"} & columns:
-        read = read_completions
-    elif learns_from in ("pairs", "labels"):
-        judged = set(PAIR_COLUMNS) <= columns or (learns_from == "labels" and set(LABEL_COLUMNS) <= columns)
-        if not held_out or judged or "reward_model" not in columns:
-            read = read_pairs if learns_from == "pairs" else read_labelled
-    return read(files, prompt_key=prompt_key, convert=convert, unused=unused)
+    kinds = kinds_of(files, learns_from, prompt_key=prompt_key, held_out=held_out, convert=convert)
+    problems: list[Problem] = []
+    for file, kind in zip(files, kinds, strict=True):
+        for block in kind.blocks(file, convert):
+            problems += kind.problems(block, len(problems), convert, unused)
+    return tuple(problems)
 
 
 def converters(table: DataConfig) -> tuple[Convert, ...]:
@@ -154,121 +175,55 @@ def file_data(
             has characters that the tokenizer does not know, or cannot be rendered turn by turn.
     """
     convert = converters(table)
-    unused: Counter[str] = Counter()
-    read = functools.partial(
-        read_files, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert, unused=unused
+    kinds = functools.partial(kinds_of, learns_from=learns_from, prompt_key=table.prompt_key, convert=convert)
+    limit = table.max_prompt_length if table.filter_overlong_prompts and end_tokens is not None else None
+    encoder = Encoder((), convert, tokenizer, end_tokens, limit=limit)
+    of_held_out = attrs.evolve(
+        encoder,
+        kinds=kinds(table.val_files, held_out=True),
+        end_tokens=end_tokens if table.train_files else None,
+        # Held-out rows that hold what is learned have a loss.
+        judged_only=learns_from != "answers",
     )
-    held_out = read(table.val_files, held_out=True)
-    _report_unused("data.val_files", unused, say)
+    held_out = encoded_files(table.val_files, of_held_out, table.convert)
+    _report_unused("data.val_files", held_out.unused, say)
     if table.stream and table.train_files:
-        validation, _ = short_enough("data.val_files", held_out, table, tokenizer, say)
-        source = streamed(table, tokenizer, read, validation, learns_from, end_tokens)
-        _report_unused("data.train_files, first rows", unused, say)
-        return source
+        return _streamed(table, encoder, held_out, learns_from, say)
     # Without training files, these are weights of the sets that data.task names.
     weights = table.weights if table.train_files else ()
-    problems = _read_parts(table.train_files, bool(weights), read)
-    _report_unused("data.train_files", unused, say)
-    parts = [short_enough("data.train_files", part, table, tokenizer, say) for part in problems]
-    training, lengths = (tuple(itertools.chain(*column)) for column in zip(*parts, strict=True))
-    validation, validation_lengths = short_enough("data.val_files", held_out, table, tokenizer, say)
-    data = FileData(
-        training,
-        validation,
+    of_each = [kind for file in table.train_files for kind in kinds([file])] if weights else kinds(table.train_files)
+    found = encoded_files(table.train_files, attrs.evolve(encoder, kinds=of_each), table.convert)
+    _report_unused("data.train_files", found.unused, say)
+    training = short_enough("data.train_files", found, table, say, each=bool(weights))
+    validation = short_enough("data.val_files", held_out, table, say)
+    taught = end_tokens is not None and len(training.problems) > 0
+    max_row, max_group = longest_rows([training, validation], learns_from) if taught else (0, 0)
+    return FileData(
+        training.problems,
+        validation.problems,
         table.shuffle,
-        max((*lengths, *validation_lengths), default=0),
-        sizes=tuple(len(problems) for problems, _ in parts) if weights else (),
+        longest_prompt([training, validation]),
+        max_row,
+        max_group,
+        sizes=training.sizes if weights else (),
         weights=weights,
     )
-    if end_tokens is None or not training:
-        return data
-    # Held-out rows that hold what is learned have a loss.
-    of_kind = (*training, *(p for p in validation if learns_from == "answers" or isinstance(p, Judged)))
-    count = functools.partial(_longest, of_kind, learns_from, tokenizer, end_tokens)
-    max_row, max_group = counted(f"rows of {learns_from}, ended by {end_tokens}", of_kind, tokenizer, count)
-    return attrs.evolve(data, max_row=max_row, max_group=max_group)
+
+
+def _streamed(
+    table: DataConfig, encoder: Encoder, held_out: Encoded, learns_from: LearnsFrom, say: Callable[[str], None]
+) -> StreamedData:
+    validation = short_enough("data.val_files", held_out, table, say).problems
+    unused: Counter[str] = Counter()
+    read = functools.partial(
+        read_files, learns_from=learns_from, prompt_key=table.prompt_key, convert=encoder.convert, unused=unused
+    )
+    source = streamed(table, encoder.tokenizer, read, validation, learns_from, encoder.end_tokens)
+    _report_unused("data.train_files, first rows", unused, say)
+    return source
 
 
 def _report_unused(key: str, unused: Counter[str], say: Callable[[str], None]) -> None:
-    """Prints the columns that are not used, with the number of rows that have a value, and clears the counts."""
+    """Prints the columns that are not used, with the number of rows that have a value."""
     if columns := [f"{name} ({count} rows)" for name, count in sorted(unused.items()) if count]:
         say(f"note: {key}: columns that are not used: {', '.join(columns)}")
-    unused.clear()
-
-
-def _read_parts(files: Sequence[str], each: bool, read: Read) -> list[tuple[Problem, ...]]:
-    """Returns the training problems of all files together, or of each file."""
-    if not each:
-        return [read(files)]
-    parts, first = [], 0
-    for file in files:
-        problems = read([file])
-        parts.append(tuple(attrs.evolve(problem, id=first + problem.id) for problem in problems))
-        first += len(problems)
-    return parts
-
-
-def _longest(
-    problems: Sequence[Problem], learns_from: LearnsFrom, tokenizer: Any, end_tokens: int | Sequence[int]
-) -> tuple[int, int]:
-    """Returns the tokens of the longest row, and of the rows that are longest together."""
-    lengths: list[list[int]] = []
-    prompts: list[int] = []
-    for some in _chunks(problems):
-        rows = encode_rows(some, tokenizer, end_tokens)
-        lengths += ([len(ids) for ids, _ in examples] for examples in rows)
-        if learns_from == "labels":
-            prompts += (mask.index(1.0) for examples in rows for _, mask in examples)
-    longest = max(itertools.chain.from_iterable(lengths))
-    if learns_from == "labels":
-        # Prompts also come with the responses to others.
-        together = max(prompts) + max(
-            length - prompt for length, prompt in zip(itertools.chain.from_iterable(lengths), prompts, strict=True)
-        )
-        return together, together
-    # The rows of a conversation need not stay together, those of a pair must.
-    return longest, max(map(sum, lengths)) if learns_from == "pairs" else longest
-
-
-def _chunks(problems: Sequence[Problem]) -> Iterator[Sequence[Problem]]:
-    """Yields so many problems at a time that the tokens of all of them never lie in memory together."""
-    return (problems[start : start + CHUNK] for start in range(0, len(problems), CHUNK))
-
-
-def short_enough(
-    key: str, problems: tuple[Problem, ...], table: DataConfig, tokenizer: Any, say: Callable[[str], None]
-) -> tuple[tuple[Problem, ...], list[int]]:
-    """Returns the problems whose prompts are short enough, and the length of each of these prompts in tokens.
-
-    Args:
-        key: the config key that names the problems, for errors.
-        problems: the problems of one kind.
-        table: the config's ``[data]`` table.
-        tokenizer: the model's tokenizer.
-        say: prints a line; it reports how many prompts were left out.
-
-    Raises:
-        DataError: a prompt cannot be used or is too long, or all prompts were left out.
-    """
-    limit = table.max_prompt_length
-    cuts = table.truncation != "error" and not table.filter_overlong_prompts
-    longest = None if table.filter_overlong_prompts or cuts else limit
-
-    def count() -> list[int]:
-        return [len(ids) for some in _chunks(problems) for ids in encode_prompts(some, tokenizer, longest)]
-
-    lengths = counted("prompts", problems, tokenizer, count)
-    if longest is not None and max(lengths, default=0) > longest:
-        count()  # which names the prompt
-    if cuts and (long := sum(length > limit for length in lengths)):
-        say(f"{key}: {long} of {len(problems)} prompts are cut to {limit} tokens (data.truncation)")
-        return tuple(problems), [min(length, limit) for length in lengths]
-    pairs = [(problem, length) for problem, length in zip(problems, lengths, strict=True) if length <= limit]
-    if problems and not pairs:
-        raise DataError(
-            f"{key}: all {len(problems)} prompts are longer than {limit} tokens; raise data.max_prompt_length"
-        )
-    if len(pairs) < len(problems):
-        left_out = len(problems) - len(pairs)
-        say(f"{key}: left out {left_out} of {len(problems)} prompts, longer than {limit} tokens")
-    return tuple(problem for problem, _ in pairs), [length for _, length in pairs]

@@ -2,37 +2,57 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_fn.errors import UserError, closest
 
 Row = dict[str, Any]
-FEW, MANY = 64, 4096  # rows of a Parquet file that are read together
+FEW, MANY = 64, 1024  # rows that are read together; few of a Parquet file that may have images
 
 
 class DataError(UserError, ValueError):
     """Raised for data that cannot be trained on; the message names the file and the row."""
 
 
-def read_rows(
+@attrs.frozen(eq=False)
+class Block:
+    """Some rows of a file or a data set, before they are parsed.
+
+    Attributes:
+        place: names a row for error messages, with its number behind it.
+        numbers: those of the rows.
+        rows: lines of JSON, or an Arrow table.
+        damage: the start of the error about a part of a table that cannot be read.
+        unread: for each column that was not read, the number of rows with a value in it.
+    """
+
+    place: str
+    numbers: Sequence[int]
+    rows: list[str] | pa.RecordBatch | pa.Table
+    damage: str = ""
+    unread: Mapping[str, int] = attrs.field(factory=dict)
+
+
+def read_blocks(
     file: str | Path,
     required: Sequence[str],
     optional: Sequence[str] | None = (),
     *,
     hint: str = "",
     others: Callable[[str], bool] = lambda name: False,
-    unread: Counter[str] | None = None,
-) -> Iterator[tuple[str, Row]]:
-    """Yields each row of a parquet or JSONL file, after the name of its place for error messages.
+) -> Iterator[Block]:
+    """Yields the rows of a parquet or JSONL file, some at a time; ``block_rows`` parses them.
 
     Args:
         file: a file that ends in ``.parquet``, ``.jsonl`` or ``.json``.
@@ -40,31 +60,74 @@ def read_rows(
         optional: columns to read where they exist; None for all others.
         hint: advice to add to the error about a missing column.
         others: names of further columns to read.
-        unread: gets, for each column that is not read, the number of rows with a value in it.
 
     Raises:
-        DataError: the file cannot be read, has no rows, or lacks a column.
+        DataError: the file cannot be read, has no rows, or is a Parquet file that lacks a column.
     """
-    unread = Counter() if unread is None else unread
     path = Path(file).expanduser()
-    if path.suffix not in _READERS:
+    if path.suffix not in SUFFIXES:
         raise DataError(
-            f"{path}: the name of a data file must end in {', '.join(_READERS)}; for a data set of the Hugging Face "
+            f"{path}: the name of a data file must end in {', '.join(SUFFIXES)}; for a data set of the Hugging Face "
             "hub, run verl-fn prepare hub:datasets/OWNER/NAME --out FOLDER first and name the files in it"
         )
     if not path.is_file():
         raise DataError(f"{path}: there is no such file")
+    parquet = path.suffix == ".parquet"
     empty = True
     try:
-        for place, row in _READERS[path.suffix](path, required, optional, hint, others, unread):
+        for block in _parquet(path, required, optional, hint, others) if parquet else _lines(path):
             empty = False
-            yield place, row
+            yield block
     except UnicodeDecodeError as error:
         raise DataError(f"{path} has text that is not UTF-8: {error}") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     if empty:
         raise DataError(f"{path} has no rows")
+
+
+def block_rows(
+    block: Block,
+    required: Sequence[str],
+    optional: Sequence[str] | None = (),
+    *,
+    hint: str = "",
+    others: Callable[[str], bool] = lambda name: False,
+    unread: Counter[str] | None = None,
+) -> Iterator[tuple[str, Row]]:
+    """Yields each row of a block, after the name of its place for error messages.
+
+    Args:
+        block: the rows.
+        required, optional, hint, others: as for ``read_blocks``.
+        unread: gets, for each column that is not read, the number of rows with a value in it.
+
+    Raises:
+        DataError: a row cannot be parsed, or lacks a column.
+    """
+    unread = Counter() if unread is None else unread
+    unread.update(block.unread)
+    if isinstance(block.rows, list):
+        for number, line in zip(block.numbers, block.rows, strict=True):
+            place = f"{block.place} {number}"
+            yield place, _of_line(place, line, required, optional, hint, others, unread)
+        return
+    try:
+        rows = arrow_rows(block.rows)
+    # A damaged table makes the library raise nearly anything.
+    except Exception as error:
+        raise DataError(f"{block.damage}: {one_line(error)}") from error
+    yield from zip((f"{block.place} {number}" for number in block.numbers), rows, strict=True)
+
+
+def read_rows(file: str | Path, required: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yields the columns of each row of a file, after the name of its place for error messages.
+
+    Raises:
+        DataError: as ``read_blocks`` and ``block_rows``.
+    """
+    for block in read_blocks(file, required):
+        yield from block_rows(block, required)
 
 
 def column_names(file: str | Path) -> tuple[str, ...]:
@@ -107,9 +170,8 @@ def _parquet(
     optional: Sequence[str] | None,
     hint: str,
     others: Callable[[str], bool],
-    unread: Counter[str],
-) -> Iterator[tuple[str, Row]]:
-    number = 0
+) -> Iterator[Block]:
+    number, damage = 0, f"{path} cannot be read as parquet (at row {{}})"
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             schema = file.schema_arrow
@@ -122,16 +184,20 @@ def _parquet(
                 raise DataError(f"{path} has several columns {twice[0]!r}; leave one")
             # Other columns may hold images, many of which at once would not fit into memory.
             for batch in file.iter_batches(FEW if more else MANY, columns=[*names, *rest]):
-                unread.update({name: len(batch) - batch.column(name).null_count for name in rest})
-                for row in arrow_rows(batch.select(names)):
-                    yield f"{path}, row {number}", row
-                    number += 1
+                unread = {name: len(batch) - batch.column(name).null_count for name in rest}
+                numbers = range(number, number + len(batch))
+                yield Block(f"{path}, row", numbers, batch.select(names), damage.format(number), unread)
+                number += len(batch)
     except (DataError, GeneratorExit):
         raise
     # A damaged file makes the library raise nearly anything.
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise DataError(f"{path} cannot be read as parquet (at row {number}): {reason:.300}") from error
+        raise DataError(f"{damage.format(number)}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the start of an error's message in one line."""
+    return f"{' '.join(str(error).split()):.300}"
 
 
 def arrow_rows(batch: pa.RecordBatch | pa.Table) -> list[Row]:
@@ -169,33 +235,35 @@ def _shortest(value: Any, kind: pa.DataType) -> Any:
     return value
 
 
-def _json_lines(
-    path: Path,
+def _lines(path: Path) -> Iterator[Block]:
+    with path.open(encoding="utf-8-sig") as file:
+        lines = ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        while some := list(itertools.islice(lines, MANY)):
+            yield Block(f"{path}, line", [number for number, _ in some], [line for _, line in some])
+
+
+def _of_line(
+    place: str,
+    line: str,
     required: Sequence[str],
     optional: Sequence[str] | None,
     hint: str,
     others: Callable[[str], bool],
     unread: Counter[str],
-) -> Iterator[tuple[str, Row]]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path}, line {number}"
-            try:
-                row = json.loads(line, object_pairs_hook=_object, parse_float=_float)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{place} is not a JSON object, one a line: {row!r:.80}")
-            check_columns(place, list(row), required, hint)
-            wanted = row if optional is None else (*required, *optional)
-            kept = {name: value for name, value in row.items() if name in wanted or others(name)}
-            unread.update(name for name, value in row.items() if value is not None and name not in kept)
-            row = kept
-            if "\\ud" in line.lower():
-                _check_characters(place, row)
-            yield place, row
+) -> Row:
+    try:
+        row = json.loads(line, object_pairs_hook=_object, parse_float=_float)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{place} is not a JSON object, one a line: {row!r:.80}")
+    check_columns(place, list(row), required, hint)
+    wanted = row if optional is None else (*required, *optional)
+    kept = {name: value for name, value in row.items() if name in wanted or others(name)}
+    unread.update(name for name, value in row.items() if value is not None and name not in kept)
+    if "\\ud" in line.lower():
+        _check_characters(place, kept)
+    return kept
 
 
 class Inexact(float):
@@ -231,8 +299,7 @@ def _check_characters(place: str, row: Row) -> None:
             ) from error
 
 
-_READERS = {".parquet": _parquet, ".jsonl": _json_lines, ".json": _json_lines}
-SUFFIXES = tuple(_READERS)
+SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
 def check_columns(place: str, columns: Sequence[str], required: Sequence[str], hint: str = "") -> None:

@@ -10,10 +10,9 @@ from typing import Any
 import attrs
 
 from verl_fn.data.hub import PREFIX, hub_commit, hub_name, hub_snapshot
-from verl_fn.data.rows import SUFFIXES, DataError, Row, arrow_rows
+from verl_fn.data.rows import MANY, SUFFIXES, Block, DataError, one_line
 from verl_fn.errors import install
 
-CHUNK = 1000  # rows that are read together
 INSTALL = install("'verl_fn[datasets]'")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
@@ -47,22 +46,22 @@ class Table:
             self.name, self.data, tuple(numbers if self.numbers is None else map(self.numbers.__getitem__, numbers))
         )
 
-    def rows(self) -> Iterator[tuple[str, Row]]:
-        """Yields each row after the name of its place for error messages.
+    def blocks(self) -> Iterator[Block]:
+        """Yields the rows, some at a time.
 
         Raises:
             DataError: rows cannot be read.
         """
-        for start in range(0, len(self), CHUNK):
-            chunk = range(start, min(start + CHUNK, len(self)))
+        for start in range(0, len(self), MANY):
+            chunk = range(start, min(start + MANY, len(self)))
             numbers = chunk if self.numbers is None else self.numbers[chunk.start : chunk.stop]
+            damage = f"{self.name}: rows from {numbers[0]} on cannot be read"
             try:
-                rows = arrow_rows(self.data[list(numbers)])
+                rows = self.data[list(numbers)]
             # Files may be damaged or gone, and the package and Arrow raise nearly anything.
             except Exception as error:
-                raise DataError(f"{self.name}: rows from {numbers[0]} on cannot be read: {_line(error)}") from error
-            for number, row in zip(numbers, rows, strict=True):
-                yield f"{self.name}, row {number}", row
+                raise DataError(f"{damage}: {_line(error)}") from error
+            yield Block(f"{self.name}, row", numbers, rows, damage)
 
 
 def is_set(entry: str) -> bool:
@@ -176,4 +175,4 @@ def _parts(entry: str) -> tuple[str, str, str]:
 def _line(error: BaseException) -> str:
     # The package wraps errors of files in one that says nothing of them.
     error = error.__cause__ or error
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+    return f"{type(error).__name__}: {one_line(error)}"

@@ -50,7 +50,7 @@ class StreamedData:
 
     tables: tuple[Table, ...]
     read: Read
-    validation: tuple[Problem, ...]
+    validation: Sequence[Problem]
     first: tuple[Problem, ...]
     shuffle: bool
     weights: tuple[float, ...] = ()
@@ -80,7 +80,7 @@ class StreamedData:
 
     def held_out(self, count: int | None) -> tuple[Problem, ...]:
         """Returns the first ``count`` problems of the validation files, or all of them for None."""
-        return self.validation[:count]
+        return tuple(self.validation[:count])
 
     def _places(self, key: Key, start: int, count: int) -> list[tuple[int, int]]:
         """Returns the data set of each problem, and the row in it."""
@@ -121,7 +121,7 @@ def streamed(
     table: DataConfig,
     tokenizer: Any,
     read: Read,
-    validation: tuple[Problem, ...],
+    validation: Sequence[Problem],
     learns_from: LearnsFrom,
     end_tokens: int | Sequence[int] | None,
 ) -> StreamedData:

@@ -8,8 +8,9 @@ from typing import Any
 
 from verl_fn.config.names import VERIFIERS, verifiers_name
 from verl_fn.config.schema import DataConfig, EnvConfig
+from verl_fn.data.encoded import longest_prompt, short_enough
 from verl_fn.data.files import FileData
-from verl_fn.data.loading import short_enough
+from verl_fn.data.reading import encoded_problems
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 
@@ -42,9 +43,10 @@ def environment_data(table: DataConfig, env: EnvConfig, tokenizer: Any, say: Cal
         raise DataError(f"data.task: the environment {table.task} has no training dataset; give it one")
     if not parts["held_out"]:
         say(f"note: {table.task} has no evaluation dataset, so nothing is evaluated; give it an eval_dataset")
-    training, lengths = short_enough("data.task", tuple(parts["train"]), table, tokenizer, say)
-    validation, others = short_enough("data.task", tuple(parts["held_out"]), table, tokenizer, say)
-    return FileData(training, validation, table.shuffle, max((*lengths, *others)))
+    training, validation = (
+        short_enough("data.task", encoded_problems(problems, tokenizer), table, say) for problems in parts.values()
+    )
+    return FileData(training.problems, validation.problems, table.shuffle, longest_prompt([training, validation]))
 
 
 def _problem(row: Mapping[str, Any], number: int, name: str) -> Problem:

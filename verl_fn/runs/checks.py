@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 
 from verl_fn.algorithms import make
@@ -29,7 +30,8 @@ from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import FileData
 from verl_fn.data.judged import Judged, TaskPairs
 from verl_fn.data.streaming import StreamedData
-from verl_fn.data.tasks import Problem, Source, Task
+from verl_fn.data.tasks import TASKS, Problem, Source, Task
+from verl_fn.data.traits import TOOLS, Traits, traits_of
 from verl_fn.driver import build, ranks
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import install
@@ -56,8 +58,8 @@ def check(plan: Plan, source: Source, tokenizer: Any) -> None:
             "trainer.stop_at needs held-out problems; set data.val_files, or give the environment of data.task an "
             "eval_dataset"
         )
-    _check_rules(plan, source)
-    _check_tools(plan, source)
+    _check_rules(plan, source, tokenizer)
+    _check_tools(plan, source, tokenizer)
     rows = row_lengths(plan, source, tokenizer)
     own = plan.learns_from != "samples"
     check_other_models(plan, tokenizer)
@@ -197,7 +199,7 @@ def check_model_folders(plan: Plan) -> None:
             )
 
 
-def _check_tools(plan: Plan, source: Source) -> None:
+def _check_tools(plan: Plan, source: Source, tokenizer: Any) -> None:
     """Checks that no row has tools where an environment gives them.
 
     Raises:
@@ -206,14 +208,14 @@ def _check_tools(plan: Plan, source: Source) -> None:
     if not plan.env.name or not isinstance(source, FileData | StreamedData):
         return
     training = source.first if isinstance(source, StreamedData) else source.training
-    if rows := sum(bool(problem.tools) for problem in (*training, *source.validation)):
+    if rows := sum(traits_of(problems, tokenizer).count(TOOLS) for problems in (training, source.validation)):
         raise ConfigError(
             f"env.name: {rows} rows have tools in the column tools, and the model would only see the environment's; "
             "let the environment give them, and remove the column (a function of data.convert can)"
         )
 
 
-def _check_rules(plan: Plan, source: Source) -> None:
+def _check_rules(plan: Plan, source: Source, tokenizer: Any) -> None:
     """Checks that the rules can score the problems of files, before any step is paid for.
 
     Raises:
@@ -222,9 +224,24 @@ def _check_rules(plan: Plan, source: Source) -> None:
     if plan.reward.by_user or plan.env.name or not isinstance(source, FileData | StreamedData):
         return
     held_out = source.held_out(plan.data.val_size)
-    training = source.first if isinstance(source, StreamedData) else source.training
-    sampled = training if plan.needs_reward else ()
-    by_rules([Answer(problem, "") for problem in (*(held_out if samples_answers(plan, held_out) else ()), *sampled)])
+    if samples_answers(plan, held_out):
+        by_rules([Answer(problem, "") for problem in held_out])
+    if plan.needs_reward:
+        training = source.first if isinstance(source, StreamedData) else source.training
+        by_rules([Answer(training[i], "") for i in _with_rules(traits_of(training, tokenizer))])
+
+
+def _with_rules(traits: Traits) -> list[int]:
+    """Returns the places of problems whose rules can fail on an answer without text.
+
+    They are the first one of each data source, and all with the source of a generated task, whose rule reads the
+    prompt.
+    """
+    found: list[int] = []
+    for number, group in enumerate(traits.names):
+        places = np.flatnonzero(traits.groups == number)
+        found += (places if group.data_source in TASKS else places[:1]).tolist()
+    return sorted(found)
 
 
 def samples_answers(plan: Plan, problems: Sequence[Problem]) -> bool:

@@ -7,17 +7,14 @@ what a run computes, and of the identity before, so runs that compute the same h
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import platform
-import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from verl_fn.config.names import is_reference, reasoning_names, verifiers_name
 from verl_fn.config.schema import Table
 from verl_fn.data.hub import recorded
 from verl_fn.data.sets import is_set, set_files
+from verl_fn.user_files import code_files, with_imports
 
 from . import RunError
 from .checkpoints import IDENTITY, carried_identity, checkpoints, crc_of, identities, step_of
@@ -287,48 +285,11 @@ def _files(plan: Plan) -> Iterator[Path]:
     yield from (Path(entry) for entry in _data(plan) if not is_set(entry))
     for reference in (*plan.code, *plan.data.convert, *plan.reward.functions, plan.env.name):
         if is_reference(reference) and not verifiers_name(reference):
-            yield from _code(reference.rpartition(":")[0])
+            yield from code_files(reference.rpartition(":")[0])
     if name := verifiers_name(plan.env.name):
         # An installed environment is found from the processes that run it.
         file = Path(name).resolve()
-        yield from _with_imports(file.with_name(file.name.replace("-", "_") + ".py"))
+        yield from with_imports(file.with_name(file.name.replace("-", "_") + ".py"))
     if plan.new_model is None:
         for pattern in ("tokenizer*", "chat_template*", "special_tokens*", "added_tokens*", "generation_config*"):
             yield from sorted(Path(plan.model).glob(pattern))
-
-
-def _code(module: str) -> Iterator[Path]:
-    """Yields the files of a module of the user's, given as a file or by name; installed packages have none."""
-    if module.endswith(".py"):
-        yield from _with_imports(Path(module))
-        return
-    # Processes of rewards and environments find modules in the working directory.
-    spec = PathFinder.find_spec(module.partition(".")[0], [str(Path.cwd()), *sys.path])
-    if spec is None or spec.origin is None or "site-packages" in spec.origin:
-        return
-    file = Path(spec.origin)
-    yield from _with_imports(file) if file.name != "__init__.py" else sorted(file.parent.rglob("*.py"))
-
-
-def _with_imports(file: Path) -> list[Path]:
-    """Returns a file, and the files of modules and packages in its folder that it imports, directly or not."""
-    found = [file]
-    for one in found:
-        for name in _imported(one):
-            package = file.parent / name
-            files = [package.with_suffix(".py"), *sorted(package.rglob("*.py"))]
-            found += [path for path in files if path.is_file() and path not in found]
-    return found
-
-
-def _imported(file: Path) -> set[str]:
-    """Returns the first parts of the names that a file imports; none for one that cannot be read."""
-    try:
-        nodes = list(ast.walk(ast.parse(file.read_bytes())))
-    except (OSError, ValueError, SyntaxError, RecursionError):
-        return set()
-    names = {alias.name for one in nodes if isinstance(one, ast.Import) for alias in one.names}
-    for one in nodes:
-        if isinstance(one, ast.ImportFrom):
-            names |= {one.module} if one.module else {alias.name for alias in one.names}
-    return {name.partition(".")[0] for name in names}

@@ -16,6 +16,7 @@ from verl_fn.data.files import FileData
 from verl_fn.data.loading import converters, file_data, generated, read_files
 from verl_fn.data.notices import notices, of_template
 from verl_fn.data.tasks import Source
+from verl_fn.data.traits import joined, traits_of
 from verl_fn.driver import build
 from verl_fn.environments.problems import environment_data
 
@@ -96,7 +97,8 @@ def _of_models(plan: Plan) -> Iterator[str]:
 def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> Iterator[str]:
     """Yields a line for each unusual property of the chat template and of problems from files."""
     read = source.training if isinstance(source, FileData) else getattr(source, "first", ())
-    yield from of_template((*read, *getattr(source, "validation", ())), plan.data, tokenizer)
+    traits = [traits_of(problems, tokenizer) for problems in (read, getattr(source, "validation", ()))]
+    yield from of_template(joined(traits), plan.data, tokenizer)
     if isinstance(source, FileData) and (plan.data.train_files or plan.data.val_files):
         yield from notices(
             source.training, source.validation, plan.data, tokenizer, answers=answers, sizes=source.sizes

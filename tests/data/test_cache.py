@@ -1,0 +1,396 @@
+"""Many rows: encoded by several processes, found in the cache, and never from a cache that is old or damaged."""
+
+import datetime
+import fcntl
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import attrs
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl_fn.backends.hf.chat import with_chat_arguments
+from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+from verl_fn.config.schema import DataConfig
+from verl_fn.data import processes, reading, store
+from verl_fn.data.encoded import Encoder
+from verl_fn.data.files import problem_rows
+from verl_fn.data.loading import file_data, read_files
+from verl_fn.data.notices import notices
+from verl_fn.data.rows import DataError
+from verl_fn.data.tasks import Problem
+from verl_fn.data.traits import traits_of
+from verl_fn.state import Key
+
+LETTERS = "abcdefgh"
+
+
+def rows(count, source="s", **columns):
+    return [
+        {"data_source": source, "prompt": [{"role": "user", "content": LETTERS[: 1 + i % 8]}]}
+        | {"reward_model": {"ground_truth": "ab"}, "extra_info": {"index": i}}
+        | columns
+        for i in range(count)
+    ]
+
+
+def write(file, made):
+    if file.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(made), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in made))
+    return str(file)
+
+
+def tokenizer(letters=LETTERS, template=CHAT_TEMPLATE, arguments=None, date=None):
+    made = with_chat_arguments(char_tokenizer(letters + "\n"), arguments or {}, date)
+    made.chat_template = template
+    return made
+
+
+def read(*files, using=None, learns_from="samples", end_tokens=None, val=(), said=None, **table):
+    table = DataConfig(**{"train_files": files, "val_files": val, "max_prompt_length": 99} | table)
+    say = (lambda line: None) if said is None else said.append
+    return file_data(table, using or tokenizer(), say, learns_from=learns_from, end_tokens=end_tokens)
+
+
+@pytest.fixture
+def few(tmp_path, monkeypatch):
+    """Takes 20 rows for many, three to a block, with a cache of its own; returns the sizes of encoded parts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(reading, "FEWEST", 20)
+    for module in ("rows", "reading"):
+        monkeypatch.setattr(f"verl_fn.data.{module}.MANY", 3)
+    encoded = []
+
+    def counted(function, items):
+        for part in processes.in_order(function, items):
+            encoded.append(len(part.problems))
+            yield part
+
+    monkeypatch.setattr(reading, "in_order", counted)
+    return encoded
+
+
+def kept():
+    return sorted(store.cache_folder().glob("*.rows"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_many_rows_are_the_problems_of_their_files_and_the_second_start_encodes_nothing(tmp_path, few, name):
+    file, val = write(tmp_path / name, rows(50)), write(tmp_path / "val.jsonl", rows(5, "v"))
+    for encoded in (50, 0):
+        few.clear()
+        data = read(file, val=(val,))
+        assert sum(few) == encoded
+        assert tuple(data.training) == read_files([file], "samples")
+        assert [problem.extra_info for problem in data.training[3:5]] == [{"index": 3}, {"index": 4}]
+        assert data.training[-1].extra_info == {"index": 49} and data.held_out(2) == tuple(data.validation)[:2]
+        assert (len(data.training), len(data.validation), data.max_prompt) == (50, 5, 10)
+        drawn = data.train(Key.from_seed(0), 45, 10)
+        assert drawn == attrs.evolve(data, training=read_files([file], "samples")).train(Key.from_seed(0), 45, 10)
+    assert len(kept()) == 1 and not list(store.cache_folder().glob(".*"))
+
+
+def test_everything_that_a_start_says_is_said_by_the_second_one(tmp_path, few):
+    made = [row | {"more": 1} for row in rows(20)]
+    made[7] |= {"prompt": "{}", "reward_model": {"ground_truth": ""}, "tools": [{"name": "f"}]}
+    made[9]["prompt"][0] |= {"content": "a<eos>", "name": "b"}
+    file, heard = write(tmp_path / "a.jsonl", made), []
+    using = tokenizer(LETTERS + '{"}: 1x')
+    for _ in range(2):
+        said = []
+        data = read(file, using=using, max_prompt_length=8, filter_overlong_prompts=True, said=said)
+        table = DataConfig(train_files=(file,), train_batch_size=1)
+        said += notices(data.training, data.validation, table, using, answers=True)
+        said += [group for group, _ in traits_of(data.training, using).rows_of()]
+        heard.append(said)
+    assert heard[0] == heard[1] and few.count(0) == 0
+    assert heard[0][:2] == [
+        "note: data.train_files: columns that are not used: more (20 rows)",
+        "data.train_files: left out 3 of 20 prompts, longer than 8 tokens",
+    ]
+    assert "1 of 17 prompts are JSON" in heard[0][3] and "1 of 17 ground truths are empty" in heard[0][4]
+    assert "such as '<eos>' in problem 9 of 's'" in heard[0][5] and heard[0][-1].fields == ("name",)
+
+
+def test_another_content_tokenizer_template_argument_or_day_is_encoded_again(tmp_path, few):
+    file = tmp_path / "a.jsonl"
+    write(file, rows(30))
+    first = read(str(file))
+    few.clear()
+    for other in (
+        {"letters": LETTERS + "x"},
+        {"template": CHAT_TEMPLATE + "a"},
+        {"arguments": {"a": 1}},
+        {"date": "2026-01-01"},
+    ):
+        for encoded in (30, 0):
+            read(str(file), using=tokenizer(**other))
+            assert sum(few) == encoded, other
+            few.clear()
+    # The same size and the same time.
+    before = file.stat()
+    file.write_text(file.read_text().replace('"ab"', '"cd"'))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size and file.stat().st_mtime_ns == before.st_mtime_ns
+    assert {one.answer for one in read(str(file)).training} == {"cd"} and sum(few) == 30
+    # Those that were read before are still what they were.
+    assert {one.answer for one in first.training} == {"ab"}
+
+
+def test_settings_that_rows_depend_on_are_a_part_of_the_name(tmp_path, few):
+    file = write(tmp_path / "a.jsonl", [row | {"q": "a"} for row in rows(30)])
+    assert read(file).training[1].prompt != read(file, prompt_key="q").training[1].prompt == "a"
+    few.clear()
+    answers = read(file, learns_from="answers", end_tokens=2)
+    assert sum(few) == 30 and answers.max_row > read(file).max_row == 0
+    # Rows of prompts that are left out are not encoded, so they cannot fail.
+    shorter = read(file, learns_from="answers", end_tokens=2, max_prompt_length=5, filter_overlong_prompts=True)
+    assert 0 < shorter.max_row < answers.max_row
+
+
+def test_code_of_a_function_of_the_user_is_a_part_of_the_name(tmp_path, few):
+    file = write(tmp_path / "a.jsonl", rows(30))
+    code, beside = tmp_path / "mine.py", tmp_path / "mine_too.py"
+    code.write_text(
+        "from .mine_too import answer\n\n\ndef convert(row):\n    return row | {'reward_model': answer}\n"
+    )
+    beside.write_text("answer = {'ground_truth': 'a'}\n")
+    convert = (f"{code}:convert",)
+    assert read(file, convert=convert).training[0].answer == "a" and sum(few) == 30
+    assert read(file, convert=convert).training[0].answer == "a" and sum(few) == 30
+    code.write_text(code.read_text().replace("answer}", "{'ground_truth': 'b'}}"))
+    assert read(file, convert=convert).training[0].answer == "b" and sum(few) == 60
+    beside.write_text("answer = {'ground_truth': 'c'}\n")
+    read(file, convert=convert)
+    assert sum(few) == 90
+
+
+@pytest.mark.parametrize("damage", ["cut", "byte", "column", "empty", "other"])
+def test_a_damaged_file_of_the_cache_is_made_again(tmp_path, few, damage):
+    file = write(tmp_path / "a.jsonl", rows(30))
+    read(file)
+    (stored,) = kept()
+    data = stored.read_bytes()
+    place = {"byte": 5, "column": -400}.get(damage, 0)
+    changed = bytearray(data)
+    changed[place] ^= 1
+    stored.write_bytes({"cut": data[:-9], "empty": b"", "other": b"x" * 99}.get(damage, bytes(changed)))
+    few.clear()
+    assert tuple(read(file).training) == read_files([file], "samples") and sum(few) == 30
+    assert stored.read_bytes() == data
+
+
+def test_a_cache_names_no_code_to_run(tmp_path, few):
+    class Runs:
+        def __reduce__(self):
+            return os.system, (f"touch {tmp_path}/ran",)
+
+    with pytest.raises(store.Unstorable):
+        store.packed(Problem("a", "b", extra_info={"x": Runs()}))
+    with pytest.raises(pickle.UnpicklingError, match="is no class of a row's values"):
+        store.unpacked(pickle.dumps((0, "a", Runs())), 0)
+    assert not (tmp_path / "ran").exists()
+    value = Problem(({"role": "user", "at": datetime.date(2026, 1, 2), "b": b"x"},), "b", 3, "s", {"x": [1.5, None]})
+    assert store.unpacked(store.packed(value), 3) == value
+
+
+def test_values_of_other_classes_stay_in_memory(tmp_path, few):
+    code = tmp_path / "odd.py"
+    code.write_text(
+        "class Odd(str):\n    pass\ndef convert(row):\n    return row | {'data_source': Odd(row['data_source'])}\n"
+    )
+    file = write(tmp_path / "a.jsonl", rows(30))
+    data = read(file, convert=(f"{code}:convert",))
+    assert len(data.training) == 30 and type(data.training[0].data_source).__name__ == "Odd" and not kept()
+
+
+def test_a_cache_that_cannot_be_written_or_made_is_not_needed(tmp_path, few, monkeypatch):
+    file = write(tmp_path / "a.jsonl", rows(30))
+    (tmp_path / "cache").write_text("a file")
+    for _ in range(2):
+        assert tuple(read(file).training) == read_files([file], "samples")
+    assert sum(few) == 60
+    (tmp_path / "cache").unlink()
+
+    def full(descriptor, *args):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.fcntl, "flock", full)
+        assert tuple(read(file).training) == read_files([file], "samples")
+    assert not kept()
+    read(file)
+    # A folder that another user has filled.
+    with monkeypatch.context() as patched:
+        patched.setattr(store.os, "utime", full)
+        patched.setattr(store, "_claimed", full)
+        few.clear()
+        assert tuple(read(file).training) == read_files([file], "samples") and not few
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, few, monkeypatch):
+    file = write(tmp_path / "a.jsonl", rows(30))
+    written = store.write
+
+    def full(out, parts):
+        error = written(out, parts)
+        if hasattr(out, "fileno") and not isinstance(out, store.io.BytesIO):
+            raise OSError(28, "No space left on device")
+        return error
+
+    monkeypatch.setattr(store, "write", full)
+    assert tuple(read(file).training) == read_files([file], "samples")
+    assert not list(store.cache_folder().iterdir())
+
+
+def test_data_that_change_while_they_are_read_stay_out_of_the_cache(tmp_path, few, monkeypatch):
+    file = tmp_path / "a.jsonl"
+    write(file, rows(30))
+    written = store.write
+
+    def late(out, parts):
+        error = written(out, parts)
+        file.write_text(file.read_text().replace('"ab"', '"cd"'))
+        return error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "write", late)
+        assert {one.answer for one in read(str(file)).training} == {"ab"}
+    assert not list(store.cache_folder().iterdir())
+    assert {one.answer for one in read(str(file)).training} == {"cd"}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_errors_name_file_and_row_of_the_first_mistake(tmp_path, few, name):
+    made = rows(60)
+    made[40] |= {"reward_model": {"ground_truth": None}}
+    made[50] |= {"prompt": []}
+    file = write(tmp_path / name, made)
+    place = "line 41" if name == "a.jsonl" else "row 40"
+    with pytest.raises(DataError, match=rf"{name}, {place}: reward_model has no ground_truth"):
+        read(file)
+    # What cannot be encoded is reported after rows that cannot be read, wherever they are.
+    made[40], made[50] = rows(60)[40], rows(60)[50]
+    made[30]["prompt"][0]["content"] = "a!"
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"problem 30 of 's': the tokenizer does not know .* it lacks '!'"):
+            read(write(tmp_path / name, made))
+    made[59] |= {"reward_model": {}} if name == "a.jsonl" else {"reward_model": {"ground_truth": None}}
+    with pytest.raises(DataError, match="reward_model has no ground_truth"):
+        read(write(tmp_path / name, made))
+    assert not list(store.cache_folder().iterdir())
+    for _ in range(2):
+        with pytest.raises(DataError, match="problem 7 of 's': the prompt has 10 tokens, more than 9"):
+            read(write(tmp_path / "b.jsonl", rows(30)), max_prompt_length=9)
+
+
+def test_text_that_is_no_json_behind_a_bad_row_is_reported_second(tmp_path, few):
+    lines = [json.dumps(row) for row in rows(30)]
+    lines[25] = json.dumps(rows(1)[0] | {"prompt": ""})
+    (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode() + b"\n" * 30_000 + b"\xff")
+    with pytest.raises(DataError, match=r"a\.jsonl, line 26: prompt is empty"):
+        read(str(tmp_path / "a.jsonl"))
+
+
+BUILD = """
+    import os, sys, time
+    sys.path.insert(0, {tests!r})
+    from data import test_cache
+    from verl_fn.data import processes, reading, store
+    reading.FEWEST = 20
+    real = store.write
+    def slow(out, parts):
+        print("building", os.getpid(), flush=True)
+        error = real(out, parts)
+        time.sleep({seconds})
+        return error
+    store.write = slow
+    print(len(test_cache.read({file!r}).training), flush=True)
+"""
+
+
+def started(tmp_path, file, seconds):
+    tests = os.path.dirname(os.path.dirname(__file__))
+    code = textwrap.dedent(BUILD.format(tests=tests, file=file, seconds=seconds))
+    env = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+
+
+def test_of_two_processes_one_builds_and_the_other_waits_also_if_the_first_is_killed(tmp_path, few):
+    file = write(tmp_path / "a.jsonl", rows(30))
+    killed = started(tmp_path, file, 600)
+    assert killed.stdout.readline().startswith("building")
+    waiting = [started(tmp_path, file, 1) for _ in range(2)]
+    (aside,) = store.cache_folder().glob(".*")
+    with aside.open("ab") as other, pytest.raises(BlockingIOError):
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    time.sleep(1)
+    killed.send_signal(signal.SIGKILL)
+    outputs = [process.communicate(timeout=300)[0].split("\n") for process in (killed, *waiting)]
+    assert sorted(len(lines) for lines in outputs[1:]) == [2, 3], outputs  # one of them has built
+    assert all(lines[-2] == "30" for lines in outputs[1:])
+    assert len(kept()) == 1 and not list(store.cache_folder().glob(".*"))
+    few.clear()
+    read(file)
+    assert not few
+
+
+def test_files_that_no_run_has_read_for_a_month_are_removed(tmp_path, few):
+    old, new = (write(tmp_path / f"{name}.jsonl", rows(30, name)) for name in "ab")
+    read(old)
+    (file,) = kept()
+    os.utime(file, (time.time() - store.UNUSED + 60,) * 2)
+    read(old)
+    assert time.time() - file.stat().st_mtime < 60
+    os.utime(file, (time.time() - store.UNUSED - 60,) * 2)
+    read(new)
+    assert len(kept()) == 1 and kept() != [file]
+
+
+def test_weights_number_the_problems_of_all_files(tmp_path, few):
+    files = [write(tmp_path / f"{name}.jsonl", rows(20, name)) for name in "ab"]
+    for _ in range(2):
+        said = []
+        data = read(*files, weights=(1.0, 3.0), max_prompt_length=8, filter_overlong_prompts=True, said=said)
+        assert data.sizes == (16, 16) and [one.id for one in data.training[14:18]] == [18, 19, 20, 21]
+        assert said == ["data.train_files: left out 4 of 20 prompts, longer than 8 tokens"] * 2
+
+
+def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
+    monkeypatch.setattr(processes.os, "sched_getaffinity", lambda process: range(3))
+
+    def slow(number):
+        time.sleep(0.05 * (number % 3 == 0))
+        if number == 11:
+            raise DataError("eleven")
+        if number == 13:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number, os.getpid()
+
+    found = list(processes.in_order(slow, range(11)))
+    assert [number for number, _ in found] == list(range(11)) and len({process for _, process in found}) == 3
+    seen = []
+    with pytest.raises(DataError, match="eleven"):
+        seen.extend(number for number, _ in processes.in_order(slow, iter(range(12))))
+    with pytest.raises(processes.ProcessEnded, match="exit status -9"):
+        list(processes.in_order(slow, [1, 13, 2]))
+
+    def items():
+        yield 1
+        raise KeyError("lost")
+
+    with pytest.raises(KeyError, match="lost"):
+        list(processes.in_order(slow, items()))
+
+
+def test_name_of_data_that_is_no_file_is_not_known():
+    assert reading.name_of([], Encoder([problem_rows()], (), object()), ()) is None

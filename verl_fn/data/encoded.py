@@ -1,0 +1,279 @@
+"""Problems with the lengths of their tokens: read, checked and encoded in parts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import attrs
+import numpy as np
+
+from verl_fn.config.algorithms import LearnsFrom
+from verl_fn.config.schema import DataConfig
+from verl_fn.data.entries import Convert, Kind
+from verl_fn.data.examples import encode_rows
+from verl_fn.data.files import encode_prompts, too_long
+from verl_fn.data.judged import Judged
+from verl_fn.data.rows import Block, DataError
+from verl_fn.data.tasks import Problem
+from verl_fn.data.traits import Traits, joined, traits_of
+from verl_fn.errors import UserError
+
+
+@attrs.frozen(eq=False)
+class Asked:
+    """What is asked of an ``Encoder``.
+
+    Attributes:
+        block: some rows.
+        file: the number of their file.
+        first: the number of the first row among those of all files.
+        encode: whether their lengths are needed; otherwise they are only checked.
+    """
+
+    block: Block
+    file: int
+    first: int
+    encode: bool
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """Some problems of a file with their lengths, as ``Encoded`` has them.
+
+    Attributes:
+        file: the number of the file.
+        problems: the problems, or each as bytes.
+        prompts, rows, traits, unused, error: those of ``Encoded``.
+    """
+
+    file: int
+    problems: Sequence[Problem | bytes]
+    prompts: np.ndarray
+    rows: np.ndarray
+    traits: Traits
+    unused: Counter[str]
+    error: Exception | None = None
+
+
+@attrs.frozen(eq=False)
+class Encoded:
+    """Problems of files with the lengths of their tokens.
+
+    Attributes:
+        problems: the problems, which may lie on disk.
+        prompts: tokens of each prompt, of shape (problems,).
+        rows: for each problem, tokens of its longest row, of its rows together, of the longest prompt of a row, and
+            of the longest response, of shape (problems, 4); 0 unless its rows are learned from.
+        traits: of the problems.
+        sizes: the number of problems of each file.
+        unused: for each column that is not used, the number of rows with a value in it.
+        error: the first error of encoding, which is raised when the lengths are needed.
+    """
+
+    problems: Sequence[Problem]
+    prompts: np.ndarray
+    rows: np.ndarray
+    traits: Traits
+    sizes: tuple[int, ...] = ()
+    unused: Counter[str] = attrs.field(factory=Counter)
+    error: Exception | None = None
+
+    def __getitem__(self, chosen: Any) -> Encoded:
+        """Returns some of the problems, by a slice or a mask."""
+        numbers = np.arange(len(self.problems))[chosen]
+        traits = self.traits[chosen]
+        problems = Chosen(self.problems, numbers, traits)
+        return Encoded(problems, self.prompts[chosen], self.rows[chosen], traits, error=self.error)
+
+
+@attrs.frozen(eq=False)
+class Chosen(Sequence[Problem]):
+    """Some problems of a sequence.
+
+    Attributes:
+        problems: the sequence.
+        numbers: the places in it.
+        traits: of these problems.
+
+    Example:
+        >>> two = [Problem("a", "b"), Problem("c", "d")]
+        >>> chosen = Chosen(two, np.array([1]), traits_of(two[1:], None))
+        >>> [problem.prompt for problem in chosen], chosen[:5][0].answer, len(chosen)
+        (['c'], 'd', 1)
+    """
+
+    problems: Sequence[Problem]
+    numbers: np.ndarray
+    traits: Traits
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return tuple(self.problems[int(i)] for i in self.numbers[number])
+        return self.problems[int(self.numbers[number])]
+
+
+@attrs.frozen(eq=False)
+class Encoder:
+    """Checks and encodes the rows of blocks.
+
+    Attributes:
+        kinds: the kind of rows of each file.
+        convert: the functions of ``data.convert``.
+        tokenizer: the model's tokenizer.
+        end_tokens: as for ``encode_rows``, if rows are learned from.
+        judged_only: whether only rows of judged responses are learned from.
+        limit: rows of longer prompts are not encoded.
+        pack: makes bytes of a problem, if they shall not stay in memory.
+    """
+
+    kinds: Sequence[Kind]
+    convert: Sequence[Convert]
+    tokenizer: Any
+    end_tokens: int | Sequence[int] | None = None
+    judged_only: bool = False
+    limit: int | None = None
+    pack: Callable[[Problem], bytes] | None = None
+
+    def __call__(self, asked: Asked | Exception) -> Part:
+        """Returns the part of a block.
+
+        Raises:
+            DataError: a row cannot be used.
+            Exception: the one in place of a block, if the next block cannot be read.
+        """
+        if isinstance(asked, Exception):
+            raise asked
+        unused: Counter[str] = Counter()
+        kind = self.kinds[asked.file]
+        problems = list(kind.problems(asked.block, asked.first, self.convert, unused))
+        return self.part(problems, asked.file, unused, encode=asked.encode)
+
+    def part(
+        self,
+        problems: Sequence[Problem],
+        file: int = 0,
+        unused: Counter[str] | None = None,
+        *,
+        encode: bool = True,
+    ) -> Part:
+        """Returns problems with their lengths, which are 0 if they are not encoded."""
+        prompts, rows = np.zeros(len(problems), np.int32), np.zeros((len(problems), 4), np.int32)
+        error: Exception | None = None
+        try:
+            if encode:
+                prompts[:] = [len(ids) for ids in encode_prompts(problems, self.tokenizer)]
+            if encode and self.end_tokens is not None:
+                self._encode_rows(problems, prompts, rows)
+        # Rows that cannot be used are reported first, also those of later blocks.
+        except UserError as failure:
+            error = failure
+        traits = traits_of(problems, self.tokenizer)
+        kept = problems if self.pack is None else [self.pack(one) for one in problems]
+        return Part(file, kept, prompts, rows, traits, unused or Counter(), error)
+
+    def _encode_rows(self, problems: Sequence[Problem], prompts: np.ndarray, rows: np.ndarray) -> None:
+        fits = [self.limit is None or length <= self.limit for length in prompts]
+        places = [
+            i for i, one in enumerate(problems) if fits[i] and (not self.judged_only or isinstance(one, Judged))
+        ]
+        encoded = encode_rows([problems[i] for i in places], self.tokenizer, self.end_tokens or ())
+        for i, examples in zip(places, encoded, strict=True):
+            lengths = [len(ids) for ids, _ in examples]
+            starts = [mask.index(1.0) if 1.0 in mask else len(mask) for _, mask in examples]
+            responses = [length - start for length, start in zip(lengths, starts, strict=True)]
+            rows[i] = max(lengths), sum(lengths), max(starts), max(responses)
+
+
+def assembled(parts: Iterable[Part], problems: Sequence[Problem] | None = None) -> Encoded:
+    """Returns all parts as one.
+
+    Args:
+        parts: the parts, in order.
+        problems: those of all parts, if the parts do not have them.
+    """
+    parts = list(parts)
+    unused: Counter[str] = Counter()
+    sizes: Counter[int] = Counter()
+    for part in parts:
+        unused.update(part.unused)
+        sizes[part.file] += len(part.prompts)
+    return Encoded(
+        [one for part in parts for one in part.problems if isinstance(one, Problem)]
+        if problems is None
+        else problems,
+        np.concatenate([np.zeros(0, np.int32), *(part.prompts for part in parts)]),
+        np.concatenate([np.zeros((0, 4), np.int32), *(part.rows for part in parts)]),
+        joined([part.traits for part in parts]),
+        tuple(sizes[file] for file in sorted(sizes)),
+        unused,
+        next((part.error for part in parts if part.error is not None), None),
+    )
+
+
+def short_enough(
+    key: str, found: Encoded, table: DataConfig, say: Callable[[str], None], *, each: bool = False
+) -> Encoded:
+    """Returns the problems whose prompts are short enough, with the number of them in each file.
+
+    Args:
+        key: the config key that names the problems, for errors.
+        found: the problems.
+        table: the config's ``[data]`` table.
+        say: prints a line; it reports how many prompts were left out or are cut.
+        each: report each file by itself.
+
+    Raises:
+        DataError: a prompt cannot be used or is too long, or all prompts were left out.
+    """
+    if found.error is not None:
+        raise found.error
+    fits = found.prompts <= table.max_prompt_length
+    start, sizes = 0, []
+    for size in found.sizes if each else (len(fits),):
+        kept = fits[start : start + size]
+        _report_long(key, found, start, kept, table, say)
+        if not table.filter_overlong_prompts:
+            kept[:] = True
+        sizes.append(int(kept.sum()))
+        start += size
+    chosen = found[fits]
+    return attrs.evolve(chosen, prompts=np.minimum(chosen.prompts, table.max_prompt_length), sizes=tuple(sizes))
+
+
+def _report_long(
+    key: str, found: Encoded, start: int, fits: np.ndarray, table: DataConfig, say: Callable[[str], None]
+) -> None:
+    long, total, limit = int((~fits).sum()), len(fits), table.max_prompt_length
+    if not long:
+        return
+    if table.filter_overlong_prompts:
+        if long == total:
+            raise DataError(
+                f"{key}: all {total} prompts are longer than {limit} tokens; raise data.max_prompt_length"
+            )
+        say(f"{key}: left out {long} of {total} prompts, longer than {limit} tokens")
+    elif table.truncation != "error":
+        say(f"{key}: {long} of {total} prompts are cut to {limit} tokens (data.truncation)")
+    else:
+        first = start + int(np.argmin(fits))
+        raise too_long(found.problems[first], int(found.prompts[first]), limit)
+
+
+def longest_prompt(parts: Sequence[Encoded]) -> int:
+    """Returns the tokens of the longest prompt; 0 without any."""
+    return max(int(part.prompts.max(initial=0)) for part in parts)
+
+
+def longest_rows(parts: Sequence[Encoded], learns_from: LearnsFrom) -> tuple[int, int]:
+    """Returns the tokens of the longest row, and of the rows that are longest together."""
+    longest, together, prompt, response = np.concatenate([part.rows for part in parts]).max(axis=0).tolist()
+    if learns_from == "labels":
+        # Prompts also come with the responses to others.
+        return prompt + response, prompt + response
+    # The rows of a conversation need not stay together, those of a pair must.
+    return longest, together if learns_from == "pairs" else longest

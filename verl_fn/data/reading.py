@@ -1,0 +1,202 @@
+"""The problems of files: read, checked and encoded by several processes, or found in the cache."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import attrs
+
+import verl_fn
+from verl_fn.backends.hf import chat
+from verl_fn.data.encoded import Asked, Encoded, Encoder, Part, assembled
+from verl_fn.data.entries import Entry
+from verl_fn.data.processes import in_order
+from verl_fn.data.rendering import all_ends
+from verl_fn.data.rows import MANY
+from verl_fn.data.sets import Table, is_set, open_set
+from verl_fn.data.store import Unstorable, in_memory, packed, stored
+from verl_fn.data.tasks import Problem
+from verl_fn.user_files import code_files
+
+FEWEST = 10_000  # fewer problems are encoded in a few seconds, by this process
+VERSIONS = ("transformers", "tokenizers", "jinja2", "pyarrow", "numpy", "attrs")
+CODE = ("data/*.py", "backends/hf/*.py", "config/schema.py", "scores/*.py")  # makes problems and tokens of rows
+
+Stat = tuple[int, ...]
+
+
+def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence[str] = ()) -> Encoded:
+    """Returns the problems of files and data sets with the lengths of their tokens.
+
+    Few problems stay in memory. Many are read and encoded by a process for each core and lie in the cache, whose
+    file is named by all that they depend on; see ``store``.
+
+    Args:
+        files: the files, in order.
+        encoder: checks and encodes them.
+        references: the names of the encoder's functions of ``data.convert``.
+
+    Raises:
+        DataError: a file or a row cannot be used.
+    """
+    opened = [open_set(str(one)) if not isinstance(one, Table) and is_set(str(one)) else one for one in files]
+    head, rows = list[Asked | Exception](), 0
+    for asked in _asked(opened, encoder):
+        head.append(asked)
+        rows += len(asked.block.numbers) if isinstance(asked, Asked) else 0
+        if rows >= FEWEST:
+            break
+    else:
+        return assembled(map(encoder, head))
+    del head
+    parts = functools.partial(_parts, opened, attrs.evolve(encoder, pack=packed))
+    try:
+        if (name := name_of(opened, encoder, references)) is None:
+            return in_memory(parts())
+        return stored(name.digest, parts, name.holds)
+    except Unstorable:
+        return assembled(map(encoder, _asked(opened, encoder)))
+
+
+def _asked(files: Sequence[Entry], encoder: Encoder) -> Iterator[Asked | Exception]:
+    """Yields the rows of all files, some at a time, and at last the error that ends them, if there is one."""
+    first = 0
+    try:
+        for number, file in enumerate(files):
+            for block in encoder.kinds[number].blocks(file, encoder.convert):
+                yield Asked(block, number, first, encode=True)
+                first += len(block.numbers)
+    # Rows before it are checked first.
+    except Exception as error:
+        yield error
+
+
+def _parts(files: Sequence[Entry], encoder: Encoder) -> Iterator[Part]:
+    failed = False
+
+    def asked() -> Iterator[Asked | Exception]:
+        for one in _asked(files, encoder):
+            yield attrs.evolve(one, encode=not failed) if isinstance(one, Asked) else one
+
+    for part in in_order(encoder, asked()):
+        failed = failed or part.error is not None
+        yield part
+
+
+def encoded_problems(problems: Sequence[Problem], tokenizer: Any) -> Encoded:
+    """Returns problems with the lengths of their prompts; many are encoded by several processes."""
+    encoder = Encoder((), (), tokenizer)
+    some = [problems[start : start + MANY] for start in range(0, len(problems), MANY)]
+    return assembled((map if len(problems) < FEWEST else in_order)(encoder.part, some))
+
+
+@attrs.frozen
+class Name:
+    """A digest of all that encoded problems depend on.
+
+    Attributes:
+        digest: of the contents of files, the settings, the tokenizer with its template and arguments, the code that
+            makes problems, and versions.
+        stats: sizes, times and places of the files before they were read for it.
+    """
+
+    digest: str
+    stats: Mapping[Path, Stat]
+
+    def holds(self) -> bool:
+        """Returns whether no file has been written or replaced since."""
+        return all(_stat(file) == stat for file, stat in self.stats.items())
+
+
+def name_of(files: Sequence[Entry], encoder: Encoder, references: Sequence[str]) -> Name | None:
+    """Returns the name of the encoded problems of files; None if it cannot be known what they depend on.
+
+    Args:
+        files: the files and open data sets.
+        encoder: makes the problems.
+        references: the names of the encoder's functions of ``data.convert``.
+    """
+    tokenizer = encoder.tokenizer
+    if not getattr(tokenizer, "is_fast", False):
+        return None
+    used: list[Path] = []
+    for file in files:
+        if not isinstance(file, Table):
+            used.append(Path(file).expanduser())
+        elif not (parts := getattr(file.data, "cache_files", ())):
+            return None  # it lies in memory
+        else:
+            used += [Path(part["filename"]) for part in parts]
+    own = [name for name in references if not name.startswith("verl_fn.")]
+    code = [file for name in own for file in code_files(name.rpartition(":")[0])]
+    stats = {file: _stat(file) for file in (*used, *code)}
+    hashed = hashlib.sha256()
+    for part in (*_settings(files, encoder, references), *_tokens(tokenizer), *_versions(bool(own))):
+        hashed.update(part.encode(errors="surrogatepass") + b"\0")
+    for path in (*used, *code):
+        with path.open("rb") as opened:
+            hashed.update(f"{path.suffix}\0".encode() + hashlib.file_digest(opened, "sha256").digest())
+    return Name(hashed.hexdigest(), stats)
+
+
+def _stat(file: Path) -> Stat:
+    now = file.stat()
+    # Nobody can set the time of the last change of a file's state, st_ctime.
+    return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns
+
+
+def _settings(files: Sequence[Entry], encoder: Encoder, references: Sequence[str]) -> Iterator[str]:
+    """Yields what is read of files, and which of their rows are learned from."""
+    for file, kind in zip(files, encoder.kinds, strict=True):
+        yield repr((kind.required, kind.optional))
+        if isinstance(file, Table):
+            # Several entries may be parts of the same files.
+            yield repr((file.name, len(file), file.columns, getattr(file.data, "_fingerprint", "")))
+    ends = None if encoder.end_tokens is None else all_ends(encoder.tokenizer, encoder.end_tokens)
+    yield repr((ends, encoder.limit, encoder.judged_only))
+    yield from references
+    # A function may have been imported before its file changed.
+    for function in encoder.convert:
+        yield repr((getattr(function, "__module__", ""), _shape(getattr(function, "__code__", None))))
+
+
+def _shape(value: Any) -> Any:
+    """Returns what a function's code does, the same in every process."""
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, [_shape(one) for one in value.co_consts]
+    return sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+
+
+def _tokens(tokenizer: Any) -> Iterator[str]:
+    """Yields what tokens depend on beside the text."""
+    yield repr(type(tokenizer))
+    yield tokenizer.backend_tokenizer.to_str()
+    yield chat.template_text(tokenizer)
+    yield repr(sorted(getattr(tokenizer, chat.ARGUMENTS, {}).items(), key=lambda item: item[0]))
+    yield repr(sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()))
+    yield repr(tokenizer.split_special_tokens)
+    yield repr(() if tokenizer.eos_token_id is None else all_ends(tokenizer, tokenizer.eos_token_id))
+
+
+def _versions(of_all: bool) -> Iterator[str]:
+    """Yields versions of Python and packages, all that are installed for code of the user's."""
+    yield platform.python_version()
+    if of_all:
+        yield from sorted(f"{one.name} {one.version}" for one in importlib.metadata.distributions())
+    else:
+        yield from (f"{name} {importlib.metadata.version(name)}" for name in VERSIONS)
+    yield _code()
+
+
+@functools.cache
+def _code() -> str:
+    root = Path(verl_fn.__file__).parent
+    files = sorted(file for pattern in CODE for file in root.glob(pattern))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
