@@ -116,7 +116,11 @@ def read_files(
     """Reads the problems of files and data sets, and numbers them from 0 over all files.
 
     Args:
-        files, learns_from, prompt_key, held_out, convert: as for ``kinds_of``.
+        files: the files, in order.
+        learns_from: what the algorithm learns from.
+        prompt_key: the column of prompts.
+        held_out: whether they are for evaluation.
+        convert: as for ``kinds_of``.
         unused: gets, for each column that is not used, the number of rows with a value in it.
 
     Raises:

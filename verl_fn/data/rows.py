@@ -99,7 +99,10 @@ def block_rows(
 
     Args:
         block: the rows.
-        required, optional, hint, others: as for ``read_blocks``.
+        required: columns that every row must have.
+        optional: columns to return where they exist; None for all others.
+        hint: advice to add to the error about a missing column.
+        others: names of further columns to return.
         unread: gets, for each column that is not read, the number of rows with a value in it.
 
     Raises:
