@@ -184,6 +184,7 @@ def _add_model_commands(command: Callable[..., argparse.ArgumentParser]) -> None
             "purity",
             "sampler",
             "imports",
+            "large-data",
             "crash",
             "faults",
             "families",
