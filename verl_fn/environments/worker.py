@@ -229,7 +229,7 @@ def checked(value: Any, first: bool = False) -> Any:
         if not isinstance(role, str) or not isinstance(content, str):
             advice = "role and content must be strings"
             if isinstance(content, list):
-                advice += "; a problem whose prompt is a list of messages has them in problem.prompt: return that list"
+                advice += "; data with lists of messages as prompts has them in problem.prompt: return that list"
             raise Failed(f"returned the message {functions.short(repr(message))}; {advice}")
         if role == "assistant" and not first:
             raise Failed("returned a message of the role assistant, but that is the model's own")
