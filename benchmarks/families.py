@@ -135,13 +135,15 @@ def tiny_folder(name: str, out: str | Path) -> Path:
     return Path(out)
 
 
-def reference(folder: Path, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
+def reference(
+    folder: Path, batch: Batch, dtype: torch.dtype = torch.float64
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], str]:
     """Returns log-probs and gradients of transformers' own forward of each row, and the name of its class."""
     from transformers import AutoModelForCausalLM
 
     with quiet():
         # Grouped products of experts have no float64.
-        options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float64}
+        options = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": dtype}
         model = AutoModelForCausalLM.from_pretrained(folder, **options).eval()
     logprobs = torch.zeros(batch.num_tokens)
     total = torch.zeros(())
@@ -171,7 +173,13 @@ def compare(folder: Path, row_layout: str = "auto") -> dict[str, Any]:
     result["logprobs"] = float((found - expected * batch["response_mask"]).abs().max())
     own, _ = backend.forward_backward(state, batch, cross_entropy())
     result |= _gradients({name: g * count for name, g in own.items()}, grads)
-    result["outcome"] = RIGHT if max(result["logprobs"], result["gradient"]) <= BAR else WRONG
+    bar = BAR
+    if result["gradient"] > BAR:
+        # Linear attention of transformers' own is no more exact than this in fp32 on some CPUs.
+        _, rounded, _ = reference(folder, batch, torch.float32)
+        result["gradient_of_transformers"] = _gradients(rounded, grads)["gradient"]
+        bar = max(BAR, 2 * result["gradient_of_transformers"])
+    result["outcome"] = RIGHT if result["logprobs"] <= BAR and result["gradient"] <= bar else WRONG
     sampler = Sampler(folder, slots=3)
     sampler.publish(0, backend.weights(state.params))
     asked = requests_for([rows[0][:4], rows[1]], Sampling(6, n=2), Key.from_seed(1))
@@ -225,7 +233,8 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         "`verl-fn bench families --page docs/families.md` makes this page. It gives each causal language model of",
         "transformers tiny sizes and random weights, and compares log-probs and gradients of `local` in fp32 on a",
         f"CPU with transformers' own forward of each row in float64. Of {len(results)} names, {len(of[RIGHT])} are",
-        f"right within {BAR:g}, {len(of[WRONG])} are wrong, and {len(of[REFUSED])} are refused. With",
+        f"right within {BAR:g} (a gradient within twice the error of transformers' own in fp32, if that is more),",
+        f"{len(of[WRONG])} are wrong, and {len(of[REFUSED])} are refused. With",
         "`--model FOLDER` the command does the same for a model of yours. `fsdp` runs the same code on shards; what",
         "[Megatron](megatron.md) runs is another list.",
         "",
