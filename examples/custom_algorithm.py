@@ -1,4 +1,4 @@
-"""A reinforcement learning algorithm of your own: options, a state, and the two functions of a step.
+"""A reinforcement learning algorithm of your own: options, a loss, an estimator, and how a step learns.
 
 RAFT (Dong et al. 2023, arXiv 2304.06767) samples several answers to each prompt and imitates the best one. Here a
 random model of 0.1 M parameters learns to write as many letters as its prompt asks for. As a plain Python program:
@@ -11,15 +11,13 @@ From the command line, as a run with checkpoints, resume, replay and a report; t
 """
 
 import tempfile
-from typing import Any
 
 import attrs
 import torch
 
-from verl_fn.algorithms import Algorithm, Experience, Workers
-from verl_fn.algorithms.experience import sample_and_score
+from verl_fn.algorithms import Algorithm, Workers
 from verl_fn.config import Outline, opt
-from verl_fn.state import Key, Node, node
+from verl_fn.state import Key
 from verl_fn.steps import aggregate, loss, token_mean
 
 
@@ -28,15 +26,6 @@ class Raft:
     """Options of RAFT: the keys of the [algorithm] table."""
 
     only_best: bool = opt(True, "learn from the best answers alone; otherwise from all that beat the worst one")
-
-
-@node
-class RaftState(Node):
-    """The state of a run; saving it saves everything that a resumed run needs."""
-
-    actor: Any
-    key: Key
-    step: int
 
 
 @loss(needs=["logprobs"])
@@ -53,28 +42,20 @@ def best_of_group(batch, only_best=True):
     best = torch.where(same, score, -torch.inf).amax(1)
     worst = torch.where(same, score, torch.inf).amin(1)
     chosen = (score > worst) & ((score == best) | (not only_best))
-    advantages = torch.where(mask, batch.spread(chosen.to(score.dtype)), 0.0)
-    return batch.with_tokens(advantages=advantages, returns=advantages)
+    return batch.with_tokens(advantages=torch.where(mask, batch.spread(chosen.to(score.dtype)), 0.0))
 
 
 def raft(options: Raft) -> Algorithm:
-    """Makes the algorithm from its options."""
+    """The algorithm: samples answers to each prompt, and learns from the best ones in one update."""
 
-    def init(states, key):
-        return RaftState(states["actor"], key, step=0)
-
-    def sample(state, problems, w):
-        return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
-
-    def learn(state: RaftState, experience: Experience, w: Workers):
+    def learn(state, experience, w):
         batch = aggregate(best_of_group(experience.batch, options.only_best), "token-mean")
         grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, imitate)
         actor, more = w.trainers["actor"].apply_update(state.actor, grads)
-        report = {name: metric.value for name, metric in (w.get(metrics) | w.get(more)).items()}
-        report["critic/score/mean"] = float(batch["score"].mean())
-        return RaftState(actor, state.key, state.step + 1), report
+        report = w.get(metrics) | w.get(more) | {"critic/score/mean": batch["score"].mean()}
+        return attrs.evolve(state, actor=actor, step=state.step + 1), report
 
-    return Algorithm(init=init, sample=sample, learn=learn, outline=Outline(min_n=2))
+    return Algorithm(learn=learn, outline=Outline(min_n=2))
 
 
 def main(steps=40, prompts=16, answers=16, seed=0):
@@ -103,8 +84,8 @@ def main(steps=40, prompts=16, answers=16, seed=0):
         for i in range(steps):
             problems = task.train(key.fold_in("data"), i * prompts, prompts)
             state, report = algorithm.step(state, problems, workers)
-            scores.append(report["critic/score/mean"])
-            learnt = report["raft/share_learnt"]
+            scores.append(float(report["critic/score/mean"]))
+            learnt = report["raft/share_learnt"].value
             print(f"step {i:2}  learnt from {learnt:4.0%}  reward {scores[-1]:.3f}  {'#' * int(80 * scores[-1])}")
     return scores
 

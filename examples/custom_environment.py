@@ -48,8 +48,7 @@ def group_baseline(batch, baseline=True):
 
     if baseline:
         return dr_grpo(batch)
-    advantages = batch.spread(batch["score"]) * batch["response_mask"]
-    return batch.with_tokens(advantages=advantages, returns=advantages)
+    return batch.with_tokens(advantages=batch.spread(batch["score"]) * batch["response_mask"])
 
 
 def reinforce(options: Reinforce) -> Any:
@@ -57,26 +56,17 @@ def reinforce(options: Reinforce) -> Any:
     # Imported here, since the processes of environment and reward import this file too, and need no torch.
     from verl_fn import steps
     from verl_fn.algorithms import Algorithm
-    from verl_fn.algorithms.experience import sample_and_score
-    from verl_fn.algorithms.rejection import RejectionState
     from verl_fn.config import Outline
 
     @steps.loss(needs=["logprobs"])
     def policy_gradient(outputs, batch):
         return -batch["advantages"] * outputs.logprobs, {}
 
-    def init(states, key):
-        return RejectionState(states["actor"], key, step=0)
-
-    def sample(state, problems, w):
-        return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
-
     def learn(state, experience, w):
         batch = steps.aggregate(group_baseline(experience.batch, options.baseline), "token-mean")
         grads, metrics = w.trainers["actor"].forward_backward(state.actor, batch, policy_gradient)
         actor, more = w.trainers["actor"].apply_update(state.actor, grads)
-        report = {name: metric.value for name, metric in (w.get(metrics) | w.get(more)).items()}
-        report["critic/score/mean"] = float(batch["score"].mean())
-        return RejectionState(actor, state.key, state.step + 1), report
+        report = w.get(metrics) | w.get(more) | {"critic/score/mean": batch["score"].mean()}
+        return attrs.evolve(state, actor=actor, step=state.step + 1), report
 
-    return Algorithm(init=init, sample=sample, learn=learn, outline=Outline(min_n=2))
+    return Algorithm(learn=learn, outline=Outline(min_n=2))

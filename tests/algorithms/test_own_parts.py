@@ -11,7 +11,7 @@ from verl_fn.algorithms import Algorithm, AlgorithmError
 from verl_fn.algorithms.experience import sample_and_score, with_reference
 from verl_fn.algorithms.own import in_run
 from verl_fn.algorithms.policy import aggregation, estimator, policy_loss
-from verl_fn.config import GRPO, ConfigError, load, make_plan
+from verl_fn.config import GRPO, ConfigError, Outline, Role, load, make_plan
 from verl_fn.data.tasks import Task
 from verl_fn.runs.state import RunState, blank_state
 from verl_fn.runs.steps import Pace, advance
@@ -396,3 +396,17 @@ def test_baselines_and_penalties_are_known_to_the_law_of_zero(function):
     for more in ({}, {"equal_rewards": False, "zero_rewards": True}):
         with pytest.raises(LawViolation, match=r"with neither rewards nor values .* pass zero_rewards=False"):
             check_advantage(function, **more)
+
+
+def test_an_algorithm_with_more_models_or_other_data_says_how_it_begins_and_samples():
+    """One with an actor that learns from samples only says how it learns."""
+
+    def learn(state, experience, w):
+        return state, {}
+
+    state = Algorithm(learn=learn).init({"actor": "weights"}, Key.from_seed(3))
+    assert (state.actor, state.key, state.step) == ("weights", Key.from_seed(3), 0)
+    with pytest.raises(AlgorithmError, match="roles actor, reference needs an init, a function of states and key"):
+        Algorithm(learn=learn, outline=Outline({"actor": Role(), "reference": Role(trained=False)}))
+    with pytest.raises(AlgorithmError, match="learns from answers needs a sample, a function of state, problems"):
+        Algorithm(learn=learn, outline=Outline(learns_from="answers"))

@@ -85,8 +85,8 @@ def in_double(batch):
     return new.with_tokens(advantages=new["advantages"].double())
 
 
-def forgets_returns(batch):
-    return rloo(batch).without("returns")
+def forgets_advantages(batch):
+    return rloo(batch).without("advantages")
 
 
 def overwrites_rewards(batch):
@@ -217,7 +217,7 @@ ADVANTAGES = [
     (adds_a_bonus, "Zero"),
     (one_advantage_a_row, "Signature"),
     (in_double, "Signature"),
-    (forgets_returns, "Signature"),
+    (forgets_advantages, "Signature"),
     (overwrites_rewards, "Signature"),
     (divides_by_spread, "Signature"),
     (in_float32, "Zero"),

@@ -174,8 +174,7 @@ def half(batch):
 
 def signs(batch):
     rows = batch.sum_rows(batch["token_level_rewards"]) - 0.25
-    advantages = batch.spread(rows.sign()) * batch["response_mask"]
-    return batch.with_tokens(advantages=advantages, returns=advantages)
+    return batch.with_tokens(advantages=batch.spread(rows.sign()) * batch["response_mask"])
 """
 
 
@@ -197,9 +196,11 @@ def test_a_loss_and_an_estimator_of_ones_own(tiny, tmp_path):
         with pytest.raises(ConfigError, match=rf"algorithm.policy_loss: .*{message}"):
             train(make_plan(load(overrides=wrong)), silent)
     for name, message in (("alone", "returns a tuple; an estimator returns"), ("half", "does not write returns")):
+        # A critic learns from returns.
         wrong = [
             *TINY,
             *more,
+            f"algorithm.name={'ppo' if name == 'half' else 'grpo'}",
             f"algorithm.adv_estimator={tmp_path}/parts.py:{name}",
             f"trainer.dir={tmp_path}/{name}",
         ]

@@ -8,7 +8,8 @@ from typing import Any
 from verl_fn.config.algorithms import BUILT_IN
 from verl_fn.config.names import load_object
 
-from .contract import Algorithm, AlgorithmError, AlgorithmState, Experience, Report
+from .algorithm import ActorState, Algorithm
+from .contract import AlgorithmError, AlgorithmState, Experience, Report
 from .dapo import dapo
 from .distill import distill
 from .dpo import dpo
@@ -23,6 +24,7 @@ from .sft import sft
 from .workers import Clock, Workers
 
 __all__ = [
+    "ActorState",
     "Algorithm",
     "AlgorithmError",
     "AlgorithmState",

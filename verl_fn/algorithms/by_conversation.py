@@ -61,4 +61,4 @@ def by_conversation(batch: Batch, estimate: Callable[[Batch], Batch]) -> Batch:
         [0.5, 0.5, -0.5]
     """
     estimated = estimate(whole_conversations(batch))
-    return batch.with_tokens(advantages=estimated["advantages"], returns=estimated["returns"])
+    return batch.with_tokens(**{name: estimated[name] for name in ("advantages", "returns") if name in estimated})

@@ -16,7 +16,8 @@ from verl_fn.state.batch import concatenate
 from verl_fn.steps import penalize_overlong
 from verl_fn.steps.advantages.rows import Groups, groups_of
 
-from .contract import Algorithm, Experience
+from .algorithm import Algorithm
+from .contract import Experience
 from .experience import publish, respond
 from .grpo import GRPOState, without_critic
 from .policy import actor_outputs, estimator

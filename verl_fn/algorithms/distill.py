@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from verl_fn.config.algorithms import Distill
-from verl_fn.data.tasks import Problem
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import aggregate, distill_top_k
 from verl_fn.steps import distill as distill_loss
 
-from .contract import Algorithm, Experience, Report
-from .experience import loss_scale, sample_and_score, update, with_outputs
+from .algorithm import Algorithm
+from .contract import Experience, Report
+from .experience import loss_scale, update, with_outputs
 from .policy import aggregation
 from .reports import timing_report, update_report
 from .workers import Clock, Workers
@@ -56,10 +56,6 @@ def distill(options: Distill) -> Algorithm[DistillState]:
     def init(states: Mapping[str, Any], key: Key) -> DistillState:
         return DistillState(states["actor"], states["teacher"], key, step=0)
 
-    def sample(state: DistillState, problems: Sequence[Problem], w: Workers) -> Experience:
-        key = state.key.fold_in(state.step)
-        return sample_and_score(state.actor, problems, w, key, state.step, score=False)
-
     def learn(state: DistillState, experience: Experience, w: Workers) -> tuple[DistillState, Report]:
         clock, batch = Clock(w.get, experience.seconds), experience.batch
         outputs = clock.run("teacher", w.trainers["teacher"].forward, state.teacher.params, batch, tuple(fields))
@@ -71,4 +67,4 @@ def distill(options: Distill) -> Algorithm[DistillState]:
         report |= {"perf/total_num_tokens": tokens} | timing_report(clock, tokens)
         return DistillState(actor, state.teacher, state.key, state.step + 1), report
 
-    return Algorithm(init=init, sample=sample, learn=learn, outline=options.outline)
+    return Algorithm(init=init, learn=learn, outline=options.outline)

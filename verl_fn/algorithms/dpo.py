@@ -15,7 +15,8 @@ from verl_fn.steps import Loss, cdpo, ipo, kto, kto_reference_point, orpo, simpo
 from verl_fn.steps import dpo as dpo_loss
 from verl_fn.steps.losses.pairs import row_log_probs, row_mean_log_probs
 
-from .contract import Algorithm, Experience, Report
+from .algorithm import Algorithm
+from .contract import Experience, Report
 from .experience import update, with_outputs
 from .judged import held_out_pairs, label_report, labelled_batch, pair_batch, pair_report
 from .reports import timing_report, update_report

@@ -62,6 +62,11 @@ def sample_and_score(
     return Experience(batch, len(problems), clock.seconds)
 
 
+def draw(state: Any, problems: Sequence[Problem], w: Workers, *, score: bool = True) -> Experience:
+    """Draws the experience of a step: responses to each problem, with their scores if these are asked for."""
+    return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step, score=score)
+
+
 def respond(
     problems: Sequence[Problem],
     sampling: Sampling,

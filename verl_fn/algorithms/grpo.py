@@ -12,9 +12,10 @@ from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch, Key, Node, node
 from verl_fn.steps import AdaptiveKL, FixedKL
 
+from .algorithm import Algorithm
 from .by_conversation import by_conversation
-from .contract import Algorithm, Experience, Report
-from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, selecting, update, update_batches
+from .contract import Experience, Report
+from .experience import annotate, draw, kl_controller, kl_in_reward, selecting, update, update_batches
 from .model_reward import score_by_model
 from .policy import actor_outputs, corrected, estimator, policy_loss, selection
 from .reports import batch_report, timing_report, update_report
@@ -57,11 +58,6 @@ def rloo(options: RLOO) -> Algorithm[GRPOState]:
         Ahmadian et al. 2024, arXiv 2402.14740.
     """
     return without_critic(options, corrected(functools.partial(by_conversation, estimate=steps.rloo), options))
-
-
-def draw(state: GRPOState, problems: Sequence[Problem], w: Workers, *, score: bool) -> Experience:
-    """Draws the experience of a step: responses to each problem, with their scores if these are asked for."""
-    return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step, score=score)
 
 
 def without_critic(

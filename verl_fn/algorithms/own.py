@@ -14,7 +14,8 @@ from verl_fn.errors import place_of
 from verl_fn.state import Batch, tree
 from verl_fn.state.metrics import Metric
 
-from .contract import Algorithm, AlgorithmError, Experience, Report
+from .algorithm import Algorithm
+from .contract import AlgorithmError, Experience, Report
 from .reports import sample_report, timing_report
 from .workers import Clock, Workers
 

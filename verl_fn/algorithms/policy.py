@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -50,8 +50,7 @@ from verl_fn.steps import (
 
 from .by_conversation import by_conversation
 
-WRITTEN = ("advantages", "returns")
-RETURNS = "an estimator returns batch.with_tokens(advantages=..., returns=...)"
+RETURNS = "an estimator returns batch.with_tokens(advantages=...), with a critic also returns=..."
 
 
 def policy_loss(options: PolicyOptimization) -> Loss:
@@ -211,8 +210,8 @@ def _corrected(batch: Batch, estimate: Callable[[Batch], Batch], options: Policy
     return correct_advantages(estimate(batch), options.rollout_is, **bounds)
 
 
-def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str) -> Batch:
-    """Returns the result of an estimator of the user.
+def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: Sequence[str]) -> Batch:
+    """Returns the result of an estimator of the user that must write the fields ``needs``.
 
     Raises:
         ConfigError: it is no batch, or lacks a field, or a value is for a whole row or not finite.
@@ -230,14 +229,15 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str) -> Batch
         raise
     if not isinstance(estimated, Batch):
         raise ConfigError(f"algorithm.adv_estimator: {name} returns a {type(estimated).__name__}; {RETURNS}")
-    if missing := [field for field in WRITTEN if field not in estimated]:
+    if missing := [field for field in needs if field not in estimated]:
         raise ConfigError(f"algorithm.adv_estimator: {name} does not write {' and '.join(missing)}; {RETURNS}")
-    if by_row := [field for field in WRITTEN if field not in estimated.per_token]:
+    written = [field for field in ("advantages", "returns") if field in estimated]
+    if by_row := [field for field in written if field not in estimated.per_token]:
         raise ConfigError(
             f"algorithm.adv_estimator: {name} writes {by_row[0]} for each row; batch.spread(values) makes one value "
             f"for each token of them; {RETURNS}"
         )
-    for field in WRITTEN:
+    for field in written:
         bad = ~estimated[field].isfinite() & (estimated["response_mask"] != 0)
         if bool(bad.any()):
             raise ConfigError(
@@ -260,7 +260,8 @@ def _estimator(options: PPO | GRPO) -> Callable[[Batch], Batch]:
                 f"algorithm.adv_estimator: {name} {has}, and is called with ({given}); the batch has "
                 f"token_level_rewards, response_mask, group and more; {RETURNS}"
             )
-        return functools.partial(_checked, estimate=functools.partial(function, **arguments), name=name)
+        needs = ("advantages", "returns") if isinstance(options, PPO) else ("advantages",)
+        return functools.partial(_checked, estimate=functools.partial(function, **arguments), name=name, needs=needs)
     if isinstance(options, PPO):
         return functools.partial(gae, gamma=options.gamma, lam=options.lam)
     by_std: dict[str, Any] = {"norm_adv_by_std": options.norm_adv_by_std_in_grpo}

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from verl_fn.config.algorithms import PPO
-from verl_fn.data.tasks import Problem
 from verl_fn.state import Key, Node, node
 from verl_fn.steps import AdaptiveKL, FixedKL, value_clip
 
-from .contract import Algorithm, Experience, Report
-from .experience import annotate, kl_controller, kl_in_reward, sample_and_score, selecting, update, update_batches
+from .algorithm import Algorithm
+from .contract import Experience, Report
+from .experience import annotate, kl_controller, kl_in_reward, selecting, update, update_batches
 from .model_reward import score_by_model
 from .policy import estimator, policy_loss, selection
 from .reports import batch_report, timing_report, update_report
@@ -65,10 +65,6 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
             reward_model=states.get("reward_model"),
         )
 
-    def sample(state: PPOState, problems: Sequence[Problem], w: Workers) -> Experience:
-        key = state.key.fold_in(state.step)
-        return sample_and_score(state.actor, problems, w, key, state.step, score=outline.needs_reward)
-
     def learn(state: PPOState, experience: Experience, w: Workers) -> tuple[PPOState, Report]:
         clock, key = Clock(w.get, experience.seconds), state.key.fold_in(state.step)
         batch = experience.batch
@@ -94,4 +90,4 @@ def ppo(options: PPO) -> Algorithm[PPOState]:
         actor = updated["actor"][0] if "actor" in updated else state.actor
         return PPOState(actor, critic, state.reference, kl, state.key, state.step + 1, state.reward_model), report
 
-    return Algorithm(init=init, sample=sample, learn=learn, outline=outline)
+    return Algorithm(init=init, learn=learn, outline=outline)

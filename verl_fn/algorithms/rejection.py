@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import attrs
 import torch
 
 from verl_fn.config.algorithms import Rejection
 from verl_fn.data.tasks import Problem
-from verl_fn.state import Batch, Key, Node, conversations, node
+from verl_fn.state import Batch, conversations
 from verl_fn.steps import aggregate, cross_entropy
 
+from .algorithm import ActorState, Algorithm
 from .by_conversation import whole_conversations
-from .contract import Algorithm, Experience, Report
+from .contract import Experience, Report
 from .experience import loss_scale, sample_and_score, update
 from .policy import aggregation
 from .reports import timing_report, update_report
 from .workers import Clock, Workers
 
 
-@node
-class RejectionState(Node):
-    """The state of a run that learns from its best responses."""
-
-    actor: Any
-    key: Key
-    step: int
-
-
-def rejection(options: Rejection) -> Algorithm[RejectionState]:
+def rejection(options: Rejection) -> Algorithm[ActorState]:
     """Makes rejection sampling: a step samples groups of responses and fine-tunes on the best of each group.
 
     A step in which no response is good enough changes no weights.
@@ -44,15 +35,12 @@ def rejection(options: Rejection) -> Algorithm[RejectionState]:
     """
     loss = cross_entropy()
 
-    def init(states: Mapping[str, Any], key: Key) -> RejectionState:
-        return RejectionState(states["actor"], key, step=0)
-
-    def sample(state: RejectionState, problems: Sequence[Problem], w: Workers) -> Experience:
+    def sample(state: ActorState, problems: Sequence[Problem], w: Workers) -> Experience:
         experience = sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
         # The rows that are left out here count as dropped by the algorithm.
         return attrs.evolve(experience, batch=best_of_groups(experience.batch, options.min_score))
 
-    def learn(state: RejectionState, experience: Experience, w: Workers) -> tuple[RejectionState, Report]:
+    def learn(state: ActorState, experience: Experience, w: Workers) -> tuple[ActorState, Report]:
         clock, actor = Clock(w.get, experience.seconds), state.actor
         rows, score, tokens = summary(experience.batch)
         report = {"rejection/rows_kept": float(rows), "perf/total_num_tokens": float(tokens)} | experience.report
@@ -62,9 +50,9 @@ def rejection(options: Rejection) -> Algorithm[RejectionState]:
             actor, metrics = clock.run("update_actor", update, w.trainers["actor"], actor, [batch], loss)
             report |= {"rejection/score/mean": score} | update_report("actor", metrics)
         report |= timing_report(clock, float(tokens))
-        return RejectionState(actor, state.key, state.step + 1), report
+        return ActorState(actor, state.key, state.step + 1), report
 
-    return Algorithm(init=init, sample=sample, learn=learn, outline=options.outline)
+    return Algorithm(sample=sample, learn=learn, outline=options.outline)
 
 
 def best_of_groups(batch: Batch, min_score: float | None = None) -> Batch:

@@ -13,7 +13,8 @@ from verl_fn.config.algorithms import ReMax
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Batch
 
-from .contract import Algorithm, Experience
+from .algorithm import Algorithm
+from .contract import Experience
 from .experience import batch_of, publish, requests_of
 from .grpo import GRPOState, without_critic
 from .policy import corrected

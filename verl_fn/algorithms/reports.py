@@ -44,7 +44,8 @@ def batch_report(batch: Batch, *, compares: bool = False) -> Report:
     answered = (whole.sum_rows(mask) > 0).float()
     metrics: Metrics = {"actor/entropy": Weighted.of(batch["entropys"], mask)}
     metrics |= _spread_of("critic/advantages", batch["advantages"], mask)
-    metrics |= _spread_of("critic/returns", batch["returns"], mask)
+    if "returns" in batch:
+        metrics |= _spread_of("critic/returns", batch["returns"], mask)
     if "values" in batch:
         metrics |= _spread_of("critic/values", batch["values"], mask)
         metrics["critic/vf_explained_var"] = Weighted(

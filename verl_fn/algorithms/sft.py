@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from verl_fn.config.algorithms import SFT
 from verl_fn.data.examples import encode_rows, pack_examples, packed
 from verl_fn.data.tasks import Problem
-from verl_fn.state import Batch, Key, Node, TokenOutputs, node
+from verl_fn.state import Batch, TokenOutputs
 from verl_fn.steps import aggregate, cross_entropy, total_loss
 
-from .contract import Algorithm, Experience, Report
+from .algorithm import ActorState, Algorithm
+from .contract import Experience, Report
 from .experience import loss_scale, update
 from .policy import aggregation
 from .reports import timing_report, update_report
@@ -22,16 +22,7 @@ from .workers import Clock, Workers
 LIKELIEST = "top_ids_1"  # the output with the likeliest token of each place
 
 
-@node
-class SFTState(Node):
-    """The state of a fine-tuning run."""
-
-    actor: Any
-    key: Key
-    step: int
-
-
-def sft(options: SFT) -> Algorithm[SFTState]:
+def sft(options: SFT) -> Algorithm[ActorState]:
     """Makes supervised fine-tuning: a step is one update on the answers to its problems.
 
     Example:
@@ -39,23 +30,20 @@ def sft(options: SFT) -> Algorithm[SFTState]:
         ['actor']
     """
 
-    def init(states: Mapping[str, Any], key: Key) -> SFTState:
-        return SFTState(states["actor"], key, step=0)
-
-    def sample(state: SFTState, problems: Sequence[Problem], w: Workers) -> Experience:
+    def sample(state: ActorState, problems: Sequence[Problem], w: Workers) -> Experience:
         batch = pack_examples(problems, w.tokenizer, w.end_tokens)
         batch = aggregate(batch, aggregation(options), loss_scale_factor=loss_scale(options, w))
         return Experience(batch, len(problems), report={"train/global_tokens": float(batch.num_tokens)})
 
-    def learn(state: SFTState, experience: Experience, w: Workers) -> tuple[SFTState, Report]:
+    def learn(state: ActorState, experience: Experience, w: Workers) -> tuple[ActorState, Report]:
         clock = Clock(w.get, experience.seconds)
         batches = [experience.batch]
         actor, metrics = clock.run("update_actor", update, w.trainers["actor"], state.actor, batches, cross_entropy())
         report = update_report("train", metrics) | experience.report
         report |= timing_report(clock, report["train/global_tokens"])
-        return SFTState(actor, state.key, state.step + 1), report
+        return ActorState(actor, state.key, state.step + 1), report
 
-    def evaluate(state: SFTState, problems: Sequence[Problem], w: Workers) -> Report:
+    def evaluate(state: ActorState, problems: Sequence[Problem], w: Workers) -> Report:
         groups = encode_rows(problems, w.tokenizer, w.end_tokens)
         sources = [problem.data_source for problem, rows in zip(problems, groups, strict=True) for _ in rows]
         batch = packed([row for rows in groups for row in rows])
@@ -65,7 +53,7 @@ def sft(options: SFT) -> Algorithm[SFTState]:
         report = {"val/loss": float(total_loss(cross_entropy(), outputs, weighted)[0])}
         return report | answer_report(sources, batch, outputs)
 
-    return Algorithm(init=init, sample=sample, learn=learn, outline=options.outline, evaluate=evaluate)
+    return Algorithm(sample=sample, learn=learn, outline=options.outline, evaluate=evaluate)
 
 
 def answer_report(sources: Sequence[str], batch: Batch, outputs: TokenOutputs) -> Report:

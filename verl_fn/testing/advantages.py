@@ -31,8 +31,8 @@ def check_advantage(
 ) -> None:
     """Checks an estimator against the laws. An estimator gets the whole batch, so splits are not checked.
 
-    * Signature: ``advantages`` and ``returns``, one number per token in the dtype of the rewards; finite, without a
-      graph; all other fields as they were.
+    * Signature: ``advantages``, and ``returns`` if there are any, one number per token in the dtype of the rewards;
+      finite, without a graph; all other fields as they were.
     * Purity: twice the same, input as it was.
     * Rows: other orders of rows and other ids of groups give the same. Groups may have any number of rows: with some
       rows dropped the signature still holds. Rows without a response token change nothing for the others.
@@ -174,9 +174,9 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
         isinstance(new, Batch), "Signature", f"the estimator returns a {type(new).__name__}", "a batch was expected"
     )
     rewards = batch["token_level_rewards"]
-    for name in WRITTEN:
-        require(name in new, "Signature", f"the batch lacks {name}", "with_tokens names another field")
-        t = new[name]
+    require("advantages" in new, "Signature", "the batch lacks advantages", "with_tokens names another field")
+    written = {name: new[name] for name in WRITTEN if name in new}
+    for name, t in written.items():
         require(
             t.shape == rewards.shape and t.dtype == rewards.dtype,
             "Signature",
@@ -187,7 +187,7 @@ def _result(estimator: Callable[[Batch], Batch], batch: Batch) -> dict[str, Tens
     others = _fields(batch)
     unchanged = {name: field for name, field in _fields(new).items() if name in others}
     require_equal("Signature", "another field", others, unchanged, "a field overwritten")
-    return {name: new[name] for name in WRITTEN}
+    return written
 
 
 def _fields(batch: Batch) -> dict[str, Tensor | Ragged]:
