@@ -11,31 +11,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same, settings
+from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.fsdp import loading
 from verl_fn.backends.fsdp.loading import Recipe
 from verl_fn.backends.fsdp.modules import ShardedModules, gradient
 from verl_fn.backends.fsdp.sharding import Layout, check_slots, locals_of, moved, whole, with_specs
 from verl_fn.backends.fsdp.torch_private import local_of, sharded, spec_of
-from verl_fn.backends.fsdp.updating import update_shards
 from verl_fn.backends.hf.folder import Hollow, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_outputs
+from verl_fn.backends.hf.outputs import Staged, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.memory import fits
-from verl_fn.backends.one_call import OneCall, one_at_a_time
-from verl_fn.backends.placing import beside
 from verl_fn.backends.row_sharing import (
     Share,
     agree_on_batch,
@@ -56,18 +55,14 @@ from verl_fn.state import (
     TokenOutputs,
     TrainState,
     metrics,
-    refuse_derivatives,
-    taken,
     tree,
 )
-from verl_fn.state.arguments import expect, expect_params, expect_state, expect_update
+from verl_fn.state.ownership import donate as donated
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, check_weights, total_loss
-
-_BUSY = "another thread computes with this backend; ranks make its calls in one order, so make them from one thread"
+from verl_fn.steps import Loss, Optimizer, apply_update, check_update, total_loss
 
 
-class Fsdp:
+class Fsdp(Base):
     """Trains a Hugging Face causal language model, or a value model on its body, over the ranks of a process group.
 
     Parameters, gradients and moments are DTensors under canonical names; the optimizer is the one of ``steps`` on
@@ -117,11 +112,8 @@ class Fsdp:
         # Before ranks do anything together: with different settings they would wait for each other.
         options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
         require_same(settings(Path(folder), optimizer, options))
-        self.folder = Path(folder)
-        expect("Fsdp", Optimizer, optimizer)
-        self.optimizer = optimizer
+        super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic, several_ranks=True)
         self.layout = Layout.of(device, replicate=replicate, sp=sp)
-        self.head = check_head(head)
         self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
@@ -129,33 +121,11 @@ class Fsdp:
         self.compile = compile
         self.reshard_after_forward = reshard_after_forward
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-        self.deterministic = deterministic
-        self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
         self._recipe = Recipe(head, checkpointing, lora, row_layout)
         self._modules: ShardedModules | None = None
         self._blank = Params({})
 
     # Making states
-
-    def init(self, key: Key) -> TrainState:
-        """Returns a state with random parameters drawn from ``key``, which are the same for every layout.
-
-        The first rank draws the whole model, since it is one sequence of draws, and sends the others their shards.
-        """
-        return self._new_state(self.folder, key, pretrained=False)
-
-    def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
-        """Returns a fresh state with the weights of ``folder``, by default the backend's own.
-
-        Each rank reads its own rows where the folder's safetensors name and shape tensors as the model does. Where
-        transformers has to convert them (one tensor for each expert, another prefix, tied weights that are stored
-        twice, pickled or quantized files), the first rank loads the whole model and sends the others their shards.
-
-        Raises:
-            ModelError: the folder does not hold the weights of this model.
-            LayoutError: ranks were given different keys or weights.
-        """
-        return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
     @one_at_a_time
     def save(self, state: TrainState, folder: str | Path) -> None:
@@ -195,20 +165,6 @@ class Fsdp:
         specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
         return with_specs(attrs.evolve(rest, params=adapters.joined(params, weights, rest.params)), specs)
 
-    @one_at_a_time
-    def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
-        """Returns the same state with the parameters or the optimizer tree on another device.
-
-        Raises:
-            LayoutError: ranks were asked for different devices.
-        """
-        require_same({"params for place": params, "optimizer for place": optimizer})
-
-        def move(value: Any, to: str | None) -> Any:
-            return value if to is None else tree.map_tensors(lambda t: moved(t, to), value)
-
-        return attrs.evolve(state, params=move(state.params, params), optimizer=move(state.optimizer, optimizer))
-
     def named(self, value: Params | Grads | Slots) -> Iterator[tuple[str, Tensor]]:
         """Yields whole tensors by canonical name, one after the other; all ranks go through them together.
 
@@ -234,25 +190,7 @@ class Fsdp:
         held = Weights(specs, lambda: adapters.merged(params, sent, whole), cut(specs), apart=unmerged)
         return Weights(specs, lambda: adapters.merged(params, whole, whole), held=held)
 
-    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
-        """Returns ``fn(*values)``, applied to this rank's shards; all ranks call it together."""
-        return fn(*values)
-
     # The two steps
-
-    def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """Returns the outputs that ``needs`` names, without gradients, on every rank and on the CPU.
-
-        They are given for every token with ``response_mask``, or for every row.
-
-        Raises:
-            LayoutError: ranks were given different batches, or another thread computes.
-            NotDifferentiable: a derivative of this function was taken.
-        """
-        expect_params("forward", params, batch)
-        refuse_derivatives("forward", params, batch)
-        with self._one_call():
-            return self._forward(params, batch.detached(), check_needs(self.head, needs, forward=True))
 
     def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
         outputs: list[dict[str, Tensor]] = []
@@ -266,25 +204,6 @@ class Fsdp:
             agree_on_batch(self.layout, batch)
         with one_thread():
             return TokenOutputs(brought_together(self.layout, batch, share, outputs, wanted, self.device))
-
-    def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
-        """Returns fp32 shards of the gradients over the whole batch, and the metrics, with the total as ``loss``.
-
-        Raises:
-            ValueError: the batch lacks the weights that the loss's levels need or the field that keeps its rows
-                together, a row or group is longer than the token budget, or ranks were given different batches, needs
-                or states. Different losses are not detected.
-            LayoutError: another thread computes.
-            DonatedError: the state was donated.
-            NotDifferentiable: a derivative of this function was taken.
-            OutOfMemory: a micro-batch does not fit into this rank's memory. The other ranks wait until the process
-                group's timeout, as they do when a loss raises on one rank; the Ray driver reports it at once.
-        """
-        expect_state("forward_backward", state, batch)
-        refuse_derivatives("forward_backward", state, batch)
-        check_weights(loss, batch)
-        with self._one_call(gradients=True):
-            return self._forward_backward(state, batch.detached(), loss, check_needs(self.head, loss.needs))
 
     def _forward_backward(
         self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]
@@ -310,39 +229,52 @@ class Fsdp:
         all_totals = gathered(tree.map_tensors(lambda t: t.cpu(), totals) if self.layout.reports else {})
         return Grads(grads), metrics.merge(*all_totals)
 
-    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
-        """Returns the next state and metrics; ``steps.apply_update`` runs on the local shards, on their device.
+    @one_at_a_time
+    def _updated(self, state: TrainState, grads: Grads, donate: bool) -> tuple[TrainState, Metrics]:
+        specs = {name: spec_of(t) for name, t in state.params.items()}
+        check_update(self.optimizer, state, grads)
+        copies = 0
+        if donate:
+            # Donation happens twice: of the DTensors here, and of their local tensors in apply_update.
+            state, state_copies = donated(state, "apply_update")
+            grads, grads_copies = donated(grads, "apply_update")
+            copies = state_copies + grads_copies
 
-        Raises:
-            ArgumentError, ValueError: as ``steps.check_update``, or parameters and optimizer lie on different
-                devices; nothing was donated then.
-            LayoutError: the state or the gradients are of another layout, or another thread computes.
-        """
-        expect_update(state, grads)
-        self.layout.check(state.params)
-        self.layout.check(grads)
-        moved_grads = beside(state, grads, moved)
-        with self._one_call():
-            new, reported = update_shards(self.optimizer, self.layout, state, moved_grads, donate)
-        if donate and moved_grads is not grads:
-            taken(grads, "apply_update")
-        return new, reported
+        def reduce(total: Tensor) -> Tensor:
+            dist.all_reduce(total, group=self.layout.shard_group)
+            return total
+
+        state, grads = locals_of(state), locals_of(grads)
+        state, reported = apply_update(self.optimizer, state, grads, donate_inputs=donate, reduce=reduce)
+        return with_specs(state, specs), metrics.merge(reported, {"perf/residency_copies": Sum(copies)})
 
     # What stays inside
 
-    @one_at_a_time
-    def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
-        require_same({"key": str(key)})
-        drawn = key.fold_in("init")
+    def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
+        """Returns the weights of a folder, or random parameters.
+
+        Each rank reads its own rows if the folder's safetensors name and shape tensors as the model does. If
+        transformers has to convert them (one tensor for each expert, another prefix, tied weights that are stored
+        twice, pickled or quantized files), the first rank loads the whole model and sends the others their shards.
+        """
         with agreed():
-            model = self._hollow(folder, drawn)
+            model = self._hollow(folder, key)
         take = loading.read if pretrained else loading.draw
-        shards = take(folder, self._recipe, drawn, model, self.layout, self.device)
-        params = Params(shards, self._built().trainable)
+        shards = take(folder, self._recipe, key, model, self.layout, self.device)
+        return Params(shards, self._built().trainable)
+
+    def _slots(self, params: Params) -> Any:
         specs = {name: spec_of(t) for name, t in params.items()}
         optimizer = with_specs(self.optimizer.init(locals_of(params)), specs)
         check_slots(optimizer, params)
-        return TrainState(params, optimizer, 0, key.fold_in("train"), 0)
+        return optimizer
+
+    def _check(self, *values: Params | Grads) -> None:
+        for value in values:
+            self.layout.check(value)
+
+    def _moved(self, t: Tensor, device: torch.device) -> Tensor:
+        return moved(t, device)
 
     def _hollow(self, folder: str | Path, key: Key) -> Hollow:
         """Returns the model of a folder without its weights; the backend computes with the first one of its own."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import attrs
 import torch
 from torch import Tensor
 
+from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf.folder import build, check_same_config, check_same_model
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.outputs import Staged, check_head, check_needs, token_outputs
+from verl_fn.backends.hf.outputs import Staged, check_needs, token_outputs
 from verl_fn.backends.hf.skeleton import Skeleton, dtype_of
 from verl_fn.backends.memory import fits
-from verl_fn.backends.one_call import OneCall, one_at_a_time
-from verl_fn.backends.placing import beside, moved
 from verl_fn.backends.tensor_file import Part
 from verl_fn.backends.weight_sync import Weights, apart, specs_of
 from verl_fn.state import (
@@ -27,28 +26,25 @@ from verl_fn.state import (
     Key,
     Metrics,
     Params,
-    Slots,
     Split,
     Sum,
     TokenOutputs,
     TrainState,
     isolated,
     metrics,
-    refuse_derivatives,
     split_by_tokens,
-    taken,
     tree,
     version_of,
 )
-from verl_fn.state.arguments import expect, expect_params, expect_state, expect_update
+from verl_fn.state.arguments import expect
 from verl_fn.state.serial import flatten
-from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
+from verl_fn.steps import Loss, Optimizer, total_loss
 from verl_fn.steps.losses.contract import check_fields
 
 T = TypeVar("T")
 
 
-class Local:
+class Local(Base):
     """Trains a Hugging Face causal language model, or a value model on its body, in this process.
 
     Parameters are put into a skeleton on the meta device for each call. Detached aliases of the state's tensors (or
@@ -95,37 +91,20 @@ class Local:
         device: str | torch.device = "cpu",
         deterministic: bool = False,
     ) -> None:
-        self.folder = Path(folder)
-        expect("Local", Optimizer, optimizer)
-        self.optimizer = optimizer
-        self.head = check_head(head)
+        super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic)
         self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
         self.checkpointing = checkpointing
         self.lora = lora
         self.row_layout = row_layout
         self.device = torch.device(device)
-        self.deterministic = deterministic
         # Calls share the skeleton and the cached copies.
-        self._one_call = OneCall(deterministic)
         self._skeleton: Skeleton | None = None
         self._blank = Params({})
         self._cast: dict[str, Tensor] = {}
         self._cast_from: dict[str, tuple[weakref.ref[Tensor], int]] = {}
 
     # Making states
-
-    def init(self, key: Key) -> TrainState:
-        """Returns a state with random parameters drawn from ``key``."""
-        return self._new_state(self.folder, key, pretrained=False)
-
-    def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
-        """Returns a fresh state with the weights of ``folder``, by default the backend's own.
-
-        Raises:
-            ModelError: the folder does not hold the weights of this model.
-        """
-        return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
     @one_at_a_time
     def save(self, state: TrainState, folder: str | Path) -> None:
@@ -156,92 +135,50 @@ class Local:
         weights, rest = checkpoint.read_state(folder, model, rest, device=self.device)
         return attrs.evolve(rest, params=adapters.joined(params, weights, rest.params))
 
-    @one_at_a_time
-    def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
-        """Returns the same state with the parameters or the optimizer tree on another device.
-
-        Parameters that move to the CPU leave no copy in compute dtype on the device.
-        """
-        if params == "cpu":
-            self._cast.clear()
-            self._cast_from.clear()
-        return attrs.evolve(state, params=moved(state.params, params), optimizer=moved(state.optimizer, optimizer))
-
-    def named(self, value: Params | Grads | Slots) -> Mapping[str, Tensor]:
-        """Returns the tensors by canonical name."""
-        return dict(value.items())
-
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in."""
         adapters = self._built().adapters
         base = adapters.without(params)
         return Weights(specs_of(base), lambda: adapters.merged(params), apart=apart(base, adapters.own(params)))
 
-    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
-        """Returns ``fn(*values)``, since values lie in this process."""
-        return fn(*values)
-
     # The two steps
 
-    def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """Returns the outputs that ``needs`` names, without gradients, on the CPU.
+    def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
+        self._built().check_batch(batch)
+        tensors = self._compute_tensors(params)
+        split = self._split(batch)
+        parts: list[TokenOutputs] = []
+        for i, part in enumerate(split):
+            staged = Staged.of(part, self.device)
 
-        They are given for every token with ``response_mask``, or for every row.
+            def compute(model: Skeleton, staged: Staged = staged) -> TokenOutputs:
+                return token_outputs(model, staged, wanted)
 
-        Raises:
-            NotDifferentiable: a derivative of this function was taken.
-        """
-        expect_params("forward", params, batch)
-        refuse_derivatives("forward", params, batch)
-        wanted = check_needs(self.head, needs, forward=True)
-        with self._one_call():
-            self._built().check_batch(batch)
-            tensors = self._compute_tensors(params)
-            split = self._split(batch)
-            parts: list[TokenOutputs] = []
-            for i, part in enumerate(split):
-                staged = Staged.of(part, self.device)
+            with fits(part, i, len(split), self.max_tokens):
+                outputs = self._built().run(tensors, compute)
+            parts.append(tree.map_tensors(lambda t: t.cpu(), outputs))
+        return split.join_outputs(parts)
 
-                def compute(model: Skeleton, staged: Staged = staged) -> TokenOutputs:
-                    return token_outputs(model, staged, wanted)
-
-                with fits(part, i, len(split), self.max_tokens):
-                    outputs = self._built().run(tensors, compute)
-                parts.append(tree.map_tensors(lambda t: t.cpu(), outputs))
-            return split.join_outputs(parts)
-
-    def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
-        """Returns fp32 gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
-
-        Raises:
-            ValueError: the batch lacks the weights that the loss's levels need or the field that keeps its rows
-                together, or a row or group is longer than the token budget.
-            OutOfMemory: a micro-batch does not fit into the device's memory.
-            DonatedError: the state was donated.
-            NotDifferentiable: a derivative of this function was taken.
-        """
-        expect_state("forward_backward", state, batch)
-        refuse_derivatives("forward_backward", state, batch)
-        check_weights(loss, batch)
-        wanted = check_needs(self.head, loss.needs)
+    def _forward_backward(
+        self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]
+    ) -> tuple[Grads, Metrics]:
         reported: Metrics = {}
-        with self._one_call(gradients=True):
-            self._built().check_batch(batch)
-            tensors = self._compute_tensors(state.params)
-            leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
-            tensors |= leaves
-            split = self._split(batch.detached(), loss.together)
-            for i, part in enumerate(split):
-                staged = Staged.of(part, self.device)
+        self._built().check_batch(batch)
+        tensors = self._compute_tensors(state.params)
+        leaves = {name: _leaf(tensors[name]) for name in state.params.trained()}
+        tensors |= leaves
+        split = self._split(batch, loss.together)
+        for i, part in enumerate(split):
+            staged = Staged.of(part, self.device)
 
-                def backward(model: Skeleton, staged: Staged = staged) -> Metrics:
-                    total, of_part = total_loss(loss, token_outputs(model, staged, wanted), staged.batch)
-                    total.backward()
-                    return tree.map_tensors(torch.Tensor.detach, {"loss": Sum(total.double()), **of_part})
+            def backward(model: Skeleton, staged: Staged = staged) -> Metrics:
+                total, of_part = total_loss(loss, token_outputs(model, staged, wanted), staged.batch)
+                total.backward()
+                return tree.map_tensors(torch.Tensor.detach, {"loss": Sum(total.double()), **of_part})
 
-                with fits(part, i, len(split), self.max_tokens, keeps=not self.checkpointing):
-                    reported = metrics.merge(reported, self._built().run(tensors, backward))
-            return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), reported
+            with fits(part, i, len(split), self.max_tokens, keeps=not self.checkpointing):
+                reported = metrics.merge(reported, self._built().run(tensors, backward))
+        return Grads({name: _gradient(leaf) for name, leaf in leaves.items()}), reported
 
     def loss_fn(self, batch: Batch, loss: Loss) -> Callable[[Params], tuple[Tensor, Metrics]]:
         """Returns the loss as a pure function of parameters, for ``torch.func``: grad, jvp, vjp, vmap, linearize.
@@ -286,30 +223,15 @@ class Local:
 
         return fn
 
-    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
-        """Returns the next state and metrics; see ``steps.apply_update``. Gradients move to the parameters' device.
-
-        Raises:
-            ArgumentError, ValueError: as ``steps.check_update``, or parameters and optimizer lie on different
-                devices; nothing was donated then.
-        """
-        expect_update(state, grads)
-        moved_grads = beside(state, grads)
-        new, reported = apply_update(self.optimizer, state, moved_grads, donate_inputs=donate)
-        if donate and moved_grads is not grads:
-            taken(grads, "apply_update")
-        return new, reported
-
     # What stays inside
 
-    @one_at_a_time
-    def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
-        params = self._build(folder, key, pretrained=pretrained)
-        return TrainState(params, self.optimizer.init(params), 0, key.fold_in("train"), 0)
+    def _free_copies(self) -> None:
+        self._cast.clear()
+        self._cast_from.clear()
 
-    def _build(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
+    def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
         skeleton, params = build(
-            folder, self.head, pretrained=pretrained, key=key.fold_in("init"), checkpointing=self.checkpointing,
+            folder, self.head, pretrained=pretrained, key=key, checkpointing=self.checkpointing,
             lora=self.lora, row_layout=self.row_layout,
         )  # fmt: skip
         if self._skeleton is None and Path(folder) == self.folder:
@@ -325,7 +247,7 @@ class Local:
     def _built(self) -> Skeleton:
         if self._skeleton is None:
             with self._one_call():
-                self._build(self.folder, Key.from_seed(0), pretrained=False)
+                self._params(self.folder, Key.from_seed(0), pretrained=False)
         assert self._skeleton is not None
         return self._skeleton
 

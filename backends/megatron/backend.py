@@ -10,19 +10,19 @@ Megatron's buffers hold a copy of them in the compute dtype, made anew where a c
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl_fn.backends.agreement import agreed, gathered, require_same, settings
+from verl_fn.backends.base import Base, one_at_a_time
 from verl_fn.backends.hf.folder import build, check_same_model, hollow
 from verl_fn.backends.hf.lora import Lora
-from verl_fn.backends.hf.outputs import check_head, check_needs
+from verl_fn.backends.hf.outputs import check_needs
 from verl_fn.backends.hf.skeleton import dtype_of
 from verl_fn.backends.hf.ulysses import LayoutError
 from verl_fn.backends.megatron import conversion, saving
@@ -34,8 +34,6 @@ from verl_fn.backends.megatron.masks import check_slots
 from verl_fn.backends.megatron.rows import ROUTED, MicroBatch, padded_starts
 from verl_fn.backends.megatron.schedule import run
 from verl_fn.backends.memory import fits
-from verl_fn.backends.one_call import OneCall, one_at_a_time
-from verl_fn.backends.placing import beside, moved
 from verl_fn.backends.row_sharing import Share, agree_on_batch, agree_on_call, brought_together, one_thread, share_out
 from verl_fn.backends.weight_sync import Weights, specs_of
 from verl_fn.state import (
@@ -49,17 +47,12 @@ from verl_fn.state import (
     TokenOutputs,
     TrainState,
     metrics,
-    refuse_derivatives,
-    taken,
     tree,
 )
-from verl_fn.state.arguments import expect, expect_params, expect_state, expect_update
-from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
-
-_BUSY = "another thread computes with this backend; ranks make its calls in one order, so make them from one thread"
+from verl_fn.steps import Loss, Optimizer, apply_update, total_loss
 
 
-class Megatron:
+class Megatron(Base):
     """Trains a Hugging Face causal language model, or a value model on its body, with Megatron's model of it.
 
     Parameters, gradients and moments are the elements that a rank owns of each of Megatron's parameters; ``named``
@@ -118,41 +111,17 @@ class Megatron:
         # Before ranks do anything together: with different settings they would wait for each other.
         options = {name: value for name, value in locals().items() if name not in ("self", "folder", "optimizer")}
         require_same(settings(Path(folder), optimizer, options))
-        self.folder = Path(folder)
-        expect("Megatron", Optimizer, optimizer)
-        self.optimizer = optimizer
+        super().__init__(optimizer, folder=folder, head=head, deterministic=deterministic, several_ranks=True)
         self.layout = Layout.of(Sizes(tp, pp, cp, ep, sp))
-        self.head = check_head(head)
         self.dtype = dtype_of(compute_dtype, "compute_dtype")
         self.max_tokens = max_tokens
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-        self.deterministic = deterministic
         check_updates_by(updates_by, optimizer)
         fields = dict(provider or {})
         if fsdp:
             check_fully_sharded(self.layout.sizes, adapters=lora is not None, updates_by=updates_by)
         self._how = How(head, self.dtype, self.device, checkpointing, fields, lora, router_replay, updates_by, fsdp)
-        self._one_call = OneCall(deterministic, refusal=lambda: LayoutError(_BUSY))
         self._model: Executor | None = None
-
-    def init(self, key: Key) -> TrainState:
-        """Returns a state with random parameters drawn from ``key``, which are the same for every layout.
-
-        The first rank draws the whole model, since it is one sequence of draws, and sends it tensor by tensor.
-        """
-        return self._new_state(self.folder, key, pretrained=False)
-
-    def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
-        """Returns a fresh state with the weights of ``folder``, by default the backend's own.
-
-        Each rank reads what it needs where the folder's safetensors name and shape tensors as transformers' model
-        does. Otherwise the first rank loads the model with transformers and sends it tensor by tensor.
-
-        Raises:
-            ModelError: the folder does not hold the weights of this model.
-            LayoutError: ranks were given different keys or weights.
-        """
-        return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
 
     @one_at_a_time
     def save(self, state: TrainState, folder: str | Path) -> None:
@@ -167,20 +136,6 @@ class Megatron:
     def restore(self, folder: str | Path) -> TrainState:
         """Returns the state that ``save`` of any backend wrote, bitwise; each rank reads what it needs."""
         return saving.restore(Path(folder), self._built(), self.optimizer)
-
-    @one_at_a_time
-    def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
-        """Returns the same state with the parameters or the optimizer tree on another device.
-
-        Parameters that move to the CPU leave no copy on the GPU: the buffers are freed too.
-
-        Raises:
-            LayoutError: ranks were asked for different devices.
-        """
-        require_same({"params for place": params, "optimizer for place": optimizer})
-        if params == "cpu":
-            self.free_buffers()
-        return attrs.evolve(state, params=moved(state.params, params), optimizer=moved(state.optimizer, optimizer))
 
     @one_at_a_time
     def free_buffers(self) -> None:
@@ -218,26 +173,6 @@ class Megatron:
         model.check(params)
         return Weights(specs_of(model.adapters.without(model.canonical.shapes)), lambda: model.merged(params))
 
-    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
-        """Returns ``fn(*values)``, applied to this rank's elements; all ranks call it together."""
-        return fn(*values)
-
-    def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
-        """Returns the outputs that ``needs`` names, without gradients, on every rank and on the CPU.
-
-        They are given for every token with ``response_mask``, or for every row; ``routed_experts`` for every token.
-
-        Raises:
-            ValueError: the head cannot compute one of ``needs``, or ``routed_experts`` are not those of this model.
-            LayoutError: ranks were given different batches, or another thread computes.
-            NotDifferentiable: a derivative of this function was taken.
-        """
-        expect_params("forward", params, batch)
-        wanted = check_needs(self.head, needs, forward=True, recorded=self._how.recorded, candidates=False)
-        refuse_derivatives("forward", params, batch)
-        with self._one_call():
-            return self._forward(params, batch.detached(), wanted)
-
     def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
         share, record = self._share(batch, wanted), ROUTED in wanted and ROUTED not in batch
         outputs: dict[int, dict[str, Tensor]] = {}
@@ -257,33 +192,13 @@ class Megatron:
                 whole[ROUTED] = batch[ROUTED] if routing is None or not record else routing.whole(share, batch)
         return TokenOutputs(whole)
 
-    def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
-        """Returns the gradients over the whole batch, and the metrics, with the total as ``loss``.
-
-        Raises:
-            ValueError: the batch lacks the weights that the loss's levels need, the field that keeps its rows
-                together or the ``routed_experts`` to replay, a row or group is longer than the token budget, or ranks
-                were given different batches, needs or states. Different losses are not detected.
-            LayoutError: another thread computes.
-            DonatedError: the state was donated.
-            NotDifferentiable: a derivative of this function was taken.
-            OutOfMemory: a micro-batch does not fit into this rank's memory. The other ranks wait until the process
-                group's timeout, as they do when a loss raises on one rank; the Ray driver reports it at once.
-        """
-        expect_state("forward_backward", state, batch)
-        refuse_derivatives("forward_backward", state, batch)
-        check_weights(loss, batch)
-        wanted = check_needs(self.head, loss.needs, recorded=self._how.recorded, candidates=False)
-        if self._how.recorded and ROUTED not in batch:
-            raise ValueError(f"the batch has no {ROUTED!r} to replay; write what forward gives for it into the batch")
-        with self._one_call(gradients=True):
-            return self._forward_backward(state, batch.detached(), loss, wanted)
-
     def _forward_backward(
         self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]
     ) -> tuple[Grads, Metrics]:
         from megatron.core.distributed import finalize_model_grads
 
+        if self._how.recorded and ROUTED not in batch:
+            raise ValueError(f"the batch has no {ROUTED!r} to replay; write what forward gives for it into the batch")
         share = self._share(batch, wanted, state, loss.together)
         self._built().check_trained(state.params)
         totals: list[Metrics] = []
@@ -305,30 +220,14 @@ class Megatron:
         reported = metrics.merge(*totals) if totals and self.layout.reports else {}
         return Grads(grads), metrics.merge(*gathered(tree.map_tensors(lambda t: t.cpu(), reported)))
 
-    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
-        """Returns the next state and metrics; ``steps.apply_update`` runs on this rank's elements, on their device.
-
-        Raises:
-            ArgumentError, ValueError: as ``steps.check_update``, or parameters and optimizer lie on different
-                devices; nothing was donated then.
-            LayoutError: the state or the gradients are of another layout, or another thread computes.
-        """
-        expect_update(state, grads)
-        model = self._built()
-        model.check(state.params, grads)
-        moved_grads = beside(state, grads)
-
+    @one_at_a_time
+    def _updated(self, state: TrainState, grads: Grads, donate: bool) -> tuple[TrainState, Metrics]:
         def total(t: Tensor) -> Tensor:
             dist.all_reduce(t)
             return t
 
-        with self._one_call():
-            new, reported = apply_update(
-                model.optimizer, state, moved_grads, donate_inputs=donate, reduce=self._reduce, total=total
-            )
-        if donate and moved_grads is not grads:
-            taken(grads, "apply_update")
-        return new, reported
+        optimizer = self._built().optimizer
+        return apply_update(optimizer, state, grads, donate_inputs=donate, reduce=self._reduce, total=total)
 
     def _reduce(self, t: Tensor) -> Tensor:
         """Adds a sum over the elements of one parameter over the ranks that own others of it."""
@@ -337,13 +236,15 @@ class Megatron:
         dist.all_reduce(t, group=self.layout.groups.tp_dp_cp)
         return t
 
-    @one_at_a_time
-    def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
-        require_same({"key": str(key)})
+    def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
+        """Returns the weights of a folder, or random parameters.
+
+        Each rank reads what it needs if the folder's safetensors name and shape tensors as transformers' model does.
+        Otherwise the first rank makes the model with transformers and sends it tensor by tensor.
+        """
         model = self._built()
-        drawn = key.fold_in("init")
         with agreed():
-            other = hollow(folder, self.head, key=drawn, lora=self._how.lora)
+            other = hollow(folder, self.head, key=key, lora=self._how.lora)
             check_same_model(model.hollow.skeleton, other.skeleton, folder)
         rows = saving.readable(folder, other) if pretrained else None
         if rows is not None:
@@ -352,12 +253,23 @@ class Megatron:
             whole: dict[str, Tensor] = {}
             with agreed():
                 if self.layout.rank == 0:
-                    whole = build(folder, self.head, pretrained=pretrained, key=drawn, lora=self._how.lora)[1]
+                    whole = build(folder, self.head, pretrained=pretrained, key=key, lora=self._how.lora)[1]
             leaves = model.divided(conversion.Sent(model.canonical, whole), model.blank.keys())
-        params = Params(leaves, model.trainable)
-        optimizer = model.optimizer.init(params)
+        return Params(leaves, model.trainable)
+
+    def _slots(self, params: Params) -> Any:
+        optimizer = self._built().optimizer.init(params)
         check_slots(optimizer)
-        return TrainState(params, optimizer, 0, key.fold_in("train"), 0)
+        return optimizer
+
+    def _wanted(self, needs: Iterable[str], *, forward: bool = False) -> frozenset[str]:
+        return check_needs(self.head, needs, forward=forward, recorded=self._how.recorded, candidates=False)
+
+    def _check(self, *values: Params | Grads) -> None:
+        self._built().check(*values)
+
+    def _free_copies(self) -> None:
+        self.free_buffers()
 
     def _built(self) -> Executor:
         if self._model is None:

@@ -11,7 +11,6 @@ from ranks import Ranks
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
 from verl_fn.backends.memory import OutOfMemory
-from verl_fn.state import Key
 from verl_fn.steps import frozen
 from verl_fn.testing import tiny_batch
 
@@ -145,7 +144,7 @@ def test_a_folder_that_cannot_be_made(two, folder, tmp_path):
 
 def test_memory_that_runs_out_on_one_process(folder, monkeypatch):
     backend, batch = Local(folder, frozen(), max_tokens=24), tiny_batch()
-    params = backend._build(folder, Key.from_seed(0), pretrained=True)
+    params = backend.load_pretrained().params
     skeleton, count = type(backend._built()), len(batch)
     hidden_states, calls = skeleton.hidden_states, []
 

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from rank_cases import KEY, error_of, optimizer
 from torch.distributed.tensor import DTensor
 
+from verl_fn.backends import base
 from verl_fn.backends.fsdp import Fsdp
-from verl_fn.backends.fsdp import backend as fsdp_module
 from verl_fn.backends.fsdp.torch_private import local_of
 from verl_fn.backends.local import Local
 from verl_fn.backends.weight_sync import checksum
@@ -61,11 +61,11 @@ def storages(folder):
     state, found = backend.apply_update(state, grads)
     assert bytes(held) == before and found["perf/residency_copies"].value == 1
     grads, _ = backend.forward_backward(state, batch, ppo_clip())
-    beside, fsdp_module.beside = fsdp_module.beside, lambda state, grads, move: tree.snapshot(grads)
+    beside, base.beside = base.beside, lambda state, grads, move: tree.snapshot(grads)
     try:
         state, found = backend.apply_update(state, grads)
     finally:
-        fsdp_module.beside = beside
+        base.beside = beside
     assert is_donated(grads) and found["perf/residency_copies"].value == 0
 
 

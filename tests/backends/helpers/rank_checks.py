@@ -120,8 +120,8 @@ def placed(folder):
     apart = backend.place(state, params="meta")
     refused = error_of(lambda: backend.apply_update(apart, grads))
     away = backend.place(state, params="meta", optimizer="meta")
+    from verl_fn.backends.base import beside
     from verl_fn.backends.fsdp.sharding import moved
-    from verl_fn.backends.placing import beside
 
     return refused, {str(g._local_tensor.device) for g in beside(away, grads, moved).values()}
 

@@ -8,10 +8,9 @@ import attrs
 import pytest
 import torch
 
+from verl_fn.backends import base
 from verl_fn.backends.local import Local
-from verl_fn.backends.local import backend as local_module
 from verl_fn.backends.mock.train import Mock
-from verl_fn.backends.one_call import OneCall
 from verl_fn.backends.sampler import Sampler
 from verl_fn.errors import ArgumentError
 from verl_fn.state import (
@@ -154,7 +153,7 @@ def test_threads_share_a_sampler(tiny):
 
 
 def test_a_call_beside_another_is_refused_where_ranks_need_an_order():
-    busy = OneCall(False, refusal=lambda: ValueError("another thread"))
+    busy = base.OneCall(False, refusal=lambda: ValueError("another thread"))
     began, end = threading.Event(), threading.Event()
 
     def other():
@@ -325,7 +324,7 @@ def test_gradients_that_had_to_be_moved_are_spent_too(tiny, monkeypatch):
     backend, batch = local(tiny), tiny_batch()
     expected = backend.init(Key.from_seed(0))
     expected, _ = backend.apply_update(expected, backend.forward_backward(expected, batch, LOSS)[0])
-    monkeypatch.setattr(local_module, "beside", lambda state, grads: tree.snapshot(grads))
+    monkeypatch.setattr(base, "beside", lambda state, grads, move: tree.snapshot(grads))
     for donate in (False, True):
         state = backend.init(Key.from_seed(0))
         grads, _ = backend.forward_backward(state, batch, LOSS)

@@ -1,0 +1,326 @@
+"""What the calls of all training backends do before and after they compute.
+
+They check their arguments, refuse derivatives, run one at a time in the same settings of torch, and move gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from verl_fn.backends.agreement import require_same
+from verl_fn.backends.hf.outputs import check_head, check_needs
+from verl_fn.backends.hf.skeleton import repeatable
+from verl_fn.backends.hf.ulysses import LayoutError
+from verl_fn.backends.weight_sync import Weights
+from verl_fn.state import (
+    Batch,
+    Grads,
+    Key,
+    Metrics,
+    Named,
+    Node,
+    Params,
+    Slots,
+    TokenOutputs,
+    TrainState,
+    isolated,
+    refuse_derivatives,
+    taken,
+    tree,
+)
+from verl_fn.state.arguments import expect, expect_params, expect_state, expect_update
+from verl_fn.state.node import field_names
+from verl_fn.steps import Loss, Optimizer, apply_update, check_weights
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+_BUSY = "another thread computes with this backend; ranks make its calls in one order, so make them from one thread"
+
+
+class OneCall:
+    """Lets one thread at a time compute with a backend, whose model all calls share.
+
+    Args:
+        deterministic: use bitwise repeatable kernels.
+        refusal: makes the error that is raised while another thread computes; None waits for it instead.
+
+    Example:
+        >>> one_call = OneCall(deterministic=False)
+        >>> with one_call(gradients=True):
+        ...     pass
+    """
+
+    def __init__(self, deterministic: bool, refusal: Callable[[], Exception] | None = None) -> None:
+        self.deterministic = deterministic
+        self.refusal = refusal
+        self._lock = threading.RLock()
+
+    @contextlib.contextmanager
+    def __call__(self, *, gradients: bool | None = False) -> Iterator[None]:
+        """Computes inside; ``gradients`` is as for ``isolated``."""
+        if not self._lock.acquire(blocking=self.refusal is None):
+            assert self.refusal is not None
+            raise self.refusal()
+        try:
+            with isolated(gradients=gradients), repeatable(self.deterministic):
+                yield
+        finally:
+            self._lock.release()
+
+
+def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Makes a method run as one call of its backend, whose ``_one_call`` is a ``OneCall``."""
+
+    @functools.wraps(method)
+    def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        backend: Any = self
+        with backend._one_call():
+            return method(self, *args, **kwargs)
+
+    return alone
+
+
+class Base:
+    """A training backend without its computations.
+
+    A backend of a single process implements ``_params``, ``_forward``, ``_forward_backward``, ``save`` and
+    ``restore``. One that shards its values replaces the other hooks too.
+
+    Args:
+        optimizer: from ``verl_fn.steps``.
+        folder: a Hugging Face model folder, if the backend has one.
+        head: ``lm`` for a policy, ``value`` for a critic.
+        deterministic: use bitwise repeatable kernels on CUDA; kernels of the CPU always are.
+        several_ranks: ranks make every call together. While another thread computes, a call then raises an error
+            instead of waiting, since ranks must make their calls in one order.
+
+    Raises:
+        ArgumentError: ``optimizer`` is no ``Optimizer``.
+        ValueError: there is no such head.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        folder: str | Path = "",
+        head: str = "lm",
+        deterministic: bool = False,
+        several_ranks: bool = False,
+    ) -> None:
+        expect(type(self).__name__, Optimizer, optimizer)
+        self.optimizer = optimizer
+        self.folder = Path(folder)
+        self.head = check_head(head)
+        self.deterministic = deterministic
+        self._several_ranks = several_ranks
+        self._one_call = OneCall(deterministic, functools.partial(LayoutError, _BUSY) if several_ranks else None)
+
+    # Making states
+
+    def init(self, key: Key) -> TrainState:
+        """Returns a state with random parameters drawn from ``key``, which are the same for every layout.
+
+        If several ranks share the model, the first rank draws all of it, since it is one sequence of draws, and sends
+        the other ranks their parts.
+        """
+        return self._new_state(self.folder, key, pretrained=False)
+
+    def load_pretrained(self, folder: str | Path | None = None, key: Key | None = None) -> TrainState:
+        """Returns a fresh state with the weights of ``folder``, by default the backend's own.
+
+        Raises:
+            ModelError: the folder does not hold the weights of this model.
+            LayoutError: ranks were given different keys or weights.
+        """
+        return self._new_state(folder or self.folder, key or Key.from_seed(0), pretrained=True)
+
+    @one_at_a_time
+    def place(self, state: TrainState, *, params: str | None = None, optimizer: str | None = None) -> TrainState:
+        """Returns the same state with the parameters or the optimizer tree on another device.
+
+        Parameters that move to the CPU leave no copy on the device.
+
+        Raises:
+            LayoutError: ranks were asked for different devices.
+        """
+        self._agree({"params for place": params, "optimizer for place": optimizer})
+        if params == "cpu":
+            self._free_copies()
+
+        def moved(value: T, to: str | None) -> T:
+            return value if to is None else tree.map_tensors(lambda t: self._moved(t, torch.device(to)), value)
+
+        return attrs.evolve(state, params=moved(state.params, params), optimizer=moved(state.optimizer, optimizer))
+
+    def named(self, value: Params | Grads | Slots) -> Mapping[str, Tensor] | Iterator[tuple[str, Tensor]]:
+        """Returns the tensors by canonical name."""
+        return dict(value.items())
+
+    def weights(self, params: Params) -> Weights:
+        """Returns the parameters for ``RolloutBackend.publish``."""
+        return Weights.of(params)
+
+    def map(self, fn: Callable[..., Any], *values: Any, keep: bool = False) -> Any:
+        """Returns ``fn(*values)``, applied to what this process holds of the values; all ranks call it together."""
+        return fn(*values)
+
+    # The two steps
+
+    def forward(self, params: Params, batch: Batch, needs: Iterable[str] = ("logprobs",)) -> TokenOutputs:
+        """Returns the outputs that ``needs`` names, without gradients, on the CPU and on every rank.
+
+        They are given for every token with ``response_mask``, or for every row; ``routed_experts`` for every token.
+
+        Raises:
+            ValueError: the head cannot compute one of ``needs``, or ``routed_experts`` are not those of this model.
+            LayoutError: ranks were given different batches, or another thread computes.
+            NotDifferentiable: a derivative of this function was taken.
+        """
+        expect_params("forward", params, batch)
+        refuse_derivatives("forward", params, batch)
+        wanted = self._wanted(needs, forward=True)
+        with self._one_call():
+            return self._forward(params, batch.detached(), wanted)
+
+    def forward_backward(self, state: TrainState, batch: Batch, loss: Loss) -> tuple[Grads, Metrics]:
+        """Returns fp32 gradients of the loss over the whole batch, and its metrics, with the total as ``loss``.
+
+        Raises:
+            ValueError: the batch lacks the weights that the loss's levels need, the field that keeps its rows
+                together or the ``routed_experts`` to replay, a row or group is longer than the token budget, or ranks
+                were given different batches, needs or states. Different losses are not detected.
+            LayoutError: another thread computes.
+            DonatedError: the state was donated.
+            NotDifferentiable: a derivative of this function was taken.
+            OutOfMemory: a micro-batch does not fit into the device's memory. Other ranks wait until the process
+                group's timeout, as they do when a loss raises on one rank; the Ray driver reports it at once.
+        """
+        expect_state("forward_backward", state, batch)
+        refuse_derivatives("forward_backward", state, batch)
+        check_weights(loss, batch)
+        wanted = self._wanted(loss.needs)
+        with self._one_call(gradients=True):
+            return self._forward_backward(state, batch.detached(), loss, wanted)
+
+    def apply_update(self, state: TrainState, grads: Grads, *, donate: bool = True) -> tuple[TrainState, Metrics]:
+        """Returns the next state and metrics; see ``steps.apply_update``. Gradients move to the parameters' device.
+
+        Raises:
+            ArgumentError, ValueError: as ``steps.check_update``, or parameters and optimizer lie on different
+                devices; nothing was donated then.
+            LayoutError: the state or the gradients are of another layout, or another thread computes.
+        """
+        expect_update(state, grads)
+        self._check(state.params, grads)
+        moved_grads = beside(state, grads, self._moved)
+        new, reported = self._updated(state, moved_grads, donate)
+        if donate and moved_grads is not grads:
+            taken(grads, "apply_update")
+        return new, reported
+
+    # What a backend computes
+
+    def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
+        """Returns the weights of a folder, or random parameters drawn from ``key``."""
+        raise NotImplementedError
+
+    def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
+        """Returns what ``forward`` does."""
+        raise NotImplementedError
+
+    def _forward_backward(
+        self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]
+    ) -> tuple[Grads, Metrics]:
+        """Returns what ``forward_backward`` does."""
+        raise NotImplementedError
+
+    # What a backend may compute differently
+
+    def _updated(self, state: TrainState, grads: Grads, donate: bool) -> tuple[TrainState, Metrics]:
+        """Returns what ``apply_update`` does, for gradients on the device of the parameters."""
+        return apply_update(self.optimizer, state, grads, donate_inputs=donate)
+
+    def _slots(self, params: Params) -> Any:
+        """Returns the first state of the optimizer."""
+        return self.optimizer.init(params)
+
+    def _wanted(self, needs: Iterable[str], *, forward: bool = False) -> frozenset[str]:
+        """Returns the needs of a call after checking them."""
+        return check_needs(self.head, needs, forward=forward)
+
+    def _agree(self, given: Mapping[str, Any]) -> None:
+        """Compares arguments with the arguments of the other ranks."""
+        if self._several_ranks:
+            require_same(given)
+
+    def _check(self, *values: Params | Grads) -> None:
+        """Raises a LayoutError for values of another layout."""
+
+    def _moved(self, t: Tensor, device: torch.device) -> Tensor:
+        """Returns a tensor on another device."""
+        return t.to(device)
+
+    def _free_copies(self) -> None:
+        """Frees what the backend keeps on its device beside the states."""
+
+    @one_at_a_time
+    def _new_state(self, folder: str | Path, key: Key, *, pretrained: bool) -> TrainState:
+        self._agree({"key": str(key)})
+        params = self._params(folder, key.fold_in("init"), pretrained=pretrained)
+        return TrainState(params, self._slots(params), 0, key.fold_in("train"), 0)
+
+
+def beside(state: TrainState, grads: Grads, move: Callable[[Tensor, torch.device], Tensor] = Tensor.to) -> Grads:
+    """Returns the gradients on the device of the parameters: on the CPU, if the state was placed there.
+
+    Args:
+        state: the state to update.
+        grads: its gradients, on any device.
+        move: copies one gradient to a device.
+
+    Raises:
+        ValueError: parameters and optimizer lie on different devices.
+
+    Example:
+        >>> from verl_fn.state import Key, Params
+        >>> meta = TrainState(Params({"w": torch.zeros(1, device="meta")}), None, 0, Key.from_seed(0), 0)
+        >>> beside(meta, Grads({"w": torch.zeros(1)}))["w"].device
+        device(type='meta')
+    """
+    # The first tensor of each tree is enough, since `place` moves whole trees; reading every device takes longer
+    # than donation does.
+    params, moments, gradients = (_device(part) for part in (state.params, state.optimizer, grads))
+    if moments not in (None, params):
+        raise ValueError(f"parameters lie on {params}, the optimizer on {moments}; place them together to update")
+    if params is None or gradients in (None, params):
+        return grads
+    device = params
+    return tree.map_tensors(lambda gradient: move(gradient, device), grads)
+
+
+def _device(part: object) -> torch.device | None:
+    """Returns the device of the first tensor of a tree, None for a tree without tensors."""
+    if isinstance(part, Tensor):
+        return part.device
+    if isinstance(part, Named):
+        return next((t.device for t in part.leaves.values()), None)
+    children: Iterable[object] = ()
+    if isinstance(part, Node):
+        children = [getattr(part, name) for name in field_names(type(part))]
+    elif isinstance(part, dict):
+        children = part.values()
+    elif isinstance(part, (tuple, list)):
+        children = part
+    return next((device for device in map(_device, children) if device is not None), None)
