@@ -16,7 +16,7 @@ from verl_fn.config.schema import DataConfig
 from verl_fn.data.conversations import COMPLETION, MESSAGES, TaskDialogues, completion_rows, conversation_rows
 from verl_fn.data.encoded import Encoded, Encoder, longest_prompt, longest_rows, short_enough
 from verl_fn.data.entries import Convert, Entry, Kind, entry_columns
-from verl_fn.data.files import FileData, problem_rows
+from verl_fn.data.files import FileData, problem_rows, read_problems
 from verl_fn.data.judged import TaskPairs
 from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, labelled_rows, pair_rows
 from verl_fn.data.reading import encoded_files
@@ -127,11 +127,7 @@ def read_files(
         DataError: a file cannot be read or lacks a column, or a row cannot be used.
     """
     kinds = kinds_of(files, learns_from, prompt_key=prompt_key, held_out=held_out, convert=convert)
-    problems: list[Problem] = []
-    for file, kind in zip(files, kinds, strict=True):
-        for block in kind.blocks(file, convert):
-            problems += kind.problems(block, len(problems), convert, unused)
-    return tuple(problems)
+    return read_problems(files, kinds, convert=convert, unused=unused)
 
 
 def converters(table: DataConfig) -> tuple[Convert, ...]:
