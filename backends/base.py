@@ -5,6 +5,7 @@ They check their arguments, refuse derivatives, run one at a time in the same se
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import threading
@@ -91,7 +92,7 @@ def one_at_a_time(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenat
     return alone
 
 
-class Base:
+class Base(abc.ABC):
     """A training backend without its computations.
 
     A backend of a single process implements ``_params``, ``_forward``, ``_forward_backward``, ``save`` and
@@ -130,7 +131,7 @@ class Base:
     # Making states
 
     def init(self, key: Key) -> TrainState:
-        """Returns a state with random parameters drawn from ``key``, which are the same for every layout.
+        """Returns a state with random parameters drawn from ``key``; every layout gets the same ones.
 
         If several ranks share the model, the first rank draws all of it, since it is one sequence of draws, and sends
         the other ranks their parts.
@@ -184,7 +185,7 @@ class Base:
         They are given for every token with ``response_mask``, or for every row; ``routed_experts`` for every token.
 
         Raises:
-            ValueError: the head cannot compute one of ``needs``, or ``routed_experts`` are not those of this model.
+            ValueError: the head cannot compute one of ``needs``, or ``routed_experts`` name experts that it lacks.
             LayoutError: ranks were given different batches, or another thread computes.
             NotDifferentiable: a derivative of this function was taken.
         """
@@ -232,19 +233,19 @@ class Base:
 
     # What a backend computes
 
+    @abc.abstractmethod
     def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
         """Returns the weights of a folder, or random parameters drawn from ``key``."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
         """Returns what ``forward`` does."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _forward_backward(
         self, state: TrainState, batch: Batch, loss: Loss, wanted: frozenset[str]
     ) -> tuple[Grads, Metrics]:
         """Returns what ``forward_backward`` does."""
-        raise NotImplementedError
 
     # What a backend may compute differently
 
@@ -265,14 +266,14 @@ class Base:
         if self._several_ranks:
             require_same(given)
 
-    def _check(self, *values: Params | Grads) -> None:
+    def _check(self, *values: Params | Grads) -> None:  # noqa: B027  # few backends have layouts
         """Raises a LayoutError for values of another layout."""
 
     def _moved(self, t: Tensor, device: torch.device) -> Tensor:
         """Returns a tensor on another device."""
         return t.to(device)
 
-    def _free_copies(self) -> None:
+    def _free_copies(self) -> None:  # noqa: B027  # few backends keep copies
         """Frees what the backend keeps on its device beside the states."""
 
     @one_at_a_time

@@ -88,7 +88,7 @@ def packed_attention(
         NotImplementedError: the model made a mask of its own.
     """
     if attention_mask is not None and attention_mask.numel() > 1:
-        raise NotImplementedError(f"{type(module).__name__} makes a mask of its own, which packed attention lacks")
+        raise NotImplementedError(f"{type(module).__name__} makes a mask of its own; packed attention takes none")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     half = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     attend = _transformable if packing.plain else _fused if half else _padded
@@ -104,7 +104,7 @@ def _fused(
     q: Tensor, k: Tensor, v: Tensor, packing: Packing, scaling: float | None, window: int | None,
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """FlashAttention, or FlexAttention for scores with a soft cap, which FlashAttention's build in torch lacks."""
+    """Calls FlashAttention, or FlexAttention if scores have a soft cap: torch's FlashAttention has none."""
     if softcap is not None:
         from verl_fn.backends.hf import flex
 

@@ -47,7 +47,7 @@ def capped_attention(
     return cast(Tensor, out[0].transpose(0, 1))
 
 
-def block_mask(packing: Any, window: int | None) -> Any:
+def block_mask(packing: Any, window: int | None) -> BlockMask:
     """Returns a mask in which a block of queries reads the blocks from its first token's row start up to itself."""
     total = len(packing.slots)
     places = torch.arange(total, device=packing.slots.device, dtype=torch.int32)

@@ -325,7 +325,7 @@ def _prepared(
                 "enable_gradient_checkpointing to false"
             )
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        # Only these modules are told to train: others would add noise, as routers do.
+        # Only these modules are told to train: routers, for example, would add noise.
         for module in model.modules():
             module.training = bool(getattr(module, "gradient_checkpointing", False))
     has_value_head = any("TokenClassification" in name for name in config.architectures or ())

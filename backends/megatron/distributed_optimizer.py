@@ -1,8 +1,8 @@
 """Updates that Megatron's own distributed optimizer computes, with the settings and on the tensors of a state.
 
-Megatron's optimizer makes masters and moments of its own and changes them in place. Here it has none between calls:
-its tensors are empty, and for the length of an update they are the state's, which ``apply_update`` lets it
-overwrite. So a state stays a value, no second copy of it exists, and one optimizer serves any number of states.
+Megatron's optimizer makes masters and moments of its own and changes them in place. Here its tensors are
+empty between calls. During an update they are the tensors of the state, and ``apply_update`` lets it overwrite them.
+So a state stays a value, no second copy of it exists, and one optimizer serves any number of states.
 
 The gradients are copied into Megatron's buffer, where its step looks for them. It clips them by its own norm, calls
 its Adam (transformer-engine's or Apex's, otherwise torch's), and copies the new masters into the buffer of

@@ -34,7 +34,7 @@ class Remote(Generic[T]):
 
 
 class Reference(Generic[T]):
-    """Refers to the result of a call, such as outputs or metrics, which ``get`` of the workers waits for and returns.
+    """Refers to the result of a call, such as outputs or metrics; ``get`` of the workers waits for it and returns it.
 
     Each driver derives a class of its own.
     """

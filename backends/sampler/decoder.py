@@ -135,9 +135,9 @@ def attend(
     if softcap is None and sinks is None:
         shares = torch.softmax(torch.baddbmm(bias, q, k.transpose(1, 2), alpha=scaling), -1)
     else:
-        scores = torch.bmm(q, k.transpose(1, 2)).mul_(scaling).view(n, query.shape[1], 1, -1)
+        scores = torch.bmm(q, k.transpose(1, 2)).float().mul_(scaling).view(n, query.shape[1], 1, -1)
         of_row = bias.view(n, kv_heads, 1, -1)[:, :1]
-        shares = softmax(scores, softcap, sinks, of_row).view(n * kv_heads, -1, scores.shape[-1])
+        shares = softmax(scores, softcap, sinks, of_row).view(n * kv_heads, -1, scores.shape[-1]).to(v.dtype)
     return torch.bmm(shares, v).view(n, query.shape[1], -1)
 
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from test_without_critic import KEY, TASK, step, workers
@@ -139,6 +140,7 @@ class Remembers(State):
         (None, 0.5, r"\.seen is a number and was nothing"),
         (torch.zeros(1), torch.zeros(2), r"\.seen is a tensor of torch.float32 and shape \(2,\) and was a tensor"),
         (0, 0.5, ""),
+        (0.0, np.float64(0.5), ""),
         (torch.zeros(2), torch.ones(2), ""),
     ],
 )

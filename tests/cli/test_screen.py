@@ -43,6 +43,9 @@ def test_a_closed_pipe_is_not_a_full_disk(tiny, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "checkpoints/step_3").is_dir()
     monkeypatch.setattr(sys, "stdout", ClosedAt("[trainer]"))
     assert (main(["config"]), capsys.readouterr().err) == (141, "")
+    monkeypatch.setattr(sys, "stdout", ClosedAt("steps"))
+    options = [*args, "trainer.stop_at=", f"trainer.dir={tmp_path}/other", "--check"]
+    assert (main(["train", "recipes/sft_reverse.toml", *options]), capsys.readouterr().err) == (141, "")
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), OSError(5, "Input/output error", "/x")])

@@ -392,5 +392,18 @@ def test_results_of_processes_are_in_order_and_an_error_ends_them(monkeypatch):
         list(processes.in_order(slow, items()))
 
 
+def test_tokens_that_depend_on_the_clock_are_encoded_at_each_start(tmp_path, few):
+    """As those of a tokenizer that was read without a day."""
+    file = tmp_path / "a.jsonl"
+    write(file, rows(30))
+    letters = LETTERS + "0123456789"
+    dated = tokenizer(letters, "{{ strftime_now('%d') }}" + CHAT_TEMPLATE)
+    for day, counts in ((None, (30, 30)), ("2026-01-01", (30, 0))):
+        for encoded in counts:
+            read(str(file), using=with_chat_arguments(dated, {}, day))
+            assert sum(few) == encoded
+            few.clear()
+
+
 def test_name_of_data_that_is_no_file_is_not_known():
     assert reading.name_of([], Encoder([problem_rows()], (), object()), ()) is None

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,21 @@ def test_calls_are_repeated_on_values_of_their_own(actor):
     states = [value for value in values.values() if isinstance(value, TrainState)]
     assert len(states) == 1 and states[0] is not after and tree.equal(states[0], after)
     assert len(values) <= 3, "dropped values stay"
+
+
+def test_a_value_that_two_calls_returned_is_known_until_it_is_dropped(actor, monkeypatch):
+    backend, model, known = actor
+    errors = []
+    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+    state = backend.load_pretrained(model, key=Key.from_seed(0))
+    assert backend.map(lambda state: state, state, keep=True) is state
+    assert backend.forward(state.params, BATCH).logprobs.shape == (3,)
+    del state
+    gc.collect()
+    backend.init(Key.from_seed(1))
+    gc.collect()
+    backend.map(lambda: None)
+    assert not errors and not [value for value in known.values() if isinstance(value, TrainState)]
 
 
 def test_a_value_that_no_call_returned_is_refused(actor):

@@ -90,10 +90,11 @@ class State(Node):
     step: int
     baseline: float
     recent: torch.Tensor
+    last: torch.Tensor
 
 def make(options: Options):
     def init(states, key):
-        return State(states["actor"], key, step=0, baseline=0, recent=torch.zeros(2))
+        return State(states["actor"], key, step=0, baseline=0, recent=torch.zeros(2), last=torch.zeros(1))
 
     def sample(state, problems, w):
         return sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
@@ -104,7 +105,8 @@ def make(options: Options):
         actor, more = w.trainers["actor"].apply_update(state.actor, grads)
         recent = torch.cat([state.recent[1:], torch.tensor([state.step + 0.25])])
         report = {"baseline": state.baseline, "oldest": recent[0]}
-        return State(actor, state.key, state.step + 1, state.step + 0.5, recent), report
+        # The last field is a part of the memory of the field before.
+        return State(actor, state.key, state.step + 1, state.step + 0.5, recent, recent[1:]), report
 
     return Algorithm(init=init, sample=sample, learn=learn)
 """

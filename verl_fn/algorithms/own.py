@@ -112,7 +112,8 @@ def _shape(leaf: Any) -> str:
     """Returns what a restored leaf has in common with the saved one."""
     if isinstance(leaf, torch.Tensor):
         return f"a tensor of {leaf.dtype} and shape {tuple(leaf.shape)}"
-    return "" if leaf is None else "a number" if type(leaf) in (int, float) else _kind(leaf)
+    number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+    return "" if leaf is None else "a number" if number else _kind(leaf)
 
 
 def _numbers(report: Any, learn: Callable[..., Any]) -> Report:

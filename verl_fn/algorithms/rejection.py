@@ -15,7 +15,7 @@ from verl_fn.steps import aggregate, cross_entropy
 from .algorithm import ActorState, Algorithm
 from .by_conversation import whole_conversations
 from .contract import Experience, Report
-from .experience import loss_scale, sample_and_score, update
+from .experience import draw, loss_scale, update
 from .policy import aggregation
 from .reports import timing_report, update_report
 from .workers import Clock, Workers
@@ -36,7 +36,7 @@ def rejection(options: Rejection) -> Algorithm[ActorState]:
     loss = cross_entropy()
 
     def sample(state: ActorState, problems: Sequence[Problem], w: Workers) -> Experience:
-        experience = sample_and_score(state.actor, problems, w, state.key.fold_in(state.step), state.step)
+        experience = draw(state, problems, w)
         # The rows that are left out here count as dropped by the algorithm.
         return attrs.evolve(experience, batch=best_of_groups(experience.batch, options.min_score))
 

@@ -249,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return COMMANDS[args.command](args)
     except OutputClosed:
-        return _end_without_output(args.command)
+        return _end_without_output(args.command in ("train", "fork") and not getattr(args, "check", False))
     except Exception as error:
         if not isinstance(error, UserError) and not _names_a_file(error):
             raise
@@ -277,11 +277,11 @@ def _refuse(error: object, status: int) -> int:
     return status
 
 
-def _end_without_output(command: str) -> int:
+def _end_without_output(runs: bool) -> int:
     # Python would fail once more when it flushes its output at the end.
     with contextlib.suppress(OSError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if command in ("train", "fork"):
+    if runs:
         _refuse("nobody reads the output any more; the same command continues from the last checkpoint", CLOSED)
     return CLOSED
 

@@ -28,7 +28,7 @@ class Asked:
     Attributes:
         block: some rows.
         file: the number of their file.
-        first: the number of the first row among those of all files.
+        first: the number of the first row, counted over all files.
         encode: whether their lengths are needed; otherwise they are only checked.
     """
 
@@ -45,7 +45,7 @@ class Part:
     Attributes:
         file: the number of the file.
         problems: the problems, or each as bytes.
-        prompts, rows, traits, unused, error: those of ``Encoded``.
+        prompts, rows, traits, unused, error: as in ``Encoded``.
     """
 
     file: int
@@ -62,14 +62,14 @@ class Encoded:
     """Problems of files with the lengths of their tokens.
 
     Attributes:
-        problems: the problems, which may lie on disk.
+        problems: the problems, perhaps on disk.
         prompts: tokens of each prompt, of shape (problems,).
         rows: for each problem, tokens of its longest row, of its rows together, of the longest prompt of a row, and
             of the longest response, of shape (problems, 4); 0 unless its rows are learned from.
         traits: of the problems.
         sizes: the number of problems of each file.
         unused: for each column that is not used, the number of rows with a value in it.
-        error: the first error of encoding, which is raised when the lengths are needed.
+        error: the first error of encoding; it is raised when the lengths are needed.
     """
 
     problems: Sequence[Problem]
@@ -161,7 +161,7 @@ class Encoder:
         *,
         encode: bool = True,
     ) -> Part:
-        """Returns problems with their lengths, which are 0 if they are not encoded."""
+        """Returns problems with their lengths; a problem that is not encoded has 0."""
         prompts, rows = np.zeros(len(problems), np.int32), np.zeros((len(problems), 4), np.int32)
         error: Exception | None = None
         try:
@@ -169,7 +169,7 @@ class Encoder:
                 prompts[:] = [len(ids) for ids in encode_prompts(problems, self.tokenizer)]
             if encode and self.end_tokens is not None:
                 self._encode_rows(problems, prompts, rows)
-        # Rows that cannot be used are reported first, also those of later blocks.
+        # Rows that cannot be used are reported first, in later blocks too.
         except UserError as failure:
             error = failure
         traits = traits_of(problems, self.tokenizer)
@@ -194,7 +194,7 @@ def assembled(parts: Iterable[Part], problems: Sequence[Problem] | None = None) 
 
     Args:
         parts: the parts, in order.
-        problems: those of all parts, if the parts do not have them.
+        problems: the problems of all parts, if the parts do not have them.
     """
     parts = list(parts)
     unused: Counter[str] = Counter()
@@ -275,5 +275,5 @@ def longest_rows(parts: Sequence[Encoded], learns_from: LearnsFrom) -> tuple[int
     if learns_from == "labels":
         # Prompts also come with the responses to others.
         return prompt + response, prompt + response
-    # The rows of a conversation need not stay together, those of a pair must.
+    # The rows of a conversation need not stay together; the rows of a pair must.
     return longest, together if learns_from == "pairs" else longest

@@ -126,6 +126,9 @@ def name_of(files: Sequence[Entry], encoder: Encoder, references: Sequence[str])
     tokenizer = encoder.tokenizer
     if not getattr(tokenizer, "is_fast", False):
         return None
+    clock = "strftime_now"
+    if clock in chat.template_text(tokenizer) and clock not in getattr(tokenizer, chat.ARGUMENTS, {}):
+        return None  # the day decides
     used: list[Path] = []
     for file in files:
         if not isinstance(file, Table):

@@ -71,7 +71,7 @@ def packed(problem: Problem) -> bytes:
     """Returns a problem, without its number, as bytes that ``unpacked`` reads.
 
     Raises:
-        Unstorable: it has an object of another class than those of values in files.
+        Unstorable: it has an object of a class that no file gives.
 
     Example:
         >>> unpacked(packed(Problem("a", "b", 7, "s")), 5)
@@ -178,9 +178,9 @@ def load(read: Callable[[int, int], bytes], size: int) -> Encoded:
 
 
 def stored(name: str, parts: Callable[[], Iterable[Part]], unchanged: Callable[[], bool] = lambda: True) -> Encoded:
-    """Returns encoded problems from the cache, which gets them first if it lacks them.
+    """Returns encoded problems from the cache, and makes them first if the cache lacks them.
 
-    Several processes that lack the same at once wait for the one that makes it. Where the cache cannot be written,
+    Several processes that lack the same at once wait for the one that makes it. If the cache cannot be written,
     the problems stay in memory, as bytes.
 
     Args:
@@ -209,7 +209,7 @@ def stored(name: str, parts: Callable[[], Iterable[Part]], unchanged: Callable[[
 
 
 def in_memory(parts: Iterable[Part]) -> Encoded:
-    """Returns packed parts as one, in memory, where bytes take far less room than problems."""
+    """Returns packed parts as one, in memory; as bytes they take far less room than as problems."""
     memory = io.BytesIO()
     error = write(memory, parts)
     data = memory.getbuffer()

@@ -96,7 +96,7 @@ def joined(parts: Sequence[Traits]) -> Traits:
 
 
 def traits_of(problems: Sequence[Problem], tokenizer: Any) -> Traits:
-    """Returns the traits of problems: those that the sequence has as ``traits``, or else new ones.
+    """Returns the traits of problems: the sequence's own ``traits``, or else new ones.
 
     Args:
         problems: the problems.

@@ -188,7 +188,9 @@ class Leader:
         self._in_step = True
 
     def _drop(self, identity: int, number: Any) -> None:
-        del self._known[identity]
+        # A later call may have returned the same value under another number.
+        if identity in self._known and self._known[identity][0] == number:
+            del self._known[identity]
         self._dropped.append(number)
 
     def _number(self, value: Any) -> Any:
@@ -199,7 +201,7 @@ class Leader:
         """
         if isinstance(value, _Led):
             return value._name
-        if (known := self._known.get(id(value))) is not None:
+        if (known := self._known.get(id(value))) is not None and known[1]() is value:
             return *known[0], ""
         if not _sharded(value):
             return None

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 from safetensors.torch import load_file, save_file
 
 from verl_fn import atomic
@@ -93,7 +94,9 @@ def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers, identit
     waiting = save_waiting(state.waiting, aside, w)
     tensors, scalars = serial.flatten(state.without_roles(plan))
     if tensors:
-        save_file({path: t.detach().contiguous() for path, t in tensors.items()}, aside / STATE)
+        # Clones, since tensors of one file must not share memory.
+        copies = {path: t.detach().cpu().clone(memory_format=torch.contiguous_format) for path, t in tensors.items()}
+        save_file(copies, aside / STATE)
     paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
     files = {str(path.relative_to(aside)): [path.stat().st_size, crc_of(path)] for path in paths}
     manifest: dict[str, Any] = {"algorithm": plan.algorithm, "state": scalars, "files": files}

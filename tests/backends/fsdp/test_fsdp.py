@@ -49,8 +49,10 @@ def test_laws_on_two_ranks(two, shallow, options):
 
 
 def test_families_on_two_ranks(two, tmp_path):
-    """Buffers among the weights, a factor of the logits, linear attention, sinks."""
-    (worst, refusal), _ = two.run("families", ["deepseek_v3", "cohere", "gpt_oss", "qwen3_5_text"], tmp_path)
+    """Buffers among the weights, a factor of the logits, soft caps, sinks, linear attention."""
+    names, shared = ["deepseek_v3", "cohere", "gemma2", "gpt_oss", "qwen3_5_text"], ["gemma2", "gpt_oss"]
+    (worst, refusal), _ = two.run("families", names, tmp_path, shared)
+    assert len(worst) == len(names) + len(shared)
     for name, errors in worst.items():
         assert errors["loss"] <= 1e-5 and errors["grad_norm"] <= 1e-5 and errors["gradient"] <= 1e-4, (name, errors)
     assert "needs padded rows, which ranks cannot share; set ulysses_sequence_parallel_size to 1" in refusal

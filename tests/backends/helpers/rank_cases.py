@@ -74,8 +74,11 @@ def laws(folder, options, tolerance):
     check_backend(backend, other, loss=loss_for(options.get("head", "lm")), tolerance=tolerance)
 
 
-def families(names, out):
-    """The first step of models of several families beside ``Local``, and an error of sequence parallelism."""
+def families(names, out, shared=()):
+    """The first step of models of several families beside ``Local``, and an error of sequence parallelism.
+
+    For the ``shared`` ones the two ranks also share the sequence.
+    """
     worst = {}
     for name in names:
         folder = out / name
@@ -83,6 +86,8 @@ def families(names, out):
             tiny_folder(name, folder)
         dist.barrier()
         worst[name] = first_step(folder, {}, 6)
+        if name in shared:
+            worst[f"{name}, shared"] = first_step(folder, {"sp": 2}, 6)
     return worst, error_of(lambda: Fsdp(folder, optimizer(), sp=2).load_pretrained())
 
 
