@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,10 @@ import pytest
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
-from verl_fn.driver import torchrun
-from verl_fn.state import Batch, DonatedError, Key, Params, TrainState, tree
+from verl_fn.driver import local
+from verl_fn.driver.host import Host
+from verl_fn.driver.remote import RemoteTrain
+from verl_fn.state import Batch, DonatedError, Key, TrainState, tree
 from verl_fn.steps import adamw, cross_entropy
 
 ROOT = Path(__file__).parents[2]
@@ -89,16 +90,17 @@ BATCH = Batch.from_rows([[1, 2, 1]], {"response_mask": [[0.0, 1.0, 1.0]], "loss_
 
 @pytest.fixture
 def actor(tmp_path, monkeypatch):
-    """A backend with adapters as the first process calls it, and what another process knows; both are this one."""
-    model, known = new_model(tmp_path, chars="ab"), {}
-    monkeypatch.setattr(torchrun, "_broadcast", lambda message, calls: torchrun._repeat(message, known))
-    monkeypatch.setattr(torchrun, "_together", contextlib.nullcontext)
-    leader = torchrun.Leader(None)
-    return leader.make(lambda: {"actor": Local(model, adamw(1e-1), lora=Lora(rank=2))})["actor"], model, known
+    """A backend with adapters as the first process calls it, and what another process has; both are this one."""
+    model, other = new_model(tmp_path, chars="ab"), Host()
+    monkeypatch.setattr(local, "_broadcast", lambda message, calls: local._repeat(message, other))
+    monkeypatch.setattr(local, "_together", contextlib.nullcontext)
+    ranks = local.Torchrun(None)
+    ranks.run("build", "actor", lambda: Local(model, adamw(1e-1), lora=Lora(rank=2)))
+    return RemoteTrain(ranks, ranks, "actor"), model, other
 
 
 def test_calls_are_repeated_on_values_of_their_own(actor):
-    backend, model, known = actor
+    backend, model, other = actor
     state = backend.load_pretrained(model, key=Key.from_seed(0))
     grads, _ = backend.forward_backward(state, BATCH, cross_entropy())
     after, _ = backend.apply_update(state, grads)
@@ -106,32 +108,21 @@ def test_calls_are_repeated_on_values_of_their_own(actor):
         backend.forward(state.params, BATCH)
     del state, grads
     gc.collect()
-    assert backend.map(lambda own, params: own is backend, backend, after.params) is False
+    own = backend.map(lambda own, state: state if isinstance(own, Local) else None, backend, after)
     assert backend.forward(after.params.base, BATCH).logprobs.shape == (3,)
-    values = {number: value for number, value in known.items() if number != "actor"}
-    states = [value for value in values.values() if isinstance(value, TrainState)]
-    assert len(states) == 1 and states[0] is not after and tree.equal(states[0], after)
-    assert len(values) <= 3, "dropped values stay"
+    states = [value for value in other.values.values() if isinstance(value, TrainState)]
+    assert len(states) == 1 and states[0] is not own and tree.equal(states[0], own)
+    assert len(other.values) == 1, "dropped values stay"
 
 
-def test_a_value_that_two_calls_returned_is_known_until_it_is_dropped(actor, monkeypatch):
-    backend, model, known = actor
-    errors = []
-    monkeypatch.setattr(sys, "unraisablehook", errors.append)
+def test_a_value_that_two_calls_returned_is_there_until_it_is_dropped(actor):
+    backend, model, other = actor
     state = backend.load_pretrained(model, key=Key.from_seed(0))
-    assert backend.map(lambda state: state, state, keep=True) is state
-    assert backend.forward(state.params, BATCH).logprobs.shape == (3,)
+    same = backend.map(lambda state: state, state, keep=True)
     del state
     gc.collect()
-    backend.init(Key.from_seed(1))
+    assert backend.forward(same.params, BATCH).logprobs.shape == (3,)
+    del same
     gc.collect()
-    backend.map(lambda: None)
-    assert not errors and not [value for value in known.values() if isinstance(value, TrainState)]
-
-
-def test_a_value_that_no_call_returned_is_refused(actor):
-    backend, model, _ = actor
-    state = backend.load_pretrained(model, key=Key.from_seed(0))
-    mine = Params({name: t.clone() for name, t in state.params.items()}, state.params.trainable)
-    with pytest.raises(TypeError, match=r"this Params was made outside of a backend.*keep=True"):
-        backend.forward(mine, BATCH)
+    backend.map(len, "")
+    assert not other.values

@@ -300,6 +300,24 @@ def conversations(
     return Conversing(engine(), environments, renderer, tokenizer, ends, limits)
 
 
+def at_driver(plan: Plan) -> dict[str, Any]:
+    """Makes the parts of a plan that work in the driver: fields of ``Workers`` by name."""
+    from verl_fn.backends.hf.tokenizer import end_tokens
+
+    tokenizer, actor = policy_tokenizer(plan.rollout), plan.roles["actor"]
+    return {
+        "reward": reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir),
+        "tokenizer": tokenizer,
+        "sampling": sampling(plan.rollout),
+        "max_prompt_length": plan.data.max_prompt_length,
+        "truncation": plan.data.truncation,
+        "end_tokens": end_tokens(plan.model, tokenizer),
+        "converses": bool(plan.env.name),
+        "router_replay": actor.router_replay,
+        "gives_likeliest": actor.strategy != "megatron",
+    }
+
+
 def sampling(rollout: RolloutPlan) -> Sampling:
     """Returns the sampling settings of training rollouts."""
     longest = rollout.data.max_response_length

@@ -19,7 +19,6 @@ import ray.runtime_env
 import torch
 
 from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.hf.tokenizer import end_tokens
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.names import is_reference, module_of
@@ -69,7 +68,7 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
             components: list[tuple[Any, ...]] = [
                 ("rollout", "rollout", build.conversing, plan.rollout, device, plan.env, os.getcwd()),
             ]
-            training, tokenizer = {}, build.policy_tokenizer(plan.rollout)
+            training = {}
             for name, roles in groups.items():
                 group = cluster.groups[name]
                 if any(role.strategy != "local" for role in roles):
@@ -77,27 +76,19 @@ def ray_workers(plan: Plan) -> Iterator[Workers]:
                 for role in roles:
                     components.append((name, role.name, build.trainer, role, plan.driver, device))
                     training[role.name] = RemoteTrain(cluster, group, role.name)
-            reward = build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
+            # Before the components, since an error here comes sooner.
+            at_driver = build.at_driver(plan)
             cluster.build_all(components)
-            ranks = cluster.groups["trainer"]
             # A backend accepts values or handles, the kind that it returns, which types cannot express.
             w = Workers(
                 trainers={name: cast(TrainBackend, training[name]) for name in plan.roles},
                 rollout=RemoteRollout(cluster, cluster.groups["rollout"], "rollout", limit),
-                reward=one_at_a_time(reward),
-                tokenizer=tokenizer,
-                sampling=build.sampling(plan.rollout),
-                max_prompt_length=plan.data.max_prompt_length,
-                truncation=plan.data.truncation,
-                end_tokens=end_tokens(plan.model, tokenizer),
-                converses=bool(plan.env.name),
+                **at_driver | {"reward": one_at_a_time(at_driver["reward"])},
                 get=cluster.get,
                 beside=cluster.beside,
                 restarts=cluster.restarts,
                 about=_about(cluster, plan, device),
-                gpu_memory=cluster.get(ranks.run("map", gpu_memory, None, device)),
-                router_replay=plan.roles["actor"].router_replay,
-                gives_likeliest=plan.roles["actor"].strategy != "megatron",
+                gpu_memory=cluster.get(cluster.groups["trainer"].run("map", gpu_memory, None, device)),
             )
             if plan.rollout.sleeps:
                 cluster.get(w.rollout.sleep(2))
