@@ -79,6 +79,25 @@ def test_all_unknown_keys_are_named_at_once(tmp_path):
         assert f"unknown key {key}; did you mean" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "overrides", "named"),
+    [
+        ("[actor.optm]\nlr = 1e-6\n", [], True),
+        ("[rollout]\nn = 0\n", [], True),
+        ('[rollout]\nname = "vllm"\n', [], True),
+        ("trainer = 3\n", [], True),
+        ("[rollout]\nn = 0\n", ["rollout.n=-1"], False),
+        ("[rollout]\nn = 2\n", ["data.tsk=count"], False),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file(tmp_path, text, overrides, named):
+    file = tmp_path / "a.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        load(file, overrides)
+    assert str(error.value).startswith(f"{file}: ") == named
+
+
 def test_an_empty_value_unsets_an_optional_key(tmp_path):
     file = tmp_path / "a.toml"
     file.write_text('[trainer]\nstop_at = 0.5\ntest_freq = 1\n[critic]\nstrategy = "fsdp"\n')

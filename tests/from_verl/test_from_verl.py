@@ -4,6 +4,7 @@ import json
 import math
 import shlex
 import tomllib
+from pathlib import Path
 
 import pytest
 import tomli_w
@@ -13,6 +14,7 @@ from run_configs import TINY
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan, structure
+from verl_fn.config.load import flat
 from verl_fn.driver import build
 from verl_fn.from_verl import read_settings, translate
 
@@ -206,6 +208,29 @@ def test_rewards_placements_and_offload():
     assert cfg.actor.fsdp_config.replicate == 2 and cfg.rollout.engine_kwargs == {"max_num_batched_tokens": 99}
     moved = translated(f"{GRPO_LORA} actor_rollout_ref.actor.fsdp_config.optimizer_offload=True")
     assert structure(moved.table).rollout.offload_trainer is True
+
+
+def test_the_table_of_layouts_in_the_docs_is_what_a_translation_does():
+    """The keys on the right are those that a translation sets."""
+    page = (Path(__file__).parents[2] / "docs/from_verl.md").read_text()
+    section = page.partition("## Keys of GPUs and layouts")[2].partition("\n## ")[0]
+    right = {row.split("|")[1].strip(): row.split("|")[2] for row in section.splitlines() if row.startswith("| `")}
+
+    def written(name):
+        return next(text for row, text in right.items() if f"{name}`" in row)
+
+    for key, value, ours in (
+        ("actor.fsdp_config.param_offload", True, "rollout.offload_trainer"),
+        ("actor.fsdp_config.optimizer_offload", True, "rollout.offload_trainer"),
+        ("actor.fsdp_config.offload_policy", True, "actor.fsdp_config.offload_policy"),
+        ("actor.ulysses_sequence_parallel_size", 2, "actor.fsdp_config.ulysses_sequence_parallel_size"),
+        ("actor.fsdp_config.fsdp_size", 4, "actor.fsdp_config.replicate"),
+    ):
+        before = flat(translated(GRPO_LORA).table)
+        after = flat(translated(f"{GRPO_LORA} actor_rollout_ref.{key}={value}").table)
+        assert {name for name in after if after[name] != before.get(name)} == {ours}
+        text = written(key.rpartition(".")[2])
+        assert f"`{ours}`" in text or (ours == key and text.strip().startswith("the same"))
 
 
 @pytest.mark.parametrize(

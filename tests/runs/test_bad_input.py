@@ -321,7 +321,7 @@ def test_sizes_of_a_random_model_that_do_not_go_together(refused, tmp_path):
         new_model(tmp_path / "m", chars="ab", hidden_size=4)
     assert len(new("intermediate_size=-3")) < 300
     assert "--chars is empty" in new("--chars", "")
-    assert "given twice in 'aa'" in new("--chars", "aa")
+    assert "--chars has 'b' twice" in new("--chars", "abcb")
     assert not (tmp_path / "m").exists()
     train = lambda key: refused(*start("", tmp_path / "run", key), status=2)  # noqa: E731
     assert "transformers makes no nope language model" in train("model.new.arch=nope")

@@ -17,6 +17,7 @@ from verl_fn.backends.vllm.arguments import check_heads
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.driver import build
+from verl_fn.environments.processes import EnvError
 from verl_fn.errors import UserError
 from verl_fn.runs.check_run import check_run
 from verl_fn.runs.loop import train
@@ -119,7 +120,23 @@ class Broken(Guess):
 
     def reset(self, problem):
         raise ValueError("no problem of mine")
+
+
+class Once(Broken):
+    failed = False
+
+    def reset(self, problem):
+        if Once.failed:
+            return [{"role": "user", "content": problem.prompt}]
+        Once.failed = True
+        return super().reset(problem)
 """
+BROKEN = {
+    "pass": "raised ValueError: no problem of mine",
+    "__init__ = lambda self: 1 / 0": "raised ZeroDivisionError",
+    "reset = lambda self, problem: 3": "returned 3",
+    "reset = lambda self, problem: __import__('os')._exit(3)": "ended its process with exit code 3",
+}
 GRPO = ("algorithm.name=grpo", "rollout.n=2", "reward.functions=['{}:score']")
 
 
@@ -172,11 +189,35 @@ def test_a_check_refuses_what_only_processes_of_the_run_would_find(tiny, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("wrong", "reason"), list(BROKEN.items()))
+def test_a_check_ends_as_the_run_does_if_no_conversation_begins(tmp_path, wrong, reason):
+    """A run ends with its first evaluation or step; a check begins some of their conversations."""
+    (tmp_path / "own.py").write_text(f"{MINE}\n\nclass Wrong(Broken):\n    {wrong}\n")
+    model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
+    more = ["algorithm.name=grpo", "rollout.n=2", "data.max_prompt_length=64", "env.timeout=5"]
+    plan = tiny_run(model, tmp_path / "run", *more, f"env.name={tmp_path}/own.py:Wrong")
+    with pytest.raises(EnvError, match=f"env.name: none of 8 training conversations begins, .*{reason}"):
+        check_run(plan)
+    with pytest.raises(EnvError, match=reason):
+        train(plan, SILENT)
+
+
 def test_a_check_tells_of_a_conversation_that_does_not_begin(tmp_path, mine, capsys):
     model = new_model(tmp_path / "model", chars="abcdefgh>\n", hidden_size=32, chat_template=True)
-    check_run(tiny_run(model, tmp_path / "run", f"env.name={mine}:Broken", "data.max_prompt_length=64"))
+    check_run(tiny_run(model, tmp_path / "run", f"env.name={mine}:Once", "data.max_prompt_length=64"))
     assert "note: of the training problems, " in (said := capsys.readouterr().out)
     assert "the environment raised ValueError: no problem of mine" in said
+
+
+def test_a_check_makes_adapters_and_the_layers_that_compute_again(tiny, tmp_path, monkeypatch):
+    """As the run's trainers do, which would fail after the start of all processes."""
+    lora = ["actor.lora_rank=2", "actor.target_modules=['no_such_layer']"]
+    with pytest.raises(UserError, match="no_such_layer"):
+        check_run(tiny_run(tiny, tmp_path / "run", "algorithm.name=sft", *lora))
+    monkeypatch.setattr("transformers.Qwen3ForCausalLM.supports_gradient_checkpointing", False)
+    again = tiny_run(tiny, tmp_path / "run", "algorithm.name=sft", "actor.enable_gradient_checkpointing=true")
+    with pytest.raises(ModelError, match="cannot compute its layers again"):
+        check_run(again)
 
 
 def test_a_check_reads_the_names_of_weights(tiny, tmp_path):

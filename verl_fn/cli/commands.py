@@ -137,6 +137,8 @@ def new_model(args: argparse.Namespace) -> int:
     if args.chars == "":
         raise ConfigError("--chars is empty; name the characters, or leave it out to take the characters of --task")
     check_empty(Path(args.folder))
+    if twice := [char for i, char in enumerate(args.chars or "") if char in args.chars[:i]]:
+        raise ConfigError(f"--chars has {twice[0]!r} twice; name each character once")
     fields = dict(_field(override) for override in args.overrides)
     if reserved := sorted({"folder", "chars", "arch", "seed", "chat_template"} & set(fields)):
         raise ConfigError(f"{reserved[0]} is not a field of a model's config; see verl-fn new-model --help")

@@ -7,6 +7,7 @@ import torch; nothing else here does.
 from __future__ import annotations
 
 import functools
+import re
 import sys
 import tomllib
 import types
@@ -34,7 +35,7 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
 
     Raises:
         ConfigError: the file cannot be read, a key is unknown (the message suggests the most similar one), or a
-            value has the wrong type or range.
+            value has the wrong type or range. The message names the file if one of the keys in it is set there.
 
     Example:
         >>> load(overrides=["trainer.seed=3", "data.task=count"]).trainer.seed
@@ -43,7 +44,16 @@ def load(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Confi
         Traceback (most recent call last):
         verl_fn.config.options.ConfigError: unknown key algorithm.clip_ration; did you mean algorithm.clip_ratio?
     """
-    return structure(raw_table(path, overrides))
+    overrides = list(overrides)
+    try:
+        return structure(raw_table(path, overrides))
+    except ConfigError as error:
+        if path is None or str(path) in str(error):
+            raise
+        in_file = flat(read_table(path)).keys() - {split_override(override)[0] for override in overrides}
+        if not any(re.search(rf"(?<![\w.]){re.escape(key)}(?![\w.])", str(error)) for key in in_file):
+            raise
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def raw_table(path: str | Path | None, overrides: Iterable[str]) -> Table:

@@ -17,7 +17,8 @@ from verl_fn.algorithms import make
 from verl_fn.algorithms.experience import conversations_of
 from verl_fn.backends.hf.config import compute_dtype
 from verl_fn.backends.hf.experts import experts_of
-from verl_fn.backends.hf.folder import ModelError, check_weights, pads_rows, read_config
+from verl_fn.backends.hf.folder import ModelError, check_weights, hollow, pads_rows, read_config
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.hf.ulysses import LayoutError, check_heads
 from verl_fn.backends.megatron.fidelity import check_tried
@@ -33,6 +34,7 @@ from verl_fn.data.streaming import StreamedData
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
 from verl_fn.data.traits import TOOLS, Traits, traits_of
 from verl_fn.driver import build, ranks
+from verl_fn.environments.processes import EnvError
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import install
 from verl_fn.rewards.reward import Answer
@@ -41,6 +43,8 @@ from verl_fn.state import Key
 
 # Frozen models of other folders, which algorithm.NAME names.
 OTHER_MODELS = ("reward_model", "teacher")
+# The most conversations of a kind that a check tries to begin.
+TRIES = 8
 
 
 def check(plan: Plan, source: Source, tokenizer: Any) -> None:
@@ -443,6 +447,9 @@ def check_all_weights(plan: Plan) -> None:
     skeletons = {model: check_weights(*model) for model in models}
     for role in plan.roles.values():
         skeleton = skeletons[role.folder, role.head, role.row_layout]
+        if role.strategy != "megatron" and (role.lora or role.enable_gradient_checkpointing):
+            lora, checkpointing = Lora(*role.lora) if role.lora else None, role.enable_gradient_checkpointing
+            hollow(role.folder, role.head, key=Key.from_seed(0), checkpointing=checkpointing, lora=lora)
         if role.strategy == "megatron":
             check_tried(skeleton, role.folder)
         elif role.strategy == "fsdp" and skeleton.padded and role.fsdp_config.ulysses_sequence_parallel_size > 1:
@@ -455,22 +462,31 @@ def check_all_weights(plan: Plan) -> None:
 def check_processes(plan: Plan, source: Source) -> Iterator[str]:
     """Starts what runs the user's reward functions and environment, as a run does, and begins a conversation.
 
+    If a conversation does not begin, others are tried: a run ends if none of a step's conversations begins.
+
     Yields:
         Sentences about what a run would survive.
 
     Raises:
-        UserError: they cannot be used.
+        UserError: they cannot be used, or no conversation begins.
     """
     if not any(_elsewhere(plan, name) for name in plan.reward.functions):
         build.reward(plan.reward, plan.model, env=plan.env.name, replies=plan.trainer.dir)
     if plan.env.name and not _elsewhere(plan, plan.env.name):
         # A conversation begins before the engine draws anything.
         conversing = build.conversations(plan.rollout, plan.env, lambda: MockRollout({}))
-        sampled = source.train(Key.from_seed(0), 0, 1) if plan.learns_from == "samples" else ()
-        for part, problems in (("training", sampled), ("held-out", source.held_out(1))):
+        tries = min(TRIES, plan.data.train_batch_size)
+        sampled = source.train(Key.from_seed(0), 0, tries) if plan.learns_from == "samples" else ()
+        for part, problems in (("training", sampled), ("held-out", source.held_out(TRIES))):
+            failures = []
             for request in conversations_of(problems, build.sampling(plan.rollout), Key.from_seed(0)):
-                if (failure := conversing.begin(request)) is not None:
-                    yield f"of the {part} problems, {failure}"
+                if (failure := conversing.begin(request)) is None:
+                    break
+                failures.append(failure)
+            if failures and len(failures) == len(problems):
+                raise EnvError(f"env.name: none of {len(failures)} {part} conversations begins, {failures[0]}")
+            if failures:
+                yield f"of the {part} problems, {failures[0]}"
 
 
 def _elsewhere(plan: Plan, reference: str) -> bool:
