@@ -86,8 +86,8 @@ OWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def tiny_config(name: str) -> Any:
-    """Returns the config of a family with tiny sizes.
+def tiny_config(name: str, **sizes: Any) -> Any:
+    """Returns the config of a family with tiny sizes, or the ones that are given.
 
     Example:
         >>> config = tiny_config("qwen3")
@@ -96,7 +96,7 @@ def tiny_config(name: str) -> Any:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return _tiny(CONFIG_MAPPING[name], OWN.get(name, {}))
+    return _tiny(CONFIG_MAPPING[name], OWN.get(name, {}) | sizes)
 
 
 def _tiny(kind: Any, own: dict[str, Any]) -> Any:
@@ -116,8 +116,8 @@ def _tiny(kind: Any, own: dict[str, Any]) -> Any:
     return kind(**(given | own))
 
 
-def tiny_folder(name: str, out: str | Path) -> Path:
-    """Saves a tiny model of a family with random weights.
+def tiny_folder(name: str, out: str | Path, **sizes: Any) -> Path:
+    """Saves a tiny model of a family with random weights; ``sizes`` replace the tiny ones.
 
     Raises:
         Exception: whatever transformers raises for these sizes.
@@ -126,7 +126,7 @@ def tiny_folder(name: str, out: str | Path) -> Path:
 
     with torch.random.fork_rng(devices=[]), quiet():
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_config(tiny_config(name, **sizes), attn_implementation="eager").eval()
         with torch.no_grad():
             for p in model.parameters():
                 if p.dim() > 1:

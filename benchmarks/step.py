@@ -35,12 +35,15 @@ WORKING = ("gen", "old_log_prob", "update_actor")
 WARM_UPS = 2
 ENGINES = ("ours", "verl", "parts")
 TIMING = "timing_s/"
+KL = "rollout_corr/k3_kl"  # between engine and trainer; about half the mean square difference of log-probs
 
 Step = dict[str, Any]
 
 
-def our_command(work: Work, steps: int, folder: Path, rollout: str = "vllm") -> list[str]:
-    """The command of our run."""
+def our_command(
+    work: Work, steps: int, folder: Path, rollout: str = "vllm", further: Sequence[str] = ()
+) -> list[str]:
+    """The command of our run; ``further`` settings come last."""
     gpu = str(work.device == "cuda").lower()
     dtype = "bfloat16" if work.device == "cuda" else "float32"
     settings = [
@@ -61,11 +64,18 @@ def our_command(work: Work, steps: int, folder: Path, rollout: str = "vllm") -> 
             f"rollout.engine_kwargs={{max_num_batched_tokens = {BUDGET}}}",
         ]
     # Only settings: the file of a config may be empty.
-    return [sys.executable, "-m", "verl_fn.cli", "train", os.devnull, *settings]
+    return [sys.executable, "-m", "verl_fn.cli", "train", os.devnull, *settings, *further]
 
 
 def run(
-    engine: str, work: Work, steps: int, log: Path, seconds: float, rollout: str, peers: Mapping[str, str]
+    engine: str,
+    work: Work,
+    steps: int,
+    log: Path,
+    seconds: float,
+    rollout: str,
+    peers: Mapping[str, str],
+    further: Sequence[str] = (),
 ) -> list[Step]:
     """The steps of one run: ``seconds``, ``tokens``, ``phases`` in seconds, and the trainer's own ``reported`` time.
 
@@ -77,6 +87,7 @@ def run(
         seconds: the most time for it.
         rollout: our rollout engine.
         peers: variables of the processes that are not ours.
+        further: settings of our run.
 
     Raises:
         RunFailed: it did not get to its first step, or failed later.
@@ -87,7 +98,8 @@ def run(
         if engine == "parts":
             return run_parts(work, steps, folder, log, seconds, peers)
         if engine == "ours":
-            command, file = our_command(work, steps, folder / "run", rollout), folder / "run" / "metrics.jsonl"
+            command = our_command(work, steps, folder / "run", rollout, further)
+            file = folder / "run" / "metrics.jsonl"
             environment: dict[str, str] = {}
         else:
             command, file = peer_verl_trainer.command(work, steps, folder), peer_verl_trainer.metrics_file(folder)
@@ -109,7 +121,8 @@ def step_of(metrics: Mapping[str, Any], line: Mapping[str, Any]) -> Step:
     phases = {name: value for name, value in timings.items() if "/" not in name}
     reported = phases.pop("step")
     tokens = metrics["perf/total_num_tokens"]
-    return {"seconds": line["seconds"], "tokens": tokens, "phases": phases, "reported": reported}
+    step = {"seconds": line["seconds"], "tokens": tokens, "phases": phases, "reported": reported}
+    return step | {"kl": metrics[KL]} if KL in metrics else step
 
 
 def summary(runs: Sequence[Sequence[Step]]) -> dict[str, Any]:
@@ -126,6 +139,7 @@ def summary(runs: Sequence[Sequence[Step]]) -> dict[str, Any]:
         "tokens_a_second": statistics.median(step["tokens"] / step["seconds"] for step in steps),
         "seconds": seconds, "reported_seconds": statistics.median(step["reported"] for step in steps),
         "phases": phases, "shares": {name: value / seconds for name, value in phases.items()},
+        "largest_kl": max((step["kl"] for one in runs for step in one if "kl" in step), default=None),
         "steps": len(steps), "warm": all(len(one) > WARM_UPS for one in runs),
         "until_first_step": [one[0]["seconds"] for one in runs],
     }  # fmt: skip
@@ -184,6 +198,7 @@ def _parsed(argv: Sequence[str]) -> Any:
     parser.add_argument("--prompt", type=measure.count, default=128, help="tokens of a prompt")
     parser.add_argument("--response", type=measure.count, default=512, help="most tokens of a response")
     parser.add_argument("--rollout", choices=("sampler", "vllm"), default="vllm", help="our rollout engine")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of our run")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds for all runs; each gets its share")
     parser.add_argument("--verl-path", type=Path, help="a folder that verl imports from first, such as flash-attn's")
     parser.add_argument("--logs", type=Path, help="keep the output of each run in this folder")
@@ -213,7 +228,7 @@ def main(argv: Sequence[str]) -> int:
             measure.say(f"run {i + 1} of {len(args.runs)}: {engine}, for at most {share:.0f} s")
             try:
                 log = logs / f"{i + 1}_{engine}.log"
-                steps = run(engine, work, args.steps, log, share, args.rollout, _peers(args.verl_path))
+                steps = run(engine, work, args.steps, log, share, args.rollout, _peers(args.verl_path), args.set)
                 runs.setdefault(engine, []).append(steps)
             except RunFailed as error:
                 failed[engine] = str(error)
@@ -223,7 +238,8 @@ def main(argv: Sequence[str]) -> int:
             measure.write(args.json, "step", args.device, {
                 "bar": BAR, "share_bar": SHARE_BAR, "shape": args.shape, "prompts": args.prompts, "n": args.n,
                 "prompt": args.prompt, "response": args.response, "budget": BUDGET, "memory": MEMORY,
-                "cores": os.cpu_count(), "engines": engines, "failed": failed, **result, "runs": runs,
+                "cores": os.cpu_count(), "settings": args.set, "engines": engines, "failed": failed, **result,
+                "runs": runs,
             })  # fmt: skip
     show(engines, failed, result)
     return 0 if result["held"] and not failed else 1

@@ -43,7 +43,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
     "1.5b": _QWEN2
     | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-}
+    "qwen3.5-0.8b": {
+        "model_type": "qwen3_5_text", "hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "vocab_size": 248320, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25, "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+    },
+}  # fmt: skip
 
 
 def write_model(folder: Path, shape: str, device: str) -> Path:
@@ -52,7 +62,8 @@ def write_model(folder: Path, shape: str, device: str) -> Path:
 
     tokenizer = char_tokenizer("".join(map(chr, range(33, 127))))
     fields = {"vocab_size": len(tokenizer)} | SHAPES[shape]
-    config = AutoConfig.for_model("qwen2", bos_token_id=1, eos_token_id=2, pad_token_id=0, **fields)
+    kind = fields.pop("model_type", "qwen2")
+    config = AutoConfig.for_model(kind, bos_token_id=1, eos_token_id=2, pad_token_id=0, **fields)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -24,6 +25,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 from verl_fn.backends.vllm.adapters import is_adapter, renaming
 from verl_fn.backends.weight_sync import IncompleteWeights, arriving
+
+# Methods of layers that compute with their weights as they are loaded.
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 def load(
@@ -52,6 +56,8 @@ def load(
     between = (lambda: _keep_pending(model)) if in_layers else lambda: None
     places = {} if in_layers else _embeddings(model)
     tensors: Iterator[tuple[str, Tensor]] = whole(source, checked=checked, between=between, places=places)
+    if not _stacked(model):
+        tensors = (part for name, t in tensors for part in one_by_one(name, t))
     if adapters is not None:
         tensors = _without_adapters(model, tensors, adapters)
     with torch.no_grad():
@@ -69,9 +75,19 @@ def in_place(model: torch.nn.Module) -> bool:
     """
     if any(p.device.type == "cpu" for p in model.parameters()):
         return False
-    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
     methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
-    return all(method is None or type(method) in plain for method in methods)
+    direct = _stacked(model)
+    return all(method is None or type(method) in PLAIN or (direct and _by_triton(method)) for method in methods)
+
+
+def _stacked(model: torch.nn.Module) -> bool:
+    """Returns whether vLLM's loader takes all experts of a layer as one tensor, and writes it into the parameter."""
+    return type(model).__name__ == "GptOssForCausalLM"
+
+
+def _by_triton(method: Any) -> bool:
+    """Returns whether experts are computed by Triton's kernels, with the weights as they are loaded."""
+    return getattr(method, "unquantized_backend", None) == UnquantizedMoeBackend.TRITON
 
 
 def _embeddings(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -154,7 +170,7 @@ def whole(
     between: Callable[[], None] = lambda: None,
     places: Mapping[str, Tensor] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields whole tensors under the names of vLLM's loaders; each is valid until the next one is taken.
+    """Yields whole tensors under their names; each is valid until the next one is taken.
 
     A tensor that comes in several chunks is put together in its place, if there is one, or in memory of its own.
 
@@ -173,7 +189,7 @@ def whole(
         for chunk in bucket:
             tensor = _assembled(chunk, specs[chunk.name], parts, places or {})
             if tensor is not None:
-                yield from vllm_tensors(chunk.name, tensor)
+                yield chunk.name, tensor
         between()
 
 
@@ -201,13 +217,13 @@ def _holds(place: Tensor, spec: TensorSpec) -> bool:
     return place.dtype == spec.dtype and rows >= spec.rows and tuple(rest) == spec.shape[1:]
 
 
-def vllm_tensors(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Splits stacked experts, since vLLM loads them one by one as matrices.
+def one_by_one(name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """Splits stacked experts, since most of vLLM's loaders take them one by one, as matrices.
 
     Example:
-        >>> [(name, tuple(t.shape)) for name, t in vllm_tensors("mlp.experts.gate_up_proj", torch.zeros(1, 6, 2))]
+        >>> [(name, tuple(t.shape)) for name, t in one_by_one("mlp.experts.gate_up_proj", torch.zeros(1, 6, 2))]
         [('mlp.experts.0.gate_proj.weight', (3, 2)), ('mlp.experts.0.up_proj.weight', (3, 2))]
-        >>> [name for name, _ in vllm_tensors("norm.weight", torch.zeros(2))]
+        >>> [name for name, _ in one_by_one("norm.weight", torch.zeros(2))]
         ['norm.weight']
     """
     experts, _, last = name.rpartition(".")

@@ -11,9 +11,17 @@ from verl_fn.backends.hf.config import ModelError
 
 from .arguments import EngineArgumentError
 
+# Text models that vLLM has as a part of a model of images only; see ``text_models``.
+TEXT_MODELS = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 
-def started(arguments: Mapping[str, Any], device: str) -> Any:
+
+def started(arguments: Mapping[str, Any], device: str, model: str) -> Any:
     """Starts vLLM's engine.
+
+    Args:
+        arguments: of vLLM's ``EngineArgs``.
+        device: ``cpu`` or ``cuda``.
+        model: the name of transformers' class of the model.
 
     Raises:
         ModelError: vLLM does not know the model.
@@ -27,6 +35,11 @@ def started(arguments: Mapping[str, Any], device: str) -> Any:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    if model in TEXT_MODELS:
+        from .text_models import register
+
+        register()
+        arguments = {**arguments, "hf_overrides": {"architectures": [model]}}
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
     except Exception as error:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from vllm import ModelRegistry
 
 from verl_fn.backends.draws import NOISE
 from verl_fn.backends.hf.lora import Lora
@@ -22,7 +23,13 @@ from verl_fn.backends.vllm.drawing import DrawingSampler
 from verl_fn.backends.vllm.drawn import Drawn
 from verl_fn.backends.vllm.loading import load, whole
 from verl_fn.backends.vllm.routes import layers_with_experts
+from verl_fn.backends.vllm.starting import TEXT_MODELS
 from verl_fn.backends.weight_sync.inlet import Inlet
+
+# A worker in a process of its own finds its model by name.
+for name in TEXT_MODELS:
+    if name not in ModelRegistry.models:
+        ModelRegistry.register_model(name, f"verl_fn.backends.vllm.text_models:{name}")
 
 
 class Extension:

@@ -226,14 +226,14 @@ def ignored_weights():
     """A weight that vLLM does not take is an error, also where its layer has others."""
     from verl_fn.backends.vllm import loading
 
-    made, split = engine(), loading.vllm_tensors
+    made, split = engine(), loading.one_by_one
     for ignored, layer in (("model.norm.weight", "model.norm"), ("k_proj.weight", "qkv_proj")):
-        loading.vllm_tensors = lambda name, t, end=ignored: [] if name.endswith(end) else split(name, t)
+        loading.one_by_one = lambda name, t, end=ignored: [] if name.endswith(end) else split(name, t)
         try:
             with pytest.raises(IncompleteWeights, match=layer):
                 made.publish(3, trainer().weights(params(0)))
         finally:
-            loading.vllm_tensors = split
+            loading.one_by_one = split
         with pytest.raises(StaleWeightsError):
             made.generate(requests_for(PROMPTS, Sampling(2), KEY))
     made.publish(4, trainer().weights(params(0)))
