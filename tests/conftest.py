@@ -84,6 +84,7 @@ def pytest_collection_modifyitems(items):
 
 
 # pytest-xdist's own groups (--dist=loadgroup) are ignored under pytest 9.2: pytest-dev/pytest-xdist issue 1386.
+# With its --dist=loadscope, each of four workers would start a Ray cluster, ranks and Megatron for a few files.
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
