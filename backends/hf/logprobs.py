@@ -1,19 +1,31 @@
-"""Log-probabilities and entropy from hidden states, without logits of the whole micro-batch, ``[T, vocab]``.
+"""Log-probabilities and entropies from hidden states, without logits of the whole micro-batch, ``[T, vocab]``.
 
-The forward pass computes the logits of a chunk of tokens at a time, reduces them and drops them. The backward pass
-computes them again, part by part.
+The forward pass computes the logits of a chunk of tokens at a time, reduces them and drops them: kernels do it on
+CUDA, torch's functions elsewhere, in fp32 whatever the dtype of the logits. The backward pass computes them again.
+The forward pass has left each token's log-normaliser, so the backward pass takes all tokens and a block of the
+vocabulary at a time: the gradient of the output layer is whole with each block, and the gradient of the hidden states
+is summed in fp32. If the output layer is frozen, it takes a chunk of tokens and the whole vocabulary, without a sum.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
+import attrs
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_fn.backends.hf.head_gradients import gradients
-from verl_fn.backends.hf.logits import at, default_chunk, entropy_of, reduce_rows, scaled, slices
+from verl_fn.state import NotDifferentiable
+
+# The most logits that exist at a time: few enough for the caches of a CPU, enough to fill a GPU.
+CPU_CHUNK, CUDA_CHUNK = 2**24, 2**27
+# A log-probability below which the probability is 0 in fp32. It stands for -inf, since -inf times 0 is NaN.
+LEAST = -1e4
+BLOCK_MULTIPLE = 256  # of the rows of a block, for the tiles of a GPU
+
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def logprobs_and_entropy(
@@ -164,3 +176,358 @@ class _LogProbs(torch.autograd.Function):
             ctx.softcap,
         )  # fmt: skip
         return *grads, None, None, None, None, None, None
+
+
+def default_chunk(hidden: Tensor, weight: Tensor) -> int:
+    """Returns how many tokens to compute at a time, so that their logits stay small."""
+    return max(16, (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK) // max(1, len(weight)))
+
+
+def _on_cuda() -> Any:
+    # Triton is installed only with CUDA.
+    from verl_fn.backends.hf import kernels
+
+    return kernels
+
+
+def reduce_rows(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    logprobs: Tensor,
+    log_z: Tensor,
+    entropies: Tensor | None,
+    softcap: float | None = None,
+) -> None:
+    """Writes log-probabilities, log-normalisers and entropies: with kernels on CUDA, else with torch's functions.
+
+    ``softcap`` is the bound c of logits c * tanh(logits / c); these are divided by the temperature afterwards.
+
+    Example:
+        >>> logprobs, log_z = torch.empty(1), torch.empty(1)
+        >>> reduce_rows(torch.zeros(1, 4), torch.tensor([1]), None, logprobs, log_z, None)
+        >>> round(logprobs.item(), 4), round(log_z.item(), 4)
+        (-1.3863, 1.3863)
+    """
+    if logits.is_cuda:
+        _on_cuda().reduce_rows(logits, targets, temperature, logprobs, log_z, entropies, softcap)
+        return
+    logits = scaled(logits, temperature, softcap)
+    torch.logsumexp(logits, -1, out=log_z)
+    logprobs.copy_(logits.gather(1, targets[:, None])[:, 0] - log_z)
+    if entropies is not None:
+        log_probs = logits.sub_(log_z[:, None]).clamp_(min=LEAST)
+        entropies.copy_(-torch.einsum("nv,nv->n", log_probs.exp(), log_probs))
+
+
+def gradient_in_place(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor | None,
+    log_z: Tensor,
+    d_logprobs: Tensor,
+    entropies: Tensor | None,
+    d_entropies: Tensor,
+    softcap: float | None = None,
+) -> None:
+    """Overwrites logits with the gradient with respect to them; a target of -1 is in none of these columns.
+
+    Example:
+        >>> logits = torch.zeros(1, 2)
+        >>> gradient_in_place(logits, torch.tensor([-1]), None, torch.zeros(1), torch.ones(1), None, torch.zeros(1))
+        >>> logits
+        tensor([[-1., -1.]])
+    """
+    if logits.is_cuda:
+        _on_cuda().gradient_in_place(logits, targets, temperature, log_z, d_logprobs, entropies, d_entropies, softcap)
+        return
+    given_logits = logits
+    slope = None if softcap is None else torch.cosh(logits.float() / softcap).pow_(-2)
+    log_probs = scaled(logits, temperature, softcap).sub_(log_z[:, None])
+    probs = log_probs.exp()
+    if entropies is None:
+        d_logits = probs.mul_(-d_logprobs[:, None])
+    else:
+        # d entropy / d logit = -p (log p + entropy)
+        d_logits = log_probs.clamp_(min=LEAST).add_(entropies[:, None]).mul_(-d_entropies[:, None])
+        d_logits = d_logits.sub_(d_logprobs[:, None]).mul_(probs)
+    d_logits.scatter_add_(1, targets.clamp(min=0)[:, None], torch.where(targets >= 0, d_logprobs, 0.0)[:, None])
+    if temperature is not None:
+        d_logits.div_(temperature[:, None])
+    if slope is not None:
+        d_logits.mul_(slope)
+    given_logits.copy_(d_logits)
+
+
+def scaled(logits: Tensor, temperature: Tensor | None, softcap: float | None = None) -> Tensor:
+    """Returns fp32 logits, soft-capped and divided by the temperature, in place where they have this dtype already.
+
+    Example:
+        >>> scaled(torch.tensor([[0.0, 1e9]]), torch.tensor([2.0]), softcap=30.0)
+        tensor([[ 0., 15.]])
+    """
+    logits = logits.float()
+    if softcap is not None:
+        logits = logits.div_(softcap).tanh_().mul_(softcap)
+    return logits if temperature is None else logits.div_(temperature[:, None])
+
+
+def entropy_of(log_probs: Tensor) -> Tensor:
+    """Returns entropies of log-probabilities; a token of probability 0 adds 0 to the value and the gradient.
+
+    Example:
+        >>> entropy_of(torch.tensor([[0.0, -torch.inf], [0.5, 0.5]]).log_softmax(-1)).tolist()
+        [-0.0, 0.6931471824645996]
+    """
+    return -(log_probs.exp() * log_probs.clamp(min=LEAST)).sum(-1)
+
+
+def slices(n: int, chunk: int) -> list[slice]:
+    """Returns the parts of ``n`` tokens that are computed at a time.
+
+    Example:
+        >>> slices(5, 3)
+        [slice(0, 3, None), slice(3, 5, None)]
+    """
+    return [slice(i, min(i + chunk, n)) for i in range(0, n, chunk)]
+
+
+def at(temperature: Tensor | None, part: slice) -> Tensor | None:
+    """Returns the temperatures of a part of the tokens."""
+    return None if temperature is None else temperature[part]
+
+
+def gradients(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, " N"],
+    temperature: Float[Tensor, " N"] | None,
+    log_z: Float[Tensor, " N"],
+    d_logprobs: Float[Tensor, " N"],
+    entropies: Float[Tensor, " N"] | None,
+    d_entropies: Float[Tensor, " N"],
+    needed: Sequence[bool],
+    size: int,
+    grad_buffer: Float[Tensor, "V H"] | None = None,
+    softcap: float | None = None,
+) -> Gradients:
+    """Returns the gradients of hidden states, weight and bias, from the gradients of log-probabilities and entropies.
+
+    Args:
+        hidden: a hidden state for each target.
+        weight: of the output layer, or rows of it.
+        bias: of the output layer, if it has one.
+        targets: rows of ``weight``; -1 is none of them.
+        temperature: one for each target; None stands for 1.
+        log_z: the log-normalisers, over the whole vocabulary.
+        d_logprobs: the gradient of the log-probabilities.
+        entropies: over the whole vocabulary; None where they were not computed.
+        d_entropies: the gradient of the entropies.
+        needed: which of the three gradients are computed; the others are None.
+        size: the most logits at a time.
+        grad_buffer: in fp32; the gradient of ``weight`` is added to it, and None is returned for it.
+        softcap: the bound of soft-capped logits, if they have one.
+
+    Raises:
+        NotDifferentiable: later, if a derivative of these gradients is taken.
+
+    Example:
+        >>> hidden, weight, log_z, d = torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([2.0]).log(), torch.ones(1)
+        >>> gradients(hidden, weight, None, torch.tensor([1]), None, log_z, d, None, d, (False, True, False), 1)[1]
+        tensor([[-0.5000],
+                [ 0.5000]])
+    """
+    found: Gradients = _Once.apply(
+        hidden, weight, bias, targets, temperature, log_z, d_logprobs.contiguous(), entropies,
+        d_entropies.contiguous(), needed, size, grad_buffer, softcap,
+    )  # fmt: skip
+    return found
+
+
+class _Once(torch.autograd.Function):
+    """Gradients without derivatives, in which log-normalisers and entropies would be constants."""
+
+    @staticmethod
+    def forward(*given: Any) -> Gradients:
+        head = _Head(*given)
+        return head.by_block() if any(head.needed[1:]) else head.by_chunk()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+        """Keeps nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotDifferentiable("these log-probs have no second derivatives; logprobs_and_entropy(plain=True) has")
+
+
+@attrs.frozen(eq=False)
+class _Head:
+    """The arguments of ``gradients``."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    targets: Tensor
+    temperature: Tensor | None
+    log_z: Tensor
+    d_logprobs: Tensor
+    entropies: Tensor | None
+    d_entropies: Tensor
+    needed: Sequence[bool]
+    size: int
+    grad_buffer: Tensor | None
+    softcap: float | None
+
+    def by_block(self) -> Gradients:
+        hidden, weight, bias, grad_buffer = self.hidden, self.weight, self.bias, self.grad_buffer
+        for_hidden, for_weight, for_bias = self.needed
+        d_hidden = torch.zeros_like(hidden, dtype=torch.float32) if for_hidden else None
+        d_weight = torch.empty_like(weight) if for_weight and grad_buffer is None else None
+        d_bias = torch.empty_like(bias) if bias is not None and for_bias else None
+        for block in slices(len(weight), _block(self.size, len(hidden))):
+            rows = weight[block]
+            own = self.targets - block.start
+            own = torch.where((own >= 0) & (own < len(rows)), own, -1)
+            d_logits = self._d_logits(hidden, rows, None if bias is None else bias[block], own, slice(None))
+            if d_hidden is not None:
+                _add_product(d_hidden, d_logits, rows)
+            if d_weight is not None:
+                torch.mm(d_logits.t(), hidden, out=d_weight[block])
+            elif for_weight and grad_buffer is not None:
+                _add_product(grad_buffer[block], d_logits.t(), hidden)
+            if d_bias is not None:
+                d_bias[block] = d_logits.sum(0)
+            # Before the next block's are made.
+            del d_logits
+        return None if d_hidden is None else d_hidden.to(hidden.dtype), d_weight, d_bias
+
+    def by_chunk(self) -> Gradients:
+        d_hidden = torch.empty_like(self.hidden)
+        for part in slices(len(self.hidden), max(1, self.size // max(1, len(self.weight)))):
+            d_logits = self._d_logits(self.hidden[part], self.weight, self.bias, self.targets[part], part)
+            torch.mm(d_logits, self.weight, out=d_hidden[part])
+            del d_logits
+        return d_hidden, None, None
+
+    def _d_logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, part: slice) -> Tensor:
+        """Returns the gradient of the logits of a part of the tokens, for these rows of the output layer."""
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        entropies = None if self.entropies is None else self.entropies[part]
+        gradient_in_place(
+            logits, targets, at(self.temperature, part), self.log_z[part], self.d_logprobs[part], entropies,
+            self.d_entropies[part], self.softcap,
+        )  # fmt: skip
+        return logits
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a matrix product to a total in fp32."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.add_(a @ b)
+
+
+def _block(size: int, tokens: int) -> int:
+    """Returns how many rows of the vocabulary to compute at a time.
+
+    Example:
+        >>> _block(10_000, 16), _block(100, 16), _block(1, 16)
+        (512, 6, 1)
+    """
+    rows = size // max(1, tokens)
+    return rows // BLOCK_MULTIPLE * BLOCK_MULTIPLE if rows >= BLOCK_MULTIPLE else max(1, rows)
+
+
+def candidate_logprobs(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    targets: Int[Tensor, " N"],
+    logprobs: Float[Tensor, " N"],
+    candidates: Int[Tensor, "N K"],
+    temperature: Float[Tensor, " N"] | None = None,
+    *,
+    softcap: float | None = None,
+) -> Float[Tensor, "N K"]:
+    """Returns the log-probabilities of ``candidates`` under softmax(logits / temperature), in nats.
+
+    Their logits minus the target's logit, added to the target's log-probability: the normaliser is computed once, by
+    ``logprobs_and_entropy``. The rows of ``weight`` for all candidates, ``[N, K, H]``, are held for the gradient.
+
+    Args:
+        hidden: a hidden state for each target.
+        weight: of the output layer.
+        bias: of the output layer, if it has one.
+        targets: token ids.
+        logprobs: of the targets, with their gradient.
+        candidates: token ids; one past the end of the vocabulary, as a model with a larger one gives it, has the
+            log-probability -inf.
+        temperature: one for each target; None stands for 1.
+        softcap: the bound of soft-capped logits, if they have one.
+
+    Example:
+        >>> ids, log_half = torch.tensor([[0, 1]]), torch.tensor([0.5]).log()
+        >>> candidate_logprobs(torch.zeros(1, 3), torch.zeros(2, 3), None, torch.tensor([1]), log_half, ids).exp()
+        tensor([[0.5000, 0.5000]])
+    """
+    outside = candidates >= len(weight)
+    ids = torch.cat([candidates.masked_fill(outside, 0), targets[:, None]], 1)
+    logits = torch.einsum("nh,nkh->nk", hidden.float(), weight[ids].float())
+    if bias is not None:
+        logits = logits + bias[ids].float()
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    return (logprobs[:, None] + logits[:, :-1] - logits[:, -1:]).masked_fill(outside, -torch.inf)
+
+
+@torch.no_grad()
+def top_logprobs(
+    hidden: Float[Tensor, "N H"],
+    weight: Float[Tensor, "V H"],
+    bias: Float[Tensor, " V"] | None,
+    count: int,
+    temperature: Float[Tensor, " N"] | None = None,
+    *,
+    chunk: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Float[Tensor, "N K"], Int[Tensor, "N K"]]:
+    """Returns the log-probabilities of the likeliest tokens, from the likeliest on, and their ids.
+
+    They are constants for autograd.
+
+    Args:
+        hidden: hidden states.
+        weight: of the output layer.
+        bias: of the output layer, if it has one.
+        count: how many tokens.
+        temperature: one for each hidden state; None stands for 1.
+        chunk: how many hidden states are computed at a time, as for ``logprobs_and_entropy``.
+        softcap: the bound of soft-capped logits, if they have one.
+
+    Raises:
+        ValueError: the vocabulary has fewer tokens.
+
+    Example:
+        >>> log_probs, ids = top_logprobs(torch.ones(1, 1), torch.tensor([[0.0], [2.0], [1.0]]), None, 2)
+        >>> ids.tolist(), round(float(log_probs[0, 0] - log_probs[0, 1]), 4)
+        ([[1, 2]], 1.0)
+    """
+    if count > len(weight):
+        raise ValueError(f"the {count} likeliest tokens are asked for, and the vocabulary has {len(weight)}")
+    values, ids = [], []
+    for part in slices(len(hidden), chunk or default_chunk(hidden, weight)):
+        logits = scaled(torch.nn.functional.linear(hidden[part], weight, bias), at(temperature, part), softcap)
+        top = logits.topk(count, -1)
+        values.append(top.values - logits.logsumexp(-1, keepdim=True))
+        ids.append(top.indices)
+        del logits
+    if not values:
+        return hidden.new_zeros(0, count, dtype=torch.float32), hidden.new_zeros(0, count, dtype=torch.int64)
+    return torch.cat(values), torch.cat(ids)

@@ -11,9 +11,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from verl_fn.backends.hf.attention import Packing
-from verl_fn.backends.hf.candidates import candidate_logprobs, top_logprobs
-from verl_fn.backends.hf.logits import default_chunk, entropy_of, slices
-from verl_fn.backends.hf.logprobs import logprobs_and_entropy, sum_pi_squared
+from verl_fn.backends.hf.logprobs import (
+    candidate_logprobs,
+    default_chunk,
+    entropy_of,
+    logprobs_and_entropy,
+    slices,
+    sum_pi_squared,
+    top_logprobs,
+)
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.hf.ulysses import Sequence
 from verl_fn.state import PER_ROW, Batch, TokenOutputs, top_count

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from verl_fn.backends.hf.logits import CUDA_CHUNK
+from verl_fn.backends.hf.logprobs import CUDA_CHUNK
 from verl_fn.backends.hf.skeleton import DTYPES
 from verl_fn.state import Key
 

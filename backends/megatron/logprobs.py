@@ -14,8 +14,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from verl_fn.backends.hf.head_gradients import gradients
-from verl_fn.backends.hf.logits import default_chunk, reduce_rows, slices
+from verl_fn.backends.hf.logprobs import default_chunk, gradients, reduce_rows, slices
 
 
 def shared_logprobs_and_entropy(

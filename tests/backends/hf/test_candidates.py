@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from verl_fn.backends.hf.candidates import candidate_logprobs, top_logprobs
-from verl_fn.backends.hf.logprobs import logprobs_and_entropy
+from verl_fn.backends.hf.logprobs import candidate_logprobs, logprobs_and_entropy, top_logprobs
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.outputs import check_needs
 from verl_fn.backends.local import Local

@@ -211,7 +211,7 @@ def test_first_derivatives_of_torch_func_and_no_second(frozen, entropy):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_kernels_agree_with_plain_torch(dtype, entropy, heated, softcap):
     from verl_fn.backends.hf import kernels
-    from verl_fn.backends.hf import logits as plain_torch
+    from verl_fn.backends.hf import logprobs as plain_torch
 
     generator = torch.Generator().manual_seed(0)
     rows, vocab = 37, 9001
