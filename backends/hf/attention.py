@@ -95,7 +95,7 @@ def packed_attention(
     options = packing, scaling, sliding_window, softcap, s_aux
     if packing.sequence is None:
         return attend(q, k, v, *options)[None], None
-    from verl_fn.backends.hf.shared_attention import shared
+    from verl_fn.backends.hf.uncompiled import shared
 
     return shared(packing.sequence, attend, q, k, v, *options)[None], None
 
@@ -106,9 +106,9 @@ def _fused(
 ) -> Tensor:  # fmt: skip
     """Calls FlashAttention, or FlexAttention if scores have a soft cap: torch's FlashAttention has none."""
     if softcap is not None:
-        from verl_fn.backends.hf import flex
+        from verl_fn.backends.hf import uncompiled
 
-        attend = flex.capped_attention if q.shape[-1] >= FLEX_DIM else _padded
+        attend = uncompiled.capped_attention if q.shape[-1] >= FLEX_DIM else _padded
         return attend(q, k, v, packing, scaling, window, softcap, sinks)
     cu, longest = packing.cu_seqlens, packing.longest
     size = (-1 if window is None else window - 1, 0)

@@ -1,4 +1,4 @@
-"""Attention with soft-capped scores over packed rows, by torch's FlexAttention.
+"""Attention that compiled layers call uncompiled: with soft-capped scores, and of ranks that share the sequence.
 
 It is a module of its own, since ``torch.compiler`` imports much.
 """
@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from verl_fn.backends.hf.ulysses import Sequence
 
 BLOCK = 128
 _compiled: Callable[..., Any] = torch.compile(flex_attention)
@@ -66,3 +68,13 @@ def block_mask(packing: Any, window: int | None) -> BlockMask:
         (blocks - start + 1)[None, None], order[None, None], BLOCK_SIZE=BLOCK, mask_mod=visible,
         seq_lengths=(total, total),
     )  # fmt: skip
+
+
+# Compiled code silently loses the gradient of the exchange.
+@torch.compiler.disable
+def shared(ranks: Sequence, attend: Any, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
+    """Computes the attention of ranks that share the sequence, each for a part of the heads."""
+    *others, sinks = options
+    if sinks is not None:
+        sinks = sinks.unflatten(0, (ranks.size, -1))[ranks.rank]
+    return ranks.to_tokens(attend(*(ranks.to_heads(x) for x in (q, k, v)), *others, sinks))
