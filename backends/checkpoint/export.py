@@ -17,8 +17,9 @@ from torch import Tensor
 
 from verl_fn.atomic import check_empty, replaced_folder
 from verl_fn.backends.checkpoint.state_folder import MODEL, TENSORS
-from verl_fn.backends.hf import carried, lora
+from verl_fn.backends.hf import lora
 from verl_fn.backends.hf.config import LOCAL, ModelError, quiet, read_config, refused
+from verl_fn.backends.hf.folder import carried, write_carried
 from verl_fn.backends.hf.tokenizer import GENERATION, read_tokenizer
 from verl_fn.errors import UsageError
 
@@ -54,7 +55,7 @@ def export_model(source: str | Path, out: str | Path, dtype: str | None = None) 
         model.save_pretrained(aside)
         with contextlib.suppress(FileNotFoundError):  # only models that generate have such settings
             (aside / GENERATION).unlink()
-        carried.write(carried.carried(source, model), aside)
+        write_carried(carried(source, model), aside)
         written = _loaded(aside, read_config(aside), "auto")
         _compare(model.state_dict(), written.state_dict())
     return out

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from verl_fn import atomic
 from verl_fn.backends import tensor_file
 from verl_fn.backends.agreement import Gather, agreed, alone
-from verl_fn.backends.hf import carried
+from verl_fn.backends.hf.folder import write_carried
 from verl_fn.backends.hf.lora import ABOUT
 from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.tensor_file import Part, Rows
@@ -204,7 +204,7 @@ def about(folder: str | Path) -> bytes:
 
 def describe_model(folder: Path, skeleton: Skeleton, made_from: Path) -> None:
     """Writes what belongs beside a model's weights: its config, its tokenizer and its adapters' settings."""
-    carried.write(skeleton.files, folder)
+    write_carried(skeleton.files, folder)
     skeleton.adapters.write(folder, made_from)
 
 

@@ -1,7 +1,7 @@
 """Loads the parameters of a model folder as shards: each rank reads its own rows, or the first rank sends them.
 
 Where the folder's files name and shape tensors as the model does, all ranks read at once, each its own rows
-(``hf.direct``). For any other folder, and for random weights (one sequence of draws), the first rank makes
+(``FolderWeights``). For any other folder, and for random weights (one sequence of draws), the first rank makes
 the whole model and sends it block by block, so the others never hold more than a block beside their shards.
 """
 
@@ -19,8 +19,7 @@ from torch import Tensor
 from verl_fn.backends.agreement import agreed, gathered, require_same
 from verl_fn.backends.fsdp.sharding import Layout
 from verl_fn.backends.fsdp.torch_private import sharded
-from verl_fn.backends.hf.direct import Weights
-from verl_fn.backends.hf.folder import Hollow, build, hollow
+from verl_fn.backends.hf.folder import FolderWeights, Hollow, build, hollow
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.tensor_file import Slices
 from verl_fn.state import Key
@@ -58,7 +57,7 @@ def read(
         ModelError: the folder does not hold the weights of this model.
         LayoutError: ranks read different weights.
     """
-    weights = Weights.of(folder, model)
+    weights = FolderWeights.of(folder, model)
     readable = gathered(weights is not None)
     if any(readable) and not all(readable):
         with agreed():

@@ -1,20 +1,31 @@
-"""Makes skeletons and parameters from Hugging Face folders, and refuses models that a pure step cannot run."""
+"""Makes skeletons and parameters from Hugging Face folders, and refuses models that a pure step cannot run.
+
+``build`` loads weights with transformers. ``FolderWeights`` reads any rows of the files of most folders; there is
+none if transformers has to convert: one tensor for each expert, names with another prefix, tied weights that are
+stored twice, pickled or quantized files.
+
+The files beside the weights, such as the tokenizer's, are read once, when a model is made from its folder, and are
+then written from memory into the folders of its checkpoints. So a save works whatever happens to that folder, and a
+setting that transformers reads but would refuse to write is copied as it is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
+import hashlib
+import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import attrs
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from verl_fn.backends.hf.carried import carried
 from verl_fn.backends.hf.checks import fit_of
 from verl_fn.backends.hf.config import (
     LOCAL,
@@ -24,11 +35,13 @@ from verl_fn.backends.hf.config import (
     longest_row,
     quiet,
     read_config,
+    read_json,
     reason,
     refused,
 )
-from verl_fn.backends.hf.lora import Lora, canonical
+from verl_fn.backends.hf.lora import ABOUT, Lora, canonical
 from verl_fn.backends.hf.skeleton import PADDED, Fit, Skeleton
+from verl_fn.backends.hf.tokenizer import END
 from verl_fn.backends.tensor_file import Slices, files_of
 from verl_fn.state import Key, isolated
 
@@ -47,6 +60,15 @@ LARGEST_WEIGHT = 1e18
 
 # Making a model uses torch's global generator, and settings of torch and transformers.
 _making = threading.RLock()
+CONFIG = "config.json"
+# What the tokenizers of transformers read, chat templates, and the settings of generation and processors.
+_SUFFIXES = frozenset(
+    (".json", ".txt", ".model", ".jinja", ".bpe", ".codes", ".spm", ".tiktoken", ".tokenizer", ".vocab")
+)
+_TEMPLATES = "additional_chat_templates"
+# These speak of weights, or of a training that led to them.
+_LEFT = frozenset((CONFIG, ABOUT, "train_state.json", "trainer_state.json", "adapter_config.json", "made_from.json"))
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 def _one_at_a_time(make: Callable[P, T]) -> Callable[P, T]:
@@ -449,3 +471,162 @@ def _replace(model: nn.Module, by: Callable[[Tensor], Tensor]) -> None:
                 if p not in replacements:
                     replacements[p] = nn.Parameter(by(p.detach()))
                 module._parameters[name] = replacements[p]
+
+
+def is_carried(name: str) -> bool:
+    """Returns whether a file of a model folder goes into the folders of its checkpoints.
+
+    Example:
+        >>> [is_carried(n) for n in ("tekken.json", "model.safetensors", "model.safetensors.index.json")]
+        [True, False, False]
+    """
+    return Path(name).suffix in _SUFFIXES and name not in _LEFT and not name.endswith(".index.json")
+
+
+def carried(folder: str | Path, model: Any) -> dict[str, bytes]:
+    """Returns the contents of the files, by path in the folder.
+
+    Args:
+        folder: the model folder.
+        model: transformers' model that was made from it.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    folder = Path(folder)
+    with refused(f"{folder} cannot be read"):
+        files = [path for path in folder.iterdir() if is_carried(path.name) and path.is_file()]
+        files += (folder / _TEMPLATES).glob("*.jinja")
+        contents = {str(path.relative_to(folder)): path.read_bytes() for path in sorted(files)}
+        config = saved_config(model, read_json(folder / CONFIG))
+    return contents | {CONFIG: json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"}
+
+
+def saved_config(model: Any, read: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what ``config.json`` says of a model.
+
+    Args:
+        model: transformers' model.
+        read: the content of the ``config.json`` that it was made from.
+    """
+    config = json.loads(model.config.to_json_string()) | {
+        "architectures": [type(model).__name__],
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    # Code is not copied and never run. An architecture's default end token may be another than the tokenizer's.
+    config.pop("auto_map", None)
+    inner = read.get("text_config")
+    if END not in read and not (isinstance(inner, Mapping) and END in inner):
+        config.pop(END, None)
+    return config
+
+
+def write_carried(contents: Mapping[str, bytes], folder: Path) -> None:
+    """Writes files into a folder."""
+    if any(name.startswith(_TEMPLATES) for name in contents):
+        (folder / _TEMPLATES).mkdir(exist_ok=True)
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+
+
+@attrs.frozen(eq=False)
+class FolderWeights:
+    """The weights of a folder; any rows can be read without the others.
+
+    Attributes:
+        shapes: the shape of every parameter of the model by canonical name.
+        files: the file that holds each; parameters that no file holds are zeros.
+        digest: a hash of all headers and of some elements of every tensor; it differs between folders.
+    """
+
+    shapes: dict[str, torch.Size]
+    files: dict[str, Path]
+    digest: str
+
+    @classmethod
+    def of(cls, folder: str | Path, model: Hollow) -> FolderWeights | None:
+        """Returns the weights of ``folder`` if they can be read without conversion, else None.
+
+        It raises no errors: ``folder.build`` reports weights that are missing, damaged or of another shape.
+        """
+        if getattr(model.skeleton.config, "quantization_config", None) or model.skeleton.constants:
+            return None
+        try:
+            places = files_of(Path(folder))
+            if not places or not _needs_no_conversion(places, model):
+                return None
+            shapes = {name: t.shape for name, t in model.shapes.items() if name not in model.adapters}
+            files = {name: places[name] for name in shapes if name in places}
+            digest = _digest(files, shapes)
+        except (OSError, ValueError, KeyError, SafetensorError):
+            return None
+        return None if digest is None else cls(shapes, files, digest)
+
+    def read(self, name: str, start: int, end: int, into: Tensor, opened: dict[Path, Slices]) -> Tensor:
+        """Copies rows ``start`` to ``end`` of a parameter into a tensor, whatever dtype the file has.
+
+        Args:
+            name: of the parameter.
+            start: the first row.
+            end: the one after the last row.
+            into: has room for these rows.
+            opened: the files that earlier calls opened; this call adds to it.
+
+        Returns:
+            ``into``.
+
+        Raises:
+            ModelError: a number is none that a model can have; see ``check_numbers``.
+        """
+        if name not in self.files:
+            return into.zero_()
+        file = self.files[name]
+        if file not in opened:
+            opened[file] = Slices(file)
+        into.copy_(opened[file].rows(name, start, end))
+        check_numbers(name, into, file)
+        return into
+
+
+def _needs_no_conversion(places: dict[str, Path], model: Hollow) -> bool:
+    """Returns whether transformers would read the tensors of these names without renaming or converting any."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+    except ImportError:
+        return False
+    skeleton = model.skeleton
+    own = next(name for name, module in skeleton.model.named_modules() if module is skeleton.output_layer)
+    wanted = {name for name in model.shapes if name not in model.adapters}
+    heads = HEADS - {own}
+    if any(name not in wanted and name.partition(".")[0] not in heads for name in places):
+        return False
+    if any(name not in places and not (model.new_head and name.startswith(f"{own}.")) for name in wanted):
+        return False
+    transforms = get_model_conversion_mapping(skeleton.model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    known: dict[str, Any] = skeleton.model.state_dict()
+    prefix = skeleton.model.base_model_prefix
+    return all(
+        rename_source_key(name, renamings, converters, prefix, known) == (name, None)
+        for name in places
+        if name in wanted
+    )
+
+
+def _digest(files: dict[str, Path], shapes: dict[str, torch.Size]) -> str | None:
+    """Returns the digest, or None where a tensor has another shape or no floating-point dtype."""
+    digest = hashlib.blake2b(digest_size=8)
+    opened: dict[Path, Slices] = {}
+    for name, file in sorted(files.items()):
+        if file not in opened:
+            opened[file] = Slices(file)
+        dtype, shape = opened[file].about(name)
+        if dtype not in FLOATS or shape != tuple(shapes[name]) or not shape:
+            return None
+        digest.update(f"{name}{dtype}{shape}".encode())
+        for row in sorted({0, shape[0] // 3, shape[0] - 1}):
+            part = opened[file].rows(name, row, row + 1).reshape(-1)[:64]
+            digest.update(part.clone().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,17 +1,33 @@
-"""The tokenizer of a model's folder, and the tokens that end an answer."""
+"""The tokenizer of a model's folder, the tokens that end an answer, and its chat template.
+
+A chat template is a program of the model's folder; it may fail or never end.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import ctypes
+import datetime
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from .chat import with_chat_arguments
-from .config import LOCAL, ModelError, read_config, read_json, refused
+import attrs
+import jinja2
+
+from .config import LOCAL, ModelError, read_config, read_json, reason, refused
 
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
 GENERATION = "generation_config.json"
 END = "eos_token_id"
+# A template takes milliseconds; one that takes so long has a loop without an end.
+LONGEST = 30.0
+
+
+# The attribute of a tokenizer that has the arguments of its template.
+ARGUMENTS = "chat_arguments"
 
 
 def read_tokenizer(
@@ -153,3 +169,244 @@ def _named(folder: Path) -> tuple[tuple[int, ...], str]:
             )
         return tuple(dict.fromkeys(tokens)), name
     return (), ""
+
+
+@attrs.frozen
+class Clock:
+    """The function ``strftime_now`` of chat templates on a given day, at midnight.
+
+    Attributes:
+        date: the day as YYYY-MM-DD.
+
+    Example:
+        >>> Clock("2026-01-02")("%d %b %Y")
+        '02 Jan 2026'
+    """
+
+    date: str
+
+    def __call__(self, format: str) -> str:
+        return datetime.datetime.fromisoformat(self.date).strftime(format)
+
+
+def with_chat_arguments(tokenizer: Any, chat_template_kwargs: Mapping[str, Any], date: str | None) -> Any:
+    """Gives a tokenizer the arguments with which ``chat_tokens`` and ``chat_texts`` render its chat template.
+
+    Args:
+        tokenizer: is changed.
+        chat_template_kwargs: variables of the template.
+        date: the day, as YYYY-MM-DD, that the template prints if it asks for the date; None for the clock's.
+
+    Returns:
+        The tokenizer.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> tokenizer = char_tokenizer("ab>")
+        >>> tokenizer.chat_template = "{{ messages[0].content }}{{ '>' if thinking }}"
+        >>> asked = [([{"role": "user", "content": "ba"}], True)]
+        >>> chat_texts(with_chat_arguments(tokenizer, {"thinking": True}, None), asked)
+        ['ba>']
+    """
+    clock = {} if date is None else {"strftime_now": Clock(date)}
+    setattr(tokenizer, ARGUMENTS, {**chat_template_kwargs, **clock})
+    return tokenizer
+
+
+def template_text(tokenizer: Any) -> str:
+    """Returns the source of a tokenizer's chat templates; empty without one."""
+    template = tokenizer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else template or ""
+
+
+def check_template(tokenizer: Any) -> None:
+    """Checks that a chat template renders the same messages to the same text each time.
+
+    Raises:
+        ModelError: it draws random text.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> tokenizer = char_tokenizer("ab")
+        >>> tokenizer.chat_template = "{{ ['a', 'b'] | random }}"
+        >>> check_template(tokenizer)
+        Traceback (most recent call last):
+        verl_fn.backends.hf.config.ModelError: the chat template draws random text with 'random', so that the same
+        prompt has other tokens in each rendering; write the text into the template, or take it from
+        data.chat_template_kwargs
+    """
+    # Of what Jinja offers beside the template's arguments, only these and the clock differ between renderings.
+    if drawn := re.search(r"\|\s*(random)\b|\b(lipsum)\b", template_text(tokenizer)):
+        raise ModelError(
+            f"the chat template draws random text with {drawn[1] or drawn[2]!r}, so that the same prompt has other "
+            "tokens in each rendering; write the text into the template, or take it from data.chat_template_kwargs"
+        )
+
+
+def prints_date(tokenizer: Any) -> bool:
+    """Returns whether a chat template asks for the date in a conversation with or without tools.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> tokenizer = char_tokenizer("ab")
+        >>> tokenizer.chat_template = "{{ strftime_now('%Y') if not date_string is defined }}"
+        >>> prints_date(tokenizer), prints_date(with_chat_arguments(tokenizer, {"date_string": "2026"}, None))
+        (True, False)
+    """
+    if "strftime_now" not in template_text(tokenizer):
+        return False
+    asked: list[str] = []
+
+    def clock(format: str) -> str:
+        asked.append(format)
+        return Clock("2026-01-01")(format)
+
+    function = {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}
+    for tools in ((), ({"type": "function", "function": function},)):
+        for roles in (("user",), ("system", "user")):
+            # A template may know neither tools nor system messages.
+            with contextlib.suppress(ModelError):
+                messages = [{"role": role, "content": "1"} for role in roles]
+                chat_texts(tokenizer, [(messages, True)], tools, {"strftime_now": clock})
+    return bool(asked)
+
+
+class _TakesTooLong(BaseException):
+    """Ends the thread of a template that does not end by itself."""
+
+
+def chat_tokens(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    generation_prompt: bool = True,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Returns the token ids of chat messages, up to the start of the assistant's answer.
+
+    Args:
+        tokenizer: has a chat template.
+        messages: the messages so far.
+        tools: JSON schemas of the functions that the assistant can call.
+        generation_prompt: begin the assistant's answer; otherwise end with the last message.
+        chat_template_kwargs: arguments of the template; they replace arguments of ``with_chat_arguments``.
+
+    Raises:
+        ModelError: the template fails on these messages, or does not end.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+        >>> tokenizer = char_tokenizer("ab\\n")
+        >>> tokenizer.chat_template = CHAT_TEMPLATE
+        >>> chat_tokens(tokenizer, [{"role": "user", "content": "ba"}])
+        [1, 5, 4, 6]
+    """
+    ids: list[int] = _applied(
+        tokenizer, [(messages, generation_prompt)], tools, chat_template_kwargs or {}, tokenize=True
+    )[0]
+    return ids
+
+
+def chat_texts(
+    tokenizer: Any,
+    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Returns what ``chat_tokens`` makes tokens of, for several conversations.
+
+    Args:
+        tokenizer: has a chat template.
+        conversations: the messages of each, and whether the assistant's answer is begun.
+        tools: as ``chat_tokens``.
+        chat_template_kwargs: as ``chat_tokens``.
+
+    Raises:
+        ModelError: as ``chat_tokens``.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+        >>> tokenizer = char_tokenizer("ab\\n")
+        >>> tokenizer.chat_template = CHAT_TEMPLATE
+        >>> chat_texts(tokenizer, [([{"role": "user", "content": "ba"}], True)])
+        ['<bos>ba\\n']
+    """
+    return _applied(tokenizer, conversations, tools, chat_template_kwargs or {}, tokenize=False)
+
+
+def _applied(
+    tokenizer: Any,
+    conversations: Sequence[tuple[Sequence[Mapping[str, Any]], bool]],
+    tools: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any],
+    *,
+    tokenize: bool,
+) -> list[Any]:
+    arguments = {**getattr(tokenizer, ARGUMENTS, {}), **chat_template_kwargs}
+
+    def render(messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> Any:
+        try:
+            text = tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) or None,
+                add_generation_prompt=generation_prompt,
+                tokenize=tokenize,
+                return_dict=False,
+                **arguments,
+            )
+        # A template can raise an error of any class.
+        except Exception as error:
+            why = str(error) if isinstance(error, jinja2.TemplateError) else reason(error)
+            raise ModelError(f"the tokenizer's chat template failed on the prompt: {why}") from error
+        _THREAD.rendered[0] += 1
+        return text
+
+    return watched(lambda: [render(messages, generation_prompt) for messages, generation_prompt in conversations])
+
+
+_THREAD = threading.local()
+T = TypeVar("T")
+
+
+def watched(function: Callable[[], T]) -> T:
+    """Returns the result of a function that renders templates, unless one of them does not end.
+
+    It runs in a thread, because a template runs in Python and only another thread can end it, also off the main one.
+    A function that renders many should run in one thread as a whole, since starting one takes longer than a template.
+
+    Raises:
+        ModelError: a template did not end.
+
+    Example:
+        >>> watched(lambda: 2 + 3)
+        5
+    """
+    if hasattr(_THREAD, "rendered"):
+        return function()
+    rendered, results, errors = [0], list[T](), list[BaseException]()
+
+    def run() -> None:
+        _THREAD.rendered = rendered
+        try:
+            results.append(function())
+        except _TakesTooLong:
+            pass
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    before = 0
+    while True:
+        thread.join(LONGEST)
+        if not thread.is_alive():
+            break
+        if rendered[0] == before:
+            number = ctypes.c_ulong(thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(_TakesTooLong))
+            raise ModelError(f"the tokenizer's chat template did not end within {LONGEST:g} s; fix the template")
+        before = rendered[0]
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 from verl_fn.backends.agreement import agreed, gathered, require_same
 from verl_fn.backends.checkpoint import state_folder as checkpoint
 from verl_fn.backends.hf.config import check_same_config
-from verl_fn.backends.hf.direct import Weights
-from verl_fn.backends.hf.folder import Hollow
+from verl_fn.backends.hf.folder import FolderWeights, Hollow
 from verl_fn.backends.megatron.executor import Executor
 from verl_fn.backends.tensor_file import Part, Slices
 from verl_fn.state import Key, Named, Params, TrainState
@@ -122,7 +121,7 @@ def readable(folder: str | Path, model: Hollow) -> Rows | None:
     Raises:
         LayoutError: ranks read different weights.
     """
-    weights = Weights.of(folder, model)
+    weights = FolderWeights.of(folder, model)
     if not all(gathered(weights is not None)):
         return None
     assert weights is not None

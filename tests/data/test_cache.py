@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl_fn.backends.hf.chat import with_chat_arguments
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
+from verl_fn.backends.hf.tokenizer import with_chat_arguments
 from verl_fn.config.schema import DataConfig
 from verl_fn.data import processes, reading, store
 from verl_fn.data.encoded import Encoder

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from verl_fn.algorithms.experience import requests_of
 from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.hf import chat
+from verl_fn.backends.hf import tokenizer as tokenizers
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.backends.protocol import Sampling
@@ -464,7 +464,7 @@ def test_data_may_be_held_out_problems_alone():
 
 
 def test_a_template_without_an_end_stops_a_batch(monkeypatch):
-    monkeypatch.setattr(chat, "LONGEST", 0.2)
+    monkeypatch.setattr(tokenizers, "LONGEST", 0.2)
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = (
         "{% if messages[0].content == 'b' %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"

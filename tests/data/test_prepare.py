@@ -9,10 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl_fn.backends.hf import smollm2
+from verl_fn.backends.hf import new_model as new_models
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.hf.smollm2 import prepare_smollm2
+from verl_fn.backends.hf.new_model import new_model, prepare_smollm2
 from verl_fn.cli import main
 from verl_fn.data.arithmetic import SIZES, prepare_arithmetic
 from verl_fn.data.loading import read_files
@@ -197,7 +196,7 @@ def packaged_smollm2(tmp_path, monkeypatch):
 
     tiny = new_model(tmp_path / "tiny", chars="abc>")
     package = tmp_path / "package" / "weights.gguf"
-    monkeypatch.setattr(smollm2, "_package_file", lambda: package)
+    monkeypatch.setattr(new_models, "_package_file", lambda: package)
     for name in ("AutoTokenizer", "AutoModelForCausalLM"):
         auto = getattr(transformers, name)
         original = auto.from_pretrained

@@ -9,7 +9,7 @@ import traceback
 import pytest
 from run_configs import tiny_run
 
-from verl_fn.backends.hf import chat
+from verl_fn.backends.hf import tokenizer as tokenizers
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.errors import UserError
 from verl_fn.runs.folder import Run
@@ -182,7 +182,7 @@ def test_an_undamaged_folder_works(model, data, tmp_path):
 
 
 def test_every_damaged_folder_is_refused_or_works(model, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "LONGEST", 0.3)
+    monkeypatch.setattr(tokenizers, "LONGEST", 0.3)
     works, refused, wrong = [], [], []
     for number, (name, content, what) in enumerate(damages(model, random.Random(0))):
         folder = shutil.copytree(model, tmp_path / str(number))

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from verl_fn.backends.hf.smollm2 import PACKAGE, prepare_smollm2
+from verl_fn.backends.hf.new_model import PACKAGE, prepare_smollm2
 from verl_fn.backends.hf.tokenizer import end_tokens, read_tokenizer
 from verl_fn.cli import main
 from verl_fn.config import load, make_plan

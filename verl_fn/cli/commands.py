@@ -188,7 +188,7 @@ def prepare(args: argparse.Namespace) -> int:
         say(prepare_hub(args.dataset, args.out))
         return 0
     if args.dataset == "smollm2":
-        from verl_fn.backends.hf.smollm2 import prepare_smollm2
+        from verl_fn.backends.hf.new_model import prepare_smollm2
 
         say(f"wrote {prepare_smollm2(args.out)}")
         return 0

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from verl_fn.backends.hf.chat import watched
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.tokenizer import ended
+from verl_fn.backends.hf.tokenizer import ended, watched
 from verl_fn.data.conversations import Conversation
 from verl_fn.data.files import describe_unknown, encode_prompts, has_unknown, label_of
 from verl_fn.data.judged import Judged

@@ -10,9 +10,8 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.backends.hf.chat import watched
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.tokenizer import begun
+from verl_fn.backends.hf.tokenizer import begun, watched
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
 from verl_fn.data.entries import Convert, Entry, Kind
 from verl_fn.data.mixing import turns

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_fn.backends.hf.chat import prints_date, template_text
+from verl_fn.backends.hf.tokenizer import prints_date, template_text
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.tasks import Problem
 from verl_fn.data.traits import (

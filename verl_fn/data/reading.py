@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 import verl_fn
-from verl_fn.backends.hf import chat
+from verl_fn.backends.hf.tokenizer import ARGUMENTS, template_text
 from verl_fn.data.encoded import Asked, Encoded, Encoder, Part, assembled
 from verl_fn.data.entries import Entry
 from verl_fn.data.processes import in_order
@@ -127,7 +127,7 @@ def name_of(files: Sequence[Entry], encoder: Encoder, references: Sequence[str])
     if not getattr(tokenizer, "is_fast", False):
         return None
     clock = "strftime_now"
-    if clock in chat.template_text(tokenizer) and clock not in getattr(tokenizer, chat.ARGUMENTS, {}):
+    if clock in template_text(tokenizer) and clock not in getattr(tokenizer, ARGUMENTS, {}):
         return None  # the day decides
     used: list[Path] = []
     for file in files:
@@ -181,8 +181,8 @@ def _tokens(tokenizer: Any) -> Iterator[str]:
     """Yields what tokens depend on beside the text."""
     yield repr(type(tokenizer))
     yield tokenizer.backend_tokenizer.to_str()
-    yield chat.template_text(tokenizer)
-    yield repr(sorted(getattr(tokenizer, chat.ARGUMENTS, {}).items(), key=lambda item: item[0]))
+    yield template_text(tokenizer)
+    yield repr(sorted(getattr(tokenizer, ARGUMENTS, {}).items(), key=lambda item: item[0]))
     yield repr(sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()))
     yield repr(tokenizer.split_special_tokens)
     yield repr(() if tokenizer.eos_token_id is None else all_ends(tokenizer, tokenizer.eos_token_id))

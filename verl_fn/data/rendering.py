@@ -8,9 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from verl_fn.backends.hf.chat import chat_texts
 from verl_fn.backends.hf.config import ModelError
-from verl_fn.backends.hf.tokenizer import end_tokens
+from verl_fn.backends.hf.tokenizer import chat_texts, end_tokens
 from verl_fn.data.columns import learned_turns
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from verl_fn.backends.hf.chat import chat_texts, chat_tokens, template_text
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.tokenizer import chat_texts, chat_tokens, template_text
 from verl_fn.data.files import describe_unknown, has_unknown
 
 from .calls import HERMES, format_of

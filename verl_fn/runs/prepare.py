@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl_fn.algorithms import Workers
-from verl_fn.backends.hf.chat import check_template
 from verl_fn.backends.hf.folder import ModelError, model_notices, read_config
-from verl_fn.backends.hf.tokenizer import contradiction, end_tokens
+from verl_fn.backends.hf.tokenizer import check_template, contradiction, end_tokens
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import reasoning_names, verifiers_name
 from verl_fn.data.files import FileData

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_fn.atomic import check_empty
 from verl_fn.backends.checkpoint.export import export_adapter, export_model
-from verl_fn.backends.hf.carried import is_carried
 from verl_fn.backends.hf.config import ModelError
+from verl_fn.backends.hf.folder import is_carried
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.local import Local
@@ -156,7 +156,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(model, tmp_path, monke
     if made:
         out.mkdir()
     for module, export, source in (
-        ("verl_fn.backends.hf.carried.write", export_model, model),
+        ("verl_fn.backends.checkpoint.export.write_carried", export_model, model),
         ("safetensors.torch.save_file", export_adapter, adapted),
     ):
         with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
@@ -175,7 +175,9 @@ def test_an_export_that_was_killed_can_be_repeated(model, tmp_path, monkeypatch)
     out = tmp_path / "out"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
-        patch.setattr("verl_fn.backends.hf.carried.write", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            "verl_fn.backends.checkpoint.export.write_carried", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         export_model(model, out)
     assert list(out.iterdir())
     export_model(model, out)

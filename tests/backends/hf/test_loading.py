@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl_fn.backends.hf.checks import smaller
-from verl_fn.backends.hf.direct import Weights
-from verl_fn.backends.hf.folder import ModelError, build, check_numbers, hollow, read_config
+from verl_fn.backends.hf.folder import FolderWeights, ModelError, build, check_numbers, hollow, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.new_model import new_model
 from verl_fn.backends.hf.outputs import check_head
@@ -98,7 +97,7 @@ def test_weights_that_make_every_step_useless_are_refused(tmp_path, name, value,
         return weights
 
     edit_weights(folder, change)
-    weights = Weights.of(folder, hollow(folder, "lm", key=Key.from_seed(0)))
+    weights = FolderWeights.of(folder, hollow(folder, "lm", key=Key.from_seed(0)))
     rows = torch.empty(weights.shapes[name])
     with contextlib.nullcontext() if told is None else pytest.raises(ModelError, match=told):
         load(folder)
