@@ -26,7 +26,7 @@ import attrs
 import torch
 
 from verl_fn.backends.hf.new_model import new_model
-from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk
+from verl_fn.backends.protocol import BUCKET_BYTES, Chunk
 from verl_fn.config import Plan, load, make_plan
 from verl_fn.data.tasks import TASKS
 from verl_fn.driver import build

@@ -30,7 +30,7 @@ import torch
 from verl_fn.backends.growing import Growing
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.local import Local
-from verl_fn.backends.through import Through
+from verl_fn.backends.protocol import Through
 from verl_fn.config import load
 from verl_fn.config.plan import RolloutPlan, make_plan
 from verl_fn.config.schema import EnvConfig

@@ -55,9 +55,8 @@ def test_nothing_below_the_plan_takes_the_whole_config(file):
 
 
 def test_the_protocols_have_no_any():
-    for file in (ROOT / "backends/protocol").glob("*.py"):
-        names = {n.id for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Name)}
-        assert "Any" not in names, file.name
+    tree = ast.parse((ROOT / "backends/protocol.py").read_text())
+    assert "Any" not in {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
 
 
 def test_mutants_have_names_of_their_own():

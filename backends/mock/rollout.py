@@ -85,7 +85,7 @@ class MockRollout:
         [([7, 8, 2], 'stop'), ([7, 8, 2], 'stop')]
         >>> engine.generate(asked, version=1)
         Traceback (most recent call last):
-        verl_fn.backends.protocol.rollout.StaleWeightsError: version 1 was asked for, but this engine holds version 0
+        verl_fn.backends.protocol.StaleWeightsError: version 1 was asked for, but this engine holds version 0
     """
 
     def __init__(self, script: Script, capabilities: Capabilities | None = None) -> None:

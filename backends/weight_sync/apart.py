@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import attrs
 
-from verl_fn.backends.protocol.weights import WeightSource
+from verl_fn.backends.protocol import WeightSource
 
 
 @attrs.frozen(eq=False)

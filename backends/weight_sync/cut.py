@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
 
-from verl_fn.backends.protocol.weights import TensorSpec
+from verl_fn.backends.protocol import TensorSpec
 
 from .intake import IncompleteWeights
 

@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
+from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
 from .apart import Apart
 from .channel import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
+from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 from verl_fn.errors import UserError
 
 # Layout of a checksum: bytes of a word, words of a row and of a slice, and an odd multiplier that mixes bits.

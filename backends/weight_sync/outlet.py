@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, WeightSource
+from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, WeightSource
 
 from .apart import apart_of
 from .channel import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from verl_fn.backends.protocol.weights import BUCKET_BYTES, Chunk, TensorSpec
+from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec
 from verl_fn.state import version_of
 
 from .apart import Apart

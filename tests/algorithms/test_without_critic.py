@@ -9,7 +9,7 @@ from verl_fn.algorithms.dapo import NoSignal, joined, split_by_signal
 from verl_fn.algorithms.remax import with_baselines
 from verl_fn.algorithms.workers import no_more
 from verl_fn.backends.hf.new_model import char_tokenizer
-from verl_fn.backends.through import Through
+from verl_fn.backends.protocol import Through
 from verl_fn.config import DAPO, GRPO, RLOO, ConfigError, ReMax, load, make_plan, notes
 from verl_fn.config.algorithms import FilterGroups, OverlongBuffer
 from verl_fn.data.tasks import TASKS

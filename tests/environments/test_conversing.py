@@ -17,9 +17,8 @@ from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer
 from verl_fn.backends.hf.tokenizer import read_tokenizer
 from verl_fn.backends.mock import MockRollout
 from verl_fn.backends.mock.rollout import Response
-from verl_fn.backends.protocol import Capabilities
+from verl_fn.backends.protocol import Capabilities, Through
 from verl_fn.backends.sampler import Sampler
-from verl_fn.backends.through import Through
 from verl_fn.backends.weight_sync import Weights
 from verl_fn.config import GRPO, RLOO
 from verl_fn.config.algorithms import GROUP_ESTIMATORS, TOKEN_BASELINES

@@ -6,7 +6,7 @@ import torch
 from run_configs import tiny_run
 
 from verl_fn.algorithms import Clock
-from verl_fn.backends.through import Through
+from verl_fn.backends.protocol import Through
 from verl_fn.driver.local import local_workers
 from verl_fn.runs.evaluate import validate
 from verl_fn.runs.prepare import prepare

@@ -13,8 +13,7 @@ from typing import Any, cast
 
 import attrs
 
-from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Sample, WeightSource
-from verl_fn.backends.through import Through
+from verl_fn.backends.protocol import Handle, Ref, Request, RolloutBackend, Sample, Through, WeightSource
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards.reward import texts_of
 

@@ -11,8 +11,7 @@ from typing import Any
 import attrs
 
 from verl_fn.algorithms import Experience, Workers
-from verl_fn.backends.protocol import Ref, Request, Sample
-from verl_fn.backends.through import Through
+from verl_fn.backends.protocol import Ref, Request, Sample, Through
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import ArgumentError
 from verl_fn.state import Batch

@@ -9,8 +9,7 @@ from typing import Any, TypeVar, cast
 import attrs
 from torch.utils import _pytree as pytree
 
-from verl_fn.backends.protocol import Handle, TrainBackend
-from verl_fn.backends.protocol.train import NamedTensors
+from verl_fn.backends.protocol import Handle, NamedTensors, TrainBackend
 from verl_fn.state import Batch, Grads, Key, Metrics, Params, Slots, TokenOutputs, TrainState, metrics, snapshot, tree
 from verl_fn.steps import Loss
 
