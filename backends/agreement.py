@@ -1,6 +1,7 @@
-"""Checks that the ranks of a process group agree: on what they were given, and on whether a step failed.
+"""Process groups: how processes find each other, and checks that ranks agree on what they were given.
 
-Ranks with different arguments would wait for each other for ever, or compute a mixture that is wrong.
+Ranks with different arguments, or with a step that failed on one of them, would wait for each other for ever, or
+compute a mixture that is wrong. No port is opened that other machines can reach if all ranks are on this one.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import ipaddress
+import os
 import pickle
+import socket
 import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -178,3 +183,40 @@ def described(value: Any) -> str:
         return tree.digest(value)
     has_repr = any("__repr__" in vars(kind) for kind in type(value).__mro__ if kind is not object)
     return repr(value) if has_repr else f"{type(value).__qualname__} object"
+
+
+def open_store(address: str, size: int, timeout: timedelta) -> dist.TCPStore:
+    """Opens a store on a free port that listens only on this address; torch's own store listens on all.
+
+    Args:
+        address: an IP address of this machine.
+        size: how many processes use the store.
+        timeout: how long a process waits for a value.
+
+    Example:
+        >>> store = open_store("127.0.0.1", 1, timedelta(seconds=5))
+        >>> store.set("a", "b")
+        >>> store.get("a")
+        b'b'
+    """
+    with socket.create_server((address, 0), family=_family(address)) as listening:
+        port = listening.getsockname()[1]
+        # The store owns the descriptor.
+        return dist.TCPStore(
+            address, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )  # fmt: skip
+
+
+def use_loopback(address: str) -> None:
+    """Makes gloo and NCCL listen on the loopback device if the store does, and so all ranks are on one machine.
+
+    They then need not resolve the host's name either.
+    """
+    if ipaddress.ip_address(address).is_loopback:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

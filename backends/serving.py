@@ -1,7 +1,8 @@
 """What rollout engines have in common: one call at a time, checked requests, and streams that other calls end.
 
 Weights that are published in flight arrive between two decoding steps: the publication announces itself, the running
-call lets go of the weights before its next step, and goes on with the new ones.
+call lets go of the weights before its next step, and goes on with the new ones. A ``Growing`` engine also takes
+requests while it draws the responses of others.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -28,12 +29,19 @@ from verl_fn.backends.protocol import (
     PublicationFailed,
     Request,
     Sample,
+    Sampling,
     StaleWeightsError,
     check_sampling,
     serves,
 )
 from verl_fn.errors import ArgumentError
 from verl_fn.state import Key, check_ids, isolated
+
+More: TypeAlias = Callable[[list[Sample]], Sequence[Request] | None]
+"""Gets the samples that have ended since the last call; returns requests to add, or None at the end."""
+
+# How long an engine without requests releases its weights before it looks for new ones.
+REST_SECONDS = 0.001
 
 
 class NotFiniteError(ModelError, FloatingPointError):
@@ -315,3 +323,53 @@ def longest_of(config: Any) -> float:
     positions: float = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
     # Beyond the other limit, a row's frequencies depend on the longest row beside it.
     return min(positions, longest_row(config))
+
+
+class Growing(Serving):
+    """A rollout engine that also answers requests as they arrive; see ``Serving``."""
+
+    def grow(self, more: More, *, version: int | None = None) -> None:
+        """Answers requests that arrive while others are drawn.
+
+        Args:
+            more: is called between two steps, also while nothing is drawn, and should return at once. Its requests
+                have one sample each. Their sampling differs only in ``max_tokens``.
+            version: as for ``generate``.
+
+        Raises:
+            StaleWeightsError: as ``generate``.
+            ValueError: as ``generate``, or requests are to be drawn in different ways, have the id of one that is
+                being drawn, or ``more`` returns None while some are.
+        """
+        ways: set[Sampling] = set()
+        drawing: set[int] = set()
+
+        def checked(samples: list[Sample]) -> Sequence[Request] | None:
+            drawing.difference_update(sample.request for sample in samples)
+            requests = more(samples)
+            if requests is None and drawing:
+                raise ValueError(
+                    f"more returned None while {len(drawing)} requests are still drawn; return [] until they end"
+                )
+            if requests:
+                self._check(requests)
+                check_ids([*drawing, *(request.id for request in requests)])
+                drawing.update(request.id for request in requests)
+                ways.update(attrs.evolve(request.sampling, max_tokens=1) for request in requests)
+                if len(ways) > 1 or any(sampling.n > 1 for sampling in ways):
+                    raise ValueError("requests of one call of grow must have n=1, and differ only in max_tokens")
+            return requests
+
+        with self._alone(), isolated():
+            self._require_version(version)
+            self._calls += 1
+            with self._emptied(self._calls):
+                self._grow(checked, self._calls)
+
+    @abstractmethod
+    def _grow(self, more: More, call: int) -> None:
+        """Answers requests that are checked; see ``grow``."""
+
+    def _rest(self) -> None:
+        """Waits a moment with nothing to draw, in which a publication may arrive."""
+        self._weights.wait(REST_SECONDS)

@@ -27,10 +27,10 @@ from typing import Any, cast
 import attrs
 import torch
 
-from verl_fn.backends.growing import Growing
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.local import Local
 from verl_fn.backends.protocol import Through
+from verl_fn.backends.serving import Growing
 from verl_fn.config import load
 from verl_fn.config.plan import RolloutPlan, make_plan
 from verl_fn.config.schema import EnvConfig

@@ -15,8 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from verl_fn.backends.answers import Answers
-from verl_fn.backends.draws import NOISE, Draws
+from verl_fn.backends.draws import NOISE, Answers, Draws
 from verl_fn.backends.hf.config import read_config
 from verl_fn.backends.hf.experts import Recorder
 from verl_fn.backends.hf.skeleton import dtype_of

@@ -12,8 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.backends.answers import Answers
-from verl_fn.backends.growing import Growing, More
+from verl_fn.backends.draws import Answers
 from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
@@ -25,7 +24,7 @@ from verl_fn.backends.protocol import (
     WeightSource,
     here,
 )
-from verl_fn.backends.serving import longest_of, model_of, not_finite, seeds_of
+from verl_fn.backends.serving import Growing, More, longest_of, model_of, not_finite, seeds_of
 from verl_fn.backends.weight_sync import apart_of, check_specs
 from verl_fn.backends.weight_sync.outlet import Outlet, send
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from verl_fn.backends.rendezvous import open_store, use_loopback
+from verl_fn.backends.agreement import open_store, use_loopback
 
 SLOTS = 2
 ALIGNMENT = 256  # bytes, of each tensor in a slot

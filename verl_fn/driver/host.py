@@ -176,7 +176,7 @@ class Host:
 
     def open_store(self, address: str, size: int, timeout: float) -> tuple[str, int]:
         """Opens a store in which the ranks of a process group meet, and returns its address and port."""
-        from verl_fn.backends.rendezvous import open_store
+        from verl_fn.backends.agreement import open_store
 
         self._store = open_store(address, size, timedelta(seconds=timeout))
         return address, self._store.port

@@ -97,7 +97,7 @@ def _initialized(plan: Plan, size: int) -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    from verl_fn.backends.rendezvous import use_loopback
+    from verl_fn.backends.agreement import use_loopback
 
     if dist.is_initialized():
         yield

@@ -27,7 +27,7 @@ def join(place: tuple[str, int], rank: int, size: int, timeout: float, device: s
     """
     import torch.distributed as dist
 
-    from verl_fn.backends.rendezvous import use_loopback
+    from verl_fn.backends.agreement import use_loopback
 
     use_loopback(place[0])
     if store is None:

@@ -6,7 +6,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from verl_fn.backends.rendezvous import open_store, use_loopback
+from verl_fn.backends.agreement import open_store, use_loopback
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
