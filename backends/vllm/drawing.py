@@ -15,9 +15,8 @@ from torch import Tensor
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
-from verl_fn.backends.draws import Draws
+from verl_fn.backends.draws import Drawn, Draws
 from verl_fn.backends.protocol import Sampling
-from verl_fn.backends.vllm.drawn import Drawn
 from verl_fn.state import uniform_at
 
 # The most logits of one draw, a bound of its memory: it needs 20 bytes for each.

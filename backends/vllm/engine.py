@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import torch
 
-from verl_fn.backends.draws import Answers
+from verl_fn.backends.draws import Answers, Drawn, last_draws
 from verl_fn.backends.hf.config import ModelError, read_config
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.skeleton import dtype_of
@@ -28,12 +28,9 @@ from verl_fn.backends.serving import Growing, More, longest_of, model_of, not_fi
 from verl_fn.backends.weight_sync import apart_of, check_specs
 from verl_fn.backends.weight_sync.outlet import Outlet, send
 
-from .adapters import adapter_arguments
-from .adding import add
-from .arguments import check_heads, check_names, check_version, engine_arguments, prepare_environment
-from .drawn import Drawn, last_draws
+from .adapters import adapter_arguments, adapter_request
+from .arguments import check_heads, check_names, check_version, engine_arguments, prepare_environment, started
 from .routes import Routes
-from .starting import started
 
 # What sleeping frees, and the tags that wake it.
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -266,7 +263,37 @@ class Vllm(Growing):
             self._call("end")
 
     def _add(self, requests: Sequence[Request], call: int, first: int = 0) -> dict[str, int]:
-        return add(self._engine, requests, call, first, self.end_tokens, adapted=self._lora is not None)
+        """Adds a request of vLLM for each sample, and returns the number of its row by its name.
+
+        The draws are ours; of vLLM's own settings only the ones that end a response remain.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        params = {
+            sampling: SamplingParams(
+                max_tokens=sampling.max_tokens,
+                temperature=1.0,
+                stop_token_ids=sorted({*self.end_tokens, *sampling.stop_token_ids}),
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                # vLLM would copy all of this deeply for each request, and writes to none of it.
+                skip_clone=True,
+            )
+            for sampling in {request.sampling for request in requests}
+        }
+        rows: dict[str, int] = {}
+        adapters = adapter_request() if self._lora is not None else None
+        for request in requests:
+            for _ in range(request.sampling.n):
+                row, prompt = first + len(rows), tokens_input(list(request.prompt))
+                added = self._engine.add_request(
+                    f"{call}-{row}", prompt, params[request.sampling], lora_request=adapters
+                )
+                rows[added] = row
+        return rows
 
     def _step(self, call: int, ended: dict[int, Any]) -> int:
         """Takes a step of vLLM, adds what it returned for rows that ended to ``ended``, and returns their number."""

@@ -2,26 +2,278 @@
 
 Both ends last as long as the run. When a publication fails, both sides close their end, and the next one starts with
 a new connection.
+
+The sender makes a staging area of two slots, in shared memory or over a process group, and describes it; the receiver
+opens the description. The sender then copies each bucket into a slot and the receiver reads it there, so the weights
+themselves are never shared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import socket
 import struct
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import reduce_tensor
+
+from verl_fn.backends.agreement import open_store, use_loopback
 
 from .intake import IncompleteWeights
-from .staging import Staging
 
+SLOTS = 2
+ALIGNMENT = 256  # bytes, of each tensor in a slot
+GROUP_SECONDS = 600
 # What a sender can send: the model with its adapters merged in, the model and its adapters, or only the adapters.
 MERGED, WHOLE, ADAPTERS = "merged", "whole", "adapters"
 
 # Timeout of each message of the authentication.
 SECONDS_TO_ANSWER = 10
+
+
+@attrs.frozen
+class Location:
+    """Where a process computes: it decides how buckets can reach the process.
+
+    Attributes:
+        host: identifies the machine.
+        device: ``cpu`` or ``cuda``.
+        gpu: identifies the current GPU, equally in all processes on the machine.
+    """
+
+    host: str
+    device: str
+    gpu: str = ""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Location:
+        """Returns the location of this process, computing on ``device``."""
+        host = f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        if device.type != "cuda":
+            return cls(host, "cpu")
+        return cls(host, "cuda", str(torch.cuda.get_device_properties(device).uuid))
+
+
+Description: TypeAlias = tuple[Any, ...]
+"""What the receiver needs to open a staging area; it can be pickled."""
+
+
+class Staging(Protocol):
+    """Two slots of bytes, on the sender's or on the receiver's side."""
+
+    def slot(self, number: int) -> Tensor:
+        """Returns the bytes of a slot."""
+        ...
+
+    def flush(self, number: int, nbytes: int) -> None:
+        """Transfers the first bytes of a slot: makes them visible to the receiver, or waits for them there."""
+        ...
+
+    def close(self) -> None:
+        """Frees the slots."""
+        ...
+
+
+def kinds(sender: Location, receiver: Location) -> list[str]:
+    """Returns the kinds of staging to try between two locations, the fastest first.
+
+    Example:
+        >>> kinds(Location("a", "cuda", "GPU-1"), Location("a", "cuda", "GPU-1"))
+        ['ipc', 'memory', 'socket']
+        >>> kinds(Location("a", "cuda", "GPU-1"), Location("b", "cuda", "GPU-2"))
+        ['group', 'socket']
+        >>> kinds(Location("a", "cpu"), Location("b", "cpu"))
+        ['socket']
+    """
+    usable = []
+    if sender.device == receiver.device == "cuda":
+        # NCCL refuses two ranks on one GPU, and a process may be unable to open memory of another GPU.
+        usable.append("ipc" if (sender.host, sender.gpu) == (receiver.host, receiver.gpu) else "group")
+    if sender.host == receiver.host:
+        usable.append("memory")
+    return [*usable, "socket"]
+
+
+class CannotOpen(RuntimeError):
+    """This process cannot open a staging area; the next kind is tried."""
+
+
+class _Slots:
+    """Slots in one tensor of bytes that both processes see."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self._slots = memory.view(SLOTS, -1)
+
+    def slot(self, number: int) -> Tensor:
+        return self._slots[number]
+
+    def flush(self, number: int, nbytes: int) -> None:
+        if self._slots.is_cuda:
+            torch.cuda.current_stream(self._slots.device).synchronize()
+
+    def close(self) -> None:
+        self._slots = torch.empty(SLOTS, 0, dtype=torch.uint8)
+
+
+class _Group(_Slots):
+    """Slots of one process, whose bytes a process group of two sends."""
+
+    def __init__(self, memory: Tensor, group: Any, rank: int) -> None:
+        super().__init__(memory)
+        self._group, self._rank = group, rank
+
+    def flush(self, number: int, nbytes: int) -> None:
+        part = [self.slot(number)[:nbytes]]
+        work = self._group.send(part, 1, 0) if self._rank == 0 else self._group.recv(part, 0, 0)
+        work.wait()
+        super().flush(number, nbytes)
+
+    def close(self) -> None:
+        super().close()
+        self._group = None
+
+
+class _Socket(_Slots):
+    """Slots of one process, whose bytes are sent over the connection itself."""
+
+    def __init__(self, memory: Tensor, connection: Connection, sends: bool) -> None:
+        super().__init__(memory)
+        self._connection, self._sends = connection, sends
+
+    def flush(self, number: int, nbytes: int) -> None:
+        part = self.slot(number)[:nbytes].numpy().data
+        if self._sends:
+            self._connection.send_bytes(part)
+        else:
+            self._connection.recv_bytes_into(part)
+
+
+def room_for(nbytes: int, count: int) -> int:
+    """Returns the size of a slot for so many bytes in so many tensors.
+
+    Example:
+        >>> room_for(1000, 2)
+        1792
+    """
+    return -(-(nbytes + ALIGNMENT * (count + 1)) // ALIGNMENT) * ALIGNMENT
+
+
+def places(slot: Tensor, dtype: torch.dtype, counts: Sequence[int]) -> tuple[list[Tensor], int]:
+    """Returns where tensors with so many elements lie in a slot, one after the other, and how many bytes they take.
+
+    Example:
+        >>> tensors, nbytes = places(torch.zeros(1024, dtype=torch.uint8), torch.float32, [3, 100])
+        >>> [len(t) for t in tensors], nbytes
+        ([3, 100], 768)
+    """
+    unit = ALIGNMENT // dtype.itemsize
+    sizes = [size for count in counts for size in (count, -count % unit)]
+    nbytes = sum(sizes) * dtype.itemsize
+    return list(slot[:nbytes].view(dtype).split(sizes)[::2]), nbytes
+
+
+def offered(
+    kind: str, nbytes: int, device: torch.device, connection: Connection
+) -> tuple[Description, Callable[[], Staging]]:
+    """Makes the sender's side of a staging area.
+
+    Args:
+        kind: one of ``kinds``.
+        nbytes: the size of each slot.
+        device: the sender's device.
+        connection: the connection to the receiver.
+
+    Returns:
+        The description for the receiver, and a function that makes the sender's side once the description was sent.
+    """
+    size = SLOTS * nbytes
+    if kind == "ipc":
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        return (kind, nbytes, *reduce_tensor(memory)), lambda: _Slots(memory)
+    if kind == "memory":
+        # Memory without a name in any file system disappears with the processes, however they end.
+        fd = os.memfd_create("verl_fn_weights")
+        try:
+            os.ftruncate(fd, size)
+            memory = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
+        except BaseException:
+            os.close(fd)
+            raise
+        mark = os.urandom(16)
+        memory[:16] = torch.tensor(list(mark), dtype=torch.uint8)
+        staging = _Slots(memory)
+        weakref.finalize(staging, os.close, fd)
+        return (kind, nbytes, os.getpid(), fd, mark), lambda: staging
+    if kind == "group":
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        address = connection_address(connection)
+        timeout = timedelta(seconds=GROUP_SECONDS)
+        store = open_store(address, 2, timeout)
+        return (kind, nbytes, device.type, address, store.port), lambda: _Group(memory, _pair(device, store, 0), 0)
+    return (kind, nbytes), lambda: _Socket(torch.empty(size, dtype=torch.uint8), connection, True)
+
+
+def opened(description: Description, device: torch.device, connection: Connection) -> Staging:
+    """Opens the receiver's side of a staging area.
+
+    Raises:
+        CannotOpen: this process cannot open it.
+    """
+    kind, nbytes, *rest = description
+    size = SLOTS * nbytes
+    try:
+        if kind == "ipc":
+            rebuild, arguments = rest
+            # The device may have another number here than in the sender's process.
+            number = torch.cuda.current_device() if device.index is None else device.index
+            return _Slots(rebuild(*arguments[:6], number, *arguments[7:]))
+        if kind == "memory":
+            pid, fd, mark = rest
+            own_fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR)
+            try:
+                memory = torch.frombuffer(mmap.mmap(own_fd, size), dtype=torch.uint8)
+            finally:
+                os.close(own_fd)
+            if bytes(memory[:16].tolist()) != mark:
+                raise CannotOpen("the sender's process numbers belong to another machine")
+            return _Slots(memory)
+        if kind == "group":
+            _, address, port = rest
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
+            store = dist.TCPStore(address, port, 2, is_master=False, timeout=timedelta(seconds=GROUP_SECONDS))
+            return _Group(memory, _pair(device, store, 1), 1)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CannotOpen(f"{kind}: {error}") from error
+    return _Socket(torch.empty(size, dtype=torch.uint8), connection, False)
+
+
+def connection_address(connection: Connection) -> str:
+    """Returns the address of this process, as the other end of a TCP connection sees it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        name: str = end.getsockname()[0]
+    return name
+
+
+def _pair(device: torch.device, store: Any, rank: int) -> Any:
+    """Makes a process group of two, independent of any other group of this process."""
+    use_loopback(store.host)
+    timeout = timedelta(seconds=GROUP_SECONDS)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, 2, options)
+    return dist.ProcessGroupGloo(store, rank, 2, timeout)
 
 
 class SenderFailed(IncompleteWeights):

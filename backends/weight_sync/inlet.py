@@ -15,23 +15,24 @@ import torch
 
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 
-from .apart import Apart
 from .channel import (
     ADAPTERS,
     MERGED,
     SECONDS_TO_ANSWER,
     WHOLE,
+    CannotOpen,
     End,
+    Location,
     SenderFailed,
     admitted,
+    opened,
+    places,
     receive_message,
     send_message,
     transfer,
 )
-from .cut import Cut, check_cuts
-from .intake import IncompleteWeights
-from .source import in_dtype
-from .staging import CannotOpen, Place, opened, places
+from .intake import Cut, IncompleteWeights, check_cuts
+from .source import Apart, in_dtype
 
 
 class _Sender(End):
@@ -267,7 +268,7 @@ class _Arriving:
     def buckets(self, max_bytes: int = BUCKET_BYTES, *, checked: bool = False) -> Iterator[tuple[Chunk, ...]]:
         """Yields the buckets as they arrive, joined if there are several senders; see ``WeightSource``."""
         for sender in self.senders:
-            send_message(sender.open, ("start", self.kind, max_bytes, checked, self.dtype, Place.of(self.device)))
+            send_message(sender.open, ("start", self.kind, max_bytes, checked, self.dtype, Location.of(self.device)))
         # A sender may wait for the next engine before it sends its first bucket, and that engine for all senders.
         for sender in self.senders:
             sender.start(self.device)

@@ -13,23 +13,26 @@ import torch
 
 from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, WeightSource
 
-from .apart import apart_of
 from .channel import (
     ADAPTERS,
     MERGED,
     SECONDS_TO_ANSWER,
+    SLOTS,
     WHOLE,
     End,
+    Location,
     SenderFailed,
     connected,
+    kinds,
+    offered,
+    places,
     receive_message,
+    room_for,
     send_message,
     transfer,
 )
-from .cut import Cut
-from .intake import checksum
-from .source import Weights, in_dtype
-from .staging import SLOTS, Place, kinds, offered, places, room_for
+from .intake import Cut, checksum
+from .source import Weights, apart_of, in_dtype
 
 TRIES = 3  # to connect to an engine
 
@@ -238,13 +241,13 @@ class Outlet(End):
             raise SenderFailed("the engine refuses the weights")
         return None
 
-    def _make_room(self, nbytes: int, receiver: Place) -> None:
+    def _make_room(self, nbytes: int, receiver: Location) -> None:
         """Agrees with the engine on a staging area of this size, unless there is one."""
         if self._staging is not None and self._room >= nbytes:
             return
         assert self._connection is not None
         reasons = []
-        for kind in kinds(Place.of(self._device), receiver) if self._allowed is None else self._allowed:
+        for kind in kinds(Location.of(self._device), receiver) if self._allowed is None else self._allowed:
             try:
                 description, start = offered(kind, nbytes, self._device, self._connection)
             except (OSError, RuntimeError) as error:

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec
+from verl_fn.backends.protocol import BUCKET_BYTES, Chunk, TensorSpec, WeightSource
 from verl_fn.state import version_of
 
-from .apart import Apart
-from .cut import Cut
-from .intake import checksum
+from .intake import Cut, checksum
 
 # Versions and checksums of tensors that are alive; the weights that adapters are added to rarely change in a run.
 _CHECKSUMS = WeakTensorKeyDictionary()
@@ -166,3 +164,24 @@ def in_dtype(specs: Iterable[TensorSpec], dtype: torch.dtype) -> tuple[TensorSpe
 def _rows(tensor: Tensor) -> Tensor:
     """Returns a tensor as rows; a scalar is one row."""
     return tensor.detach().reshape(1) if tensor.ndim == 0 else tensor.detach()
+
+
+@attrs.frozen(eq=False)
+class Apart:
+    """A model and its adapters, not merged.
+
+    Attributes:
+        whole: the model without adapters, followed by the adapters.
+        adapters: only the adapters, for an engine that has the model.
+        identify: returns a string that differs where the model without adapters differs.
+    """
+
+    whole: WeightSource
+    adapters: WeightSource
+    identify: Callable[[], str]
+
+
+def apart_of(source: WeightSource) -> Apart | None:
+    """Returns the unmerged form of a source; None where it has no adapters."""
+    unmerged: Apart | None = getattr(source, "apart", None)
+    return unmerged

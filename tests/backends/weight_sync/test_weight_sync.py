@@ -13,10 +13,9 @@ from made_tensors import made
 from published import CPU, SECRET, tensors
 
 from verl_fn.backends.weight_sync import IncompleteWeights, Weights, channel, receive
-from verl_fn.backends.weight_sync.channel import SenderFailed
+from verl_fn.backends.weight_sync.channel import ALIGNMENT, SLOTS, SenderFailed
 from verl_fn.backends.weight_sync.inlet import Inlet
 from verl_fn.backends.weight_sync.outlet import Outlet, part_bytes, send
-from verl_fn.backends.weight_sync.staging import ALIGNMENT, SLOTS
 
 
 def serve(pipe, publications):
