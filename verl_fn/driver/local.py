@@ -17,8 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from verl_fn.algorithms.workers import Workers
-from verl_fn.backends.protocol import RolloutBackend, TrainBackend
-from verl_fn.backends.through import Through
+from verl_fn.backends.protocol import RolloutBackend, Through, TrainBackend
 from verl_fn.config import ConfigError
 from verl_fn.config.plan import Plan
 from verl_fn.state import Batch
