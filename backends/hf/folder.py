@@ -15,7 +15,11 @@ import contextlib
 import copy
 import functools
 import hashlib
+import importlib.util
+import inspect
 import json
+import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -43,6 +47,7 @@ from verl_fn.backends.hf.lora import ABOUT, Lora, canonical
 from verl_fn.backends.hf.skeleton import PADDED, Fit, Skeleton
 from verl_fn.backends.hf.tokenizer import END
 from verl_fn.backends.tensor_file import Slices, files_of
+from verl_fn.errors import install
 from verl_fn.state import Key, isolated
 
 P = ParamSpec("P")
@@ -57,6 +62,9 @@ __all__ = [
 HEADS = frozenset({"lm_head", "embed_out", "output_projection", "score", "classifier"})
 
 LARGEST_WEIGHT = 1e18
+
+# Packages of kernels by the modules in them, as sources of transformers' models name them.
+KERNELS = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d", "mamba_ssm": "mamba-ssm"}
 
 # Making a model uses torch's global generator, and settings of torch and transformers.
 _making = threading.RLock()
@@ -181,8 +189,8 @@ def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:
 
 
 @_one_at_a_time
-def model_notices(folder: str | Path, head: str, row_layout: str = "auto") -> list[str]:
-    """Returns sentences about what a folder's config asks for, if a pure step does something else.
+def model_notices(folder: str | Path, head: str, row_layout: str = "auto", device: str = "cpu") -> list[str]:
+    """Returns sentences about what a folder's config asks for, if a pure step does something else or slowly.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
@@ -191,13 +199,36 @@ def model_notices(folder: str | Path, head: str, row_layout: str = "auto") -> li
     if rates := dropout_of(folder):
         named = ", ".join(f"{name} = {rate:g}" for name, rate in rates.items())
         sentences.append(f"{folder}/config.json sets {named}; dropout is turned off, since a step is a pure function")
-    *_, fit = _recipe(folder, head, row_layout)
+    auto, config, _, fit = _recipe(folder, head, row_layout)
+    if device == "cuda" and (missing := missing_kernels(auto._model_mapping[type(config)])):
+        sentences.append(
+            f"{folder}: {' and '.join(missing)} would compute layers of {config.model_type} much faster than "
+            f"transformers' own code: {install(*missing)}"
+        )
     if fit.why:
         sentences.append(
             f"rows of {folder} are padded to the longest of their micro-batch, since packed rows cannot be had: "
             f"{fit.why}"
         )
     return sentences
+
+
+def missing_kernels(model: type) -> list[str]:
+    """Returns the packages that a model of transformers takes kernels from if they are installed, and that are not.
+
+    They are for linear attention and state-space layers on GPUs.
+
+    Example:
+        >>> from transformers import Qwen2ForCausalLM
+        >>> missing_kernels(Qwen2ForCausalLM)
+        []
+    """
+    source = inspect.getsource(sys.modules[model.__module__])
+    return [
+        package
+        for module, package in KERNELS.items()
+        if re.search(rf"\b({module}|{package})\b", source) and importlib.util.find_spec(module) is None
+    ]
 
 
 @_one_at_a_time

@@ -90,7 +90,7 @@ def _of_models(plan: Plan) -> Iterator[str]:
     """Yields sentences about how the models of roles are run."""
     for role in plan.roles.values():
         if role.strategy != "megatron":
-            yield from model_notices(role.folder, role.head, role.row_layout)
+            yield from model_notices(role.folder, role.head, role.row_layout, plan.driver.device)
 
 
 def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Families of models of every kind: packed or padded rows, and whatever stands after the output layer, are found."""
 
+import importlib.util
 import itertools
 import json
 import random
@@ -12,7 +13,7 @@ import torch
 from verl_fn.backends.hf import attention, checks
 from verl_fn.backends.hf.checks import fit_of
 from verl_fn.backends.hf.config import ModelError, dropout_of
-from verl_fn.backends.hf.folder import hollow
+from verl_fn.backends.hf.folder import KERNELS, hollow, model_notices
 from verl_fn.backends.hf.skeleton import Fit, Skeleton
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
@@ -237,6 +238,22 @@ def test_a_model_newer_than_transformers_is_refused_by_name(tmp_path):
         Local(tmp_path, sgd(0.0)).load_pretrained()
     with pytest.raises(ModelError, match=r"qwen9"):
         Sampler(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("qwen3_5_text", "flash-linear-attention and causal-conv1d"),
+        ("nemotron_h", "causal-conv1d and mamba-ssm"),
+        ("qwen3", ""),
+    ],
+)
+def test_kernels_that_a_gpu_lacks_are_named(folder, name, missing, monkeypatch):
+    known = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda m, *a: None if m in KERNELS else known(m, *a))
+    notes = [note for note in model_notices(folder(name), "lm", device="cuda") if "much faster" in note]
+    assert [missing in note and "pip install" in note for note in notes] == [True] * bool(missing)
+    assert not any("much faster" in note for note in model_notices(folder(name), "lm", device="cpu"))
 
 
 def test_a_skeleton_finds_its_layers(folder):
