@@ -19,10 +19,10 @@ from verl_fn.backends.draws import NOISE, Drawn
 from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.protocol import Sampling, WeightSource
 from verl_fn.backends.vllm.adapters import install, is_adapter
+from verl_fn.backends.vllm.arguments import TEXT_MODELS
 from verl_fn.backends.vllm.drawing import DrawingSampler
 from verl_fn.backends.vllm.loading import load, whole
 from verl_fn.backends.vllm.routes import layers_with_experts
-from verl_fn.backends.vllm.arguments import TEXT_MODELS
 from verl_fn.backends.weight_sync.inlet import Inlet
 
 # A worker in a process of its own finds its model by name.
