@@ -38,7 +38,7 @@ from verl_fn.state import (
     taken,
     tree,
 )
-from verl_fn.state.arguments import expect, expect_params, expect_state, expect_update
+from verl_fn.state.guards import expect, expect_params, expect_state, expect_update
 from verl_fn.state.node import field_names
 from verl_fn.steps import Loss, Optimizer, apply_update, check_weights
 

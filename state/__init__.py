@@ -1,14 +1,13 @@
 """Immutable values (training states, batches, metrics, keys) and the functions that move and compare them."""
 
 from . import metrics, tree
-from .batch import Batch, concatenate
-from .isolation import NotDifferentiable, SharedSetting, isolated, refuse_derivatives
+from .batch import Batch, Ragged, concatenate
+from .guards import NotDifferentiable, SharedSetting, isolated, refuse_derivatives
 from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
 from .node import DonatedError, FrozenDict, Named, Node, mapping, named, node, static
 from .outputs import PER_ROW, TokenOutputs, output_width, top_count
 from .ownership import divided, divisible, donate, is_donated, joined, owned, owned_parts, spare, taken, version_of
-from .ragged import Ragged
 from .rollout import (
     END_REASONS,
     FAILURES,

@@ -33,7 +33,7 @@ from verl_fn.backends.hf.skeleton import Skeleton
 from verl_fn.backends.tensor_file import Part, Rows
 from verl_fn.errors import UserError
 from verl_fn.state import tree
-from verl_fn.state.serial import Scalar, flatten, unflatten
+from verl_fn.state.tree import Scalar, flatten, unflatten
 
 MODEL, TENSORS, SCALARS = "model.safetensors", "train_state.safetensors", "train_state.json"
 _ASIDE = ".writing"

@@ -58,7 +58,7 @@ from verl_fn.state import (
     tree,
 )
 from verl_fn.state.ownership import donate as donated
-from verl_fn.state.serial import flatten
+from verl_fn.state.tree import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, check_update, total_loss
 
 

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from verl_fn.backends.hf.attention import NAME, Packing
 from verl_fn.backends.hf.lora import Adapters, Lora, canonical, inject
 from verl_fn.state import Batch, Key, Params, SharedSetting
-from verl_fn.state.arguments import expect_tokens
+from verl_fn.state.guards import expect_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -36,8 +36,8 @@ from verl_fn.state import (
     tree,
     version_of,
 )
-from verl_fn.state.arguments import expect
-from verl_fn.state.serial import flatten
+from verl_fn.state.guards import expect
+from verl_fn.state.tree import flatten
 from verl_fn.steps import Loss, Optimizer, total_loss
 from verl_fn.steps.losses.contract import check_fields
 

@@ -27,7 +27,7 @@ from verl_fn.backends.hf.experts import recorded_dtype
 from verl_fn.backends.megatron.rows import ROUTED, MicroBatch
 from verl_fn.backends.row_sharing import Share
 from verl_fn.state import Batch
-from verl_fn.state.ragged import entries_of
+from verl_fn.state.batch import entries_of
 
 
 @attrs.frozen(eq=False)

@@ -19,7 +19,7 @@ from verl_fn.backends.megatron.executor import Executor
 from verl_fn.backends.tensor_file import Part, Slices
 from verl_fn.state import Key, Named, Params, TrainState
 from verl_fn.state.node import FrozenDict, rebuild
-from verl_fn.state.serial import flatten
+from verl_fn.state.tree import flatten
 
 Rows = Callable[[str, int, int], Tensor]
 

@@ -38,8 +38,8 @@ from verl_fn.state import (
     split_by_tokens,
     tree,
 )
-from verl_fn.state.arguments import expect, expect_params, expect_state, expect_tokens
-from verl_fn.state.serial import flatten
+from verl_fn.state.guards import expect, expect_params, expect_state, expect_tokens
+from verl_fn.state.tree import flatten
 from verl_fn.steps import Loss, Optimizer, apply_update, check_weights, total_loss
 from verl_fn.steps.losses.contract import check_fields
 

@@ -25,7 +25,7 @@ from verl_fn.state import (
     sum_of_squares,
     taken,
 )
-from verl_fn.state.arguments import expect_update
+from verl_fn.state.guards import expect_update
 
 from .transforms import Optimizer, Reduce, Update, check_device, tensors_of
 

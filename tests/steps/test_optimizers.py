@@ -11,7 +11,7 @@ from torch.optim.sgd import sgd as torch_functional_sgd
 from update_builders import SHAPES, TRAINED, arrays, gradients, start
 
 from verl_fn.state import Grads, Key, Params, Slots, TrainState, is_donated, snapshot, tree
-from verl_fn.state.serial import flatten, unflatten
+from verl_fn.state.tree import flatten, unflatten
 from verl_fn.steps import (
     GradTransform,
     adamw,

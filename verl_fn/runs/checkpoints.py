@@ -23,7 +23,7 @@ from verl_fn.algorithms import Workers
 from verl_fn.backends.checkpoint.state_folder import TENSORS, CheckpointError
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.config import Plan
-from verl_fn.state import serial
+from verl_fn.state import tree
 
 from . import RunError
 from .state import RunState, run_of
@@ -92,7 +92,7 @@ def write_manifest(aside: Path, state: RunState, plan: Plan, w: Workers, identit
         if not (aside / name).is_dir():
             raise RunError(f"the worker of {name} wrote its checkpoint elsewhere than {aside}: no shared folder?")
     waiting = save_waiting(state.waiting, aside, w)
-    tensors, scalars = serial.flatten(state.without_roles(plan))
+    tensors, scalars = tree.flatten(state.without_roles(plan))
     if tensors:
         # Clones, since tensors of one file must not share memory.
         copies = {path: t.detach().cpu().clone(memory_format=torch.contiguous_format) for path, t in tensors.items()}
@@ -130,7 +130,7 @@ def restore(folder: Path, blank: RunState, plan: Plan, w: Workers) -> RunState:
             )
         try:
             tensors = load_file(folder / STATE) if STATE in manifest["files"] else {}
-            state = serial.unflatten(blank, tensors, manifest["state"])
+            state = tree.unflatten(blank, tensors, manifest["state"])
         except ValueError as error:
             raise RunError(f"{folder} is of a run with other settings of its algorithm: {error}") from error
         state = attrs.evolve(state, waiting=read_waiting(manifest.get("waiting", ()), folder))

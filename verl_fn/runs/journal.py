@@ -19,7 +19,7 @@ from verl_fn.algorithms.workers import Workers
 from verl_fn.backends.checkpoint.state_folder import disk_errors
 from verl_fn.backends.protocol import Capabilities, Handle, Request, Sample, TrainBackend, WeightSource, whole_leaves
 from verl_fn.config import Plan, flat
-from verl_fn.state import Batch, pack, serial, tree, unpack
+from verl_fn.state import Batch, pack, tree, unpack
 
 from . import RunError
 from .batch_file import batches_in, numbered, tensors_of
@@ -105,7 +105,7 @@ def entry(state: RunState, drawn: Drawn, w: Workers, plan: Plan) -> dict[str, An
         line["samples"] |= {f"{name} of call {number + 1}" if number else name: d for name, d in names.items()}
     for name in plan.roles:
         line["state"][name] = w.get(w.trainers[name].map(state_digests, w.trainers[name], state.role(name)))
-    line["state"]["rest"] = serial.flatten(state.without_roles(plan))[1]
+    line["state"]["rest"] = tree.flatten(state.without_roles(plan))[1]
     return line
 
 

@@ -24,7 +24,7 @@ from verl_fn.state import (
     requests_for,
     tree,
 )
-from verl_fn.state.arguments import expect
+from verl_fn.state.guards import expect
 from verl_fn.steps import adamw, entropy, loss, ppo_clip, sgd, value_clip
 from verl_fn.testing import tiny_batch
 
