@@ -20,7 +20,7 @@ MODULE_NAMES = {"pyyaml": "yaml", "megatron_bridge": "megatron", "megatron_core"
 WITH_TORCH = {"triton"}
 IMPORTED_EXTRAS = ("datasets", "lora", "math", "reasoning-gym", "verifiers", "vllm", "megatron", "smollm2")
 # Loggers that a user installs, and the peer that a benchmark runs against: imported only where asked for.
-BROUGHT_BY_USERS = {"verl_fn/runs/loggers.py": {"wandb"}, "benchmarks/peer_verl.py": {"verl"}}
+BROUGHT_BY_USERS = {"verl_fn/runs/logs.py": {"wandb"}, "benchmarks/peer_verl.py": {"verl"}}
 
 
 def sources() -> list[Path]:

@@ -11,7 +11,7 @@ from verl_fn.algorithms.rejection import best_of_groups, summary
 from verl_fn.algorithms.reports import batch_report, explained_variance
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.data.tasks import Problem
-from verl_fn.runs.judged import judged
+from verl_fn.runs.evaluate import evaluation_of
 from verl_fn.state import Batch
 from verl_fn.steps import grpo, penalize_overlong
 
@@ -109,7 +109,7 @@ def test_the_penalty_on_long_responses_sees_the_whole_conversation_once():
 def test_an_answer_of_several_rows_is_shown_whole():
     tokenizer = char_tokenizer("abcdef")
     batch = batch_of(pred=[1, 2, 2, 2, 3]).take([1, 2, 3])
-    _, (row,) = judged(batch, [Problem("a", "b", id=3)], tokenizer, [])
+    _, (row,) = evaluation_of(batch, [Problem("a", "b", id=3)], tokenizer, [])
     assert row["response"] == "\n".join(tokenizer.decode(part) for part in ([5], [6, 6], [7])) and row["score"] == 1.0
 
 

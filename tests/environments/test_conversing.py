@@ -28,7 +28,7 @@ from verl_fn.environments.processes import End, EnvError, Failure, Opening
 from verl_fn.environments.rendering import Renderer
 from verl_fn.errors import ArgumentError
 from verl_fn.rewards import Reward, unscored
-from verl_fn.runs.ledger import counts_of, ledger
+from verl_fn.runs.steps import counts_of, ledger
 from verl_fn.state import Batch, Key, Sampling, pack, requests_for, tree, unpack
 from verl_fn.testing import check_rollout
 

@@ -9,7 +9,7 @@ from test_environment_runs import plan_of, silent
 from verl_fn.cli import main
 from verl_fn.runs.logs import read_answers
 from verl_fn.runs.loop import train
-from verl_fn.runs.notices import cut_off
+from verl_fn.runs.progress import cut_off
 
 
 @pytest.mark.filterwarnings("ignore:.* conversations have failed", "ignore:.* no token that the model drew")

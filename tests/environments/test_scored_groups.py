@@ -17,7 +17,7 @@ from verl_fn.environments.engine import Conversing, Limits
 from verl_fn.environments.processes import End, EnvError, EnvProcesses, Failure, Job, Scores, Scoring
 from verl_fn.environments.rendering import Renderer
 from verl_fn.rewards import Reward, unscored
-from verl_fn.runs.ledger import counts_of, ledger
+from verl_fn.runs.steps import counts_of, ledger
 from verl_fn.state import Key, Sampling, pack, tree
 
 FOLDER = Path(__file__).parent

@@ -9,7 +9,7 @@ from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import load, make_plan
 from verl_fn.data.tasks import Problem
 from verl_fn.runs.continuing import goal_reached
-from verl_fn.runs.judged import judged, pass_at, spread
+from verl_fn.runs.evaluate import evaluation_of, pass_at, spread
 from verl_fn.state import Batch
 
 
@@ -40,7 +40,7 @@ def scored(n, acc, **fields):
 def test_each_source_has_its_own_metrics_and_every_answer_its_row():
     problems = [Problem("a", "b", id=7, data_source="x"), Problem("b", "b", id=8, data_source="y/z")]
     batch = scored(3, [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], **{"reward/length": torch.arange(6.0)})
-    report, answers = judged(batch, problems, char_tokenizer("ab"), [2])
+    report, answers = evaluation_of(batch, problems, char_tokenizer("ab"), [2])
     assert report["val-aux/x/acc/pass@1"] == pytest.approx(1 / 3)
     assert report["val-aux/x/acc/pass@2"] == pytest.approx(2 / 3)
     assert report["val-aux/y/z/acc/pass@2"] == 0.0 and "val-aux/x/acc/pass@4" not in report
@@ -51,8 +51,8 @@ def test_each_source_has_its_own_metrics_and_every_answer_its_row():
 
 def test_without_acc_or_with_one_answer_there_is_no_pass_at_k():
     problems = [Problem("a", "b", data_source="x")]
-    alone, _ = judged(scored(1, [1.0]), problems, char_tokenizer("ab"), [2])
-    unknown, answers = judged(scored(2, [1.0, 0.0]).without("acc"), problems, char_tokenizer("ab"), [2])
+    alone, _ = evaluation_of(scored(1, [1.0]), problems, char_tokenizer("ab"), [2])
+    unknown, answers = evaluation_of(scored(2, [1.0, 0.0]).without("acc"), problems, char_tokenizer("ab"), [2])
     assert not [name for name in (*alone, *unknown) if "pass@" in name]
     assert [answer["acc"] for answer in answers] == [None, None]
 

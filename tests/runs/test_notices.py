@@ -10,7 +10,7 @@ from verl_fn.config import load, make_plan
 from verl_fn.runs import RunError
 from verl_fn.runs.folder import Run
 from verl_fn.runs.loop import _end_if_skipping, train
-from verl_fn.runs.notices import without_signal
+from verl_fn.runs.progress import without_signal
 
 
 def test_rewards_that_teach_nothing():

@@ -26,8 +26,8 @@ from verl_fn.config import Plan
 from verl_fn.state import tree
 
 from . import RunError
+from .recorder import read_waiting, save_waiting
 from .state import RunState, run_of
-from .waiting import read_waiting, save_waiting
 
 MANIFEST = "checkpoint.json"
 # The tensors of an algorithm's own state.

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import datetime
+import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from verl_fn.algorithms import Clock, Report, Workers
 from verl_fn.algorithms.experience import requests_of
 from verl_fn.config import ConfigError, Plan
 from verl_fn.config.names import verifiers_name
-from verl_fn.data.tasks import Problem
+from verl_fn.data.tasks import Problem, text_of
 from verl_fn.driver.build import validation_sampling
-from verl_fn.state import Key, pack
+from verl_fn.rewards.reward import joined, problems_of, response_texts
+from verl_fn.state import END_REASONS, Batch, Key, Sample, conversations, pack
 
 from .checks import samples_answers
-from .judged import Evaluation, judged
 from .prepare import prepare, workers
 from .progress import Say
 from .residency import give_to_engine
 from .state import RunState, algorithm_of
+
+Evaluation = tuple[Report, list[dict[str, Any]]]
 
 
 def validate(state: RunState, problems: Sequence[Problem], w: Workers, plan: Plan) -> Evaluation:
@@ -46,7 +53,7 @@ def _answers(actor: Any, version: int, key: Key, problems: Sequence[Problem], w:
     sampling = validation_sampling(plan.rollout.val_kwargs, plan.data.max_response_length)
     samples = clock.run("gen", w.rollout.generate, requests_of(problems, w, sampling, key), version=version)
     scored = clock.run("reward", w.reward, pack(samples), problems)
-    return judged(scored, problems, w.tokenizer, w.end_tokens, samples)
+    return evaluation_of(scored, problems, w.tokenizer, w.end_tokens, samples)
 
 
 def evaluate_model(plan: Plan, say: Say) -> Evaluation:
@@ -127,3 +134,150 @@ def check_goal(plan: Plan, report: Report) -> None:
             "trainer.stop_at is compared with acc, which the reward functions do not return; return it "
             '({"score": ..., "acc": ...}), or set trainer.stop_metric=reward'
         )
+
+
+def evaluation_of(
+    batch: Batch,
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    end_tokens: Sequence[int],
+    samples: Sequence[Sample] = (),
+) -> Evaluation:
+    """Returns accuracy and reward by data source, and every answer as a row.
+
+    As in verl, the reward is the core metric where the reward functions return no ``acc``.
+
+    Args:
+        batch: scored rows, or conversations of one or several rows, the same number for each problem.
+        problems: the held-out problems.
+        tokenizer: decodes the answers.
+        end_tokens: of the model; they are no part of an answer's text.
+        samples: what the rows were made of, for the messages of conversations.
+    """
+    answers = answers_of(batch, problems, tokenizer, end_tokens, samples)
+    batch = batch.take(conversations(batch)[1])
+    n = len(batch) // len(problems)
+    score, pred = (batch[name].reshape(-1, n) for name in ("score", "pred"))
+    acc = batch["acc"].reshape(-1, n) if "acc" in batch else None
+    report: dict[str, float] = {}
+    for source in dict.fromkeys(p.data_source for p in problems):
+        rows = torch.tensor([p.data_source == source for p in problems])
+        # Where the reward returned acc for some answers only, the problems count all of whose answers have it.
+        known = rows & ~acc.isnan().any(1) if acc is not None else torch.zeros_like(rows)
+        if acc is not None and bool(known.any()):
+            report |= spread(f"val-core/{source}/acc", acc[known], pred[known])
+            report |= {f"val-aux/{source}/acc/pass@{k}": pass_at(acc[known], k) for k in _ks(n)}
+            if int(known.sum()) < int(rows.sum()):
+                report[f"val-aux/{source}/acc/count"] = float(known.sum())
+            report |= spread(f"val-aux/{source}/reward", score[rows])
+        else:
+            report |= spread(f"val-core/{source}/reward", score[rows], pred[rows])
+    return report, answers
+
+
+def answers_of(
+    batch: Batch,
+    problems: Sequence[Problem],
+    tokenizer: Any,
+    end_tokens: Sequence[int],
+    samples: Sequence[Sample] = (),
+) -> list[dict[str, Any]]:
+    """Returns the answers as rows that people can read; see ``evaluation_of`` for the arguments.
+
+    ``problem`` is the number of the problem, ``sample`` of its answer. ``ended`` says why it ended: ``stop`` by
+    the end token, ``length`` at the limit, or the reason for the end of a conversation, whose ``messages`` follow.
+    """
+    conversation, last = conversations(batch)
+    texts = joined(response_texts(batch, tokenizer, end_tokens), conversation)
+    said = [s.outcome.messages if s.outcome is not None else "" for s in samples]
+    said = [said[i] for i in last.tolist()] if said else [""] * len(texts)
+    batch = batch.take(last)
+    if "env_end" in batch:
+        ended = [END_REASONS[number] for number in batch["env_end"].tolist()]
+    else:
+        ended = ["stop" if finished else "length" for finished in batch["finished"].tolist()]
+    asked, numbers = problems_of(batch, problems), Counter[int]()
+    values = {name: _or_none(field) for name, field in batch.per_row.items() if name.startswith("reward/")}
+    score, finished = batch["score"].tolist(), batch["finished"].tolist()
+    acc = _or_none(batch["acc"]) if "acc" in batch else [None] * len(batch)
+    rows = []
+    for i, (problem, response) in enumerate(zip(asked, texts, strict=True)):
+        row = {
+            "data_source": problem.data_source,
+            "problem": problem.id,
+            "sample": numbers[problem.id],
+            "prompt": text_of(problem.prompt),
+            "response": response,
+            "answer": problem.answer,
+            "score": score[i],
+            "acc": acc[i],
+            "finished": bool(finished[i]),
+            "ended": ended[i],
+        }
+        numbers[problem.id] += 1
+        row |= {"messages": json.loads(said[i])} if said[i] else {}
+        rows.append(row | {name: field[i] for name, field in values.items()})
+    return rows
+
+
+def _or_none(values: torch.Tensor) -> list[float | None]:
+    """Returns the values, with None for missing ones."""
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def spread(name: str, values: torch.Tensor, pred: torch.Tensor | None = None) -> dict[str, float]:
+    """Returns the mean, the best and the majority value of the N answers to each problem, averaged over problems.
+
+    Args:
+        name: the first part of the metrics' names.
+        values: the value of each answer, [problems, N].
+        pred: a number that stands for each final answer, [problems, N]. The majority value is the value of the most
+            frequent final answer; among equally frequent ones the first counts.
+
+    Example:
+        >>> values = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.0]])
+        >>> spread("acc", values, torch.tensor([[5, 7, 7], [5, 6, 5]]))
+        {'acc/mean@3': 0.5, 'acc/best@3/mean': 1.0, 'acc/maj@3/mean': 0.5}
+    """
+    n = values.shape[1]
+    report = {f"{name}/mean@{n}": float(values.mean())}
+    if n > 1:
+        report[f"{name}/best@{n}/mean"] = float(values.max(dim=1).values.mean())
+    if n > 1 and pred is not None:
+        majority = [
+            row[preds.index(Counter(preds).most_common(1)[0][0])]
+            for row, preds in zip(values.tolist(), pred.tolist(), strict=True)
+        ]
+        report[f"{name}/maj@{n}/mean"] = sum(majority) / len(majority)
+    return report
+
+
+def pass_at(acc: torch.Tensor, k: int) -> float:
+    """Estimates the probability that at least one of k answers to a problem is right, averaged over problems.
+
+    With c right ones among n answers, 1 - C(n - c, k) / C(n, k) is the share of all choices of k answers that have a
+    right one. Its mean over draws of the n answers is exact for every n of at least k, while 1 - (1 - c / n)^k is too
+    low. An answer is right if its ``acc`` is at least 1.
+
+    Args:
+        acc: of each answer, [problems, n].
+        k: at most n.
+
+    Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code, https://arxiv.org/abs/2107.03374.
+
+    Example:
+        >>> acc = torch.tensor([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+        >>> pass_at(acc, 1), pass_at(acc, 2), pass_at(acc, 4)
+        (0.125, 0.25, 0.5)
+    """
+    n = acc.shape[1]
+    right = (acc >= 1).sum(dim=1).tolist()
+    return sum(1 - math.comb(n - c, k) / math.comb(n, k) for c in right) / len(right)
+
+
+def _ks(n: int) -> Iterator[int]:
+    """Yields the powers of two up to n; none for a single answer, whose pass@1 is its mean."""
+    k = 1
+    while 1 < n >= k:
+        yield k
+        k *= 2

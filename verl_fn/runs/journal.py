@@ -22,10 +22,9 @@ from verl_fn.config import Plan, flat
 from verl_fn.state import Batch, pack, tree, unpack
 
 from . import RunError
-from .batch_file import batches_in, numbered, tensors_of
+from .evaluate import answers_of
 from .folder import Run
-from .judged import answers_of
-from .recorder import Drawn
+from .recorder import Drawn, batches_in, numbered, tensors_of
 from .state import RunState
 
 

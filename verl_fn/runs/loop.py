@@ -26,12 +26,10 @@ from .evaluate import check_goal, evaluation_line, validate
 from .folder import Run
 from .history import run_config
 from .journal import entry, keep_responses, keep_samples
-from .loggers import Log, loggers
-from .logs import GENERATIONS, JOURNAL, altered, last_evaluation, read_metrics
+from .logs import GENERATIONS, JOURNAL, Log, altered, last_evaluation, loggers, read_metrics
 from .memory import check_memory, explained
-from .notices import cut_off, wide_gap, without_signal
 from .prepare import prepare, workers
-from .progress import Lines, Live, Progress, Say, always_zero
+from .progress import Lines, Live, Progress, Say, always_zero, cut_off, wide_gap, without_signal
 from .recorder import Drawn
 from .residency import on_one_gpu, resting
 from .screen import say as print_line

@@ -1,20 +1,32 @@
 """Records what passes through the rollout engine and the reward while an algorithm draws experience.
 
-An algorithm samples as it likes. So it gets workers that record each call.
+An algorithm samples as it likes. So it gets workers that record each call. Experience that waits between sampling and
+learning is a safetensors file for each step in a checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import attrs
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from verl_fn.algorithms import Experience, Workers
+from verl_fn.backends.checkpoint.state_folder import CheckpointError, disk_errors
 from verl_fn.backends.protocol import Ref, Request, Sample, Through
 from verl_fn.data.tasks import Problem
 from verl_fn.errors import ArgumentError
-from verl_fn.state import Batch
+from verl_fn.state import Batch, Ragged, pack, unpack
+from verl_fn.state.batch import CORE
+
+from . import RunError
+
+TOKEN, ROW, VALUES, OFFSETS = "token.", "row.", "ragged_values.", "ragged_offsets."
+BATCH, SAMPLES, SCORED, DROPPED = "batch", "samples", "scored", "dropped"
 
 
 @attrs.frozen(eq=False)
@@ -128,3 +140,135 @@ class _Recorder(Through):
         problems = self._w.more(count)
         self.problems += len(problems)
         return problems
+
+
+def tensors_of(batch: Batch) -> dict[str, Tensor]:
+    """Returns the tensors of a batch by name, each with memory of its own.
+
+    Example:
+        >>> list(tensors_of(Batch.from_rows([[1]], per_row={"score": [0.5]})))
+        ['tokens', 'positions', 'cu_seqlens', 'row.score']
+    """
+    tensors = {name: batch[name] for name in CORE}
+    tensors |= {f"{TOKEN}{name}": t for name, t in batch.per_token.items()}
+    tensors |= {f"{ROW}{name}": t for name, t in batch.per_row.items()}
+    for name, field in batch.ragged.items():
+        tensors |= {f"{VALUES}{name}": field.values, f"{OFFSETS}{name}": field.offsets}
+    # A file takes no tensors that share memory, as fields of one batch may.
+    return {name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}
+
+
+def batch_of(tensors: Mapping[str, Tensor]) -> Batch:
+    """Returns the batch whose tensors ``tensors_of`` gave.
+
+    Raises:
+        KeyError: one is missing.
+
+    Example:
+        >>> batch_of(tensors_of(Batch.from_rows([[1, 2]], per_row={"score": [0.5]})))["score"].tolist()
+        [0.5]
+    """
+    # Cloned: memory-mapped tensors may be misaligned, and kernels round differently on them.
+    tensors = {name: t.clone() for name, t in tensors.items()}
+
+    def fields(kind: str) -> dict[str, Tensor]:
+        return {name.removeprefix(kind): t for name, t in tensors.items() if name.startswith(kind)}
+
+    offsets = fields(OFFSETS)
+    ragged = {name: Ragged(values, offsets[name]) for name, values in fields(VALUES).items()}
+    tokens, positions, cu_seqlens = (tensors[name] for name in CORE)
+    return Batch(tokens, positions, cu_seqlens, fields(TOKEN), fields(ROW), ragged)
+
+
+def numbered(kind: str, number: int) -> str:
+    """Returns the prefix of the tensors of one of several batches in a file; the first needs no number.
+
+    Example:
+        >>> numbered("", 0), numbered("", 1), numbered("scored", 1)
+        ('', 'call_1/', 'scored/call_1/')
+    """
+    return "".join(f"{part}/" for part in (kind, f"call_{number}" * (number > 0)) if part)
+
+
+def batches_in(tensors: Mapping[str, Tensor], kind: str) -> list[Batch]:
+    """Returns the batches in a file whose tensors have the prefixes of ``numbered``, in order.
+
+    Raises:
+        KeyError: a tensor of one is missing.
+
+    Example:
+        >>> tensors = tensors_of(Batch.from_rows([[1]])) | {
+        ...     numbered("", 1) + name: t for name, t in tensors_of(Batch.from_rows([[2], [3]])).items()
+        ... }
+        >>> [len(batch) for batch in batches_in(tensors, "")]
+        [1, 2]
+    """
+    batches: list[Batch] = []
+    while True:
+        prefix = numbered(kind, len(batches))
+        names = [name.removeprefix(prefix) for name in tensors if name.startswith(prefix)]
+        of_call = {name: tensors[prefix + name] for name in names if not name.startswith("call_")}
+        if not of_call:
+            return batches
+        batches.append(batch_of(of_call))
+
+
+def save_waiting(waiting: Sequence[Waiting], folder: Path, w: Workers) -> list[dict[str, Any]]:
+    """Waits until experience has arrived, writes it into a checkpoint, and returns what its manifest holds of it.
+
+    Raises:
+        RunError: the experience of the algorithm is no ``Batch``.
+    """
+    records = []
+    for number, one in enumerate(waiting):
+        drawn = w.get(one.drawn)
+        batch = drawn.experience.batch
+        if not isinstance(batch, Batch):
+            raise RunError(
+                f"experience that waits is saved with the state, and a {type(batch).__name__} cannot be: let "
+                "sample return an Experience whose batch is a Batch, or set driver.max_lag=0"
+            )
+        # Most often what the reward gave is the experience itself.
+        same = [scored is drawn.experience.batch for scored in drawn.scored] == [True]
+        scored = () if same else drawn.scored
+        parts = {BATCH: [batch], SAMPLES: [pack(w.get(call)) for call in drawn.samples], SCORED: scored}
+        parts |= {f"{DROPPED}/{reason}": [rest] for reason, rest in drawn.experience.dropped.items()}
+        tensors = {
+            numbered(kind, call) + name: t
+            for kind, batches in parts.items()
+            for call, batch in enumerate(batches)
+            for name, t in tensors_of(batch).items()
+        }
+        file = f"waiting_{number}.safetensors"
+        with disk_errors(folder):
+            save_file(tensors, folder / file)
+        report = {name: float(value) for name, value in drawn.experience.report.items()}
+        counts = {"problems": drawn.problems, "answered": drawn.experience.problems, "asked": drawn.asked}
+        reasons = list(drawn.experience.dropped)
+        records.append({"file": file, **counts, "scored": len(drawn.scored), "dropped": reasons, "report": report})
+    return records
+
+
+def read_waiting(records: Sequence[Mapping[str, Any]], folder: Path) -> tuple[Waiting, ...]:
+    """Reads the experience that ``save_waiting`` wrote.
+
+    Raises:
+        CheckpointError: a file is damaged.
+    """
+    return tuple(_read(record, folder / record["file"]) for record in records)
+
+
+def _read(record: Mapping[str, Any], file: Path) -> Waiting:
+    try:
+        tensors = load_file(file)
+        (batch,) = batches_in(tensors, BATCH)
+        samples = tuple(unpack(call) for call in batches_in(tensors, SAMPLES))
+        scored = tuple(batches_in(tensors, SCORED))
+        dropped = {reason: batches_in(tensors, f"{DROPPED}/{reason}")[0] for reason in record.get("dropped", ())}
+    except (OSError, SafetensorError, KeyError, IndexError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    if record["scored"] and not scored:
+        scored = (batch,)
+    experience = Experience(batch, record["answered"], report=dict(record["report"]), dropped=dropped)
+    drawn = Drawn(experience, record["problems"], record["asked"], samples, scored)
+    return Waiting(drawn.problems, drawn.asked, drawn)
