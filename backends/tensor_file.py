@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -135,7 +135,9 @@ def files_of(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in names.items()}
 
 
-def read(file: Path, like: Mapping[str, Tensor], rows: Rows, device: torch.device) -> dict[str, Tensor]:
+def read(
+    file: Path, like: Mapping[str, Tensor], rows: Rows, device: torch.device, cast: Collection[str] = ()
+) -> dict[str, Tensor]:
     """Reads some rows of every tensor; a tensor without dimensions is read whole.
 
     Args:
@@ -144,17 +146,19 @@ def read(file: Path, like: Mapping[str, Tensor], rows: Rows, device: torch.devic
             device are read; the values of the others must be the same in the file.
         rows: returns the first row to read and the one after the last, given the number of all rows.
         device: where the tensors go.
+        cast: names of tensors that the file may hold as fp32 or bf16, whichever ``like`` has.
 
     Raises:
         ValueError: the file has other names, shapes, dtypes or constants.
     """
     tensors: dict[str, Tensor] = {}
     slices = Slices(file)
-    _check(file.name, {name: slices.about(name) for name in slices.names()}, like)
+    _check(file.name, {name: slices.about(name) for name in slices.names()}, like, cast)
     for name, wanted in like.items():
         bounds = rows(wanted.shape[0]) if wanted.dim() else (0, 0)
         # A copy, since the file's own memory is its mapping.
-        t = slices.rows(name, *bounds).to(device, copy=True, memory_format=torch.contiguous_format)
+        part = slices.rows(name, *bounds)
+        t = part.to(device, wanted.dtype, copy=True, memory_format=torch.contiguous_format)
         if wanted.is_meta:
             tensors[name] = t
         elif not torch.equal(t.cpu(), (wanted[slice(*bounds)] if wanted.dim() else wanted).cpu()):
@@ -162,14 +166,17 @@ def read(file: Path, like: Mapping[str, Tensor], rows: Rows, device: torch.devic
     return tensors
 
 
-def _check(file: str, saved: Mapping[str, tuple[str, tuple[int, ...]]], like: Mapping[str, Tensor]) -> None:
+def _check(
+    file: str, saved: Mapping[str, tuple[str, tuple[int, ...]]], like: Mapping[str, Tensor], cast: Collection[str]
+) -> None:
     wanted = {name: (NAMES[t.dtype], tuple(t.shape)) for name, t in like.items()}
     if missing := sorted(wanted.keys() - saved.keys()):
         raise ValueError(f"{file} lacks {len(missing)} of {len(wanted)} tensors, such as {missing[:3]}")
     if extra := sorted(saved.keys() - wanted.keys()):
         raise ValueError(f"{file} has {len(extra)} tensors too many, such as {extra[:3]}")
     for name, (dtype, shape) in wanted.items():
-        if saved[name] != (dtype, shape):
+        dtypes = {dtype, "F32", "BF16"} if name in cast else {dtype}
+        if saved[name][0] not in dtypes or saved[name][1] != shape:
             raise ValueError(f"{file} has {name} as {saved[name][0]}{saved[name][1]}, not {dtype}{shape}")
 
 

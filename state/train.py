@@ -20,7 +20,8 @@ LARGE, ROW = 2**15, 1024
 class Params(Named):
     """Parameters: a mapping from canonical (Hugging Face) name to master tensor.
 
-    A tied weight is one leaf, under the first of its names.
+    A tied weight is one leaf, under the first of its names. A backend makes trained leaves in fp32, and leaves that
+    it never trains in the dtype that computes with them.
 
     Attributes:
         leaves: the tensors by name.

@@ -14,7 +14,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -102,8 +102,11 @@ def read_state(
     rows: Rows = lambda count: (0, count),
     device: str | torch.device = "cpu",
     gather: Gather = alone,
+    frozen: Iterable[str] = (),
 ) -> tuple[dict[str, Tensor], T]:
     """Reads the tensors of ``model.safetensors`` and the rest of the state in ``folder``, bitwise.
+
+    Parameters that are not trained get the dtype that the backend holds them in, if they were saved in another one.
 
     Args:
         folder: where ``save_state`` wrote a state.
@@ -112,17 +115,18 @@ def read_state(
         rows: returns the rows of a tensor that this rank reads, given the number of all rows.
         device: where the tensors go.
         gather: returns the values of all ranks, by rank.
+        frozen: names of parameters that are not trained.
 
     Raises:
         CheckpointError: on all ranks, if the save was not finished, or a file is missing, damaged, or of another
             model or optimizer.
     """
-    folder, device = Path(folder), torch.device(device)
+    folder, device, cast = Path(folder), torch.device(device), _either(frozen)
     with agreed(gather):
         check_finished(folder)
         try:
-            weights = tensor_file.read(folder / MODEL, model, rows, device)
-            tensors = tensor_file.read(folder / TENSORS, flatten(rest)[0], rows, device)
+            weights = tensor_file.read(folder / MODEL, model, rows, device, cast)
+            tensors = tensor_file.read(folder / TENSORS, flatten(rest)[0], rows, device, cast)
             scalars = json.loads((folder / SCALARS).read_text())
             hollow = unflatten(tree.map_tensors(lambda t: None, rest), {}, scalars)
         # Of a damaged file, JSON can be nested too deeply or hold other types than were written.
@@ -146,7 +150,14 @@ class Opened(Generic[T]):
     hollow: T
 
 
-def open_state(folder: str | Path, model: Mapping[str, Tensor], rest: T, *, gather: Gather = alone) -> Opened[T]:
+def _either(frozen: Iterable[str]) -> frozenset[str]:
+    """Returns the names of frozen parameters in both files of a state."""
+    return frozenset(name for param in frozen for name in (param, f".params[{param!r}]"))
+
+
+def open_state(
+    folder: str | Path, model: Mapping[str, Tensor], rest: T, *, gather: Gather = alone, frozen: Iterable[str] = ()
+) -> Opened[T]:
     """Checks a state in ``folder`` as ``read_state`` does, and returns functions that read its tensors.
 
     Args:
@@ -154,11 +165,12 @@ def open_state(folder: str | Path, model: Mapping[str, Tensor], rest: T, *, gath
         model: the tensors that the model's file must hold; tensors that are not on the meta device must be equal.
         rest: the structure of the rest, with whole tensors on the meta device.
         gather: returns the values of all ranks, by rank.
+        frozen: names of parameters that are not trained; they may be read in another dtype than ``model`` has.
 
     Raises:
         CheckpointError: as ``read_state``.
     """
-    folder, cpu = Path(folder), torch.device("cpu")
+    folder, cpu, cast = Path(folder), torch.device("cpu"), _either(frozen)
     constants = {name: t for name, t in model.items() if not t.is_meta}
 
     def none(count: int) -> tuple[int, int]:
@@ -167,8 +179,8 @@ def open_state(folder: str | Path, model: Mapping[str, Tensor], rest: T, *, gath
     with agreed(gather):
         check_finished(folder)
         try:
-            tensor_file.read(folder / MODEL, model, none, cpu)
-            tensor_file.read(folder / TENSORS, flatten(rest)[0], none, cpu)
+            tensor_file.read(folder / MODEL, model, none, cpu, cast)
+            tensor_file.read(folder / TENSORS, flatten(rest)[0], none, cpu, cast)
             weights, others = (tensor_file.Slices(folder / name) for name in (MODEL, TENSORS))
             for name, t in constants.items():
                 if not torch.equal(weights.rows(name, 0, len(t) if t.dim() else 0), t.cpu()):

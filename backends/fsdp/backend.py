@@ -121,7 +121,7 @@ class Fsdp(Base):
         self.compile = compile
         self.reshard_after_forward = reshard_after_forward
         self.device = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-        self._recipe = Recipe(head, checkpointing, lora, row_layout)
+        self._recipe = Recipe(head, checkpointing, lora, row_layout, self.dtype)
         self._modules: ShardedModules | None = None
         self._blank = Params({})
 
@@ -136,7 +136,7 @@ class Fsdp(Base):
         skeleton.check_trained(params)
         rest, scalars = flatten(attrs.evolve(state, params=skeleton.adapters.unmerged(params)))
         merged = skeleton.adapters.filed(params, rows=local_of, whole=whole)
-        weights = {name: sharded(t, spec_of(params[name])) for name, t in merged.items()}
+        weights = {name: sharded(t, self.layout.spec(params[name].shape, t.dtype)) for name, t in merged.items()}
         model, others = (
             {name: self.layout.part(t) for name, t in tensors.items()}
             for tensors in ({**weights, **skeleton.constants}, rest)
@@ -158,9 +158,10 @@ class Fsdp(Base):
             skeleton.adapters.check(Path(folder))
         adapters, params = skeleton.adapters, self._blank
         rest = TrainState(adapters.unmerged(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
-        model = {**adapters.without(params), **skeleton.constants}
+        model = {**adapters.merged_like(params), **skeleton.constants}
+        frozen = params.keys() - params.trained()
         weights, rest = checkpoint.read_state(
-            folder, model, rest, rows=self.layout.bounds, device=self.device, gather=gathered
+            folder, model, rest, rows=self.layout.bounds, device=self.device, gather=gathered, frozen=frozen
         )
         specs = {name: self.layout.spec(t.shape, t.dtype) for name, t in params.items()}
         return with_specs(attrs.evolve(rest, params=adapters.joined(params, weights, rest.params)), specs)
@@ -185,7 +186,7 @@ class Fsdp(Base):
         self.layout.check(params)
         adapters, layout = self._built().adapters, self.layout
         base, own = adapters.without(params), adapters.own(params)
-        specs, sent, cut = specs_of(base), layout.sent, layout.published
+        specs, sent, cut = specs_of(adapters.merged_like(params)), layout.sent, layout.published
         unmerged = apart(base, own, rows=sent, cut=cut, local=local_of)
         held = Weights(specs, lambda: adapters.merged(params, sent, whole), cut(specs), apart=unmerged)
         return Weights(specs, lambda: adapters.merged(params, whole, whole), held=held)

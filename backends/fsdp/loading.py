@@ -36,15 +36,17 @@ class Recipe:
     checkpointing: bool
     lora: Lora | None
     row_layout: str = "auto"
+    frozen: torch.dtype = torch.float32
 
     def hollow(self, folder: str | Path, key: Key) -> Hollow:
         """Returns the model without its weights."""
         return hollow(
-            folder, self.head, key=key, checkpointing=self.checkpointing, lora=self.lora, row_layout=self.row_layout
-        )
+            folder, self.head, key=key, checkpointing=self.checkpointing, lora=self.lora,
+            row_layout=self.row_layout, frozen=self.frozen,
+        )  # fmt: skip
 
     def whole(self, folder: str | Path, key: Key, *, pretrained: bool) -> dict[str, Tensor]:
-        """Returns all weights but the adapters'."""
+        """Returns all weights but the adapters', in fp32."""
         return build(folder, self.head, pretrained=pretrained, key=key, row_layout=self.row_layout)[1]
 
 
@@ -98,7 +100,9 @@ def _sent_by_first(
         start, end = layout.bounds(shape[0])
         full = whole.pop(name, None)
         for first, last in _blocks(shape):
-            block = torch.empty(last - first, *shape[1:]) if full is None else full[first:last].contiguous()
+            block = torch.empty(last - first, *shape[1:], dtype=into.dtype)
+            if full is not None:
+                block.copy_(full[first:last])
             if layout.size > 1:
                 dist.broadcast(block, 0)
             low, high = max(first, start), min(last, end)
@@ -117,7 +121,7 @@ def _filled(
             shards[name] = layout.shard(model.adapters[name], device)
         else:
             start, end = layout.bounds(t.shape[0])
-            local = torch.empty(end - start, *t.shape[1:])
+            local = torch.empty(end - start, *t.shape[1:], dtype=t.dtype)
             rows(name, local)
             shards[name] = sharded(local.to(device), layout.spec(t.shape, t.dtype))
     return shards

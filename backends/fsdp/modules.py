@@ -71,15 +71,15 @@ class ShardedModules:
             trained: names of the parameters that get gradients.
 
         Raises:
-            ValueError: this model has other names or shapes.
+            ValueError: this model has other names or shapes, or freezes a parameter of ``trained``.
         """
-        self._check(leaves)
+        self._check(leaves, trained)
         pointed = {}
         try:
             for group in self._groups:
                 torch_private.reduce_in_fp32(group)
             for name, place in self._places.items():
-                pointed[name] = parameter(moved(leaves[name], self.device), name in trained)
+                pointed[name] = parameter(self._ready(name, leaves[name]), name in trained)
                 torch_private.point(place, pointed[name])
             yield pointed
         except BaseException:
@@ -101,13 +101,25 @@ class ShardedModules:
         assert isinstance(root, FSDPModule)  # `fully_shard` changed its class
         root.set_requires_gradient_sync(at_once or self.layout.size == 1)
 
-    def _check(self, leaves: Mapping[str, Tensor]) -> None:
+    def _ready(self, name: str, leaf: Tensor) -> Tensor:
+        """Returns a leaf on this device; FSDP has fixed the dtype of each parameter since its first call."""
+        leaf, wanted = moved(leaf, self.device), self.shapes[name]
+        if leaf.dtype == wanted.dtype:
+            return leaf
+        return sharded(local_of(leaf).to(wanted.dtype), self.layout.spec(wanted.shape, wanted.dtype))
+
+    def _check(self, leaves: Mapping[str, Tensor], trained: Collection[str]) -> None:
         if leaves.keys() != self._places.keys():
             differing = sorted(leaves.keys() ^ self._places.keys())
             raise ValueError(f"the state's parameters are not this model's: {differing[:5]}")
         self.layout.check(leaves)
         if others := [name for name, t in leaves.items() if t.shape != self.shapes[name].shape]:
             raise ValueError(f"the state's parameters have other shapes than this model's: {others[:5]}")
+        if narrow := [name for name in leaves if name in trained and self.shapes[name].dtype != torch.float32]:
+            raise ValueError(
+                f"{len(narrow)} trainable parameters, such as {narrow[0]}, are frozen in this backend's model and "
+                "lie in its compute dtype; leave params.trainable as the backend made it"
+            )
 
     def _wrap(self, dtype: torch.dtype, reshard: bool, compile: bool, folder: Path) -> None:
         model = self.skeleton.model

@@ -94,7 +94,8 @@ class Hollow:
 
     Attributes:
         skeleton: on the meta device, except for constants such as rotary frequencies.
-        shapes: every parameter by canonical name, on the meta device; adapters come last.
+        shapes: every parameter by canonical name, on the meta device, in the dtype that a state holds it in; adapters
+            come last.
         adapters: the values of LoRA's adapters.
         new_head: the output layer is new and of zeros, so the folder need not have it.
     """
@@ -115,8 +116,11 @@ def build(
     checkpointing: bool = False,
     lora: Lora | None = None,
     row_layout: str = "auto",
+    frozen: torch.dtype = torch.float32,
 ) -> tuple[Skeleton, dict[str, Tensor]]:
-    """Returns the skeleton and the parameters of a Hugging Face folder, fp32, on the CPU; adapters come last.
+    """Returns the skeleton and the parameters of a Hugging Face folder, on the CPU; adapters come last.
+
+    Trained parameters are fp32.
 
     Args:
         folder: a Hugging Face model folder.
@@ -126,6 +130,7 @@ def build(
         checkpointing: recompute each layer in the backward pass.
         lora: adapters to put in.
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
+        frozen: the dtype of parameters that are not trained.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
@@ -153,7 +158,7 @@ def build(
             check_numbers(name, t, folder)
     params |= _adapted(skeleton, lora, key, folder)
     _to_meta(model)
-    return skeleton, params
+    return skeleton, _masters(skeleton, params, frozen)
 
 
 def check_numbers(name: str, weight: Tensor, place: str | Path) -> None:
@@ -297,6 +302,7 @@ def hollow(
     checkpointing: bool = False,
     lora: Lora | None = None,
     row_layout: str = "auto",
+    frozen: torch.dtype = torch.float32,
 ) -> Hollow:
     """Returns the model of a Hugging Face folder as ``build`` does, but without memory for its weights.
 
@@ -316,7 +322,13 @@ def hollow(
         adapters = _adapted(skeleton, lora, key, folder)
         _to_meta(model)
         shapes |= {name: t.to("meta") for name, t in adapters.items()}
-    return Hollow(skeleton, shapes, adapters, new_head)
+    return Hollow(skeleton, _masters(skeleton, shapes, frozen), adapters, new_head)
+
+
+def _masters(skeleton: Skeleton, params: dict[str, Tensor], frozen: torch.dtype) -> dict[str, Tensor]:
+    """Returns parameters as a state holds them: the ones that are not trained in the dtype ``frozen``."""
+    trained = params if skeleton.trainable is None else skeleton.trainable
+    return {name: t if name in trained else t.to(frozen) for name, t in params.items()}
 
 
 def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, dict[str, Any], Fit]:

@@ -119,7 +119,7 @@ class Adapters:
     def merged(
         self, params: Params, rows: Callable[[Tensor], Tensor] = _itself, whole: Callable[[Tensor], Tensor] = _itself
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields every parameter of the model without adapters, with the adapters added to it.
+        """Yields every parameter of the model without adapters, with the adapters added to it in fp32.
 
         Args:
             params: the model's parameters.
@@ -136,8 +136,16 @@ class Adapters:
                 a, b = (params[f"{layer}.{part}.weight"] for part in ("lora_A", "lora_B"))
                 left, right = (whole(a).T, whole(b).T) if layer in self.transposed else (rows(b), whole(a))
                 with isolated():
-                    whole_weight = torch.addmm(rows(t), left, right, alpha=self.lora.scale)
+                    whole_weight = torch.addmm(rows(t).float(), left, right, alpha=self.lora.scale)
                 yield name, whole_weight
+
+    def merged_like(self, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns what has the shapes and dtypes of the tensors that ``merged`` yields for ``leaves``."""
+        adapted = {f"{layer}.weight" for layer in self.layers if f"{layer}.lora_A.weight" in leaves}
+        return {
+            name: torch.empty(t.shape, device="meta") if name in adapted else t
+            for name, t in self.without(leaves).items()
+        }
 
     def filed(
         self, params: Params, rows: Callable[[Tensor], Tensor] = _itself, whole: Callable[[Tensor], Tensor] = _itself

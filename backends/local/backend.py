@@ -131,15 +131,16 @@ class Local(Base):
         adapters, params = skeleton.adapters, self._blank
         adapters.check(Path(folder))
         rest = TrainState(adapters.unmerged(params), self.optimizer.init(params), 0, Key.from_seed(0), 0)
-        model = {**adapters.without(params), **skeleton.constants}
-        weights, rest = checkpoint.read_state(folder, model, rest, device=self.device)
+        model = {**adapters.merged_like(params), **skeleton.constants}
+        frozen = params.keys() - params.trained()
+        weights, rest = checkpoint.read_state(folder, model, rest, device=self.device, frozen=frozen)
         return attrs.evolve(rest, params=adapters.joined(params, weights, rest.params))
 
     def weights(self, params: Params) -> Weights:
         """Returns the parameters for ``RolloutBackend.publish``, adapters merged in."""
         adapters = self._built().adapters
-        base = adapters.without(params)
-        return Weights(specs_of(base), lambda: adapters.merged(params), apart=apart(base, adapters.own(params)))
+        unmerged = apart(adapters.without(params), adapters.own(params))
+        return Weights(specs_of(adapters.merged_like(params)), lambda: adapters.merged(params), apart=unmerged)
 
     # The two steps
 
@@ -232,7 +233,7 @@ class Local(Base):
     def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
         skeleton, params = build(
             folder, self.head, pretrained=pretrained, key=key, checkpointing=self.checkpointing,
-            lora=self.lora, row_layout=self.row_layout,
+            lora=self.lora, row_layout=self.row_layout, frozen=self.dtype,
         )  # fmt: skip
         if self._skeleton is None and Path(folder) == self.folder:
             skeleton.move_buffers(self.device)
@@ -270,11 +271,12 @@ class Local(Base):
     def _compute_tensors(self, params: Params) -> dict[str, Tensor]:
         """Returns the parameters in compute dtype on the device: the state's own tensors, or the cached copies.
 
-        A copy is used for every value that has the leaf, until the leaf is written.
+        Tensors of the compute dtype, as frozen ones are, need no copy. A copy is used for every value that has the
+        leaf, until the leaf is written.
         """
         leaves = self._completed(params)
-        if self.dtype == torch.float32:
-            return {name: t.to(self.device) for name, t in leaves.items()}
+        ready = {name: t.to(self.device) for name, t in leaves.items() if t.dtype == self.dtype}
+        leaves = {name: t for name, t in leaves.items() if name not in ready}
         copied = self._cast_from
         stale = {name: t for name, t in leaves.items() if name not in copied or not _unchanged(copied[name], t)}
         for name, t in stale.items():
@@ -284,7 +286,7 @@ class Local(Base):
         if stale:
             torch._foreach_copy_([self._cast[name] for name in stale], list(stale.values()))
         copied.update({name: (weakref.ref(t), version_of(t)) for name, t in stale.items()})
-        return dict(self._cast)
+        return ready | {name: self._cast[name] for name in leaves}
 
 
 def _unchanged(seen: tuple[weakref.ref[Tensor], int], t: Tensor) -> bool:

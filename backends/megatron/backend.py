@@ -171,7 +171,9 @@ class Megatron(Base):
         """
         model = self._built()
         model.check(params)
-        return Weights(specs_of(model.adapters.without(model.canonical.shapes)), lambda: model.merged(params))
+        shapes = model.canonical.shapes
+        given = model.adapters.without(shapes) if params.trainable == frozenset() else shapes
+        return Weights(specs_of(model.adapters.merged_like(given)), lambda: model.merged(params))
 
     def _forward(self, params: Params, batch: Batch, wanted: frozenset[str]) -> TokenOutputs:
         share, record = self._share(batch, wanted), ROUTED in wanted and ROUTED not in batch

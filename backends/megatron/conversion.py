@@ -193,16 +193,19 @@ def named(
     of_value = canonical.of(name for i in numbers for name in tasks[i].hub_anywhere)
     with torch.no_grad():
         for name, t in of_value.joined(by_hub()):
-            yield name, t if device is None else t.to(device)
+            yield name, t.to(device, canonical.shapes[name].dtype)
 
 
-def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> dict[str, Tensor]:
-    """Returns the elements that this rank owns of whole tensors, by leaf, fp32; all ranks call it together.
+def divided(
+    tasks: list[Task], pieces: Mapping[str, Piece], source: Source, canonical: Canonical
+) -> dict[str, Tensor]:
+    """Returns the elements that this rank owns of whole tensors, by leaf; all ranks call it together.
 
     Args:
         tasks: of the parameters to divide.
         pieces: the pieces of this rank by leaf.
         source: the whole tensors.
+        canonical: the canonical names; it has the dtypes of the results.
     """
     elements: dict[str, Tensor] = {}
     sums: dict[str, tuple[int, int]] = {}
@@ -219,8 +222,9 @@ def divided(tasks: list[Task], pieces: Mapping[str, Piece], source: Source) -> d
             tensors = {name: whole[name].to(param.device, torch.float32) for name in own}
             given = tensors[own[0]] if isinstance(task.hub, str) else {k: tensors[v] for k, v in task.hub.items()}
             converted = _converted(task, given, param.shape)
-            elements[task.leaf] = converted.reshape(-1)[piece.start : piece.stop].clone()
-            sums[task.leaf] = sum(map(_bits, tensors.values())), _bits(elements[task.leaf])
+            owned = converted.reshape(-1)[piece.start : piece.stop]
+            sums[task.leaf] = sum(map(_bits, tensors.values())), _bits(owned)
+            elements[task.leaf] = owned.to(canonical.shapes[canonical.place(own[0]).name].dtype, copy=True)
     _check_moved(sums)
     return {leaf: elements[leaf] for leaf in pieces if leaf in elements}
 

@@ -78,7 +78,7 @@ class Executor:
         """
         with agreed():
             check_cuda()
-            empty = hollow(folder, how.head, key=Key.from_seed(0), lora=how.lora)
+            empty = hollow(folder, how.head, key=Key.from_seed(0), lora=how.lora, frozen=how.dtype)
             check_tried(empty.skeleton, folder)
             adapters = empty.skeleton.adapters
             built = build(folder, layout, how, adapters)
@@ -186,7 +186,7 @@ class Executor:
                 f"{len(differing)} tensors, such as {min(differing)}, are not whole parameters of this model"
             )
         with self.layout.active():
-            return conversion.divided(tasks, self.pieces, source)
+            return conversion.divided(tasks, self.pieces, source, self.canonical)
 
     def read(self, rows: Callable[[str, int, int], Tensor], names: Collection[str]) -> dict[str, Tensor]:
         """Returns the same as ``divided``, of tensors whose rows a function reads.

@@ -88,7 +88,13 @@ def restore(folder: Path, model: Executor, optimizer: Any) -> TrainState:
         adapters.check(folder)
     unmerged = adapters.unmerged(blank)
     rest = TrainState(unmerged, optimizer.init(blank), 0, Key.from_seed(0), 0)
-    opened = checkpoint.open_state(folder, {**adapters.without(blank), **skeleton.constants}, rest, gather=gathered)
+    opened = checkpoint.open_state(
+        folder,
+        {**adapters.merged_like(blank), **skeleton.constants},
+        rest,
+        gather=gathered,
+        frozen=blank.keys() - blank.trained(),
+    )
     moments: dict[str, Any] = {}
     for place, value in named_parts(rest.optimizer):
 

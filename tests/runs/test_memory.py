@@ -8,6 +8,7 @@ import pytest
 from run_configs import TINY, tiny_run
 from transformers import AutoConfig
 
+from verl_fn.backends.hf.lora import Lora
 from verl_fn.backends.hf.sizes import model_sizes
 from verl_fn.benchmarks import workload
 from verl_fn.cli import main
@@ -213,6 +214,25 @@ def test_a_check_of_a_run_on_the_cpu_counts_no_gpu(tiny, tmp_path, capsys):
     assert "memory  " not in check_run(tiny_run(tiny, tmp_path))
     unknown = check_run(tiny_run(tiny, tmp_path, "driver.device=auto"))
     assert "on a GPU of unknown size (--gpu-memory GIB compares)" in unknown or "on a GPU of" in unknown
+
+
+def test_frozen_weights_count_in_the_dtype_that_computes(folder):
+    """On `local` they are their own copy; only the adapters have another one."""
+    model, lora = folder("0.5b"), Lora(8)
+    sizes = model_sizes(model, "lm", lora)
+    frozen, own = sizes.total - sizes.trained, sizes.trained
+    more = ["algorithm.name=grpo", "rollout.n=8", "actor.lora_rank=8"]
+    counted = {
+        strategy: parts(plan_of(model, *more, f"actor.strategy={strategy}"), 1, 140 * GIB)["update_actor"]
+        for strategy in ("local", "fsdp", "megatron")
+    }
+    for strategy, of in counted.items():
+        assert of["actor parameters"] == 2 * frozen + 4 * own, strategy
+        assert of["actor moments"] == 8 * own
+    copies = [of.get("actor bfloat16 copy") for of in counted.values()]
+    assert copies == [2 * own, None, 2 * sizes.total]
+    wide = parts(plan_of(model, *more, "actor.dtype=float32"), 1, 140 * GIB)["update_actor"]
+    assert wide["actor parameters"] == 4 * sizes.total and "actor float32 copy" not in wide
 
 
 MEGATRON = ["actor.strategy=megatron", "algorithm.name=grpo", "rollout.n=8"]

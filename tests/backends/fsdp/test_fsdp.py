@@ -214,14 +214,24 @@ def test_sequence_parallelism_wants_heads_to_share(four, tmp_path):
     assert all("key-value heads: one must be a multiple" in t for t in four.run("refused", three, {"sp": 2}))
 
 
-@pytest.mark.parametrize("options", [{}, {"replicate": 2}, {"lora": LORA}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"head": "value"}], ids=str)
+def test_frozen_shards_lie_in_the_compute_dtype(two, untied, options):
+    for bytes_each, error in two.run("narrow_base", untied, {"lora": LORA, "compute_dtype": "bfloat16", **options}):
+        assert bytes_each == {"frozen": 2, "trained": 4}
+        assert "model.embed_tokens.weight, are frozen in this backend's model and lie in its compute dtype" in error
+
+
+NARROW = {"lora": LORA, "compute_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("options", [{}, {"replicate": 2}, {"lora": LORA}, NARROW], ids=str)
 def test_a_state_moves_between_one_two_and_four_ranks(two, four, folder, tmp_path, options):
     """Saved by four, restored by two and by one process, saved again, and restored by four: bitwise."""
     from rank_cases import optimizer
 
     (digest, *others) = four.run("save", folder, tmp_path / "four", options)
     assert others == [digest] * 3
-    lora = {"lora": options.get("lora")}
+    lora = {name: options[name] for name in NARROW if name in options}
     assert two.run("restore", folder, tmp_path / "four", lora) == [digest] * 2
     local = Local(folder, optimizer(), **lora)
     state = local.restore(tmp_path / "four")

@@ -249,6 +249,30 @@ def adapters(folder, options):
     return max(gaps), error_of(lambda: backend.forward_backward(all_trained, batch, ppo_clip()))
 
 
+def narrow_base(folder, options):
+    """The bytes of an element of frozen and of trained leaves; steps with them are those with an fp32 base."""
+    backend, batch = megatron(folder, options), tiny_batch()
+    loss, narrow = loss_for(options.get("head", "lm")), backend.load_pretrained()
+    wide = snapshot(attrs.evolve(narrow, params=tree.map_tensors(torch.Tensor.float, narrow.params)))
+    for _ in range(2):
+        outputs = [backend.forward(state.params, batch, loss.needs) for state in (narrow, wide)]
+        steps = [backend.forward_backward(state, batch, loss) for state in (narrow, wide)]
+        assert tree.equal(*outputs) and tree.equal(*(grads for grads, _ in steps))
+        narrow, wide = (backend.apply_update(s, g)[0] for s, (g, _) in zip((narrow, wide), steps, strict=True))
+    params = narrow.params
+    assert tree.equal(tree.map_tensors(torch.Tensor.float, params), wide.params)
+    # The base of a value model lacks its head.
+    for given in (params, *([] if "head" in options else [params.base])):
+        source = backend.weights(given)
+        published = dict(source.read())
+        assert [(s.name, s.dtype) for s in source.specs] == [(name, t.dtype) for name, t in published.items()]
+    one = local(folder, options)
+    whole = attrs.evolve(one.load_pretrained().params, leaves=dict(backend.named(params)))
+    assert tree.equal(dict(one.weights(whole).read()), dict(backend.weights(params).read()))
+    names = {"frozen": list(params.base), "trained": params.trained()}
+    return {kind: {params[name].element_size() for name in of} for kind, of in names.items()}
+
+
 def moves(folder, options, source, into):
     """Restores a state of another backend or layout, saves it again; a digest of it in whole tensors."""
     backend = megatron(folder, options)

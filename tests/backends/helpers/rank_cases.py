@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from verl_fn.backends.fsdp import Fsdp, sharding, torch_private
 from verl_fn.backends.fsdp.sharding import whole_of
-from verl_fn.backends.fsdp.torch_private import PRIVATE
+from verl_fn.backends.fsdp.torch_private import PRIVATE, local_of, sharded
 from verl_fn.backends.local import Local
 from verl_fn.benchmarks.families import tiny_folder
 from verl_fn.state import Grads, Key, Slots, snapshot, tree
@@ -301,6 +301,38 @@ def adapters_off(folder, options):
     for name, t in Local(folder, optimizer(), lora=options["lora"]).weights(whole).read():
         assert torch.equal(t, merged[name])
     return max(gaps)
+
+
+def narrow_base(folder, options):
+    """The bytes of an element of frozen and of trained shards; steps with them are those with an fp32 base."""
+    backend, batch = Fsdp(folder, optimizer(), max_tokens=24, **options), tiny_batch()
+    loss, narrow = loss_for(options.get("head", "lm")), backend.load_pretrained()
+    leaves = {name: sharded(local_of(t).float(), _in_fp32(t)) for name, t in narrow.params.items()}
+    wide = snapshot(attrs.evolve(narrow, params=attrs.evolve(narrow.params, leaves=leaves)))
+    for _ in range(2):
+        outputs = [backend.forward(state.params, batch, loss.needs) for state in (narrow, wide)]
+        steps = [backend.forward_backward(state, batch, loss) for state in (narrow, wide)]
+        assert tree.equal(*outputs) and tree.equal(*(whole_of(grads) for grads, _ in steps))
+        narrow, wide = (backend.apply_update(s, g)[0] for s, (g, _) in zip((narrow, wide), steps, strict=True))
+    params = narrow.params
+    shards = {name: local_of(t) for name, t in params.items()}
+    names = {"frozen": list(params.base), "trained": params.trained()}
+    assert all(torch.equal(whole_of(t).float(), whole_of(wide.params[name])) for name, t in params.items())
+    sent = [chunk for bucket in backend.weights(params).held.buckets() for chunk in bucket]
+    dtypes = {spec.name: spec.dtype for spec in backend.weights(params).specs}
+    assert all(chunk.values.dtype == dtypes[chunk.name] for chunk in sent)
+    # Another backend of these ranks would train the base in its compute dtype.
+    more = attrs.evolve(narrow, params=attrs.evolve(params, trainable=None))
+    bytes_each = {
+        kind: sum(shards[name].nbytes for name in of) / sum(shards[name].numel() for name in of)
+        for kind, of in names.items()
+    }
+    return bytes_each, error_of(lambda: backend.forward_backward(more, batch, loss))
+
+
+def _in_fp32(t):
+    spec = torch_private.spec_of(t)
+    return torch_private.spec(spec.mesh, spec.placements, t.shape, torch.float32)
 
 
 def private_names(folder):

@@ -6,6 +6,7 @@ import attrs
 import pytest
 import torch
 from ragged_rows import ragged
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from verl_fn.backends.checkpoint.export import export_adapter, export_model
@@ -88,7 +89,59 @@ def test_what_shares_adapters_is_copied_for_and_the_base_is_not(tiny):
     assert tree.equal(held, meant) and all(new.params[name] is t for name, t in held.base.items())
 
 
-def test_bf16_copies_of_the_base_are_made_once(tiny, monkeypatch):
+def in_fp32(params):
+    """The same parameters with every leaf in fp32."""
+    return attrs.evolve(params, leaves={name: t.float() for name, t in params.items()})
+
+
+def test_frozen_parameters_lie_in_the_compute_dtype_and_compute_without_a_copy(tiny):
+    plain, backend = Local(tiny, TX), Local(tiny, TX, compute_dtype="bfloat16", lora=LORA)
+    full, state = plain.load_pretrained().params, backend.load_pretrained()
+    base, trained_names = state.params.base, state.params.trained()
+    assert sum(t.nbytes for t in base.values()) == sum(t.nbytes for t in full.values()) // 2
+    assert {
+        t.dtype for t in (*(state.params[name] for name in trained_names), *state.optimizer[-1].exp_avg.values())
+    } == {torch.float32}
+    assert all(torch.equal(t, full[name].bfloat16()) for name, t in base.items())
+    for params in (state.params, base):
+        used = backend._compute_tensors(params)
+        assert all(used[name].data_ptr() == t.data_ptr() for name, t in base.items())
+    assert backend._cast.keys() == set(trained_names)
+    backend.place(state, params="cpu")
+    assert not backend._cast
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_narrow_base_computes_what_its_fp32_copy_does(tiny, head):
+    """Outputs, gradients, updates and publications, in every bit."""
+    loss = value_clip() if head == "value" else ppo_clip() - 0.01 * entropy()
+    backend, batch = Local(tiny, TX, head=head, compute_dtype="bfloat16", lora=LORA), tiny_batch()
+    narrow = backend.load_pretrained()
+    wide = tree.snapshot(attrs.evolve(narrow, params=in_fp32(narrow.params)))
+    for _ in range(3):
+        assert tree.equal(*(backend.forward(s.params, batch, loss.needs) for s in (narrow, wide)))
+        (narrow, of_narrow), (wide, of_wide) = (
+            backend.apply_update(s, backend.forward_backward(s, batch, loss)[0]) for s in (narrow, wide)
+        )
+        assert tree.equal(of_narrow, of_wide) and tree.equal(in_fp32(narrow.params), wide.params)
+    published, wanted = (dict(backend.weights(s.params).read()) for s in (narrow, wide))
+    specs = backend.weights(narrow.params).specs
+    assert [(s.name, s.dtype) for s in specs] == [(name, t.dtype) for name, t in published.items()]
+    assert published.keys() == wanted.keys()
+    assert all(torch.equal(t.float(), wanted[name]) for name, t in published.items())
+
+
+def test_a_frozen_parameter_that_is_to_be_trained_is_refused(tiny):
+    backend = Local(tiny, TX, compute_dtype="bfloat16", lora=LORA)
+    state = backend.load_pretrained()
+    params = attrs.evolve(state.params, trainable=None)
+    state = attrs.evolve(state, params=params, optimizer=TX.init(params))
+    grads, _ = backend.forward_backward(state, ragged(), cross_entropy())
+    with pytest.raises(ValueError, match=r"is float32 .*, and the parameter is bfloat16"):
+        backend.apply_update(state, grads)
+
+
+def test_bf16_copies_of_the_adapters_are_made_anew(tiny, monkeypatch):
     """Going to and fro between policy and reference casts the adapters anew, and nothing else."""
     backend = Local(tiny, TX, compute_dtype="bfloat16", lora=LORA)
     state, counts = backend.load_pretrained(), []
@@ -97,7 +150,7 @@ def test_bf16_copies_of_the_base_are_made_once(tiny, monkeypatch):
     for params in (state.params, state.params.base, state.params, state.params):
         backend.forward(params, ragged())
     adapters = len(state.params.trained())
-    assert counts == [len(state.params), adapters, adapters]
+    assert counts == [adapters] * 3
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "gpt2"])
@@ -157,6 +210,49 @@ def test_a_state_comes_back_bitwise_and_its_folder_is_the_policy(tiny, tmp_path)
     assert (gap - backend.forward(state.params, ragged()).logprobs).abs().max() < 1e-5
     on_top = Local(tmp_path, TX, lora=Lora(rank=1)).load_pretrained()
     assert tree.equal(on_top.params.base.leaves, policy.load_pretrained().params.leaves)
+
+
+def rewritten(folder, change):
+    """Replaces every tensor of a saved state that ``change`` gives another."""
+    for file in ("model.safetensors", "train_state.safetensors"):
+        tensors = load_file(folder / file)
+        save_file({name: change(name, t) for name, t in tensors.items()}, folder / file, {"format": "pt"})
+
+
+def test_a_narrow_base_is_saved_restored_and_exported_bitwise(tiny, tmp_path):
+    folder = export_model(tiny, tmp_path / "half", "bfloat16")
+    few = attrs.evolve(LORA, targets=("q_proj",))  # most of the weights are frozen and keep their dtype
+    backend, wide = (Local(folder, TX, compute_dtype=dtype, lora=few) for dtype in ("bfloat16", "float32"))
+    state = trained(backend, backend.load_pretrained())
+    base, frozen = load_file(folder / "model.safetensors"), state.params.base
+    assert tree.equal(frozen.leaves, {name: base[name] for name in frozen})
+    backend.save(state, tmp_path / "saved")
+    assert tree.equal(backend.restore(tmp_path / "saved"), state)
+    # In fp32 the run goes on with the same values.
+    restored = wide.restore(tmp_path / "saved")
+    assert tree.equal(restored, attrs.evolve(state, params=in_fp32(state.params)))
+    adapted = {f"{layer}.weight" for layer in backend._built().adapters.layers}
+    for dtype in (None, "bfloat16"):
+        export_model(tmp_path / "saved", tmp_path / str(dtype), dtype)
+        written = load_file(tmp_path / str(dtype) / "model.safetensors")
+        assert {t.dtype for t in written.values()} == {torch.bfloat16 if dtype else torch.float32}
+        assert all(torch.equal(written[name].bfloat16(), t) for name, t in base.items() if name not in adapted)
+        published = dict(backend.weights(state.params).read())
+        assert all(torch.equal(t, published[name].to(t.dtype)) for name, t in written.items())
+
+
+def test_a_state_with_an_fp32_base_is_restored_as_its_cast(tiny, tmp_path):
+    backend, plain = Local(tiny, TX, compute_dtype="bfloat16", lora=LORA), Local(tiny, TX, lora=LORA)
+    state = trained(plain, plain.load_pretrained())
+    plain.save(state, tmp_path)
+    restored, base = backend.restore(tmp_path), state.params.base
+    assert tree.equal(restored.params.base.leaves, {name: t.bfloat16() for name, t in base.items()})
+    assert tree.equal(restored.optimizer, state.optimizer)
+    assert all(torch.equal(restored.params[name], state.params[name]) for name in state.params.trained())
+    # What is trained has one dtype.
+    rewritten(tmp_path, lambda name, t: t.bfloat16() if "lora_A" in name else t)
+    with pytest.raises(CheckpointError, match=r"lora_A.* as BF16\(4, 32\), not F32"):
+        backend.restore(tmp_path)
 
 
 @pytest.mark.parametrize("other", [None, Lora(rank=2, alpha=8.0), attrs.evolve(LORA, alpha=16.0)], ids=str)
@@ -274,8 +370,6 @@ def test_what_has_no_adapters_is_not_exported_as_some(tiny, tmp_path):
     backend = Local(tiny, TX, lora=LORA)
     backend.save(backend.load_pretrained(), tmp_path / "saved")
     export_adapter(tmp_path / "saved", tmp_path / "half", "bfloat16")
-    from safetensors.torch import load_file
-
     tensors = load_file(tmp_path / "half" / "adapter_model.safetensors")
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16} and len(tensors) == 28
     with pytest.raises(UsageError, match="not empty"):

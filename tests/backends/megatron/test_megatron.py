@@ -84,20 +84,27 @@ def test_the_base_of_adapters_is_the_reference(two, untied, options):
         assert gap <= 2e-6 and "are frozen in Megatron's model" in message
 
 
-def test_adapters_move_between_layouts_and_backends(two, untied, tmp_path):
+@pytest.mark.parametrize("options", [{"tp": 2}, {"pp": 2, "head": "value"}, {}], ids=str)
+def test_frozen_elements_lie_in_the_compute_dtype(two, untied, options):
+    found = call(two, "narrow_base", untied, {"lora": LORA, "compute_dtype": "bfloat16", **options})
+    assert found == [{"frozen": {2}, "trained": {4}}] * 2
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_move_between_layouts_and_backends(two, untied, tmp_path, dtype):
     """Restored by tp = 2 and saved, and then by pp = 2: the files are those of one process, and so are PEFT's."""
     from rank_cases import KEY, optimizer
 
     from verl_fn.steps import ppo_clip
     from verl_fn.testing import tiny_batch
 
-    one = Local(untied, optimizer(), max_tokens=24, lora=LORA)
+    one = Local(untied, optimizer(), max_tokens=24, lora=LORA, compute_dtype=dtype)
     state = one.init(KEY)
     for _ in range(2):
         state, _ = one.apply_update(state, one.forward_backward(state, tiny_batch(), ppo_clip())[0])
     one.save(state, tmp_path / "one")
     digest = tree.digest(dict(state.params))
-    options = {"lora": LORA, "tp": 2}, {"lora": LORA, "pp": 2}
+    options = [{"lora": LORA, "compute_dtype": dtype, **sizes} for sizes in ({"tp": 2}, {"pp": 2})]
     assert call(two, "moves", untied, options[0], tmp_path / "one", tmp_path / "two") == [digest] * 2
     assert call(two, "moves", untied, options[1], tmp_path / "two", tmp_path / "three") == [digest] * 2
     for file in ("model.safetensors", "train_state.safetensors", "train_state.json", "lora.json"):
