@@ -1,7 +1,7 @@
 """Immutable values (training states, batches, metrics, keys) and the functions that move and compare them."""
 
 from . import metrics, tree
-from .batch import Batch, Ragged, concatenate
+from .batch import Batch, Ragged, concatenate, read_only
 from .guards import NotDifferentiable, SharedSetting, isolated, refuse_derivatives
 from .key import Key, uniform_at
 from .metrics import Max, Metric, Metrics, Min, Moments, Sum, Weighted
@@ -79,6 +79,7 @@ __all__ = [
     "owned",
     "owned_parts",
     "pack",
+    "read_only",
     "refuse_derivatives",
     "requests_for",
     "snapshot",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_fn.errors import ArgumentError, place_of
-from verl_fn.state import Batch
+from verl_fn.state import Batch, read_only
 
 MODES = (
     "token-mean",
@@ -81,7 +81,8 @@ def aggregate(
 
 
 def _own_weight(batch: Batch, mode: Callable[[Batch], Tensor]) -> Tensor:
-    weight = mode(batch)
+    with read_only(f"{place_of(mode)}, a function of loss_agg_mode,", ArgumentError, batch):
+        weight = mode(batch)
     expected = f"it must return a tensor with a finite weight for each of the {batch.num_tokens} tokens"
     if not isinstance(weight, Tensor) or weight.shape != (batch.num_tokens,):
         found = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__

@@ -16,13 +16,19 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 PREFIX = "file:"
+LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+_COLOURS = re.compile(r"\x1b\[\d+m")
+_FRAME = re.compile(r' *File "([^"]+)", line \d+')
 _claimed: dict[str, Path] = {}
 
 
@@ -147,6 +153,30 @@ def _all_imported(file: Path) -> set[str]:
         if isinstance(one, ast.ImportFrom):
             names |= {one.module} if one.module else {alias.name for alias in one.names}
     return {name.partition(".")[0] for name in names}
+
+
+def own_traceback(error: BaseException, *, frames_only: bool = False) -> list[str]:
+    """Returns the lines of an error's traceback, with no frames but those of the user's files; none without such.
+
+    An error of another process has its traceback there as text in its message, which is shortened as well.
+
+    Args:
+        error: the error.
+        frames_only: leave out the messages, too.
+    """
+    ours = (str(Path(__file__).parent) + os.sep, *LIBRARIES, "<")
+    lines: list[str] = []
+    kept = in_frame = found = False
+    for line in _COLOURS.sub("", "".join(traceback.format_exception(error))).splitlines():
+        if frame := _FRAME.match(line):
+            in_frame = kept = not frame[1].startswith(ours) and "/site-packages/" not in frame[1]
+            found |= kept
+        elif not line.startswith("    "):  # the code of a frame is indented
+            kept, in_frame = not frames_only, False
+        # Ray leaves out lines of frames, and not the marks below them.
+        if kept and (in_frame or line.strip(" ^~")) and line not in lines[-1:]:
+            lines.append(line)
+    return lines if found else []
 
 
 sys.meta_path.insert(0, _Finder())

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from verl_fn.errors import ArgumentError, UserError, place_of, signature_of, takes
-from verl_fn.state import PER_ROW, Batch, Metrics, Sum, TokenOutputs, Weighted, metrics
+from verl_fn.state import PER_ROW, Batch, Metrics, Sum, TokenOutputs, Weighted, metrics, read_only
 from verl_fn.state.metrics import Metric
 
 Level: TypeAlias = Literal["token", "row"]
@@ -60,18 +60,19 @@ class Term:
         """Returns the values times the factor, and the metrics as they are.
 
         Raises:
-            LossError: the function returns something else.
+            LossError: the function returns something else, or writes in place into what it gets.
         """
-        try:
-            returned = self.fn(outputs, batch)
-        except Exception as error:
-            error.add_note(f"raised in {described(self.fn)}")
-            if "must match the size" in str(error) and batch.per_row:
-                error.add_note(
-                    f"a field for each row ({', '.join(sorted(batch.per_row))}) goes with fields for each token as "
-                    "batch.spread(field)"
-                )
-            raise
+        with read_only(described(self.fn), LossError, batch, **outputs.by_name):
+            try:
+                returned = self.fn(outputs, batch)
+            except Exception as error:
+                error.add_note(f"raised in {described(self.fn)}")
+                if "must match the size" in str(error) and batch.per_row:
+                    error.add_note(
+                        f"a field for each row ({', '.join(sorted(batch.per_row))}) goes with fields for each token "
+                        "as batch.spread(field)"
+                    )
+                raise
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], Tensor)):
             raise self._error(f"{_kind(returned)}; a loss returns its values and its metrics")
         values, reported = returned

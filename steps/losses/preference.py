@@ -167,6 +167,9 @@ def _of_log_ratios(name: str, beta: float, of_margin: OfMargin, pair: str, chose
 def reward_metrics(name: str, batch: Batch, pairs: Pairs, values: Tensor, rewards: Tensor) -> Metrics:
     """Makes the metrics of a preference loss, with TRL's names for its implicit rewards.
 
+    As in TRL, ``rewards/accuracies`` counts pairs whose preferred row has the higher reward. A tie does not count; so
+    it is 0 while the policy equals the reference.
+
     Args:
         name: the loss's name.
         batch: the batch.

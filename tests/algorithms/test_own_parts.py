@@ -1,5 +1,6 @@
 """Algorithms, estimators and losses of one's own on mocks: what they may return, and what is said if they do not."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
@@ -8,18 +9,23 @@ import pytest
 import torch
 from test_without_critic import KEY, TASK, step, workers
 
-from verl_fn.algorithms import Algorithm, AlgorithmError
+from verl_fn import steps
+from verl_fn.algorithms import Algorithm, AlgorithmError, grpo, ppo, remax
 from verl_fn.algorithms.experience import sample_and_score, with_reference
 from verl_fn.algorithms.own import in_run
 from verl_fn.algorithms.policy import aggregation, estimator, policy_loss
-from verl_fn.config import GRPO, ConfigError, Outline, Role, load, make_plan
+from verl_fn.backends.through import Through
+from verl_fn.config import GRPO, PPO, ConfigError, Outline, ReMax, Role, load, make_plan
 from verl_fn.data.tasks import Task
+from verl_fn.errors import ArgumentError
 from verl_fn.runs.state import RunState, blank_state
 from verl_fn.runs.steps import Pace, advance
-from verl_fn.state import Key, Node, node
+from verl_fn.state import Key, Node, Outcome, node
 from verl_fn.steps import aggregate, dr_grpo, entropy, loss, token_mean
+from verl_fn.steps.aggregate import last_of_rows
 from verl_fn.steps.losses.contract import LossError
 from verl_fn.testing import LawViolation, check_advantage
+from verl_fn.testing.advantages import estimator_batch
 
 
 @node
@@ -227,6 +233,25 @@ def test_a_frozen_copy_is_given_to_init_with_and_without_lora(tmp_path, rank):
     assert blank_state(plan).algorithm.reference is None
 
 
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_frozen_role_that_is_no_copy_is_a_model_of_its_own(tmp_path, rank):
+    (tmp_path / "mine.py").write_text(ANCHORED.replace(', copy_of="actor"', ""))
+    plan = make_plan(
+        load(overrides=[f"algorithm.name={tmp_path}/mine.py:mine", f"actor.lora_rank={rank}", "model.path=m"])
+    )
+    frozen = plan.roles["reference"]
+    assert (frozen.folder, frozen.trained, frozen.lora) == (str(Path("m").resolve()), False, None)
+    assert (plan.roles["actor"].lora is None) == (rank == 0) and "reference" not in plan.copies
+
+
+def test_a_copy_is_frozen_and_of_another_role():
+    with pytest.raises(ConfigError, match=r'a copy of actor is frozen: Role\(trained=False, copy_of="actor"\)'):
+        Role(copy_of="actor")
+    for other in ("policy", "reference"):
+        with pytest.raises(ConfigError, match=f"role reference: copy_of is '{other}', which is no other role; there"):
+            Outline({"actor": Role(), "reference": Role(trained=False, copy_of=other)})
+
+
 # Estimators
 
 
@@ -315,6 +340,61 @@ def test_what_an_estimator_writes_on_tokens_that_do_not_count_is_no_error(here):
 def test_rows_in_place_of_tokens_are_explained(here, name):
     with pytest.raises(ConfigError, match=rf"adv_estimator: me:{name} fails with: .* batch has 12 rows and \d+ to"):
         estimator(GRPO(adv_estimator=f"me:{name}"))(rewarded())
+
+
+class Conversing(Through):
+    """An engine whose samples are conversations with an environment, of one turn each."""
+
+    def generate(self, requests, *, version=None):
+        samples = super().generate([attrs.evolve(r, prompt=(4, 5)) for r in requests], version=version)
+        return [attrs.evolve(s, outcome=Outcome(s.number, "done", 0.5, 1.0, 1)) for s in samples]
+
+
+def in_runs(monkeypatch):
+    """Returns the fields of the batches that estimators get in steps of algorithms, all of them together."""
+    seen = set()
+
+    def noted(of):
+        def estimate(batch, *args, **kwargs):
+            seen.update(batch.per_token, batch.per_row)
+            return of(batch, *args, **kwargs)
+
+        return estimate
+
+    for name in ("gae", "dr_grpo", "optimal_token_baseline"):
+        monkeypatch.setattr(f"verl_fn.algorithms.policy.{name}", noted(getattr(steps, name)))
+    monkeypatch.setattr("verl_fn.steps.remax", noted(steps.remax))
+
+    def judge(answers):
+        return [{"score": 0.5, "acc": 1.0, "pred": a.text, "style": 0.1, "truth": 0.2} for a in answers]
+
+    plain = workers(judge)
+    talking = attrs.evolve(plain, rollout=Conversing(plain.rollout), converses=True)
+    trainer = plain.trainers["actor"]
+    exact = GRPO(adv_estimator="optimal_token_baseline", rollout_is="token", use_kl_in_reward=True)
+    for w, algorithm in (
+        (plain, ppo(PPO())),
+        (plain, remax(ReMax())),
+        (plain, grpo(exact)),
+        (talking, grpo(GRPO(adv_estimator="dr_grpo"))),
+    ):
+        w = attrs.evolve(w, trainers=dict.fromkeys(algorithm.outline.roles, trainer))
+        state = algorithm.init({name: trainer.init(KEY) for name in w.trainers}, KEY)
+        algorithm.step(state, TASK.train(KEY, 0, 4), w)
+    return seen
+
+
+def test_the_batch_of_check_advantage_has_the_fields_of_runs(monkeypatch):
+    batch = estimator_batch()
+    assert {*batch.per_token, *batch.per_row} == in_runs(monkeypatch)
+
+
+def test_an_estimator_may_read_the_score():
+    def by_score(batch):
+        rewards = batch.spread(batch["score"]) * last_of_rows(batch, batch["response_mask"])
+        return batch.with_tokens(advantages=dr_grpo(batch.with_tokens(token_level_rewards=rewards))["advantages"])
+
+    check_advantage(by_score)
 
 
 # Losses
@@ -412,3 +492,60 @@ def test_an_algorithm_with_more_models_or_other_data_says_how_it_begins_and_samp
         Algorithm(learn=learn, outline=Outline({"actor": Role(), "reference": Role(trained=False)}))
     with pytest.raises(AlgorithmError, match="learns from answers needs a sample, a function of state, problems"):
         Algorithm(learn=learn, outline=Outline(learns_from="answers"))
+
+
+# What is done in place
+
+
+def centres(batch):
+    batch["token_level_rewards"].sub_(batch["token_level_rewards"].mean())
+    return scaled(batch)
+
+
+def clips(batch):
+    batch["score"][batch["score"] > 0.5] = 0.5
+    return batch["response_mask"]
+
+
+def test_an_estimator_may_not_write_in_place(here):
+    with pytest.raises(ConfigError, match=r"adv_estimator: me:centres writes into token_level_rewards in place"):
+        estimator(GRPO(adv_estimator="me:centres"))(rewarded())
+
+
+def test_a_function_of_weights_may_not_write_in_place():
+    with pytest.raises(
+        ArgumentError, match=r"clips \(.*test_own_parts.py:\d+\), a function of .* into score in place"
+    ):
+        aggregate(rewarded(), clips)
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "logprobs"])
+def test_a_loss_may_not_write_in_place(name):
+    @loss(needs=["logprobs"])
+    def mine(outputs, batch):
+        (outputs.logprobs.detach() if name == "logprobs" else batch[name]).mul_(2.0)
+        return outputs.logprobs * batch["advantages"], {}
+
+    w = workers()
+    batch = aggregate(dr_grpo(rewarded()))
+    batch = batch.with_tokens(old_log_probs=torch.zeros(batch.num_tokens))
+    with pytest.raises(LossError, match=f"the loss mine .* writes into {name} in place"):
+        w.trainers["actor"].forward_backward(w.trainers["actor"].init(KEY), batch, mine)
+
+
+def test_neither_sample_nor_learn_may_write_in_place():
+    """What they write into is logged after them: rewards and scores."""
+
+    def shifts(state, problems, w):
+        experience = sample(state, problems, w)
+        experience.batch["token_level_rewards"].sub_(0.5)
+        return experience
+
+    def halves(state, experience, w):
+        experience.batch["score"].mul_(0.5)
+        return learn(state, experience, w)
+
+    with pytest.raises(AlgorithmError, match=r"shifts \(.*\) writes into token_level_rewards in place"):
+        step(own(sample=shifts), workers())
+    with pytest.raises(AlgorithmError, match=r"halves \(.*\) writes into score in place"):
+        step(own(learn=halves), workers())

@@ -1,10 +1,15 @@
 """The command line as a user meets it."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
+import verl_fn
+from verl_fn import user_files
 from verl_fn.cli import main
+from verl_fn.cli.commands import COMMANDS
+from verl_fn.errors import UserError
 
 
 def run(python, *args):
@@ -45,7 +50,6 @@ def test_train_trains(warm, tmp_path):
 
 def test_an_error_is_told_with_its_notes(monkeypatch, capsys):
     from verl_fn.backends.memory import OutOfMemory
-    from verl_fn.cli.commands import COMMANDS
 
     def fails(args):
         error = OutOfMemory("too many tokens")
@@ -54,7 +58,55 @@ def test_an_error_is_told_with_its_notes(monkeypatch, capsys):
 
     monkeypatch.setitem(COMMANDS, "list", fails)
     assert main(["list"]) == 1
-    assert capsys.readouterr().err == "error: too many tokens\nraised in trainer rank 1\n"
+    assert capsys.readouterr().err.startswith("error: too many tokens\nraised in trainer rank 1\n  File ")
+
+
+OF_RAY = """\x1b[36mray::Host.run()\x1b[39m (pid=7468, ip=127.0.0.1)
+           ^^^^^^^^^^^^^^^^
+  File "{ours}/driver/host.py", line 3, in run
+    return fn(*args)
+           ^^^^^^^^^
+  File "/home/me/mine.py", line 7, in loss
+    return batch["nothing"]
+KeyError: 'nothing'
+raised in trainer
+raised in trainer"""
+
+
+@pytest.mark.parametrize("debug", [(), ("--debug",)])
+@pytest.mark.parametrize(
+    ("error", "shown", "hidden"),
+    [
+        (KeyError("nothing"), ["in fails", "    raise error", "KeyError: 'nothing'"], ["cli/main.py"]),
+        (UserError("not so"), ["error: not so", "in fails", "    raise error"], ["Traceback", "cli/main.py"]),
+        (
+            RuntimeError(OF_RAY.format(ours=Path(verl_fn.__file__).parent)),
+            ['"/home/me/mine.py", line 7', 'batch["nothing"]', "KeyError: 'nothing'", "ray::Host.run() (pid"],
+            ["driver/host.py", "fn(*args)", "^^^", "raised in trainer\nraised", "\\x1b"],
+        ),
+    ],
+    ids=["error", "user error", "over ray"],
+)
+def test_an_error_in_a_users_file_shows_the_lines_of_that_file(error, shown, hidden, debug, monkeypatch, capsys):
+    def fails(args):
+        raise error
+
+    monkeypatch.setitem(COMMANDS, "list", fails)
+    if debug and not isinstance(error, UserError):
+        with pytest.raises(type(error)):
+            main(["list", *debug])
+        return
+    assert main(["list", *debug]) == 1
+    printed = capsys.readouterr().err
+    assert all(part in printed for part in shown)
+    assert debug or not any(part in printed for part in hidden)
+
+
+def test_an_error_of_this_package_is_raised_with_its_whole_traceback(monkeypatch):
+    monkeypatch.setitem(COMMANDS, "list", lambda args: next(user_files.code_files(3)))
+    with monkeypatch.context() as patched, pytest.raises(AttributeError):
+        patched.setattr(user_files, "LIBRARIES", (str(Path(__file__).parent),))
+        main(["list"])
 
 
 def test_list_has_every_choice_of_the_config(capsys):

@@ -187,6 +187,10 @@ def test_a_step_is_replayed_with_the_settings_of_its_time(tiny, copy):
     train(tiny_run(tiny, copy, *more, "actor.optim.lr=5e-4", "trainer.total_training_steps=5"), SILENT)
     for step in (2, 3, 4, 5):
         assert replay(copy, step, say=SILENT).difference is None, step
+    for step in (3, 4):
+        shutil.rmtree(copy / "checkpoints" / f"step_{step}")
+    with pytest.raises(RunError, match=r"apply since step 3, .* left to replay from; trainer.max_ckpt_to_keep says"):
+        replay(copy, 5, say=SILENT)
 
 
 def test_a_moved_run_is_replayed_where_it_is(copy, tmp_path):

@@ -58,6 +58,8 @@ def held_out_pairs(problems: Sequence[Problem]) -> list[Judged]:
 def pair_report(pairs: Sequence[Judged], scores: Float[Tensor, " B"], prefix: str, suffix: str) -> Report:
     """Returns, by data source, the share of pairs whose chosen response has the higher score, and the mean margin.
 
+    A tie does not count, as in TRL's metrics.
+
     Args:
         pairs: the held-out pairs.
         scores: of the rows of ``pack_pairs``.
@@ -68,6 +70,8 @@ def pair_report(pairs: Sequence[Judged], scores: Float[Tensor, " B"], prefix: st
         >>> pair = Judged("a", "", data_source="mine", chosen=("b",), rejected=("c",))
         >>> pair_report([pair], torch.tensor([2.0, 0.5]), "val-core", "acc/mean@1")
         {'val-core/mine/acc/mean@1': 1.0, 'val-aux/mine/margin/mean@1': 1.5}
+        >>> pair_report([pair], torch.tensor([0.5, 0.5]), "val-core", "acc/mean@1")["val-core/mine/acc/mean@1"]
+        0.0
     """
     chosen, rejected = scores.reshape(-1, 2).unbind(1)
     report: Report = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -11,7 +12,7 @@ import torch
 
 from verl_fn.backends.protocol import TrainBackend
 from verl_fn.errors import place_of
-from verl_fn.state import Batch, tree
+from verl_fn.state import Batch, read_only, tree
 from verl_fn.state.metrics import Metric
 
 from .algorithm import Algorithm
@@ -47,12 +48,26 @@ def in_run(algorithm: Any, name: str) -> Algorithm[Any]:
 
 
 def _sample(state: Any, problems: Any, w: Workers, *, sample: Callable[..., Any]) -> Experience:
-    experience = sample(state, problems, w)
+    with contextlib.ExitStack() as stack:
+
+        def reward(batch: Any, problems: Any) -> Any:
+            scored = w.reward(batch, problems)
+            stack.enter_context(_kept(sample, scored))
+            return scored
+
+        experience = sample(state, problems, attrs.evolve(w, reward=reward))
     if not isinstance(experience, Experience):
         raise AlgorithmError(
             f"{place_of(sample)} returns {_kind(experience)}; sample returns a verl_fn.algorithms.Experience"
         )
     return experience
+
+
+def _kept(function: Callable[..., Any], batch: Any) -> contextlib.AbstractContextManager[None]:
+    """Raises an error if the block, a call of the user's function, writes in place into a batch."""
+    return (
+        read_only(place_of(function), AlgorithmError, batch) if isinstance(batch, Batch) else contextlib.nullcontext()
+    )
 
 
 def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..., Any]) -> tuple[Any, Report]:
@@ -62,7 +77,8 @@ def _learn(state: Any, experience: Experience, w: Workers, *, learn: Callable[..
     after: list[Any] = []
 
     def run() -> Report:
-        returned = learn(state, numbered, attrs.evolve(w, trainers=trainers))
+        with _kept(learn, experience.batch):
+            returned = learn(state, numbered, attrs.evolve(w, trainers=trainers))
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise AlgorithmError(
                 f"{place_of(learn)} returns {_kind(returned)}; learn returns the next state and a report, a dict of "

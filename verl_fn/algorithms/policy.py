@@ -13,7 +13,7 @@ from verl_fn.config import ConfigError
 from verl_fn.config.algorithms import GROUP_ESTIMATORS, GRPO, PPO, TOKEN_BASELINES, PolicyOptimization
 from verl_fn.config.names import is_reference, load_object
 from verl_fn.errors import signature_of, takes
-from verl_fn.state import Batch, Key, TokenOutputs
+from verl_fn.state import Batch, Key, TokenOutputs, read_only
 from verl_fn.steps import (
     Loss,
     cispo,
@@ -214,19 +214,21 @@ def _checked(batch: Batch, estimate: Callable[[Batch], Any], name: str, needs: S
     """Returns the result of an estimator of the user that must write the fields ``needs``.
 
     Raises:
-        ConfigError: it is no batch, or lacks a field, or a value is for a whole row or not finite.
+        ConfigError: it is no batch, or lacks a field, or a value is for a whole row or not finite; or the estimator
+            writes in place into the batch that it gets.
     """
-    try:
-        estimated = estimate(batch)
-    except (RuntimeError, ValueError) as error:
-        if str(len(batch)) in str(error) and str(batch.num_tokens) in str(error):
-            raise ConfigError(
-                f"algorithm.adv_estimator: {name} fails with: {error}. The batch has {len(batch)} rows and "
-                f"{batch.num_tokens} tokens; batch.sum_rows(x) gives one value for each row, and batch.spread(x) one "
-                "for each token"
-            ) from error
-        error.add_note(f"raised in algorithm.adv_estimator = {name}")
-        raise
+    with read_only(f"algorithm.adv_estimator: {name}", ConfigError, batch):
+        try:
+            estimated = estimate(batch)
+        except (RuntimeError, ValueError) as error:
+            if str(len(batch)) in str(error) and str(batch.num_tokens) in str(error):
+                raise ConfigError(
+                    f"algorithm.adv_estimator: {name} fails with: {error}. The batch has {len(batch)} rows and "
+                    f"{batch.num_tokens} tokens; batch.sum_rows(x) gives one value for each row, and batch.spread(x) "
+                    "one for each token"
+                ) from error
+            error.add_note(f"raised in algorithm.adv_estimator = {name}")
+            raise
     if not isinstance(estimated, Batch):
         raise ConfigError(f"algorithm.adv_estimator: {name} returns a {type(estimated).__name__}; {RETURNS}")
     if missing := [field for field in needs if field not in estimated]:

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from verl_fn import __version__
+from verl_fn import __version__, user_files
 from verl_fn.errors import UsageError, UserError
 from verl_fn.runs.screen import OutputClosed, complain
 
@@ -252,7 +252,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end_without_output(args.command in ("train", "fork") and not getattr(args, "check", False))
     except Exception as error:
         if not isinstance(error, UserError) and not _names_a_file(error):
-            raise
+            lines = user_files.own_traceback(error)
+            if args.debug or not lines:
+                raise
+            with contextlib.suppress(OutputClosed):
+                complain("\n".join([*lines, "these are the lines of your files; --debug shows the whole traceback"]))
+            return 1
         if args.debug:
             complain(traceback.format_exc())
         return _refuse(error, 2 if isinstance(error, UsageError) else 1)
@@ -272,8 +277,9 @@ def _refuse(error: object, status: int) -> int:
     if isinstance(error, OSError) and not isinstance(error, UserError):
         message = f"{error.filename}: {error.strerror}"
     # An error's notes name the process that raised it.
+    where = user_files.own_traceback(error, frames_only=True) if isinstance(error, Exception) else []
     with contextlib.suppress(OutputClosed):
-        complain("\n".join([f"error: {message}", *getattr(error, "__notes__", ())]))
+        complain("\n".join([f"error: {message}", *getattr(error, "__notes__", ()), *where]))
     return status
 
 

@@ -48,7 +48,11 @@ class Role:
         copy_of: the role whose initial weights this frozen model has, such as ``actor`` for a reference policy. With
             LoRA that role's frozen base is used, so no second model is made.
         path: the model folder. If empty, a value head takes ``critic.path`` if that is set; otherwise
-            ``model.path`` is used.
+            ``model.path`` is used. A role that is not trained and no copy is loaded from it as it is, with LoRA too,
+            as a model of its own.
+
+    Raises:
+        ConfigError: a copy of another role is trained.
 
     Example:
         >>> Role(head="value").trained
@@ -59,6 +63,10 @@ class Role:
     trained: bool = True
     copy_of: str | None = None
     path: str = ""
+
+    def __attrs_post_init__(self) -> None:
+        if self.copy_of is not None and self.trained:
+            raise ConfigError(f'a copy of {self.copy_of} is frozen: Role(trained=False, copy_of="{self.copy_of}")')
 
 
 def one_a_step(role: str, prompts: int, steps: int) -> int:
@@ -83,6 +91,9 @@ class Outline:
         updates: ``(role, prompts, steps)`` to the number of the role's updates in ``steps`` steps of ``prompts``
             prompts; learning rates decay over it.
 
+    Raises:
+        ConfigError: a role is a copy of a role that does not exist.
+
     Example:
         >>> Outline(min_n=2).updates("actor", 8, 100)
         100
@@ -93,6 +104,14 @@ class Outline:
     learns_from: LearnsFrom = "samples"
     needs_reward: bool = True
     updates: Callable[[str, int, int], int] = one_a_step
+
+    def __attrs_post_init__(self) -> None:
+        for name, role in self.roles.items():
+            if role.copy_of is not None and (role.copy_of not in self.roles or role.copy_of == name):
+                raise ConfigError(
+                    f"role {name}: copy_of is {role.copy_of!r}, which is no other role; there are "
+                    f"{', '.join(self.roles)}"
+                )
 
 
 def uses_critic(name: str, role: Role) -> bool:

@@ -19,7 +19,6 @@ import os
 import random
 import socket
 import sys
-import sysconfig
 import traceback
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from decimal import Decimal
@@ -54,7 +53,6 @@ EXPECTED = f'it must return a number between -{LARGEST:g} and {LARGEST:g}, or a 
 CONCURRENT_ROWS = 256
 DISCONNECTED = os.EX_IOERR
 NO_METRICS = (str, list, tuple, Mapping, type(None))
-LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
 
 Row = Mapping[str, Any]
 Judged = tuple[float, float | None, str | None, dict[str, float | str]]
@@ -218,7 +216,7 @@ def raised(error: BaseException) -> str:
     ours = (__file__, user_files.__file__)
     files = [f for f in traceback.extract_tb(error.__traceback__) if f.filename and f.filename not in ours]
     frames = [f for f in files if not f.filename.startswith("<")]
-    own = [f for f in frames if not f.filename.startswith(LIBRARIES)] or frames
+    own = [f for f in frames if not f.filename.startswith(user_files.LIBRARIES)] or frames
     try:
         message = " ".join(str(error).split())
     except BaseException as other:

@@ -199,8 +199,8 @@ def _origin(folder: Path, resume_from: str | None, step: int, since: int | None)
             return checkpoint
     if since is not None or forked is not None:
         raise RunError(
-            f"the settings of step {step} apply since step {since}, "
-            "and no checkpoint from there is left to replay from"
+            f"the settings of step {step} apply since step {since or 0}, and no checkpoint from there to before step "
+            f"{step} is left to replay from; trainer.max_ckpt_to_keep says how many the run keeps"
         )
     return None
 

@@ -16,6 +16,9 @@ from .builders import scrambled, tiny_batch, with_longer_prompts
 from .violation import LawViolation, repeatable, require, require_close, require_equal, require_full_precision
 
 WRITTEN = ("advantages", "returns")
+# Fields that are written after the estimator, for the loss.
+LATER = ("loss_weight", "row_weight", "cov_selected")
+SCORES = ("score", "acc", "env_score", "env_acc")
 EQUAL_REWARDS = (0.7, 1000.1, 1e6 + 0.1, -3.3, 1 / 3, 1e-8, 1e29)
 UNEQUAL = "a number of rows that is taken to be the same for all groups"
 
@@ -45,7 +48,8 @@ def check_advantage(
 
     Args:
         estimator: batch -> batch; options are bound with a lambda or ``functools.partial``.
-        batch: by default ``tiny_batch()``; add the fields that it lacks with ``tiny_batch().with_tokens(...)``.
+        batch: by default one with every field that an estimator finds in a run, in some algorithm; add what yours
+            writes itself with ``tiny_batch().with_tokens(...)``.
         equal_rewards: whether equal rewards in a group must give advantages of 0, if ``group`` is read.
         zero_rewards: whether rewards and values of 0 must, by default as ``equal_rewards``. Turn it off for penalties
             of length and for baselines that are not made of rewards; equal rewards are then not tried either.
@@ -63,8 +67,7 @@ def check_advantage(
         Traceback (most recent call last):
         verl_fn.testing.violation.LawViolation: Zero: where response_mask is 0, returns reaches 1. Usual cause: ...
     """
-    batch = tiny_batch() if batch is None else batch
-    batch = batch.without(*WRITTEN)
+    batch = estimator_batch() if batch is None else batch.without(*WRITTEN)
     key = key or Key.from_seed(0)
     try:
         whole = repeatable("Purity", "the estimator", lambda: _result(estimator, batch), batch=batch)
@@ -80,6 +83,11 @@ def check_advantage(
         _equal_rewards(estimator, batch)
     _voteless(estimator, batch, whole, tolerance)
     require_full_precision("the estimator", lambda: estimator(batch))
+
+
+def estimator_batch() -> Batch:
+    """Returns a ``tiny_batch`` with the fields of a run's batch when its estimator is called, and no others."""
+    return tiny_batch().without(*WRITTEN, *LATER)
 
 
 def _masked(batch: Batch, whole: dict[str, Tensor]) -> None:
@@ -124,7 +132,7 @@ def _with_rewards(batch: Batch, rewards: Tensor) -> Batch:
     }
     if "values" in batch:
         fields["values"] = torch.zeros_like(batch["values"])
-    rows = {name: rewards.to(t) for name, t in batch.per_row.items() if name.startswith("reward/")}
+    rows = {name: rewards.to(t) for name, t in batch.per_row.items() if name in SCORES or name.startswith("reward/")}
     if "reward_baselines" in batch:
         rows["reward_baselines"] = torch.zeros_like(batch["reward_baselines"])
     return batch.with_tokens(**fields).with_rows(**rows)

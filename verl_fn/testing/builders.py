@@ -19,9 +19,9 @@ T = TypeVar("T")
 def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) -> Batch:
     """A batch of a few short rows, as uneven as real ones, weighted for ``token-mean`` and ``row-mean``.
 
-    Rows have several turns, with holes in ``response_mask`` where a tool spoke; from three rows on, one has no
-    response at all. Groups have one to three rows, and ids that are no indices. Temperatures differ.
-    Add what another loss reads with ``tiny_batch().with_tokens(name=...)``.
+    It has the fields that the batches of runs have. Rows have several turns, with holes in ``response_mask`` where a
+    tool spoke; from three rows on, one has no response at all. Groups have one to three rows, and ids that are no
+    indices. Temperatures differ. Add what another loss reads with ``tiny_batch().with_tokens(name=...)``.
 
     Args:
         key: other keys give other batches; by default the key of seed 0.
@@ -32,8 +32,8 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
         >>> batch = tiny_batch(rows=3)
         >>> batch.lengths.tolist(), batch.rows("response_mask")[0].tolist()
         ([9, 3, 8], [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0])
-        >>> sorted(batch.per_row)
-        ['group', 'prompt_length', 'reward/style', 'reward/truth', 'reward_baselines', 'row_weight', 'temperature']
+        >>> batch["score"].shape, batch["group"].tolist()
+        (torch.Size([3]), [23, 65, 65])
     """
     key = key or Key.from_seed(0)
     dice = random.Random(key.fold_in("shape").seed())
@@ -74,7 +74,8 @@ def tiny_batch(key: Key | None = None, *, rows: int = 8, vocab_size: int = 8) ->
         prompt_length=prompts,
         temperature=torch.tensor([dice.choice([0.7, 1.0, 1.5]) for _ in range(rows)]),
     )
-    return aggregate_rows(aggregate(_with_rarer_fields(batch, stream)))
+    batch = _with_records(_with_rarer_fields(batch, stream), stream)
+    return aggregate_rows(aggregate(batch))
 
 
 def _with_rarer_fields(batch: Batch, stream: torch.Generator) -> Batch:
@@ -88,6 +89,28 @@ def _with_rarer_fields(batch: Batch, stream: torch.Generator) -> Batch:
         cov_selected=(torch.rand(batch.num_tokens, generator=stream) < 0.4) * mask,
     ).with_rows(
         **{name: torch.randn(rows, generator=stream) for name in ("reward_baselines", "reward/style", "reward/truth")}
+    )
+
+
+def _with_records(batch: Batch, stream: torch.Generator) -> Batch:
+    """Adds what an engine, a reward and an environment write, and few functions read."""
+    mask, rows = batch["response_mask"], len(batch)
+    acc = torch.randint(2, (rows,), generator=stream).float()
+    return batch.with_tokens(
+        entropys=torch.rand(batch.num_tokens, generator=stream) * mask,
+        versions=torch.where(batch.positions < batch.spread(batch["prompt_length"]), -1, 0),
+    ).with_rows(
+        score=batch.sum_rows(batch["token_level_scores"]),
+        acc=acc,
+        pred=torch.randint(5, (rows,), generator=stream),
+        finished=torch.randint(2, (rows,), generator=stream).float(),
+        version=torch.zeros(rows, dtype=torch.int64),
+        near_ties=torch.randint(2, (rows,), generator=stream),
+        conversation=torch.arange(rows),
+        env_end=torch.zeros(rows, dtype=torch.int64),
+        env_score=torch.randn(rows, generator=stream),
+        env_acc=acc.clone(),
+        env_turns=torch.ones(rows, dtype=torch.int64),
     )
 
 
