@@ -14,7 +14,7 @@ from verl_fn.algorithms import Algorithm, AlgorithmError, grpo, ppo, remax
 from verl_fn.algorithms.experience import sample_and_score, with_reference
 from verl_fn.algorithms.own import in_run
 from verl_fn.algorithms.policy import aggregation, estimator, policy_loss
-from verl_fn.backends.through import Through
+from verl_fn.backends.protocol import Through
 from verl_fn.config import GRPO, PPO, ConfigError, Outline, ReMax, Role, load, make_plan
 from verl_fn.data.tasks import Task
 from verl_fn.errors import ArgumentError
