@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from verl_fn import scores
 from verl_fn.backends.hf.new_model import CHAT_TEMPLATE, char_tokenizer, new_model
 from verl_fn.cli import main
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.loading import generated
 from verl_fn.data.rows import DataError
 from verl_fn.runs.logs import read_metrics
-from verl_fn.scores import reasoning, reasoning_gym
-from verl_fn.scores.reasoning import reasoning_question
+from verl_fn.scores import reasoning_gym, reasoning_question
 from verl_fn.state import Key
 
 needs_package = pytest.mark.skipif(
@@ -149,7 +149,7 @@ def test_a_set_that_is_shared_by_seeds_makes_and_scores_as_one_of_its_own(name):
     from reasoning_gym import create_dataset
 
     for seed in (5, 2**30, 0, 5):
-        alone, (shared, entry) = create_dataset(name, seed=seed, size=1), reasoning._made(name, seed, "{}")
+        alone, (shared, entry) = create_dataset(name, seed=seed, size=1), scores._made(name, seed, "{}")
         assert repr(entry) == repr(alone[0]) and (shared.seed, shared.config) == (seed, alone.config)
         for answer in (str(entry["answer"]), str(entry["answer"])[::-1], "x", ""):
             assert repr(shared.score_answer(answer, entry)) == repr(alone.score_answer(answer, entry))
@@ -161,7 +161,7 @@ def test_the_words_of_a_set_are_read_once_for_each_of_its_options(monkeypatch):
 
     files, read = [], spell_backward.read_data_file
     monkeypatch.setattr(spell_backward, "read_data_file", lambda name: (files.append(name), read(name))[1])
-    reasoning._same_for_every_seed.cache_clear()
+    scores._same_for_every_seed.cache_clear()
     for options in ({}, {"max_word_len": 4}):
         words = {reasoning_question("spell_backward", seed, options)["answer"] for seed in range(40, 60)}
         assert len(words) > 10 and (max(map(len, words)) <= 4) == bool(options)

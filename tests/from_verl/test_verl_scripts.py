@@ -15,8 +15,7 @@ import pytest
 from verl_fn.benchmarks import from_verl
 from verl_fn.config import ConfigError
 from verl_fn.from_verl import read_settings, translate
-from verl_fn.from_verl.reading import Settings
-from verl_fn.from_verl.scripts import launch_of
+from verl_fn.from_verl.reading import Settings, launch_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/from_verl.json"
 TABLE = json.loads(RESULTS.read_text())["table"]

@@ -178,7 +178,7 @@ def test_paths_that_no_file_can_have(capsys, tmp_path, key, path):
     ("place", "command"),
     [
         ("verl_fn.runs.evaluate.prepare", "eval"),
-        ("verl_fn.cli.evaluation.load", "eval"),
+        ("verl_fn.cli.commands.load", "eval"),
         ("verl_fn.runs.evaluate.evaluate_model", "eval"),
         ("verl_fn.runs.checkpoints.check_model_folder", "export"),
     ],

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl_fn.state import EndReason, Key, Outcome, Request, Sample
 
-from .contract import Message
+from . import Message
 from .processes import Call, Failure, Job, Result, Scores, Scoring
 
 

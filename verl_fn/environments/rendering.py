@@ -12,8 +12,8 @@ from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import chat_texts, chat_tokens, template_text
 from verl_fn.data.files import describe_unknown, has_unknown
 
+from . import Message
 from .calls import HERMES, format_of
-from .contract import Message
 from .processes import EnvError
 
 CACHE = 4096

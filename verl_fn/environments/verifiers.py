@@ -17,8 +17,8 @@ from typing import Any
 
 import attrs
 
+from . import Done
 from .calls import FORMATS, HERMES, calls_of
-from .contract import Done
 
 ROW = "verifiers_row"  # the field of a problem's extra_info that has the row of its dataset
 UNREAD = (
