@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from verl_fn.algorithms.experience import requests_of
 from verl_fn.algorithms.workers import Workers
@@ -20,8 +21,9 @@ from verl_fn.backends.hf.new_model import char_tokenizer, new_model
 from verl_fn.backends.protocol import Sampling
 from verl_fn.config import ConfigError, load, make_plan
 from verl_fn.data.examples import pack_examples
-from verl_fn.data.files import FileData, encode_prompts
+from verl_fn.data.files import FileData, encode_prompts, prompt_lengths
 from verl_fn.data.loading import file_data, read_files
+from verl_fn.data.rendering import token_counts, token_ids
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import TASKS, Problem, text_of
 from verl_fn.state import Key
@@ -474,3 +476,41 @@ def test_a_template_without_an_end_stops_a_batch(monkeypatch):
     assert encode_prompts(prompts[:2], tokenizer) == [[4], [4]]
     with pytest.raises(ModelError, match=r"did not end within 0.2 s"):
         encode_prompts(prompts, tokenizer)
+
+
+class Shouting(PreTrainedTokenizerFast):
+    """A tokenizer that changes the text before it encodes it."""
+
+    def __call__(self, text, **options):
+        return super().__call__(text.upper() if isinstance(text, str) else list(map(str.upper, text)), **options)
+
+
+@pytest.mark.parametrize("kind", ["plain", "cut", "padded", "special as text", "own call", "unknown", "bos"])
+def test_tokens_are_those_of_the_tokenizers_own_call(kind):
+    bpe = Tokenizer(models.BPE(unk_token="<unk>" if kind == "unknown" else None, fuse_unk=False))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Without bytes beyond ASCII, some characters are unknown.
+    letters = pre_tokenizers.ByteLevel.alphabet() if kind != "unknown" else list("abcCAB12345! >ĠĊ")
+    special = ["<|end|>", "<s>", "<unk>"]
+    bpe.train_from_iterator(
+        ["ab abc abcab CAB 12 345"] * 9,
+        trainers.BpeTrainer(vocab_size=300, special_tokens=special, initial_alphabet=letters, show_progress=False),
+    )
+    if kind == "cut":
+        bpe.enable_truncation(2)
+    if kind == "padded":
+        bpe.enable_padding(length=50)
+    made = (Shouting if kind == "own call" else PreTrainedTokenizerFast)(
+        tokenizer_object=bpe,
+        eos_token="<|end|>",
+        **({"bos_token": "<s>"} if kind == "bos" else {}),
+        **({"unk_token": "<unk>"} if kind == "unknown" else {}),
+        split_special_tokens=kind == "special as text",
+    )
+    made.chat_template = TEMPLATE
+    texts = ["", "ab", "abcab 12<|end|>ab", "  CAB\n\n345 ", "été 日本 \U0001f600", "<|end|>", "abc" * 40]
+    assert token_ids(texts, made) == [made(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert token_counts(texts, made) == [len(made(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    asked = [Problem(text or "a", "") for text in texts] + [Problem(tuple(messages(text)), "") for text in texts]
+    asked = [one for one in asked if kind != "unknown" or str(one.prompt).isascii()]
+    assert prompt_lengths(asked, made) == [len(encode_prompts([one], made)[0]) for one in asked]

@@ -182,8 +182,8 @@ def extra_info_of(place: str, row: Row) -> dict[str, Any]:
     if not isinstance(extra, dict | None):
         raise DataError(f"{place}: extra_info must map names to values, not {extra!r:.80}")
     try:
-        # Reward functions get it as JSON.
-        json.dumps(extra)
+        if extra:
+            json.dumps(extra)  # reward functions get it as JSON
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"{place}: extra_info cannot be JSON ({error}); write strings or numbers instead") from error
     ability = {} if row.get("ability") is None else {"ability": row["ability"]}
@@ -230,6 +230,8 @@ def without_nulls(value: Any) -> Any:
         >>> without_nulls([{"a": None, "b": {"c": None}}])
         [{'b': {}}]
     """
+    if isinstance(value, str):
+        return value
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

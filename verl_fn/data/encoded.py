@@ -13,7 +13,7 @@ from verl_fn.config.algorithms import LearnsFrom
 from verl_fn.config.schema import DataConfig
 from verl_fn.data.entries import Convert, Kind
 from verl_fn.data.examples import encode_rows
-from verl_fn.data.files import encode_prompts, too_long
+from verl_fn.data.files import prompt_lengths, too_long
 from verl_fn.data.judged import Judged
 from verl_fn.data.rows import Block, DataError
 from verl_fn.data.tasks import Problem
@@ -166,7 +166,7 @@ class Encoder:
         error: Exception | None = None
         try:
             if encode:
-                prompts[:] = [len(ids) for ids in encode_prompts(problems, self.tokenizer)]
+                prompts[:] = prompt_lengths(problems, self.tokenizer)
             if encode and self.end_tokens is not None:
                 self._encode_rows(problems, prompts, rows)
         # Rows that cannot be used are reported first, in later blocks too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,14 +76,15 @@ class Kind:
         else:
             rows = block_rows(block, self.required, self.optional, hint=self.hint, others=_matters, unread=unused)
         for number, (place, row) in enumerate(rows, first):
-            check_columns(place, list(row), self.required, self.hint)
+            check_columns(place, row, self.required, self.hint)
             for name, value in row.items():
                 if name not in wanted and value is not None:
                     _check_other(place, name, value)
                     unused[name] += 1
             if "reward_model" in wanted and isinstance(row.get("reward_model"), Mapping):
-                fields = {name for name, value in row["reward_model"].items() if value is not None}
-                unused.update(f"reward_model.{name}" for name in fields - {"ground_truth", "style"})
+                for name, value in row["reward_model"].items():
+                    if value is not None and name not in ("ground_truth", "style"):
+                        unused[f"reward_model.{name}"] += 1
             yield self.make(place, {name: row[name] for name in wanted if name in row}, number, unused)
 
 
@@ -111,6 +113,7 @@ _TURNS = {
 }
 
 
+@functools.lru_cache(1024)
 def is_media(name: str) -> bool:
     """Returns whether a column or a field of a message has a name of images, videos or sounds.
 

@@ -24,6 +24,9 @@ Parts: TypeAlias = list[tuple[str, bool]]
 REASONING = ("reasoning_content", "reasoning", "thinking", "thought", "thoughts")
 """Fields of an assistant's message that hold what it thought before its content."""
 
+PLAIN_CALLS = ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
+
+_json = json.JSONEncoder(ensure_ascii=False, default=str).encode
 _OPENED = re.compile(r"<(\w+)>(\s*)$")
 
 
@@ -129,9 +132,32 @@ def encode_parts(rows: Sequence[Parts], tokenizer: Any) -> list[Example]:
 
 
 def token_ids(strings: list[str], tokenizer: Any) -> list[list[int]]:
-    """Returns the token ids of each string; one call for all takes half the time of a call for each."""
-    options = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
-    return tokenizer(strings, **options)["input_ids"] if strings else []
+    """Returns the token ids of each string; one call for all takes half the time of a call for each.
+
+    Example:
+        >>> from verl_fn.backends.hf.new_model import char_tokenizer
+        >>> token_ids(["ab", "c"], char_tokenizer("abc"))
+        [[4, 5], [6]]
+    """
+    return [encoded if isinstance(encoded, list) else encoded.ids for encoded in _encoded(strings, tokenizer)]
+
+
+def token_counts(strings: list[str], tokenizer: Any) -> list[int]:
+    """Returns the number of tokens of each string, in less time than ``token_ids`` takes."""
+    return list(map(len, _encoded(strings, tokenizer)))
+
+
+def _encoded(strings: list[str], tokenizer: Any) -> list[Any]:
+    """Returns for each string its token ids, or an ``Encoding`` of the package tokenizers."""
+    if not strings:
+        return []
+    # This call also sets what the tokenizer's options change in its Rust part.
+    first = tokenizer(strings[:1], add_special_tokens=False)["input_ids"]
+    calls = (getattr(type(tokenizer), name, None) for name in ("__call__", "_encode_plus"))
+    if [getattr(call, "__module__", "") for call in calls] != PLAIN_CALLS:  # the class has its own
+        return first + (tokenizer(strings[1:], add_special_tokens=False)["input_ids"] if strings[1:] else [])
+    # Without offsets, and without what transformers copies for each string, it takes 40 % less time.
+    return first + tokenizer.backend_tokenizer.encode_batch_fast(strings[1:], add_special_tokens=False)
 
 
 def _renderer(tokenizer: Any, problem: Problem) -> Any:
@@ -145,9 +171,7 @@ def _without_end(number: int, message: Message, ends: Sequence[str]) -> Message:
     if message["role"] != "assistant":
         return message
     content = message.get("content") or ""
-    others = {
-        name: json.dumps(message.get(name), ensure_ascii=False, default=str) for name in (*REASONING, "tool_calls")
-    }
+    others = {name: _json(message.get(name)) for name in (*REASONING, "tool_calls")}
     for end in ends:
         text, _, rest = content.partition(end)
         places = ["content"] if functools.reduce(lambda left, one: left.replace(one, ""), ends, rest).strip() else []
@@ -203,7 +227,7 @@ def _check_seen(
     Raises:
         DataError: it does not: without it, or with something else in its place, the text is the same.
     """
-    said = json.dumps(messages, ensure_ascii=False, default=str)
+    said = _json(messages)
     # A tool's name may also be a word of the conversation.
     if any(text.count(name := _name(tool)) <= said.count(name) for tool in tools):
         without = chat_texts(tokenizer, [(messages, True)], (), problem.chat_template_kwargs)[0]
@@ -237,7 +261,7 @@ def _check_said(messages: Sequence[Message], number: int, said: str, after: str,
         value = message.get(name)
         if isinstance(value, str) and value.strip() and not _has(said, value):
             _check_changes(until, number, {name: value + "x"}, name, after, render)
-    _check_calls(until, number, said, after, json.dumps(message, ensure_ascii=False, default=str), render)
+    _check_calls(until, number, said, after, _json(message), render)
 
 
 def _check_calls(
@@ -291,12 +315,13 @@ def _has(text: str, part: str, said: str = "") -> bool:
         part: of a message.
         said: JSON of messages; the text must have the part as often as they have it.
     """
-    written, bare = json.dumps(part.strip(), ensure_ascii=False)[1:-1], "".join(part.split())
-    often = max(1, said.count(written)) if bare else 0
+    part = part.strip()
+    written = _json(part)[1:-1]
+    often = max(1, said.count(written)) if part else 0
     return (
-        text.count(part.strip()) >= often
+        text.count(part) >= often
         or text.count(written) >= often
-        or "".join(text.split()).count(bare) >= often
+        or "".join(text.split()).count("".join(part.split())) >= often
     )
 
 
@@ -306,8 +331,7 @@ def _shows(text: str, call: Message, said: str) -> bool:
     arguments = inner.get("arguments") if isinstance(inner, Mapping) else None
     values = list(arguments.values()) if isinstance(arguments, Mapping) else [arguments or ""]
     return _has(text, _name(call), said) and all(
-        _has(text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), said)
-        for value in values
+        _has(text, value if isinstance(value, str) else _json(value), said) for value in values
     )
 
 

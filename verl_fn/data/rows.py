@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -255,15 +255,18 @@ def _of_line(
     unread: Counter[str],
 ) -> Row:
     try:
-        row = json.loads(line, object_pairs_hook=_object, parse_float=_float)
+        row = _JSON.decode(line)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place} is not JSON, one object a line: {getattr(error, 'msg', error)}") from error
     if not isinstance(row, dict):
         raise DataError(f"{place} is not a JSON object, one a line: {row!r:.80}")
-    check_columns(place, list(row), required, hint)
-    wanted = row if optional is None else (*required, *optional)
-    kept = {name: value for name, value in row.items() if name in wanted or others(name)}
-    unread.update(name for name, value in row.items() if value is not None and name not in kept)
+    check_columns(place, row, required, hint)
+    kept = {}
+    for name, value in row.items():
+        if optional is None or name in required or name in optional or others(name):
+            kept[name] = value
+        elif value is not None:
+            unread[name] += 1
     if "\\ud" in line.lower():
         _check_characters(place, kept)
     return kept
@@ -290,6 +293,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
+_JSON = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float)
+
+
 def _check_characters(place: str, row: Row) -> None:
     """Rejects half of a surrogate pair, which JSON can write but which no tokenizer can encode."""
     for name, value in row.items():
@@ -305,7 +311,7 @@ def _check_characters(place: str, row: Row) -> None:
 SUFFIXES = (".parquet", ".jsonl", ".json")
 
 
-def check_columns(place: str, columns: Sequence[str], required: Sequence[str], hint: str = "") -> None:
+def check_columns(place: str, columns: Collection[str], required: Sequence[str], hint: str = "") -> None:
     """Checks that all required columns are there.
 
     Raises:

@@ -105,17 +105,17 @@ def traits_of(problems: Sequence[Problem], tokenizer: Any) -> Traits:
     if isinstance(made := getattr(problems, "traits", None), Traits):
         return made
     special = special_pattern(tokenizer)
-    places: dict[Group, int] = {}
+    places: dict[tuple[str, tuple[str, ...], tuple[str, ...]], int] = {}
     groups = []
     for one in problems:
-        group = Group(one.data_source, tuple(sorted(_fields(one))), tuple(one.chat_template_kwargs))
+        group = (one.data_source, tuple(sorted(_fields(one))), tuple(one.chat_template_kwargs))
         groups.append(places.setdefault(group, len(places)))
     prompts = [hashlib.blake2b(_hashable(one.prompt), digest_size=8).digest() for one in problems]
     return Traits(
         np.frombuffer(b"".join(prompts), np.uint64),
         np.array([_flags(one, special) for one in problems], np.uint8),
         np.array(groups, np.int32),
-        tuple(places),
+        tuple(Group(*group) for group in places),
     )
 
 
