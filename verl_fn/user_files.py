@@ -45,6 +45,22 @@ def load(file: Path) -> ModuleType:
     return importlib.import_module(name_of(file))
 
 
+def place_of(error: BaseException, caller: str) -> str:
+    """Returns file and line of the user's code that an exception comes from, for the end of a message.
+
+    Args:
+        error: was raised, or is about the syntax of a file.
+        caller: the file that ran the user's code.
+    """
+    if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():
+        return f" (at {error.filename}:{error.lineno})"
+    others = (caller, __file__, importlib.__file__, "")
+    files = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename not in others]
+    frames = [frame for frame in files if not frame.filename.startswith("<")]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
+    return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+
+
 def name_of(file: Path) -> str:
     """Returns the name of the module of a file; it changes with the contents.
 

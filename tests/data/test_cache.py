@@ -91,12 +91,30 @@ def test_many_rows_are_the_problems_of_their_files_and_the_second_start_encodes_
         data = read(file, val=(val,))
         assert sum(few) == encoded
         assert tuple(data.training) == read_files([file], "samples")
+        unit = "row" if name == "a.parquet" else "line"
+        assert [one.place for one in data.training] == [one.place for one in read_files([file], "samples")]
+        assert data.training[49].place == f"{file}, {unit} {49 + (unit == 'line')}"
         assert [problem.extra_info for problem in data.training[3:5]] == [{"index": 3}, {"index": 4}]
         assert data.training[-1].extra_info == {"index": 49} and data.held_out(2) == tuple(data.validation)[:2]
         assert (len(data.training), len(data.validation), data.max_prompt) == (50, 5, 10)
         drawn = data.train(Key.from_seed(0), 45, 10)
         assert drawn == attrs.evolve(data, training=read_files([file], "samples")).train(Key.from_seed(0), 45, 10)
     assert len(kept()) == 1 and not list(store.cache_folder().glob(".*"))
+
+
+def test_a_prompt_that_is_too_long_is_named_by_file_and_line_also_after_a_move(tmp_path, few):
+    for folder in ("first", "second"):
+        (tmp_path / folder).mkdir()
+        files = [write(tmp_path / folder / f"{name}.jsonl", rows(12, name)) for name in "ab"]
+        read(*files)
+        assert sum(few) == 24, "the second folder has the same rows"
+        with pytest.raises(DataError, match=rf"{folder}/a\.jsonl, line 3: the prompt has 5 tokens, more than 4"):
+            read(*files, max_prompt_length=4)
+        assert [one.place for one in read(*files).training[11:14]] == [
+            f"{files[0]}, line 12",
+            f"{files[1]}, line 1",
+            f"{files[1]}, line 2",
+        ]
 
 
 def test_everything_that_a_start_says_is_said_by_the_second_one(tmp_path, few):
@@ -118,7 +136,7 @@ def test_everything_that_a_start_says_is_said_by_the_second_one(tmp_path, few):
         "data.train_files: left out 3 of 20 prompts, longer than 8 tokens",
     ]
     assert "1 of 17 prompts are JSON" in heard[0][3] and "1 of 17 ground truths are empty" in heard[0][4]
-    assert "such as '<eos>' in problem 9 of 's'" in heard[0][5] and heard[0][-1].fields == ("name",)
+    assert f"such as '<eos>' in {file}, line 10;" in heard[0][5] and heard[0][-1].fields == ("name",)
 
 
 def test_another_content_tokenizer_template_argument_or_day_is_encoded_again(tmp_path, few):
@@ -275,21 +293,21 @@ def test_errors_name_file_and_row_of_the_first_mistake(tmp_path, few, name):
     made[40] |= {"reward_model": {"ground_truth": None}}
     made[50] |= {"prompt": []}
     file = write(tmp_path / name, made)
-    place = "line 41" if name == "a.jsonl" else "row 40"
+    place, bad = ("line 41", "line 31") if name == "a.jsonl" else ("row 40", "row 30")
     with pytest.raises(DataError, match=rf"{name}, {place}: reward_model has no ground_truth"):
         read(file)
     # What cannot be encoded is reported after rows that cannot be read, wherever they are.
     made[40], made[50] = rows(60)[40], rows(60)[50]
     made[30]["prompt"][0]["content"] = "a!"
     for _ in range(2):
-        with pytest.raises(DataError, match=r"problem 30 of 's': the tokenizer does not know .* it lacks '!'"):
+        with pytest.raises(DataError, match=rf"{name}, {bad}: the tokenizer does not know .* it lacks '!'"):
             read(write(tmp_path / name, made))
     made[59] |= {"reward_model": {}} if name == "a.jsonl" else {"reward_model": {"ground_truth": None}}
     with pytest.raises(DataError, match="reward_model has no ground_truth"):
         read(write(tmp_path / name, made))
     assert not list(store.cache_folder().iterdir())
     for _ in range(2):
-        with pytest.raises(DataError, match="problem 7 of 's': the prompt has 10 tokens, more than 9"):
+        with pytest.raises(DataError, match=r"b\.jsonl, line 8: the prompt has 10 tokens, more than 9"):
             read(write(tmp_path / "b.jsonl", rows(30)), max_prompt_length=9)
 
 

@@ -191,3 +191,35 @@ def test_completions_that_cannot_be_learned_from(row, message, tmp_path):
 def test_conversations_that_cannot_be_learned_from(messages, message, tmp_path):
     with pytest.raises(DataError, match=message):
         read_files([write(tmp_path, {"messages": messages})], "answers")
+
+
+@pytest.mark.parametrize(
+    ("completion", "message"),
+    [
+        ("c", None),
+        (talk("ab", "c")[1:], None),
+        (None, None),
+        ("d", "line 1: messages does not end with completion, so it is not clear what is learned; correct or remove"),
+        (talk("ab", "d")[1:], "messages does not end with completion"),
+        ((*talk("ab", "c"), *talk("ab", "c")), "messages does not end with completion"),
+    ],
+)
+def test_a_completion_beside_messages_must_be_what_they_end_with(completion, message, tmp_path):
+    file = write(tmp_path, {"messages": talk("ab", "c", "d"), "completion": completion})
+    if message is None:
+        assert read_files([file], "answers")[0].messages == talk("ab", "c")
+    else:
+        with pytest.raises(DataError, match=message):
+            read_files([file], "answers")
+
+
+def test_an_answer_with_an_end_token_before_its_end_is_refused(tmp_path):
+    made = tokenizer()
+    said = r"the answer has '<eos>', the token that ends an answer, before its end"
+    with pytest.raises(DataError, match=rf"problem 3 of 'x': {said}"):
+        pack_examples([Problem("ab", "a<eos>b", 3, "x")], made, END)
+    rows = [{"prompt": "ab", "completion": "c<eos>"}, {"prompt": "ab", "completion": "c<eos>ab<eos>"}]
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 2: {said}"):
+        pack_examples(read_files([write(tmp_path, *rows)], "answers"), made, END)
+    with pytest.raises(DataError, match="the response has '<eos>'"):
+        pack_pairs([Judged("ab", "", chosen=("c<eos>b",), rejected=("d",))], made, END)

@@ -315,7 +315,7 @@ def config(train, val=(), **data):
 def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path):
     short, long = jsonl(tmp_path / "short.jsonl", row("ab")), jsonl(tmp_path / "long.jsonl", row("ab"), row("abcdab"))
     for cfg in (config([long], max_prompt_length=5), config([short], [long], max_prompt_length=5)):
-        with pytest.raises(DataError, match=r"problem 1 of 'mine': the prompt has 7 tokens, more than 5"):
+        with pytest.raises(DataError, match=r"\.jsonl, line 2: the prompt has 7 tokens, more than 5"):
             file_data(cfg, chat_tokenizer())
     data = file_data(config([long], [short], max_prompt_length=7), chat_tokenizer())
     assert [p.prompt for p in data.training] == ["ab", "abcdab"]
@@ -430,7 +430,7 @@ def test_answers_that_are_trained_on_are_encoded_up_front(tmp_path):
     assert data.max_row == max(rows.lengths) == 2 + 8 + 1
     odd = jsonl(tmp_path / "odd.jsonl", row("ab"), row("ab", "xyz"))
     assert file_data(config([odd]), chat_tokenizer()).max_row == 0
-    with pytest.raises(DataError, match=r"problem 1 of 'mine': the tokenizer does not know every .* answer 'xyz'"):
+    with pytest.raises(DataError, match=r"odd\.jsonl, line 2: the tokenizer does not know every .* answer 'xyz'"):
         file_data(config([odd]), chat_tokenizer(), end_tokens=2)
     with pytest.raises(DataError, match="every character of the answer 'xyz'"):
         pack_examples([Problem("ab", "xyz")], chat_tokenizer(), 2)

@@ -135,6 +135,20 @@ def test_only_the_rows_of_a_step_are_read(opened):
     assert len(large.read) == 8 and [row for _, row in drawn(problems)] == large.read
 
 
+def test_unused_columns_are_counted_in_all_rows_that_are_read(opened):
+    made = [row | {"more": None if i < 100 else i, "seen": i} for i, row in enumerate(rows("one", [1] * 140))]
+    opened["one"], said = Stored(made), []
+    data = source(opened, "data.shuffle=false", say=said.append)
+    note = "note: data.train_files, the first {} rows that were read: columns that are not used: {}"
+    assert said == [note.format(64, "seen (64 rows)")]
+    data.train(KEY, 0, 100)
+    assert len(said) == 1
+    data.train(KEY, 100, 40)
+    assert said[1:] == [note.format(204, "more (40 rows), seen (204 rows)")]
+    data.train(KEY, 0, 140)
+    assert len(said) == 2
+
+
 def test_long_rows_are_replaced_by_others_of_their_data_set(opened, monkeypatch):
     monkeypatch.setattr("verl_fn.data.streaming.MAX_FAILED_DRAWS", 20)
     opened |= {"one": Stored(rows("one", [1, 8, 8, 8])), "two": Stored(rows("two", [2, 8]))}
@@ -145,7 +159,7 @@ def test_long_rows_are_replaced_by_others_of_their_data_set(opened, monkeypatch)
     opened["two"] = Stored(rows("two", [8, 8]))
     with pytest.raises(DataError, match=r"two: 20 rows in succession are too long; raise data\.max_prompt"):
         source(opened, *limits).train(KEY, 0, 20)
-    with pytest.raises(DataError, match="problem 1 of 'one': the prompt has 9 tokens, more than 3"):
+    with pytest.raises(DataError, match="one, row 1: the prompt has 9 tokens, more than 3"):
         source(opened, "data.max_prompt_length=3")
     # Cut prompts fit.
     cut = source(opened, "data.max_prompt_length=3", "data.truncation=left", "data.weights=[1, 1]")
@@ -156,7 +170,7 @@ def test_responses_of_the_data_have_a_limit(opened):
     answers = [{"data_source": "s", "prompt": "a", "reward_model": {"ground_truth": "a" * n}} for n in (1, 9)]
     opened["answers"] = Stored(answers)
     limits = ["data.max_prompt_length=2", "data.max_response_length=4"]
-    with pytest.raises(DataError, match=r"problem 1 of 's': prompt and response have 12 tokens, and .* allows 6"):
+    with pytest.raises(DataError, match=r"answers, row 1: prompt and response have 12 tokens, and .* allows 6"):
         source(opened, *limits, learns_from="answers", end_tokens=2)
     data = source(opened, *limits, "data.filter_overlong_prompts=true", learns_from="answers", end_tokens=2)
     assert {problem.answer for problem in data.train(KEY, 0, 20)} == {"a"} and data.max_row == data.max_group / 2 == 6

@@ -368,12 +368,15 @@ def test_a_long_response_is_shortened_in_errors(here):
         ("mime:exact", r"there is no module 'mime', seen from /.*; did you mean mine\?"),
         ("mine", r"'mine' is not of the form module:function or FILE\.py:function"),
         ("mine.py:three", r"mine\.py:three cannot be called with the keywords .*'extra_info'"),
-        ("broken.py:f", r"importing broken\.py raised SyntaxError: .*\(broken\.py, line 2\)"),
+        ("broken.py:f", r"importing broken\.py raised SyntaxError: .* \(at /.*/broken\.py:2\)"),
+        ("broken:f", r"importing broken raised SyntaxError: .* \(at /.*/broken\.py:2\)"),
+        ("leans.py:f", r"importing leans\.py raised SyntaxError: .* \(at /.*/broken\.py:2\)"),
         ("needy:f", r"importing needy raised ModuleNotFoundError: .*'nowhere' \(at /.*/needy\.py:3\)"),
     ],
 )
 def test_a_function_that_cannot_be_used_is_refused_at_once(here, spec, message):
     (here / "broken.py").write_text("\ndef f(:\n")
+    (here / "leans.py").write_text("from .broken import f\n")
     (here / "needy.py").write_text("\n\nimport nowhere\n")
     with pytest.raises(RewardError, match=message):
         RewardFunctions([spec])

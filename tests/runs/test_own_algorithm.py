@@ -146,14 +146,15 @@ def test_its_options_are_the_algorithm_table(tiny, tmp_path, capsys):
         ("", "has no 'mine'"),
         ("def mine(options): ...", "must be a function whose first parameter is annotated with an attrs class"),
         ("mine = 3", "must be a function whose first parameter is annotated"),
-        ("1/0", "cannot be imported: ZeroDivisionError: division by zero"),
+        ("1/0", "cannot be imported: ZeroDivisionError: division by zero (at {folder}/own.py:1)"),
+        ("\ndef mine(:", "cannot be imported: SyntaxError: invalid syntax (own.py, line 2) (at {folder}/own.py:2)"),
     ],
 )
 def test_what_is_no_algorithm_is_refused(source, message, tmp_path):
     (tmp_path / "own.py").write_text(source)
     with pytest.raises(ConfigError) as error:
         load(overrides=[f"algorithm.name={tmp_path}/own.py:mine"])
-    assert message in str(error.value) and "algorithm.name" in str(error.value)
+    assert message.format(folder=tmp_path) in str(error.value) and "algorithm.name" in str(error.value)
 
 
 OWN_PARTS = """

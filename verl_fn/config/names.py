@@ -120,7 +120,8 @@ def module_of(reference: str, key: str) -> ModuleType:
     except FileNotFoundError as error:
         raise ConfigError(f"{key}: there is no file {error.filename}") from error
     except Exception as error:  # a user's module may raise anything
-        raise ConfigError(f"{key}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+        place = user_files.place_of(error, __file__)
+        raise ConfigError(f"{key}: {module} cannot be imported: {type(error).__name__}: {error}{place}") from error
 
 
 def source_file(reference: str) -> Path | None:

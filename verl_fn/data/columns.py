@@ -74,16 +74,17 @@ OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs")
 
 
 def fields_of(place: str, row: Row) -> dict[str, Any]:
-    """Returns the fields of a problem that every kind of row may have: the columns ``OPTIONAL``.
+    """Returns the fields of a problem that every kind of row may have: its place, and the columns ``OPTIONAL``.
 
     Raises:
         DataError: a column has something else than it must.
 
     Example:
         >>> fields_of("a.jsonl, line 1", {"ability": "math"})
-        {'extra_info': {'ability': 'math'}, 'tools': (), 'chat_template_kwargs': {}}
+        {'place': 'a.jsonl, line 1', 'extra_info': {'ability': 'math'}, 'tools': (), 'chat_template_kwargs': {}}
     """
     return {
+        "place": place,
         "extra_info": extra_info_of(place, row),
         "tools": tools_of(place, row),
         "chat_template_kwargs": template_kwargs_of(place, row),

@@ -41,8 +41,8 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
 
     Optional columns are ``data_source``, ``ability``, ``extra_info``, ``tools``, JSON schemas that the chat template
     shows, ``chat_template_kwargs``, and ``reward_model``: sampled answers are judged by its ``ground_truth``, or else
-    by the last turn. The messages must begin with the prompt if there is one. Those after the last turn that is
-    learned are left out, and their rows are counted.
+    by the last turn. The messages must begin with the prompt and end with the ``completion`` if the row has them.
+    Messages after the last turn that is learned are left out, and their rows are counted.
 
     A row is refused if it has no turn of the assistant, begins with one, has one without content, or another prompt.
 
@@ -63,6 +63,8 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
             )
         if row.get(prompt_key) is not None:
             _check_prompt(place, prompt_of(place, row[prompt_key], prompt_key), value, prompt_key)
+        if row.get(COMPLETION) not in (None, "", []):
+            _check_completion(place, prompt_of(place, row[COMPLETION], COMPLETION), value[: last + 1])
         if value[last + 1 :]:
             unused[BEHIND] += 1
         judged_by = row.get("reward_model")
@@ -75,7 +77,7 @@ def conversation_rows(prompt_key: str = "prompt") -> Kind:
             messages=value[: last + 1],
         )
 
-    return Kind((MESSAGES,), (prompt_key, "data_source", "reward_model", *OPTIONAL), make)
+    return Kind((MESSAGES,), (prompt_key, COMPLETION, "data_source", "reward_model", *OPTIONAL), make)
 
 
 def completion_rows(prompt_key: str = "prompt") -> Kind:
@@ -114,6 +116,17 @@ def _check_prompt(place: str, prompt: str | Messages, messages: Messages, column
         raise DataError(
             f"{place}: {MESSAGES} does not begin with {column}, so it is not clear what is learned; correct or "
             f"remove one of them: the user says {words!r:.80}, and {column} is {prompt!r:.80}"
+        )
+
+
+def _check_completion(place: str, completion: str | Messages, messages: Messages) -> None:
+    """Checks that the messages end with the completion: with its messages, or with its words."""
+    said = messages[-1]["content"] if isinstance(completion, str) else messages[-len(completion) :]
+    if completion != said:
+        raise DataError(
+            f"{place}: {MESSAGES} does not end with {COMPLETION}, so it is not clear what is learned; correct or "
+            f"remove one of them: the assistant says {messages[-1]['content']!r:.80}, and {COMPLETION} is "
+            f"{completion!r:.80}"
         )
 
 

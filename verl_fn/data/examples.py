@@ -203,6 +203,11 @@ def _answers(problem: Problem, prompt: list[int], tokenizer: Any, ends: Sequence
         if has_unknown(ids, tokenizer):
             raise DataError(f"{label_of(problem)}: {describe_unknown(kind, text, tokenizer)}")
         ids = ended(ids, tokenizer, ends)
+        if inside := [token for token in ids[:-1] if token in ends]:
+            raise DataError(
+                f"{label_of(problem)}: the {kind} has {tokenizer.decode(inside[:1])!r}, the token that ends an "
+                "answer, before its end, so the rest would never be said; remove it"
+            )
         rows.append(([*prompt, *ids], [0.0] * len(prompt) + [1.0] * len(ids)))
     return rows
 

@@ -250,8 +250,8 @@ def _rendered(problem: Problem, tokenizer: Any) -> str:
 
 
 def label_of(problem: Problem) -> str:
-    """Returns a problem's name in error messages."""
-    return f"problem {problem.id} of {problem.data_source!r}"
+    """Returns a problem's name in error messages: its file and row, or its number."""
+    return problem.place or f"problem {problem.id} of {problem.data_source!r}"
 
 
 def problem_rows(prompt_key: str = "prompt") -> Kind:

@@ -214,13 +214,18 @@ def _streamed(
     table: DataConfig, encoder: Encoder, held_out: Encoded, learns_from: LearnsFrom, say: Callable[[str], None]
 ) -> StreamedData:
     validation = short_enough("data.val_files", held_out, table, say).problems
-    unused: Counter[str] = Counter()
-    read = functools.partial(
-        read_files, learns_from=learns_from, prompt_key=table.prompt_key, convert=encoder.convert, unused=unused
-    )
-    source = streamed(table, encoder.tokenizer, read, validation, learns_from, encoder.end_tokens)
-    _report_unused("data.train_files, first rows", unused, say)
-    return source
+    unused, told, rows = Counter[str](), set[str](), 0
+
+    def read(files: Sequence[Entry]) -> tuple[Problem, ...]:
+        nonlocal rows
+        problems = read_files(files, learns_from, prompt_key=table.prompt_key, convert=encoder.convert, unused=unused)
+        rows += len(problems)
+        if unused.keys() - told:
+            _report_unused(f"data.train_files, the first {rows} rows that were read", unused, say)
+            told.update(unused)
+        return problems
+
+    return streamed(table, encoder.tokenizer, read, validation, learns_from, encoder.end_tokens)
 
 
 def _report_unused(key: str, unused: Counter[str], say: Callable[[str], None]) -> None:

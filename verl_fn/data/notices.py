@@ -11,6 +11,7 @@ import numpy as np
 
 from verl_fn.backends.hf.tokenizer import prints_date, template_text
 from verl_fn.config.schema import DataConfig
+from verl_fn.data.files import label_of
 from verl_fn.data.tasks import Problem
 from verl_fn.data.traits import (
     EMPTY,
@@ -112,5 +113,5 @@ def _special(key: str, problems: Sequence[Problem], traits: Traits, tokenizer: A
     token = next(filter(None, map(pattern.search, [*strings(first.prompt), first.answer])))[0]
     yield (
         f"{key}: {len(places)} of {len(problems)} problems have special tokens in their texts, such as {token!r} "
-        f"in problem {first.id} of {first.data_source!r}; they become control tokens"
+        f"in {label_of(first)}; they become control tokens"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from verl_fn.data.processes import in_order
 from verl_fn.data.rendering import all_ends
 from verl_fn.data.rows import MANY
 from verl_fn.data.sets import Table, is_set, open_set
-from verl_fn.data.store import Unstorable, in_memory, packed, stored
+from verl_fn.data.store import Stored, Unstorable, in_memory, packed, stored
 from verl_fn.data.tasks import Problem
 from verl_fn.user_files import code_files
 
@@ -58,11 +59,14 @@ def encoded_files(files: Sequence[Entry], encoder: Encoder, references: Sequence
     del head
     parts = functools.partial(_parts, opened, attrs.evolve(encoder, pack=packed))
     try:
-        if (name := name_of(opened, encoder, references)) is None:
-            return in_memory(parts())
-        return stored(name.digest, parts, name.holds)
+        name = name_of(opened, encoder, references)
+        found = in_memory(parts()) if name is None else stored(name.digest, parts, name.holds)
     except Unstorable:
         return assembled(map(encoder, _asked(opened, encoder)))
+    assert isinstance(found.problems, Stored)
+    names = [one.name if isinstance(one, Table) else str(Path(one).expanduser()) for one in opened]
+    ends = itertools.accumulate(found.sizes)
+    return attrs.evolve(found, problems=attrs.evolve(found.problems, files=tuple(zip(ends, names, strict=False))))
 
 
 def _asked(files: Sequence[Entry], encoder: Encoder) -> Iterator[Asked | Exception]:

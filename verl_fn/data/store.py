@@ -35,6 +35,7 @@ UNUSED = 30 * 24 * 3600  # seconds after which a file that no run has read is re
 CHUNK = 1 << 20
 
 _CLASSES = (Problem, Conversation, Judged)
+_FIELDS = {of: [field.name for field in attrs.fields(of) if field.name not in ("id", "place")] for of in _CLASSES}
 _PLAIN = (
     Inexact,
     decimal.Decimal,
@@ -68,7 +69,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def packed(problem: Problem) -> bytes:
-    """Returns a problem, without its number, as bytes that ``unpacked`` reads.
+    """Returns a problem, without its number and the name of its file, as bytes that ``unpacked`` reads.
 
     Raises:
         Unstorable: it has an object of a class that no file gives.
@@ -79,16 +80,18 @@ def packed(problem: Problem) -> bytes:
     """
     if type(problem) not in _CLASSES:
         raise Unstorable(type(problem).__name__)
-    prompt, answer, _, *rest = (getattr(problem, field.name) for field in attrs.fields(type(problem)))
+    fields = [getattr(problem, name) for name in _FIELDS[type(problem)]]
     out = io.BytesIO()
-    _Pickler(out, 5).dump((_CLASSES.index(type(problem)), prompt, answer, *rest))
+    # The same rows may lie in another file at the next start.
+    _Pickler(out, 5).dump((_CLASSES.index(type(problem)), problem.place.rpartition(", ")[2], *fields))
     return out.getvalue()
 
 
-def unpacked(data: bytes, number: int) -> Problem:
-    """Returns the problem that ``packed`` made bytes of, with a number."""
-    kind, prompt, answer, *rest = _Unpickler(io.BytesIO(data)).load()
-    return _CLASSES[kind](prompt, answer, number, *rest)
+def unpacked(data: bytes, number: int, file: str = "") -> Problem:
+    """Returns the problem that ``packed`` made bytes of, with a number and the name of its file."""
+    kind, row, *fields = _Unpickler(io.BytesIO(data)).load()
+    of = _CLASSES[kind]
+    return of(**dict(zip(_FIELDS[of], fields, strict=True)), id=number, place=f"{file}, {row}" if row else "")
 
 
 @attrs.frozen(eq=False)
@@ -98,10 +101,12 @@ class Stored(Sequence[Problem]):
     Attributes:
         read: returns bytes of the file, from a place on.
         ends: the place in the file behind each problem.
+        files: for each file of the data, the number of the first problem behind it, and its name.
     """
 
     read: Callable[[int, int], bytes]
     ends: np.ndarray
+    files: tuple[tuple[int, str], ...] = ()
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -111,7 +116,8 @@ class Stored(Sequence[Problem]):
             return tuple(self[i] for i in range(*number.indices(len(self))))
         number = range(len(self))[number]
         start = int(self.ends[number - 1]) if number else 0
-        return unpacked(self.read(start, int(self.ends[number]) - start), number)
+        file = next((name for end, name in self.files if number < end), "")
+        return unpacked(self.read(start, int(self.ends[number]) - start), number, file)
 
 
 def write(out: BinaryIO, parts: Iterable[Part]) -> Exception | None:

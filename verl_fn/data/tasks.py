@@ -32,6 +32,7 @@ class Problem:
         extra_info: further fields of the data.
         chat_template_kwargs: arguments of the chat template for this problem; they replace the run's.
         tools: JSON schemas of the functions that the assistant can call, for the template to show.
+        place: file and row, for error messages; empty for a problem that no file has.
     """
 
     prompt: str | tuple[Mapping[str, Any], ...]
@@ -41,6 +42,7 @@ class Problem:
     extra_info: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
     chat_template_kwargs: Mapping[str, Any] = attrs.field(factory=dict, eq=False)
     tools: tuple[Mapping[str, Any], ...] = ()
+    place: str = attrs.field(default="", eq=False, repr=False)
 
 
 def text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str:

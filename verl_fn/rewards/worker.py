@@ -19,7 +19,6 @@ import os
 import random
 import socket
 import sys
-import traceback
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
@@ -213,16 +212,12 @@ def shown(value: Any) -> str:
 
 def raised(error: BaseException) -> str:
     """Describes an exception, with the last line of the user's own code in its traceback."""
-    ours = (__file__, user_files.__file__)
-    files = [f for f in traceback.extract_tb(error.__traceback__) if f.filename and f.filename not in ours]
-    frames = [f for f in files if not f.filename.startswith("<")]
-    own = [f for f in frames if not f.filename.startswith(user_files.LIBRARIES)] or frames
     try:
         message = " ".join(str(error).split())
     except BaseException as other:
         message = f"(it has no message, since __str__ raised {type(other).__name__})"
     description = f"raised {type(error).__name__}" + (f": {short(message, 400)}" if message else "")
-    return description + (f" (at {own[-1].filename}:{own[-1].lineno})" if own else "")
+    return description + user_files.place_of(error, __file__)
 
 
 def json_text(truth: Any, name: str = "ground_truth") -> str:
