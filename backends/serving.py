@@ -282,17 +282,20 @@ class Serving(ABC):
                 raise ValueError(f"prompt {i} holds tokens outside the vocabulary of {self.vocab}")
 
 
-def model_of(folder: str | Path, lora: Lora | None = None) -> tuple[Skeleton, dict[str, torch.Size]]:
+def model_of(
+    folder: str | Path, lora: Lora | None = None, device: str | torch.device = "cpu"
+) -> tuple[Skeleton, dict[str, torch.Size]]:
     """Returns the skeleton of a folder, and the shapes of the parameters that have to be published.
 
     Args:
         folder: the model folder.
         lora: adapters that are published beside the model, not merged into it.
+        device: on which the model computes.
 
     Raises:
         ModelError: the folder or the architecture cannot be used.
     """
-    model = hollow(folder, "lm", key=Key.from_seed(0), lora=lora)
+    model = hollow(folder, "lm", key=Key.from_seed(0), lora=lora, device=device)
     skeleton = model.skeleton
     # A rollout engine saves nothing.
     skeleton.files = {}

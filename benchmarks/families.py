@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from verl_fn.backends.hf.checks import kernels_for
 from verl_fn.backends.hf.config import quiet, reason
 from verl_fn.backends.local import Local
 from verl_fn.backends.sampler import Sampler
@@ -124,9 +125,10 @@ def tiny_folder(name: str, out: str | Path, **sizes: Any) -> Path:
     """
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]), quiet():
+    config = tiny_config(name, **sizes)
+    with torch.random.fork_rng(devices=[]), quiet(), kernels_for("cpu", AutoModelForCausalLM, config):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(tiny_config(name, **sizes), attn_implementation="eager").eval()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
             for p in model.parameters():
                 if p.dim() > 1:
@@ -242,8 +244,8 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
         "layers do not keep packed rows apart or have attention that packed rows lack. `model.layout` chooses, and",
         "`--check` says why rows are padded. The embedded engine has a cache for families with packed rows; for the",
         "others it computes whole rows for every token, so use [vLLM](vllm.md) on a GPU. There,",
-        "linear attention and state-space layers are fast with the kernels of the extra `verl_fn[linear-attention]`, and",
-        "a run names the packages that are missing.",
+        "linear attention and state-space layers are fast with the kernels of the extra `verl_fn[linear-attention]`,",
+        "and a run names the packages that are missing.",
         "",
         "| family | rows | log-probs, nats | gradient of the worst parameter | engine beside trainer, nats |",
         "|---|---|---|---|---|",

@@ -37,12 +37,13 @@ class Recipe:
     lora: Lora | None
     row_layout: str = "auto"
     frozen: torch.dtype = torch.float32
+    device: str | torch.device = "cpu"
 
     def hollow(self, folder: str | Path, key: Key) -> Hollow:
         """Returns the model without its weights."""
         return hollow(
             folder, self.head, key=key, checkpointing=self.checkpointing, lora=self.lora,
-            row_layout=self.row_layout, frozen=self.frozen,
+            row_layout=self.row_layout, frozen=self.frozen, device=self.device,
         )  # fmt: skip
 
     def whole(self, folder: str | Path, key: Key, *, pretrained: bool) -> dict[str, Tensor]:

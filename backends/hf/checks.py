@@ -319,10 +319,15 @@ def _number(config: Any, name: str) -> float:
 
 
 @contextlib.contextmanager
-def _without_triton(auto: Any, config: Any) -> Iterator[None]:
-    """Makes models take torch's own code inside, since flash-linear-attention's kernels need a GPU."""
+def kernels_for(device: str | torch.device, auto: Any, config: Any) -> Iterator[None]:
+    """Makes models on a CPU take transformers' own code inside, since flash-linear-attention's kernels need a GPU."""
+    forget_models_of_others(auto)
+    if torch.device(device).type == "cuda":
+        yield
+        return
     with torch.device("meta"):
         module = sys.modules[type(auto.from_config(copy.deepcopy(config), trust_remote_code=False)).__module__]
+    forget_models_of_others(auto)
     kernels = {name: f for name, f in vars(module).items() if str(getattr(f, "__module__", "")).startswith("fla.")}
     vars(module).update(dict.fromkeys(kernels))
     try:
@@ -331,13 +336,20 @@ def _without_triton(auto: Any, config: Any) -> Iterator[None]:
         vars(module).update(kernels)
 
 
+def forget_models_of_others(auto: Any) -> None:
+    """Removes what a package registered for configs of transformers, as flash-linear-attention does at import."""
+    registered = auto._model_mapping._extra_content
+    for config in [kind for kind in registered if kind.__module__.startswith("transformers.")]:
+        del registered[config]
+
+
 def _random_model(auto: Any, config: Any, head: str, implementation: str) -> Any:
     """Returns a model with activations and logits as large as trained ones, since soft caps change only large ones.
 
     Raises:
         ValueError: the architecture does not take this implementation of attention.
     """
-    with torch.random.fork_rng(devices=[]), _without_triton(auto, config):
+    with torch.random.fork_rng(devices=[]), kernels_for("cpu", auto, config):
         torch.manual_seed(0)
         model = auto.from_config(
             copy.deepcopy(config), attn_implementation=implementation, dtype=torch.float32, trust_remote_code=False

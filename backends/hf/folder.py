@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from verl_fn.backends.hf.checks import fit_of
+from verl_fn.backends.hf.checks import fit_of, forget_models_of_others, kernels_for
 from verl_fn.backends.hf.config import (
     LOCAL,
     ModelError,
@@ -117,6 +117,7 @@ def build(
     lora: Lora | None = None,
     row_layout: str = "auto",
     frozen: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
 ) -> tuple[Skeleton, dict[str, Tensor]]:
     """Returns the skeleton and the parameters of a Hugging Face folder, on the CPU; adapters come last.
 
@@ -131,6 +132,7 @@ def build(
         lora: adapters to put in.
         row_layout: of a micro-batch: ``packed``, ``padded``, or ``auto`` for the first one that is right.
         frozen: the dtype of parameters that are not trained.
+        device: on which the model computes.
 
     Raises:
         ModelError: the folder, the architecture or one of its settings cannot be used.
@@ -138,7 +140,7 @@ def build(
     """
     auto, config, options, fit = _recipe(folder, head, row_layout)
     loaded = None
-    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder):
+    with torch.random.fork_rng(devices=[]), quiet(), _refusals(folder), kernels_for(device, auto, config):
         torch.manual_seed(key.seed())
         if pretrained:
             model, loaded = _loaded(auto, config, folder, options)
@@ -303,6 +305,7 @@ def hollow(
     lora: Lora | None = None,
     row_layout: str = "auto",
     frozen: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
 ) -> Hollow:
     """Returns the model of a Hugging Face folder as ``build`` does, but without memory for its weights.
 
@@ -311,7 +314,8 @@ def hollow(
         LoraError: the model cannot have such adapters.
     """
     auto, config, options, fit = _recipe(folder, head, row_layout)
-    model = _without_weights(auto, config, options, folder)
+    with kernels_for(device, auto, config):
+        model = _without_weights(auto, config, options, folder)
     skeleton, new_head = _prepared(model, folder, head, config, fit, checkpointing)
     _read_constants(skeleton, auto, config, options, folder)
     shapes = {name: p.detach() for name, p in model.named_parameters()}
@@ -340,6 +344,7 @@ def _recipe(folder: str | Path, head: str, row_layout: str) -> tuple[Any, Any, d
     if head == "value":
         config.num_labels = 1
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
+    forget_models_of_others(auto)
     # A damaged config may describe a model that no memory can hold.
     _without_weights(auto, config, options | {"attn_implementation": "eager"}, folder)
     fit = fit_of(auto, config, head, folder, row_layout)

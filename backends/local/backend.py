@@ -233,7 +233,7 @@ class Local(Base):
     def _params(self, folder: str | Path, key: Key, *, pretrained: bool) -> Params:
         skeleton, params = build(
             folder, self.head, pretrained=pretrained, key=key, checkpointing=self.checkpointing,
-            lora=self.lora, row_layout=self.row_layout, frozen=self.dtype,
+            lora=self.lora, row_layout=self.row_layout, frozen=self.dtype, device=self.device,
         )  # fmt: skip
         if self._skeleton is None and Path(folder) == self.folder:
             skeleton.move_buffers(self.device)

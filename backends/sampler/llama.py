@@ -31,7 +31,7 @@ def decoder_for(folder: str | Path, device: torch.device, dtype: torch.dtype) ->
     Raises:
         ModelError: the folder or the architecture cannot be used.
     """
-    skeleton, shapes = model_of(folder)
+    skeleton, shapes = model_of(folder, device=device)
     if skeleton.padded or skeleton.fit.repeats:
         return RowDecoder(skeleton, shapes, device, dtype)
     kind = LlamaDecoder if misfit(skeleton.config, shapes) is None else GeneralDecoder

@@ -56,7 +56,10 @@ def load(
     between = (lambda: _keep_pending(model)) if in_layers else lambda: None
     places = {} if in_layers else _embeddings(model)
     tensors: Iterator[tuple[str, Tensor]] = whole(source, checked=checked, between=between, places=places)
-    if not _stacked(model):
+    if _stacked(model):
+        # vLLM's loader of gpt-oss has the name that its experts had before they became a layer of their own.
+        tensors = ((name.replace(".experts.", ".experts.routed_experts."), t) for name, t in tensors)
+    else:
         tensors = (part for name, t in tensors for part in one_by_one(name, t))
     if adapters is not None:
         tensors = _without_adapters(model, tensors, adapters)

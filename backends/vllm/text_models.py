@@ -30,11 +30,11 @@ class _Text(IsHybrid):
         return torch.arange(len(input_tokens)).expand(3, -1), 0
 
 
-class Qwen3_5ForCausalLM(_Text, qwen3_5.Qwen3_5ForCausalLM):
+class Qwen3_5ForCausalLM(qwen3_5.Qwen3_5ForCausalLM, _Text):
     """The text model of Qwen3.5."""
 
 
-class Qwen3_5MoeForCausalLM(_Text, qwen3_5.Qwen3_5MoeForCausalLM):
+class Qwen3_5MoeForCausalLM(qwen3_5.Qwen3_5MoeForCausalLM, _Text):
     """The text model of Qwen3.5 with experts."""
 
 
