@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from . import measure
 
@@ -99,7 +99,6 @@ def start(file: str, folder: str) -> dict[str, float]:
     """Reads data as the start of a run does; returns seconds and the most memory of this process in GB."""
     from verl_fn.backends.hf.tokenizer import read_tokenizer
     from verl_fn.config.schema import DataConfig
-    from verl_fn.data.files import FileData
     from verl_fn.data.loading import file_data
     from verl_fn.data.notices import notices, of_template
     from verl_fn.data.traits import traits_of
@@ -108,7 +107,7 @@ def start(file: str, folder: str) -> dict[str, float]:
     tokenizer = read_tokenizer(folder, {}, "2026-01-01")
     table = DataConfig(train_files=(file,), max_prompt_length=1024)
     before, cpu = time.perf_counter(), _cpu()
-    data = cast(FileData, file_data(table, tokenizer))
+    data = file_data(table, tokenizer)
     for _ in notices(data.training, data.validation, table, tokenizer, answers=False):
         pass
     for _ in of_template(traits_of(data.training, tokenizer), table, tokenizer):

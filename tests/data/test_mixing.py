@@ -7,9 +7,8 @@ import pytest
 
 from verl_fn.backends.hf.new_model import char_tokenizer
 from verl_fn.config import ConfigError, evaluation_plan, load, make_plan, notes
-from verl_fn.data.files import FileData
+from verl_fn.data.files import BLOCK, FileData, turns
 from verl_fn.data.loading import file_data
-from verl_fn.data.mixing import BLOCK, turns
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key

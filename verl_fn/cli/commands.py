@@ -396,7 +396,7 @@ def _write(
     reports: Mapping[str, Mapping[str, float]],
     answers: Sequence[Mapping[str, Any]],
 ) -> None:
-    from verl_fn.data.answers import write_answers
+    from verl_fn.data.prepare import write_answers
     from verl_fn.report.plots import evaluation_plot
 
     metrics = [{"model": label, "path": path, "metrics": dict(reports[label])} for label, path in models.items()]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, TypeAlias
 
 from verl_fn.config.schema import TAKEN_BY_TEMPLATES
 from verl_fn.data.entries import is_filled, is_media
-from verl_fn.data.rows import DataError, Row
-from verl_fn.data.truths import truth
+from verl_fn.data.rows import DataError, Inexact, Row
 
 Messages: TypeAlias = tuple[Mapping[str, Any], ...]
 
@@ -70,6 +70,7 @@ def prompt_of(place: str, value: Any, column: str) -> str | Messages:
     )
 
 
+EXACT = 2**53  # from here on, neighbouring whole numbers are the same float
 OPTIONAL = ("ability", "extra_info", "tools", "chat_template_kwargs")
 
 
@@ -171,6 +172,48 @@ def ground_truth_of(place: str, reward_model: Any) -> str:
         return truth(value)
     except ValueError as error:
         raise DataError(f"{place}: reward_model.ground_truth {error}") from error
+
+
+def truth(value: Any) -> str:
+    """Returns a ground truth as a string.
+
+    A string stays as it is. A whole number has no decimal point, whether the file holds 72, 72.0 or
+    ``Decimal("72.00")``; any other number has the digits that were written. Everything else becomes JSON, with its
+    numbers in this form.
+
+    Raises:
+        ValueError: the value is of another type, or a number that would not be the one that was written.
+
+    Example:
+        >>> truth("072"), truth(72.0), truth(Decimal("0.50")), truth([3.0, {"unit": "m²"}])
+        ('072', '72', '0.5', '[3, {"unit": "m²"}]')
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Decimal) and value.is_finite():
+        digits = format(value, "f")
+        return digits.rstrip("0").rstrip(".") if "." in digits else digits
+    return json.dumps(_plain(value), ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int):
+        return value
+    if isinstance(value, Decimal) and value.is_finite():
+        # Only a string could hold all digits of some decimals.
+        number = int(value) if value == int(value) else float(value)
+        if Decimal(repr(number)) != value:
+            raise ValueError(f"has {value}, with too many digits for a number in a list; write strings")
+        return number
+    if isinstance(value, float) and abs(value) < float("inf") and not isinstance(value, Inexact):
+        return int(value) if value.is_integer() and abs(value) < EXACT else value
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, float | Decimal):
+        raise ValueError(f"has {value}; it is not finite or was written with more digits; write a string")
+    raise ValueError(f"has the type {type(value).__name__} ({value!r:.80}); write a string")
 
 
 def extra_info_of(place: str, row: Row) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -9,16 +10,19 @@ from typing import Any
 
 import attrs
 import torch
+from torch import Tensor
 
 from verl_fn.backends.hf.config import ModelError
 from verl_fn.backends.hf.tokenizer import begun, watched
 from verl_fn.data.columns import OPTIONAL, fields_of, ground_truth_of, prompt_of, source_of
 from verl_fn.data.entries import Convert, Entry, Kind
-from verl_fn.data.mixing import turns
 from verl_fn.data.rendering import prompt_text, token_counts, token_ids
 from verl_fn.data.rows import DataError, Row
 from verl_fn.data.tasks import Problem
 from verl_fn.state import Key
+
+BLOCK = 4096  # problems of the stream whose files are drawn together
+ROUNDS = 6
 
 
 @attrs.frozen(eq=False)
@@ -29,7 +33,7 @@ class FileData:
         training: the problems of all files, which may lie on disk; empty for a run that only evaluates.
         validation: the held-out problems.
         shuffle: whether every epoch draws a new order of ``training``; otherwise all epochs use the files' order.
-        sizes: the number of training problems of each file, if ``weights`` says how often each is drawn.
+        sizes: the number of training problems of each file; without ``weights`` it may be left out.
         weights: one for each file: each has epochs of its own. Without them, all files are one.
         max_prompt: tokens of the longest prompt.
         max_row: tokens of the longest training row (prompt, answer and end token); 0 unless the data's own responses
@@ -56,34 +60,28 @@ class FileData:
 
         A problem's ``id`` is its place in the stream, so every epoch samples new responses to it.
         """
-        orders: dict[tuple[int, int], Sequence[int]] = {}
-        firsts = [0, *itertools.accumulate(self.sizes)]
-        problems = []
-        for i, (file, number) in enumerate(self._turns(key, start, count), start):
-            size = self.sizes[file] if self.weights else len(self.training)
-            epoch, place = divmod(number, size)
-            if (file, epoch) not in orders:
-                orders[file, epoch] = self._order(
-                    key.fold_in("file").fold_in(file) if self.weights else key, epoch, size
-                )
-            problems.append(attrs.evolve(self.training[firsts[file] + orders[file, epoch][place]], id=i))
-        return tuple(problems)
+        if self.weights:
+            firsts = [0, *itertools.accumulate(self.sizes)]
+            keys = [key.fold_in("file").fold_in(file) for file in range(len(self.sizes))]
+            drawn = turns(key.fold_in("files"), start, count, self.weights)
+            places = [firsts[i] + self._place(keys[i], number, self.sizes[i]) for i, number in drawn]
+        else:
+            size = sum(self.sizes) or len(self.training)
+            places = [self._place(key, number, size) for number in range(start, start + count)]
+        problems = self._problems(key, start, places)
+        return tuple(attrs.evolve(problem, id=i) for i, problem in enumerate(problems, start))
 
     def held_out(self, count: int | None) -> tuple[Problem, ...]:
         """Returns the first ``count`` problems of the validation files, or all of them for None."""
         return tuple(self.validation[:count])
 
-    def _turns(self, key: Key, start: int, count: int) -> Sequence[tuple[int, int]]:
-        """Returns the file of each problem, and the problem's number among those of its file."""
-        if not self.weights:
-            return [(0, i) for i in range(start, start + count)]
-        return turns(key.fold_in("files"), start, count, self.weights)
+    def _place(self, key: Key, number: int, size: int) -> int:
+        """Returns the place in a file, or in all of them, of a number of the stream."""
+        epoch, place = divmod(number, size)
+        return permuted(key.fold_in("epoch").fold_in(epoch), size, place) if self.shuffle else place
 
-    def _order(self, key: Key, epoch: int, size: int) -> Sequence[int]:
-        if not self.shuffle:
-            return range(size)
-        generator = key.fold_in("epoch").fold_in(epoch).generator()
-        return torch.randperm(size, generator=generator).tolist()
+    def _problems(self, key: Key, start: int, places: Sequence[int]) -> Sequence[Problem]:
+        return [self.training[place] for place in places]
 
 
 def read_problems(
@@ -280,3 +278,68 @@ def problem_rows(prompt_key: str = "prompt") -> Kind:
         "data.convert make these columns of others"
     )
     return Kind(required, OPTIONAL, make, hint)
+
+
+def turns(key: Key, start: int, count: int, weights: Sequence[float]) -> list[tuple[int, int]]:
+    """Returns the source of problems ``start`` to ``start + count`` of a stream, and their numbers within it.
+
+    Each problem's source is drawn by the weights. So the stream is a function of the key, and its problems of one
+    source are numbered without a gap, wherever it is entered.
+
+    Args:
+        key: names the stream.
+        start: the first problem.
+        count: how many.
+        weights: of the sources, above 0.
+
+    Example:
+        >>> key = Key.from_seed(0)
+        >>> turns(key, 0, 4, [1.0, 1.0])
+        [(1, 0), (0, 0), (0, 1), (1, 1)]
+        >>> turns(key, 5000, 3, [1.0, 1.0]) == turns(key, 0, 5003, [1.0, 1.0])[5000:]
+        True
+    """
+    shares, numbers = torch.tensor(weights, dtype=torch.float64), torch.zeros(len(weights), dtype=torch.int64)
+    first, rest = divmod(start, BLOCK)
+    for block in range(first):
+        numbers += _drawn(key, block, shares).bincount(minlength=len(weights))
+    drawn = torch.cat([_drawn(key, block, shares) for block in range(first, (start + count) // BLOCK + 1)])
+    of_stream = []
+    counters = numbers.tolist()
+    for place, source in enumerate(drawn[: rest + count].tolist()):
+        if place >= rest:
+            of_stream.append((source, counters[source]))
+        counters[source] += 1
+    return of_stream
+
+
+def _drawn(key: Key, block: int, shares: Tensor) -> Tensor:
+    return torch.multinomial(shares, BLOCK, replacement=True, generator=key.fold_in(block).generator())
+
+
+def permuted(key: Key, size: int, place: int) -> int:
+    """Returns the number at a place of a permutation of ``0`` to ``size - 1``, which is never written down.
+
+    A Feistel network permutes the numbers of an even count of bits; where it leaves the range, it is applied again.
+
+    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 4 (cycle walking).
+
+    Args:
+        key: names the permutation.
+        size: of the range.
+        place: below ``size``.
+
+    Example:
+        >>> sorted(permuted(Key.from_seed(0), 5, place) for place in range(5))
+        [0, 1, 2, 3, 4]
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask, secret = (1 << half) - 1, key.bits.to_bytes(16, "little")
+    while True:
+        left, right = place >> half, place & mask
+        for number in range(ROUNDS):
+            digest = hashlib.blake2b(number.to_bytes(1) + right.to_bytes(8, "little"), digest_size=8, key=secret)
+            left, right = right, left ^ (int.from_bytes(digest.digest(), "little") & mask)
+        place = left << half | right
+        if place < size:
+            return place

@@ -21,7 +21,7 @@ from verl_fn.data.judged import TaskPairs
 from verl_fn.data.judged_files import LABEL_COLUMNS, PAIR_COLUMNS, labelled_rows, pair_rows
 from verl_fn.data.reading import encoded_files
 from verl_fn.data.rows import DataError
-from verl_fn.data.streaming import StreamedData, streamed
+from verl_fn.data.streaming import streamed
 from verl_fn.data.tasks import TASKS, Problem, Source, Task
 
 
@@ -155,7 +155,7 @@ def file_data(
     *,
     learns_from: LearnsFrom = "samples",
     end_tokens: int | Sequence[int] | None = None,
-) -> FileData | StreamedData:
+) -> FileData:
     """Reads the problems of ``data.train_files`` and ``data.val_files``, and checks the length of every prompt.
 
     All prompts are encoded here, so that a prompt that is too long ends the run before training starts. With
@@ -212,7 +212,7 @@ def file_data(
 
 def _streamed(
     table: DataConfig, encoder: Encoder, held_out: Encoded, learns_from: LearnsFrom, say: Callable[[str], None]
-) -> StreamedData:
+) -> FileData:
     validation = short_enough("data.val_files", held_out, table, say).problems
     unused, told, rows = Counter[str](), set[str](), 0
 

@@ -10,10 +10,10 @@ import attrs
 
 from verl_fn.config.names import reasoning_names
 from verl_fn.config.schema import DataConfig
+from verl_fn.data.columns import truth
 from verl_fn.data.files import encode_prompts
 from verl_fn.data.rows import DataError
 from verl_fn.data.tasks import HELD_OUT, MAX_FAILED_DRAWS, Problem, is_held_out
-from verl_fn.data.truths import truth
 from verl_fn.scores import SOURCE, reasoning_question
 from verl_fn.state import Key
 

@@ -15,7 +15,7 @@ from typing import Any
 from verl_fn import atomic
 from verl_fn.algorithms import Workers
 from verl_fn.config import Plan
-from verl_fn.data.answers import write_answers
+from verl_fn.data.prepare import write_answers
 
 from . import RunError, screen
 from .checkpoints import (

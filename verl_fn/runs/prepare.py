@@ -95,10 +95,11 @@ def _of_models(plan: Plan) -> Iterator[str]:
 
 def _notices(source: Source, plan: Plan, tokenizer: Any, *, answers: bool) -> Iterator[str]:
     """Yields a line for each unusual property of the chat template and of problems from files."""
-    read = source.training if isinstance(source, FileData) else getattr(source, "first", ())
-    traits = [traits_of(problems, tokenizer) for problems in (read, getattr(source, "validation", ()))]
+    known = (source.training, source.validation) if isinstance(source, FileData) else ()
+    traits = [traits_of(problems, tokenizer) for problems in known]
     yield from of_template(joined(traits), plan.data, tokenizer)
-    if isinstance(source, FileData) and (plan.data.train_files or plan.data.val_files):
+    # Of a stream, only the first problems are known.
+    if type(source) is FileData and (plan.data.train_files or plan.data.val_files):
         yield from notices(
             source.training, source.validation, plan.data, tokenizer, answers=answers, sizes=source.sizes
         )
